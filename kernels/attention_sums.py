@@ -7,12 +7,15 @@ by head, then the next token's.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.kernels.attention_plan import WorkList
+if TYPE_CHECKING:
+    from moeserve.kernels.paged_attention import AttentionMetadata, Pass
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -126,23 +129,14 @@ def split_space(space: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def merge(
-    values: Tensor,
-    stats: Tensor,
-    sinks_H: Tensor | None,
-    out: Tensor,
-    offsets_R1: Tensor,
-    work: WorkList,
-    groups: int,
-    heads: int,
-    tile: int,
-    width: int,
-    block_m: int,
+    values: Tensor, stats: Tensor, sinks_H: Tensor | None, out: Tensor, plan: AttentionMetadata, part: Pass
 ) -> None:
-    """Writes the tokens of all cut tiles to out [T, groups * heads * width]."""
+    """Writes the tokens of all tiles that a pass has cut to out [T, H * v]."""
+    shape, work, rows = plan.shape, part.work, 4
     if not work.merges_M4.shape[0]:
         return
-    rows = 4
-    merge_kernel[(work.merges_M4.shape[0], groups * block_m // rows)](
-        values, stats, sinks_H, out, offsets_R1, work.merges_M4, work.counts_2,
-        GROUPS=groups, HEADS=heads, TILE=tile, D=width, BLOCK_M=block_m, ROWS=rows, UNROLL=4, num_warps=4,
+    merge_kernel[(work.merges_M4.shape[0], shape.groups * part.block_m // rows)](
+        values, stats, sinks_H, out, plan.offsets_R1, work.merges_M4, work.counts_2,
+        GROUPS=shape.groups, HEADS=shape.group, TILE=part.tile, D=shape.v_dim, BLOCK_M=part.block_m, ROWS=rows,
+        UNROLL=4, num_warps=4,
     )  # fmt: skip

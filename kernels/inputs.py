@@ -1,8 +1,9 @@
 """A step's inputs, computed on the device from the request tables and a few words per row; and the tables' changes:
 many small writes to one array, packed on the host, one copy, one launch.
 
-T tokens and T' places for them, R rows and R', S rows that sample and S', G KV groups, N blocks per row. What is left
-of the places is padding: tokens 0 at position 0 whose K/V go to KV slot 0 of the null block, rows without tokens.
+T tokens and T' places for them, R rows and R', N tokens that are sampled at and N', G KV groups, B blocks per row. What
+is left of the places is padding: tokens 0 at position 0 whose K/V go to KV slot 0 of the null block, rows without
+tokens.
 V values, W pieces: values that lie side by side, at most PIECE of them.
 """
 
@@ -33,8 +34,8 @@ class StepArrays:
     ids_T: Tensor
     positions_T: Tensor
     slot_mapping_GT: Tensor  # block * block_size + offset of each new token
-    blocks_GRN: Tensor  # block table of each row
-    sample_S: Tensor  # tokens that feed the LM head
+    blocks_GRB: Tensor  # block table of each row
+    sample_N: Tensor  # tokens that feed the LM head
     offsets_R1: Tensor  # row i owns tokens offsets[i] .. offsets[i + 1] - 1
     starts_R: Tensor  # first position of each row's new tokens
 
@@ -42,13 +43,13 @@ class StepArrays:
     def empty(cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device) -> StepArrays:
         """Uninitialised arrays of these sizes."""
         i32, i64 = (partial(torch.empty, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
-        blocks_GRN, ends = i32((groups, rows, blocks)), (i32(rows + 1), i32(rows))
-        return cls(i64(tokens), i64(tokens), i64((groups, tokens)), blocks_GRN, i64(samples), *ends)
+        blocks_GRB, ends = i32((groups, rows, blocks)), (i32(rows + 1), i32(rows))
+        return cls(i64(tokens), i64(tokens), i64((groups, tokens)), blocks_GRB, i64(samples), *ends)
 
 
 @dataclass(frozen=True, slots=True)
 class StepWords:
-    """One step's rows, packed for one copy to the device: slots_R, starts_R, offsets_R1, sample_S."""
+    """One step's rows, packed for one copy to the device: slots_R, starts_R, offsets_R1, sample_N."""
 
     words: I32
     rows: int
@@ -57,14 +58,13 @@ class StepWords:
     most: int  # tokens of a row
 
     @classmethod
-    def of(cls, slots_R: I32, starts_R: I32, counts_R: I32, samples_R: NDArray[np.bool_]) -> StepWords:
-        """Packs rows of counts_R tokens each, and which of them sample.
+    def of(cls, slots_R: I32, starts_R: I32, offsets_R1: I32, sample_N: NDArray[np.int64]) -> StepWords:
+        """Packs rows and the tokens that are sampled at.
 
-        slots [4, 2], starts [0, 9], counts [3, 1], samples [no, yes] -> words [4, 2, 0, 9, 0, 3, 4, 3]
+        slots [4, 2], starts [0, 9], offsets [0, 3, 4], sample [3] -> words [4, 2, 0, 9, 0, 3, 4, 3]
         """
-        ends_R = np.cumsum(counts_R)
-        words = np.concatenate((slots_R, starts_R, [0], ends_R, ends_R[samples_R] - 1)).astype(np.int32)
-        return cls(words, len(slots_R), int(ends_R[-1]), int(samples_R.sum()), int(counts_R.max()))
+        words = np.concatenate((slots_R, starts_R, offsets_R1, sample_N)).astype(np.int32)
+        return cls(words, len(slots_R), int(offsets_R1[-1]), len(sample_N), int(np.diff(offsets_R1).max()))
 
 
 @triton.jit
@@ -147,26 +147,26 @@ def step_kernel(
 
 def fill_step(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, words: Tensor, out: StepArrays) -> None:
     """Writes all of `out` in one launch. table: int32 [slots, width], the tokens of each slot's request; blocks: int32
-    [G, slots, at least N], its block tables; words: step.words on the device.
+    [G, slots, at least B], its block tables; words: step.words on the device.
 
     slot 2 holds tokens [5, 6, 7], blocks [4, 9], block_size 2; its row starts at 1 and has 2 tokens; T' = 3, R' = 2
     -> ids [6, 7, 0], positions [1, 2, 0], slot mapping [9, 18, 0], blocks [[4, 9], [0, 0]], offsets [0, 2, 2],
     starts [1, 0]
     """
-    all_tokens, all_samples = len(out.ids_T), len(out.sample_S)
-    groups, all_rows, num_blocks = out.blocks_GRN.shape
+    all_tokens, all_samples = len(out.ids_T), len(out.sample_N)
+    groups, all_rows, num_blocks = out.blocks_GRB.shape
     assert 0 < step.rows <= all_rows == len(out.starts_R) == len(out.offsets_R1) - 1, (step.rows, all_rows)
     assert step.tokens <= all_tokens, (step.tokens, all_tokens)
     assert step.samples <= all_samples, (step.samples, all_samples)
     assert num_blocks <= blocks.shape[2], (num_blocks, blocks.shape)
     assert len(blocks) == groups == len(out.slot_mapping_GT), (blocks.shape, groups)
-    assert table.stride(1) == blocks.stride(2) == out.blocks_GRN.stride(2) == out.slot_mapping_GT.stride(1) == 1
+    assert table.stride(1) == blocks.stride(2) == out.blocks_GRB.stride(2) == out.slot_mapping_GT.stride(1) == 1
     longest = max(step.most, num_blocks, all_tokens - step.tokens, all_rows + 1, all_samples)
     step_kernel[(all_rows + 1, triton.cdiv(longest, BLOCK), groups)](
         table, blocks, words,
-        out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRN, out.sample_S, out.offsets_R1, out.starts_R,
+        out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRB, out.sample_N, out.offsets_R1, out.starts_R,
         table.stride(0), blocks.stride(0), blocks.stride(1),
-        out.slot_mapping_GT.stride(0), out.blocks_GRN.stride(0), out.blocks_GRN.stride(1),
+        out.slot_mapping_GT.stride(0), out.blocks_GRB.stride(0), out.blocks_GRB.stride(1),
         step.rows, step.tokens, step.samples, all_rows, all_tokens, all_samples, num_blocks,
         BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -6,11 +6,17 @@ e = n + p, L rank of the latents, C = L + p width of a cache entry. ops/latent.p
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moeserve.kernels.qk_norm_rope_cache import normalised, rotated
+
+if TYPE_CHECKING:
+    from moeserve.ops.inputs import RopeCacheInputs
+    from moeserve.ops.latent import LatentRule
 
 
 @triton.jit(do_not_specialize=["num_real"])
@@ -62,27 +68,18 @@ def latent_rope_cache_kernel(
 
 
 def latent_rope_cache(
-    q_THe: Tensor,
-    kv_TC: Tensor,
-    norm_L: Tensor,
-    scale: float,
-    eps: float,
-    cos_T1p: Tensor,
-    sin_T1p: Tensor,
-    latent_cache: Tensor,
-    slot_mapping_T: Tensor,
-    q_THC: Tensor,
+    q_THe: Tensor, kv_TC: Tensor, rule: LatentRule, at: RopeCacheInputs, latent_cache: Tensor, q_THC: Tensor
 ) -> Tensor:
     """Writes [rms_norm(latent) * norm | rotated key] to each token's KV slot, scaled and rotated queries to the last p
     columns of q_THC; returns the rest of the queries, scaled, [T, H, n].
 
-    q_THe: queries, rotated part last. kv_TC: latents, then the key part that is rotated. Tokens of all three may be
-    further apart. cos and sin: fp32 [T, 1, p], sin negative in the first half. latent_cache [blocks, block size, 1, C].
-    slot_mapping_T: int64, of the first tokens; the rest is padding, whose queries become zero, and so are slots below
-    0. norm_L: fp32. All in fp32 until one rounding.
+    q_THe: queries, rotated part last. kv_TC: latents, then the key part that is rotated. Tokens of both and of q_THC
+    may be further apart. latent_cache [blocks, block size, 1, C]. Queries of padding become zero; slots below 0 are
+    padding as well. All in fp32 until one rounding.
     n 1, p 2, L 1, scale 2, turned by 90 degrees: q [1, 1, 0], kv [3, 1, 0], norm 5 -> entry [5, 0, 1], q_THC [.., 0, 2]
     and the result [2]
     """
+    (cos_T1p, sin_T1p, slot_mapping_T), norm_L = at, rule.norm_L
     (tokens, heads, width), rope, capacity = q_THe.shape, cos_T1p.shape[2], latent_cache.shape[3]
     rank, nope = capacity - rope, width - rope
     assert q_THe.stride()[1:] == (width, 1), q_THe.stride()
@@ -101,7 +98,7 @@ def latent_rope_cache(
     if tokens:
         latent_rope_cache_kernel[(tokens, 1 + triton.cdiv(heads, block_h))](
             q_THe, kv_TC, norm_L, cos_T1p, sin_T1p, latent_cache, slot_mapping_T, q_THC, q_THn, slot_mapping_T.shape[0],
-            q_THe.stride(0), kv_TC.stride(0), q_THC.stride(0), scale, eps,
+            q_THe.stride(0), kv_TC.stride(0), q_THC.stride(0), rule.scale, rule.eps,
             HEADS=heads, NOPE=nope, ROPE=rope, RANK=rank, BLOCK_H=block_h, BLOCK_N=block_n,
             BLOCK_P=triton.next_power_of_2(rope), BLOCK_L=triton.next_power_of_2(rank), num_warps=4,
         )  # fmt: skip

@@ -200,10 +200,7 @@ def attention(
             BLOCK_N=tile_positions(shape, part.block_m), FLAT=part.flat,
             num_warps=how["num_warps"], num_stages=how["num_stages"],
         )  # fmt: skip
-        merge(
-            values, stats, sinks_H, out, plan.offsets_R1, part.work,
-            shape.groups, shape.group, part.tile, v_d, part.block_m,
-        )  # fmt: skip
+        merge(values, stats, sinks_H, out, plan, part)
     return out
 
 

@@ -6,11 +6,16 @@ T tokens (padded rows included), H heads and G KV heads of this rank, d width of
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moeserve.ops.elementwise import HeadRule
+    from moeserve.ops.inputs import LayerCache, RopeCacheInputs
 
 SCALE_BYTES = 4  # behind an int8 head in its entry: its fp32 scale
 
@@ -114,56 +119,40 @@ def qk_norm_rope_cache_kernel(
 
 
 def qk_norm_rope_cache(
-    qkv_TN: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float,
-    cos_T1d: Tensor,
-    sin_T1d: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping_T: Tensor,
-    *,
-    eps: float = 0.0,
-    norms: Tensor | None = None,
-    clip: float = math.inf,
-    norm_last: bool = False,
-    norm_values: bool = False,
-    normed_THd: Tensor | None = None,
+    qkv_TN: Tensor, rule: HeadRule, at: RopeCacheInputs, cache: LayerCache, normed_THd: Tensor | None = None
 ) -> Tensor:
     """Writes keys and values to their KV slots (block * block size + offset); returns the scaled queries [T, H, d].
 
-    qkv_TN: [T, (H + G) * d + G * v], queries first, values last; tokens may be further apart. cos and sin: fp32
-    [T, 1, d], sin negative in the first half. slot_mapping_T: int64, of the first tokens; the rest is padding, and so
-    are slots below 0. norms: fp32 weights [H + G, d] of a norm per head, queries first; norm_last: it comes after the
-    rotation. norm_values: values have a norm without weights. clip: the largest magnitude of heads before the rotation,
-    and of values. normed_THd: fp32 [T, H + G, d], queries and keys in place of qkv's. All in fp32 until one rounding.
+    qkv_TN: [T, (H + G) * d + G * v], queries first, values last; tokens may be further apart. Slots below 0 are padding
+    as well. normed_THd: fp32 [T, H + G, d], queries and keys in place of qkv's. All in fp32 until one rounding.
     one head of width 2, scale 2: q [1, 0], k [1, 0], turned by 90 degrees -> q [0, 2], k [0, 1]
     """
-    (tokens, width), both, d = qkv_TN.shape, num_heads + num_kv_heads, cos_T1d.shape[2]
+    (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
+    (tokens, width), heads, kv_heads, d = qkv_TN.shape, rule.num_heads, rule.num_kv_heads, cos_T1d.shape[2]
+    both = heads + kv_heads
     past = SCALE_BYTES if k_cache.dtype == torch.int8 else 0
     v_d = v_cache.shape[3] - past
     qk = qkv_TN if normed_THd is None else normed_THd
-    assert width == both * d + num_kv_heads * v_d, (qkv_TN.shape, num_heads, num_kv_heads, d, v_d)
+    assert width == both * d + kv_heads * v_d, (qkv_TN.shape, heads, kv_heads, d, v_d)
     assert qk is qkv_TN or (*qk.shape[1:], *qk.stride()[1:]) == (both, d, d, 1), (qk.shape, qk.stride())
     assert qkv_TN.stride(1) == 1, qkv_TN.stride()
     assert cos_T1d.numel() == sin_T1d.numel() == tokens * d, (cos_T1d.shape, sin_T1d.shape)
     assert d % 2 == 0, d
-    for cache, dim in ((k_cache, d), (v_cache, v_d)):
-        assert cache.shape[2:] == (num_kv_heads, dim + past), (cache.shape, num_kv_heads, dim)
-        assert cache.is_contiguous(), cache.stride()
-    for contiguous in (cos_T1d, sin_T1d, slot_mapping_T, norms):
+    for part, dim in ((k_cache, d), (v_cache, v_d)):
+        assert part.shape[2:] == (kv_heads, dim + past), (part.shape, kv_heads, dim)
+        assert part.is_contiguous(), part.stride()
+    for contiguous in (cos_T1d, sin_T1d, slot_mapping_T, rule.norms):
         assert contiguous is None or contiguous.is_contiguous(), contiguous.stride()
-    q = qkv_TN.new_empty((tokens, num_heads, d))
+    q = qkv_TN.new_empty((tokens, heads, d))
     block_d, block_v = triton.next_power_of_2(d), triton.next_power_of_2(v_d)
-    block_h, block_g = (min(2048 // block_d, triton.next_power_of_2(n)) for n in (num_heads, num_kv_heads))
+    block_h, block_g = (min(2048 // block_d, triton.next_power_of_2(n)) for n in (heads, kv_heads))
     if tokens:
-        qk_norm_rope_cache_kernel[(tokens, triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_g))](
-            qkv_TN, qk, norms, cos_T1d, sin_T1d, k_cache, v_cache, k_cache.view(torch.float32) if past else None,
+        qk_norm_rope_cache_kernel[(tokens, triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_g))](
+            qkv_TN, qk, rule.norms, cos_T1d, sin_T1d, k_cache, v_cache, k_cache.view(torch.float32) if past else None,
             v_cache.view(torch.float32) if past else None, slot_mapping_T, q, slot_mapping_T.shape[0],
-            qkv_TN.stride(0), qk.stride(0), scale, eps,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, D=d, V_D=v_d, PAST=past, CLIP=None if clip == math.inf else clip,
-            NORM_LAST=norm_last, NORM_VALUES=norm_values, BLOCK_H=block_h, BLOCK_G=block_g, BLOCK_D=block_d,
-            BLOCK_V=block_v, num_warps=4,
+            qkv_TN.stride(0), qk.stride(0), rule.scale, rule.eps,
+            HEADS=heads, KV_HEADS=kv_heads, D=d, V_D=v_d, PAST=past, CLIP=None if rule.clip == math.inf else rule.clip,
+            NORM_LAST=rule.norm_last, NORM_VALUES=rule.norm_values, BLOCK_H=block_h, BLOCK_G=block_g,
+            BLOCK_D=block_d, BLOCK_V=block_v, num_warps=4,
         )  # fmt: skip
     return q

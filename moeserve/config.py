@@ -87,6 +87,11 @@ class SchedulerConfig:
         None, "most tokens of one request per step (default: the step's budget)", flag=None, low=1
     )
     depth: int = _opt(2, "steps in flight; 1 is for debugging", flag=None, low=1, high=2)
+    speculate: str | None = _opt(
+        None,
+        "guess tokens ahead and verify them together; no token changes: ngram:K, suffix[:K], mtp:K, model:DIR:K, "
+        "eagle:DIR:K, or auto[:ONE OF THESE], which guesses less where it does not pay",
+    )
     watermark: float = _opt(0.01, "share of KV blocks kept free when admitting", flag=None, high=0.5)
 
 
@@ -258,3 +263,6 @@ class Limits:
     num_store_blocks: int = 0  # KV blocks that the host store can hold
     num_states: int = 0  # blocks of recurrent layers' states, the null block included
     num_store_states: int = 0  # those that the host store can hold
+    num_drafts: int = 0  # most drafts of a row; 0: no speculation
+    auto_drafts: bool = False  # fewer drafts where they do not pay
+    draft_model: bool = False  # whether it takes the device's time to have drafts

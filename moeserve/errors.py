@@ -31,12 +31,17 @@ class MoeserveError(Exception):
 
 
 class RequestError(MoeserveError):
-    """One request fails, and nothing else. type, code: as in OpenAI's API."""
+    """One request fails, and nothing else. http_status, type, code: as in OpenAI's API, those of the base if a subclass
+    does not give its own."""
 
     http_status = 400
     type = "invalid_request_error"
     code: str | None = None
     request_id: str | None = None  # the client sets it from X-Request-Id
+
+    def __init_subclass__(cls, *, http_status: int | None = None, type: str = "", code: str = "") -> None:
+        cls.http_status = cls.http_status if http_status is None else http_status
+        cls.type, cls.code = type or cls.type, code or cls.code
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -46,10 +51,8 @@ class RequestError(MoeserveError):
             self.code = code
 
 
-class InvalidRequest(RequestError):
+class InvalidRequest(RequestError, code="invalid_value"):
     """A field of the request is missing, of the wrong type, or out of its range."""
-
-    code = "invalid_value"
 
 
 def invalid_request(error: msgspec.ValidationError) -> InvalidRequest:
@@ -68,96 +71,56 @@ def invalid_request(error: msgspec.ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{param} {message}".lstrip(), param=param or None)
 
 
-class ContextLengthExceeded(InvalidRequest):
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """The prompt alone does not fit into the model's context."""
 
-    code = "context_length_exceeded"
 
-
-class Unauthorized(RequestError):
+class Unauthorized(RequestError, http_status=401, type="authentication_error", code="invalid_api_key"):
     """The API key is missing or wrong."""
 
-    http_status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
 
-
-class Forbidden(RequestError):
+class Forbidden(RequestError, http_status=403, type="permission_error", code="insufficient_permissions"):
     """The API key does not allow this."""
 
-    http_status = 403
-    type = "permission_error"
-    code = "insufficient_permissions"
 
-
-class NotFound(RequestError):
+class NotFound(RequestError, http_status=404, code="not_found"):
     """There is no such route or object."""
 
-    http_status = 404
-    code = "not_found"
 
-
-class ModelNotFound(NotFound):
+class ModelNotFound(NotFound, code="model_not_found"):
     """The server does not serve this model."""
 
-    code = "model_not_found"
 
-
-class Conflict(RequestError):
+class Conflict(RequestError, http_status=409, code="conflict"):
     """The server's present state does not allow this; the message says why."""
 
-    http_status = 409
-    code = "conflict"
 
-
-class PayloadTooLarge(RequestError):
+class PayloadTooLarge(RequestError, http_status=413, code="payload_too_large"):
     """The request body is too large."""
 
-    http_status = 413
-    code = "payload_too_large"
 
-
-class UnsupportedMedia(RequestError):
+class UnsupportedMedia(RequestError, http_status=415, code="unsupported_media_type"):
     """The request body is not JSON, or has an unsupported encoding."""
 
-    http_status = 415
-    code = "unsupported_media_type"
 
-
-class Overloaded(RequestError):
+class Overloaded(RequestError, http_status=503, type="server_error", code="server_overloaded"):
     """The server takes no more requests now. retry_after_s: estimated seconds until it does."""
-
-    http_status = 503
-    type = "server_error"
-    code = "server_overloaded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str | None = None) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 
 
-class RequestFailed(RequestError):
+class RequestFailed(RequestError, http_status=500, type="server_error", code="internal_error"):
     """A fault inside this one request."""
 
-    http_status = 500
-    type = "server_error"
-    code = "internal_error"
 
-
-class EngineLost(RequestError):
+class EngineLost(RequestError, http_status=503, type="server_error", code="engine_lost"):
     """The engine process died while the request ran. Sending it again is safe."""
 
-    http_status = 503
-    type = "server_error"
-    code = "engine_lost"
 
-
-class Unreachable(RequestError):
+class Unreachable(RequestError, http_status=0, type="connection_error", code="connection_error"):
     """The server sent no complete answer: the connection was refused, broke, or was silent for too long."""
-
-    http_status = 0
-    type = "connection_error"
-    code = "connection_error"
 
 
 class ConfigError(MoeserveError):

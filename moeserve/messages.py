@@ -180,12 +180,14 @@ class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
     num_states: int = 0  # blocks of recurrent layers' states, the null block included; 0: the model has none
     num_free_states: int = 0
     num_cached_states: int = 0  # held ones included
+    num_drafts: list[int] = []  # verified drafts, by their place behind the last known token
+    num_accepted: list[int] = []  # those of them that were right
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The tokens of one step, in columns: row i belongs to request rids[i].
+    """The tokens of one step, in columns: row i belongs to request rids[i], whose rows follow each other.
 
-    A row with token -1 has no token: an abort or an error ended the request.
+    A row with token -1 has no token: an abort or an error ended the request. logprobs: of each of its rows.
     """
 
     rids: bytes  # int64
@@ -193,8 +195,9 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     finish: bytes  # uint8, FinishReason
     cached: dict[int, int] = {}  # rid -> prompt tokens found in the prefix cache, sent once, with its first token
     stop_ids: dict[int, int] = {}  # rid -> the stop token that ended it (not an end-of-text token)
-    logprobs: dict[int, Logprobs] = {}
+    logprobs: dict[int, list[Logprobs]] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
+    drafts: dict[int, tuple[int, int]] = {}  # rid -> drafts that were verified, and how many of them were right
     errors: dict[int, str] = {}
     record: StepRecord | None = None
 

@@ -45,6 +45,14 @@ class CachedTokens(Struct):
     cached_tokens: int | None = None
 
 
+class PredictedTokens(Struct):
+    """Drafts that speculation had verified for the request: right ones, which are tokens of the answer, and wrong ones,
+    which are not."""
+
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
 class Usage(Struct):
     """Token counts of one request. Each prompt counts once, whatever `n` is."""
 
@@ -52,6 +60,7 @@ class Usage(Struct):
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: PredictedTokens | None = None
 
 
 class TopLogprob(Struct):

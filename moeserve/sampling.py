@@ -52,6 +52,7 @@ class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
     logit_bias: LogitBias | None = None
+    speculate: bool = True
 
 
 class StructuredOutputsParams(
@@ -86,7 +87,8 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
     presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 2], n in 1..128. `seed` None: one is drawn.
     `logprobs`/`prompt_logprobs`: how many alternatives besides the token itself, 0..20. `max_tokens` None: up to
     the end of the context. `stop` strings are cut from the text unless `include_stop_str_in_output`.
-    `structured_outputs`: what the text must match.
+    `structured_outputs`: what the text must match. `speculate`: whether drafts may be verified for this request, where
+    the engine has some; they change no token.
     """
 
     n: NumSequences = 1

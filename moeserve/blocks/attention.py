@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moeserve.blocks.mixer import CacheTensor, LazyMixer, QueryScale
-from moeserve.blocks.rope import RopeSpec
+from moeserve.blocks.mixer import CacheTensor, Mixer, QueryScale
 from moeserve.comm.world import World
-from moeserve.engine.kv_rule import FULL, KVRule
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
@@ -29,7 +27,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention(LazyMixer):
+class Attention(Mixer):
     """A mixer: softmax attention of H query heads on G KV heads.
 
     v_dim: of values; None: head_dim. rope: None for NoPE. scale: of scores; None: head_dim ** -0.5. query_scale: grows
@@ -41,14 +39,12 @@ class Attention(LazyMixer):
     sinks: a score per head that takes weight and gives no value (gpt-oss). soft_cap: scores become
     soft_cap * tanh(score / soft_cap). gate: results are multiplied by the sigmoid of one more product, for each head
     (Step-3.5) or each element (Trinity). gate_in_q: the checkpoint has a head's gates below its queries, in q_proj
-    (Qwen3-Next).
+    (Qwen3-Next). inputs: queries, keys and values are made of so many rows of the model's width side by side (EAGLE-3).
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeSpec | None
-    rule: KVRule = FULL
     v_dim: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
@@ -64,6 +60,7 @@ class Attention(LazyMixer):
     soft_cap: float = 0.0
     gate: Literal["none", "head", "element"] = "none"
     gate_in_q: bool = False
+    inputs: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -120,7 +117,7 @@ class Attention(LazyMixer):
         heads, results = self.num_heads * self.head_dim, self.num_heads * self.value_dim
         qkv = heads + self.num_kv_heads * (self.head_dim + (0 if self.shared_kv else self.value_dim))
         gates = {"none": 0, "head": self.num_heads, "element": results}[self.gate]
-        return [(qkv, width), (width, results), *([(gates, width)] if gates else [])]
+        return [(qkv, self.inputs * width), (width, results), *([(gates, width)] if gates else [])]
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
@@ -129,38 +126,33 @@ class Attention(LazyMixer):
         known = self.head_dim in HEAD_DIMS
         return "" if known else f"{kernels.capitalize()} attention does not know heads of width {self.head_dim}"
 
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`."""
-        return ""
-
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds qkv, out and gate with their biases, q_norm and k_norm, and sinks."""
-        dim, v_dim, local = self.head_dim, self.value_dim, self.local_heads(plan.world)
+        block, dim, v_dim = plan.block(ours, theirs, "self_attn."), self.head_dim, self.value_dim
+        width, local, results = plan.width, self.local_heads(plan.world), self.num_heads * v_dim
 
-        def heads(name: str, first: int, count: int, total: int, size: int) -> tuple[str, int, slice]:
-            return name, total * size, slice(first * size, (first + count) * size)
+        def rows(first: int, count: int, total: int, size: int) -> tuple[int, slice]:
+            return total * size, slice(first * size, (first + count) * size)
 
         kv = local.first_kv, local.count_kv, self.num_kv_heads
-        both = dim + v_dim if self.gate_in_q else dim
-        rows = [
-            heads("q_proj", local.first, local.count, self.num_heads, both),
-            heads("k_proj", *kv, dim),
-            heads("k_proj" if self.shared_kv else "v_proj", *kv, v_dim),
+        each = dim + v_dim if self.gate_in_q else dim
+        parts = [
+            ("q_proj", *rows(local.first, local.count, self.num_heads, each)),
+            ("k_proj", *rows(*kv, dim)),
+            ("k_proj" if self.shared_kv else "v_proj", *rows(*kv, v_dim)),
         ]
-        for ending, tail in (("weight", (plan.width,)), ("bias", ()))[: 1 + self.qkv_bias]:
-            sources = [(plan.spell(theirs, f"self_attn.{x}.{ending}"), n, part) for x, n, part in rows]
-            plan.stack(ours + ("qkv" if ending == "weight" else "qkv_bias"), sources, *tail)
+        block.stack("qkv", [(f"{x}.weight", n, taken) for x, n, taken in parts], self.inputs * width)
+        if self.qkv_bias:
+            block.stack("qkv_bias", [(f"{x}.bias", n, taken) for x, n, taken in parts])
         if self.qk_norm in ("head", "full"):
-            for x, n, _ in rows[:2]:
+            for x, n, _ in parts[:2]:
                 size = dim if self.qk_norm == "head" else n  # of q_proj without gates
-                plan.add(f"{ours}{x[0]}_norm", (size,), plan.spell(theirs, f"self_attn.{x[0]}_norm.weight"))
-        out = plan.spell(theirs, "self_attn.o_proj.weight")
-        plan.add(ours + "out", (plan.width, self.num_heads * v_dim), out, sharded=True)
+                block.add(f"{x[0]}_norm", (size,), f"{x[0]}_norm.weight")
+        block.add("out", (width, results), "o_proj.weight", sharded=True)
         if self.out_bias:
-            plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "self_attn.o_proj.bias"), sharded=True)
-        mine = local.first, local.count, self.num_heads
+            block.add("out_bias", (width,), "o_proj.bias", sharded=True)
         if self.gate != "none" and not self.gate_in_q:
-            name = plan.spell(theirs, "self_attn.gate_proj.weight")
-            plan.stack(ours + "gate", [heads(name, *mine, v_dim if self.gate == "element" else 1)], plan.width)
+            gates = results if self.gate == "element" else self.num_heads
+            block.add("gate", (gates, width), "gate_proj.weight", sharded=True)
         if self.sinks:
-            plan.stack(ours + "sinks", [heads(plan.spell(theirs, "self_attn.sinks"), *mine, 1)])
+            block.add("sinks", (self.num_heads,), "sinks", sharded=True)

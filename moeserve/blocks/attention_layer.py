@@ -16,27 +16,21 @@ from torch import Tensor
 
 from moeserve.blocks.attention import Attention, Heads
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.linear import FP32, INT64, gathered_bytes
 from moeserve.blocks.mixer import QueryScale
 from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.blocks.rotary import RotaryTable
-from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.attention import CONTEXT, QUERY_BLOCK, SCORES, TILE, padded_context
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import Cut, HeadShape, LayerCache, StepInputs
-from moeserve.ops.linear import Linear
+from moeserve.ops.inputs import Cut, HeadShape, LayerCache, RopeCacheInputs, StepInputs
 from moeserve.ops.table import Ops
-
-FP32, INT64 = 4, 8  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
     """The inputs of one step that the attention blocks of one KV group with equal heads and angles share."""
 
-    cos_T1d: Tensor  # as ops/elementwise.py's `rotary` takes them
-    sin_T1d: Tensor
-    slot_mapping_T: Tensor  # of the real tokens
+    at: RopeCacheInputs
     plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
     width: int  # H * v
     cut: Cut | None = None
@@ -80,18 +74,16 @@ class PrepareAttention:
 
     def __call__(self, step: StepInputs, positions_T: Tensor) -> AttentionStep:
         """Looks the angles up and plans attention."""
-        cos_T1d, sin_T1d = self.rotary.of_heads(positions_T)
+        at = RopeCacheInputs(*self.rotary.of_heads(positions_T), step.groups[self.group].slot_mapping_T)
         plan = self.plan_rows if step.cut else self.plan_rows(step)
         scale_T11 = None if self.scales is None else self.scales(positions_T)
-        slot_mapping_T, width = step.groups[self.group].slot_mapping_T, self.shape.num_heads * self.shape.v_dim
-        return AttentionStep(cos_T1d, sin_T1d, slot_mapping_T, plan, width, step.cut, scale_T11)
+        return AttentionStep(at, plan, self.shape.num_heads * self.shape.v_dim, step.cut, scale_T11)
 
     def plan_rows(self, step: StepInputs) -> Any:
         """Returns the attention metadata of a step's rows."""
         return self.ops.plan_attention(step.groups[self.group], step, self.shape)
 
 
-@dataclass(eq=False, repr=False)
 class AttentionLayer:
     """Grouped-query attention of this rank's heads over its paged cache; head outputs are gathered before `out`.
 
@@ -99,40 +91,48 @@ class AttentionLayer:
     over all query heads of the model together and over all its key heads together (OLMoE). gate: D -> H or H * v.
     """
 
-    spec: Attention
-    ops: Ops
-    tp: TensorParallel
-    prepare: PrepareAttention
-    rule: HeadRule
-    qkv: Linear
-    out: ColumnLinear
-    full_norms: tuple[Tensor, Tensor] | None = None
-    gate: Linear | None = None
-    sinks_H: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        spec, ops = self.spec, self.ops
+    def __init__(self, spec: Attention, build: Builder, name: str, group: int) -> None:
+        self.spec, self.tp = spec, build.tp
+        self.ops = ops = build.ops
+        heads, dim = spec.local_heads(build.world), spec.head_dim
+        if spec.gate_in_q:
+            _part_gates(spec, heads, build, name)
+        if (order := half_layout(spec.rope, dim)) is not None:
+            _reorder(spec, heads, build, name, order)
+        head_norms, self.full_norms = None, None
+        if spec.qk_norm == "unit":
+            head_norms = torch.ones(heads.count + heads.count_kv, dim, device=ops.device)
+        elif spec.qk_norm != "none":
+            q_norm, k_norm = (build.norm(f"{name}{x}_norm") for x in "qk")
+            if spec.qk_norm == "full":
+                self.full_norms = q_norm, k_norm
+            else:
+                head_norms = torch.cat((q_norm.expand(heads.count, -1), k_norm.expand(heads.count_kv, -1)), 0)
+        scale, clip = dim**-0.5 if spec.scale is None else spec.scale, math.inf if spec.clip is None else spec.clip
+        v_dim = None if spec.v_dim == dim else spec.v_dim
+        self.rule = HeadRule(
+            heads.count, heads.count_kv, scale, build.eps, head_norms, clip, v_dim, spec.norm_last, spec.value_norm
+        )
+        self.qkv, self.out = build.linear(name + "qkv"), build.columns(name + "out", build.width)
+        self.gate = build.linear(name + "gate") if spec.gate != "none" else None
+        self.sinks_H = build.fp32(name + "sinks") if spec.sinks else None
+        self.prepare = prepare_attention(build, group, spec.head_shape(self.tp.size), spec.rope, dim, spec.query_scale)
         self._attend = ops.opaque(AttentionStep.attend)  # which may end one recording and begin another
         self._block = None
         if ops.attention_block is not None and spec.is_one_call:
             last = self.out.part if self.tp.size == 1 else None
-            self._block = ops.attention_block(
-                self.qkv, last, self.rule, spec.head_dim, ops.dtype, self.sinks_H, spec.soft_cap
-            )
+            self._block = ops.attention_block(self.qkv, last, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap)
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
         """Returns the attention block's output [T, D]; writes the new keys and values to `cache` first."""
-        k, v = cache
         if self._block is not None:
-            y = self._block(x_TD, step.cos_T1d, step.sin_T1d, k, v, step.slot_mapping_T, step.plan)
+            y = self._block(x_TD, step.at, cache, step.plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         qkv = self.qkv(x_TD)
         normed = None
         if self.full_norms is not None:
             normed = self._normalise_fully(qkv, self.full_norms, channel)
-        q_THd = self.ops.qk_norm_rope_cache(
-            qkv, self.rule, step.cos_T1d, step.sin_T1d, k, v, step.slot_mapping_T, normed
-        )
+        q_THd = self.ops.qk_norm_rope_cache(qkv, self.rule, step.at, cache, normed)
         if step.scale_T11 is not None:
             q_THd = (q_THd * step.scale_T11).to(q_THd.dtype)
         attended = self._attend(step, self.ops, q_THd, cache, self.sinks_H, self.spec.soft_cap)
@@ -157,42 +157,6 @@ class AttentionLayer:
         return torch.cat(mine, dim=1)
 
 
-def build_layer(spec: Attention, build: Builder, name: str, group: int) -> AttentionLayer:
-    """Returns the attention block of the layer whose parameters begin with `name`."""
-    heads = spec.local_heads(build.world)
-    if spec.gate_in_q:
-        _part_gates(spec, heads, build, name)
-    if (order := half_layout(spec.rope, spec.head_dim)) is not None:
-        _reorder(spec, heads, build, name, order)
-    head_norms, full_norms = None, None
-    if spec.qk_norm == "unit":
-        head_norms = torch.ones(heads.count + heads.count_kv, spec.head_dim, device=build.ops.device)
-    elif spec.qk_norm != "none":
-        q_norm, k_norm = (build.norm(f"{name}{x}_norm") for x in "qk")
-        if spec.qk_norm == "full":
-            full_norms = q_norm, k_norm
-        else:
-            head_norms = torch.cat((q_norm.expand(heads.count, -1), k_norm.expand(heads.count_kv, -1)), 0)
-    rule = HeadRule(
-        heads.count,
-        heads.count_kv,
-        spec.head_dim**-0.5 if spec.scale is None else spec.scale,
-        build.eps,
-        head_norms,
-        math.inf if spec.clip is None else spec.clip,
-        None if spec.v_dim == spec.head_dim else spec.v_dim,
-        spec.norm_last,
-        spec.value_norm,
-    )
-    qkv, out = build.linear(name + "qkv"), build.columns(name + "out", build.width)
-    gate = build.linear(name + "gate") if spec.gate != "none" else None
-    sinks_H = build.fp32(name + "sinks") if spec.sinks else None
-    prepare = prepare_attention(
-        build, group, spec.head_shape(build.tp.size), spec.rope, spec.head_dim, spec.query_scale
-    )
-    return AttentionLayer(spec, build.ops, build.tp, prepare, rule, qkv, out, full_norms, gate, sinks_H)
-
-
 def _part_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
     """Moves the rows of gates out of qkv, where they follow the queries of their head."""
     each = spec.head_dim + spec.value_dim
@@ -209,10 +173,10 @@ def prepare_attention(
     build: Builder, group: int, shape: HeadShape, rope: RopeSpec | None, rotated: int, scale: QueryScale | None
 ) -> PrepareAttention:
     """Returns what prepares steps for such layers, one for all. rotated: elements of what rope is applied to."""
-    rest = build.max_position, build.ops.device
-    table = build.shared(("rotary", rope, rotated), lambda: RotaryTable(rope, rotated, *rest))
-    scales = build.shared(("scales", scale), lambda: None if scale is None else QueryScales(scale, *rest))
-    make = partial(PrepareAttention, build.ops, group, shape, table, scales)
+    scales = None
+    if scale is not None:
+        scales = build.shared(("scales", scale), partial(QueryScales, scale, build.max_position, build.ops.device))
+    make = partial(PrepareAttention, build.ops, group, shape, build.rotary_table(rope, rotated), scales)
     prepare: PrepareAttention = build.shared(("attention", group, shape, rope, rotated, scale), make)
     return prepare
 

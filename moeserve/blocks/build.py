@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moeserve.blocks.linear import ColumnLinear, GatedMLP, widened
+from moeserve.blocks.rope import RopeSpec
+from moeserve.blocks.rotary import RotaryTable
 from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
 from moeserve.ops.linear import Linear
@@ -47,6 +50,12 @@ class Builder:
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
+
+    def rotary_table(self, rope: RopeSpec | None, dim: int) -> RotaryTable:
+        """Returns the angles of heads of `dim` elements."""
+        make = partial(RotaryTable, rope, dim, self.max_position, self.ops.device)
+        table: RotaryTable = self.shared(("rotary", rope, dim), make)
+        return table
 
     def linear(self, name: str) -> Linear:
         """Packs the weight `name` and its bias, if there is one."""

@@ -35,17 +35,13 @@ class Dense:
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, *, sharded: bool = True) -> None:
         """Adds gate_up (or up alone) and down with their biases."""
-        name = self.name
-        part = plan.rows(self.size, sharded)
-        for ending, tail in (("weight", (plan.width,)), ("bias", ()))[: 1 + self.bias]:
-            names = ("gate", "up")[-self.activation.parts :]
-            halves = [plan.spell(theirs, f"{name}.{half}_proj.{ending}") for half in names]
-            ours_ending = "" if ending == "weight" else "_bias"
-            plan.stack(f"{ours}gate_up{ours_ending}", [(half, self.size, part) for half in halves], *tail)
-        down = plan.spell(theirs, f"{name}.down_proj.weight")
-        plan.add(ours + "down", (plan.width, self.size), down, sharded=sharded)
+        block, rows = plan.block(ours, theirs, self.name + "."), plan.rows(self.size, sharded)
+        halves = ("gate", "up")[-self.activation.parts :]
+        block.stack("gate_up", [(f"{half}_proj.weight", self.size, rows) for half in halves], plan.width)
+        block.add("down", (plan.width, self.size), "down_proj.weight", sharded=sharded)
         if self.bias:
-            plan.add(ours + "down_bias", (plan.width,), plan.spell(theirs, f"{name}.down_proj.bias"), sharded=sharded)
+            block.stack("gate_up_bias", [(f"{half}_proj.bias", self.size, rows) for half in halves])
+            block.add("down_bias", (plan.width,), "down_proj.bias", sharded=sharded)
 
     def build(self, build: Builder, name: str) -> FeedForwardLayer:
         """Returns the block, made of the parameters `name` + ..."""
@@ -96,7 +92,7 @@ class MoE:
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds the router's parameters, w13 and w2 of this rank's experts, shared_gate_up, shared_down, shared_gate."""
-        each, fp32 = (self.num_experts,), self.router.fp32
+        block, each, fp32 = plan.block(ours, theirs), (self.num_experts,), self.router.fp32
         for there, param, shape, name, wide in (
             (True, "router", (*each, plan.width), "mlp.gate.weight", fp32),
             (self.router_bias, "router_bias", each, "mlp.gate.bias", fp32),
@@ -104,7 +100,7 @@ class MoE:
             (self.expert_scale, "expert_scale", each, "router.per_expert_scale", True),
         ):
             if there:
-                plan.add(ours + param, shape, plan.spell(theirs, name), fp32=wide)
+                block.add(param, shape, name, fp32=wide)
         if self.beside:
             self.beside.plan(plan, ours + "dense_", theirs)
             for mine, name in (
@@ -113,7 +109,7 @@ class MoE:
                 ("dense_post_norm", "post_feedforward_layernorm_1.weight"),
                 ("experts_post_norm", "post_feedforward_layernorm_2.weight"),
             ):
-                plan.add(ours + mine, (plan.width,), plan.spell(theirs, name))
+                block.add(mine, (plan.width,), name)
         local = plan.placement.local(plan.num_moe, plan.world.expert_rank)
         plan.num_moe += 1
         names = spelling(plan.names.experts, plan.present, theirs)
@@ -125,7 +121,7 @@ class MoE:
         if self.shared:
             self.shared.plan(plan, ours + "shared_", theirs, sharded=False)
             if self.shared.gated:
-                plan.add(ours + "shared_gate", (1, plan.width), plan.spell(theirs, f"{self.shared.name}_gate.weight"))
+                block.add("shared_gate", (1, plan.width), f"{self.shared.name}_gate.weight")
 
     def plan_experts(
         self, names: ExpertNames, theirs: str, experts: Sequence[int], width: int, ours: str = ""

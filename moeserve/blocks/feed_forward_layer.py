@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.feed_forward import Dense, MoE
-from moeserve.blocks.linear import GatedMLP, SharedMLP, gathered_bytes
+from moeserve.blocks.linear import FP32, INT64, GatedMLP, SharedMLP, gathered_bytes
 from moeserve.blocks.norm import Norm
 from moeserve.comm.tensor import ALONE
 from moeserve.moe.all2all.layout import TERMS
@@ -21,8 +21,6 @@ from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.linear import LARGEST_PAD, padded_rows
-
-FP32, INT64 = 4, 8  # bytes
 
 
 def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.mixer import CacheTensor
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
@@ -32,17 +32,10 @@ class GatedDelta(RecurrentMixer):
     conv: int
     by_head: bool
 
-    rope = None
-
     @property
-    def possible_tp(self) -> list[int]:
-        """Each rank gets equally many query heads, and the value heads that these serve."""
-        return divisors(self.num_k_heads)
-
-    @property
-    def sharing(self) -> str:
-        """See `Mixer`."""
-        return f"{self.num_k_heads} recurrent heads"
+    def shares(self) -> tuple[int, str]:
+        """See `Mixer`: query heads, each with the value heads that it serves."""
+        return self.num_k_heads, "recurrent heads"
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
         """Returns one rank's query heads, value heads, and columns of queries and keys together and of values."""
@@ -62,23 +55,19 @@ class GatedDelta(RecurrentMixer):
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, gates, conv, decay, dt_bias, norm and out."""
-        tp, rank = plan.world.tp_size, plan.world.tp_rank
+        block = plan.block(ours, theirs, "linear_attn.")
         qk, v, heads = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim, self.num_v_heads
-
-        def rows(name: str, count: int, above: int = 0, total: int | None = None) -> tuple[str, int, slice]:
-            each = count // tp
-            part = slice(above + rank * each, above + (rank + 1) * each)
-            return plan.spell(theirs, f"linear_attn.{name}"), total or count, part
-
         if self.by_head:
-            plan.stack(ours + "in", [rows("in_proj_qkvz.weight", 2 * (qk + v))], plan.width)
-            plan.stack(ours + "gates", [rows("in_proj_ba.weight", 2 * heads)], plan.width)
+            block.add("in", (2 * (qk + v), plan.width), "in_proj_qkvz.weight", sharded=True)
+            block.add("gates", (2 * heads, plan.width), "in_proj_ba.weight", sharded=True)
         else:
-            parts = [rows("in_proj_qkv.weight", *part, 2 * qk + v) for part in ((qk, 0), (qk, qk), (v, 2 * qk))]
-            plan.stack(ours + "in", [*parts, rows("in_proj_z.weight", v)], plan.width)
-            plan.stack(ours + "gates", [rows(f"in_proj_{x}.weight", heads) for x in "ba"], plan.width)
-        plan.stack(ours + "conv", [rows("conv1d.weight", total) for total in (qk, qk, v)], 1, self.conv, fp32=True)
-        plan.stack(ours + "decay", [rows("A_log", heads)], fp32=True)
-        plan.stack(ours + "dt_bias", [rows("dt_bias", heads)], fp32=True)
-        plan.add(ours + "norm", (self.v_dim,), plan.spell(theirs, "linear_attn.norm.weight"))
-        plan.add(ours + "out", (plan.width, v), plan.spell(theirs, "linear_attn.out_proj.weight"), sharded=True)
+            parts = []
+            for above, rows in ((0, plan.rows(qk)), (qk, plan.rows(qk)), (2 * qk, plan.rows(v))):
+                parts.append(("in_proj_qkv.weight", 2 * qk + v, slice(above + rows.start, above + rows.stop)))
+            block.stack("in", [*parts, block.share("in_proj_z.weight", v)], plan.width)
+            block.stack("gates", [block.share(f"in_proj_{x}.weight", heads) for x in "ba"], plan.width)
+        block.stack("conv", [block.share("conv1d.weight", total) for total in (qk, qk, v)], 1, self.conv, fp32=True)
+        block.add("decay", (heads,), "A_log", sharded=True, fp32=True)
+        block.add("dt_bias", (heads,), "dt_bias", sharded=True, fp32=True)
+        block.add("norm", (self.v_dim,), "norm.weight")
+        block.add("out", (plan.width, v), "out_proj.weight", sharded=True)

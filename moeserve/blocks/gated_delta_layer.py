@@ -6,7 +6,6 @@ widths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,55 +13,48 @@ from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.gated_delta import GatedDelta
-from moeserve.blocks.linear import ColumnLinear, gathered_bytes
-from moeserve.blocks.recurrent_layer import FP32, UNIT_EPS, PrepareTiles, prepare_tiles, unit_heads, unit_weights
-from moeserve.comm.tensor import TensorParallel
+from moeserve.blocks.linear import FP32, gathered_bytes
+from moeserve.blocks.recurrent_layer import UNIT_EPS, RecurrentLayer, unit_heads, unit_weights
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
-from moeserve.ops.linear import Linear
 from moeserve.ops.native_recurrent_block import RecurrentRule
 from moeserve.ops.rules import SWIGLU
-from moeserve.ops.table import Ops
 
 
-@dataclass(eq=False, repr=False)
-class GatedDeltaLayer:
+class GatedDeltaLayer(RecurrentLayer):
     """The gated delta net of this rank's heads; their outputs are gathered before `out`.
 
     inputs: D -> queries, keys, values, then output gates. gates: D -> 2 H, of beta and of decays. unit: fp32 weights of
     the norms that give queries and keys length 1, queries scaled by d ** -0.5.
     """
 
-    spec: GatedDelta
-    ops: Ops
-    tp: TensorParallel
-    prepare: PrepareTiles
-    inputs: Linear
-    gates: Linear
-    conv_CK: Tensor
-    decay_H: Tensor
-    dt_bias_H: Tensor
-    unit: tuple[Tensor, Tensor]
-    norm_v: Tensor
-    eps: float
-    out: ColumnLinear
-
-    def __post_init__(self) -> None:
+    def __init__(self, spec: GatedDelta, build: Builder, name: str, group: int) -> None:
+        keys, values, _, _ = spec.local(build.world.tp_size)
+        if spec.by_head:
+            serve, d = values // keys, spec.k_dim
+            build.reorder(name + "in", by_part([d, d, serve * spec.v_dim, serve * spec.v_dim], keys))
+            build.reorder(name + "gates", by_part([serve, serve], keys))
+        super().__init__(build, name, group)
+        self.spec = spec
+        self.inputs, self.gates = build.linear(name + "in"), build.linear(name + "gates")
+        self.conv_CK = build.fp32(name + "conv")[:, 0]
+        self.decay_H, self.dt_bias_H = -exp(build.fp32(name + "decay")), build.fp32(name + "dt_bias")
+        self.unit = unit_weights(spec.k_dim, self.ops.device)
+        self.norm_v = build.fp32(name + "norm")
         self._block = None
         if self.ops.recurrent_block is not None:
-            keys, values, _, _ = self.spec.local(self.tp.size)
             rule = RecurrentRule(
-                keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v, self.spec.v_dim, self.eps,
-                unit=(*self.unit, UNIT_EPS / self.spec.k_dim),
+                keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v, self.eps,
+                unit=(*self.unit, UNIT_EPS / spec.k_dim),
             )  # fmt: skip
-            out, sizes = self.out.part if self.tp.size == 1 else None, (self.spec.k_dim, self.spec.v_dim)
+            out, sizes = self.out.part if self.tp.size == 1 else None, (spec.k_dim, spec.v_dim)
             self._block = self.ops.recurrent_block(self.inputs, self.gates, out, rule, *sizes, self.ops.dtype)
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
-            return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
+            return y if self.tp.size == 1 else self.project_back(y, channel)
         spec, ops = self.spec, self.ops
         _, values, qk, v = spec.local(self.tp.size)
         both, gates = self.inputs(x_TD), self.gates(x_TD).float()
@@ -76,31 +68,7 @@ class GatedDeltaLayer:
         o_THv = ops.recurrence(q_TGd, k_TGd, v_THv, log_decay_TH1, beta_TH, cache[2:], step)
         normed = ops.rms_norm(o_THv.view(-1, spec.v_dim), self.norm_v, self.eps).view(-1, v)
         gated = ops.act_mul(torch.cat((both[:, qk + v :].float(), normed), 1), SWIGLU).to(x_TD.dtype)
-        return self.out(self.tp.gather_columns(gated, channel), channel)
-
-
-def build_layer(spec: GatedDelta, build: Builder, name: str, group: int) -> GatedDeltaLayer:
-    """Returns the gated delta net of the layer whose parameters begin with `name`."""
-    keys, values, _, _ = spec.local(build.world.tp_size)
-    if spec.by_head:
-        serve, d = values // keys, spec.k_dim
-        build.reorder(name + "in", by_part([d, d, serve * spec.v_dim, serve * spec.v_dim], keys))
-        build.reorder(name + "gates", by_part([serve, serve], keys))
-    return GatedDeltaLayer(
-        spec,
-        build.ops,
-        build.tp,
-        prepare_tiles(build, group),
-        build.linear(name + "in"),
-        build.linear(name + "gates"),
-        build.fp32(name + "conv")[:, 0],
-        -exp(build.fp32(name + "decay")),
-        build.fp32(name + "dt_bias"),
-        unit_weights(spec.k_dim, build.ops.device),
-        build.fp32(name + "norm"),
-        build.eps,
-        build.columns(name + "out", build.width),
-    )
+        return self.project_back(gated, channel)
 
 
 def by_part(sizes: list[int], heads: int) -> list[int]:

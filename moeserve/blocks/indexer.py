@@ -42,16 +42,10 @@ class Indexer:
         """Adds index_q, index_k, index_norm and its bias, and index_weights."""
         if self.shared:
             return
-
-        def spelled(name: str) -> str:
-            return plan.spell(theirs, f"self_attn.indexer.{name}")
-
-        for name, shape, published in (
-            ("q", (self.num_heads * self.dim, q_rank), "wq_b.weight"),
-            ("k", (self.dim, plan.width), "wk.weight"),
-            ("norm", (self.dim,), "k_norm.weight"),
-            ("norm_bias", (self.dim,), "k_norm.bias"),
-        ):
-            plan.add(f"{ours}index_{name}", shape, spelled(published))
-        heads = spelled("weights_proj.weight"), self.num_heads, slice(0, self.num_heads)
-        plan.stack(ours + "index_weights", [heads], plan.width, widened=True, fp32=True)
+        block = plan.block(ours + "index_", theirs, "self_attn.indexer.")
+        block.add("q", (self.num_heads * self.dim, q_rank), "wq_b.weight")
+        block.add("k", (self.dim, plan.width), "wk.weight")
+        block.add("norm", (self.dim,), "k_norm.weight")
+        block.add("norm_bias", (self.dim,), "k_norm.bias")
+        heads = "weights_proj.weight", self.num_heads, slice(0, self.num_heads)
+        block.stack("weights", [heads], plan.width, widened=True, fp32=True)

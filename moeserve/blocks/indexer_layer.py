@@ -16,6 +16,7 @@ from torch import Tensor
 from moeserve.blocks.attention_layer import AttentionStep, PrepareAttention
 from moeserve.blocks.build import Builder
 from moeserve.blocks.indexer import Indexer
+from moeserve.blocks.linear import FP32, INT64
 from moeserve.blocks.norm import Norm
 from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.ops.attention import SCORES, padded_context
@@ -25,7 +26,6 @@ from moeserve.ops.linear import Linear
 from moeserve.ops.selected import QUERIES, SPAN, Selection, chosen_as_requests, plan_selection, select_always
 from moeserve.ops.table import Ops
 
-FP32, INT64 = 4, 8  # bytes
 EPS = 1e-6  # of the norm of keys
 
 
@@ -103,10 +103,11 @@ class IndexerLayer:
 
     def write(self, x_TD: Tensor, step: AttentionStep, cache: Tensor) -> None:
         """Writes the tokens' keys, normed and rotated in fp32, to the cache [blocks, block size, 1, d]."""
-        real = len(step.slot_mapping_T)
+        cos_T1p, sin_T1p, slot_mapping_T = step.at
+        real = len(slot_mapping_T)
         k_T1d = self.norm(self.keys(x_TD)[:real].float())[:, None]
-        k_T1d = _rotate(k_T1d, step.cos_T1d[:real], step.sin_T1d[:real])
-        cache.view(-1, self.spec.dim).index_copy_(0, step.slot_mapping_T, k_T1d[:, 0].to(cache.dtype))
+        k_T1d = _rotate(k_T1d, cos_T1p[:real], sin_T1p[:real])
+        cache.view(-1, self.spec.dim).index_copy_(0, slot_mapping_T, k_T1d[:, 0].to(cache.dtype))
 
     def choose(self, x_TD: Tensor, narrow_TN: Tensor, step: AttentionStep, cache: Tensor) -> None:
         """Chooses for the queries that select, for this layer and those that share its choice. narrow: compressed
@@ -114,7 +115,7 @@ class IndexerLayer:
         rows: SelectedRows = step.plan
         assert rows.selection is not None
         tokens_S = rows.selection.tokens_S
-        cos, sin = (table.index_select(0, tokens_S) for table in (step.cos_T1d, step.sin_T1d))
+        cos, sin = (table.index_select(0, tokens_S) for table in step.at[:2])
         q_SJd = self.queries(narrow_TN.index_select(0, tokens_S)).view(len(tokens_S), -1, self.spec.dim)
         q_SJd = _rotate(q_SJd.float(), cos, sin).to(x_TD.dtype)
         weights_SJ = self.weights(x_TD.index_select(0, tokens_S).float())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.mixer import CacheTensor
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
@@ -26,17 +26,10 @@ class KimiDelta(RecurrentMixer):
     head_dim: int
     conv: int
 
-    rope = None
-
     @property
-    def possible_tp(self) -> list[int]:
-        """Each rank gets equally many heads."""
-        return divisors(self.num_heads)
-
-    @property
-    def sharing(self) -> str:
+    def shares(self) -> tuple[int, str]:
         """See `Mixer`."""
-        return f"{self.num_heads} recurrent heads"
+        return self.num_heads, "recurrent heads"
 
     @property
     def size(self) -> int:
@@ -56,22 +49,14 @@ class KimiDelta(RecurrentMixer):
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, narrow, conv, decays, gates, decay, dt_bias, norm and out."""
-        tp, rank = plan.world.tp_size, plan.world.tp_rank
-
-        def rows(name: str, count: int) -> tuple[str, int, slice]:
-            part = count // tp
-            return plan.spell(theirs, f"self_attn.{name}"), count, slice(rank * part, (rank + 1) * part)
-
-        def narrow(name: str) -> tuple[str, int, slice]:
-            return plan.spell(theirs, f"self_attn.{name}_proj.weight"), self.head_dim, slice(0, self.head_dim)
-
-        size, d, heads = self.size, self.head_dim, self.num_heads
-        plan.stack(ours + "in", [rows(f"{x}_proj.weight", size) for x in "qkv"], plan.width)
-        plan.stack(ours + "narrow", [narrow("f_a"), narrow("g_a"), rows("b_proj.weight", heads)], plan.width)
-        plan.stack(ours + "conv", [rows(f"{x}_conv1d.weight", size) for x in "qkv"], 1, self.conv, fp32=True)
-        plan.stack(ours + "decays", [rows("f_b_proj.weight", size)], d)
-        plan.stack(ours + "gates", [rows("g_b_proj.weight", size)], d)
-        plan.add(ours + "decay", (1, 1, heads, 1), plan.spell(theirs, "self_attn.A_log"), fp32=True)  # of all ranks
-        plan.stack(ours + "dt_bias", [rows("dt_bias", size)], fp32=True)
-        plan.add(ours + "norm", (d,), plan.spell(theirs, "self_attn.o_norm.weight"))
-        plan.add(ours + "out", (plan.width, size), plan.spell(theirs, "self_attn.o_proj.weight"), sharded=True)
+        block, size, d, heads = plan.block(ours, theirs, "self_attn."), self.size, self.head_dim, self.num_heads
+        narrow = [(f"{x}_proj.weight", d, slice(0, d)) for x in ("f_a", "g_a")]
+        block.stack("in", [block.share(f"{x}_proj.weight", size) for x in "qkv"], plan.width)
+        block.stack("narrow", [*narrow, block.share("b_proj.weight", heads)], plan.width)
+        block.stack("conv", [block.share(f"{x}_conv1d.weight", size) for x in "qkv"], 1, self.conv, fp32=True)
+        block.add("decays", (size, d), "f_b_proj.weight", sharded=True)
+        block.add("gates", (size, d), "g_b_proj.weight", sharded=True)
+        block.add("decay", (1, 1, heads, 1), "A_log", fp32=True)  # of all ranks
+        block.add("dt_bias", (size,), "dt_bias", sharded=True, fp32=True)
+        block.add("norm", (d,), "o_norm.weight")
+        block.add("out", (plan.width, size), "o_proj.weight", sharded=True)

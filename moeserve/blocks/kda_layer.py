@@ -5,24 +5,19 @@ T tokens (padded rows included), D model width, H heads of this rank, d their wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.kda import KimiDelta
-from moeserve.blocks.linear import ColumnLinear, gathered_bytes
-from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles, unit_heads, unit_weights
-from moeserve.comm.tensor import TensorParallel
+from moeserve.blocks.linear import FP32, gathered_bytes
+from moeserve.blocks.recurrent_layer import RecurrentLayer, unit_heads, unit_weights
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
-from moeserve.ops.linear import Linear
-from moeserve.ops.table import Ops
 
 
-@dataclass(eq=False, repr=False)
-class KimiDeltaLayer:
+class KimiDeltaLayer(RecurrentLayer):
     """Kimi delta attention of this rank's heads; their outputs are gathered before `out`.
 
     inputs: D -> queries, keys, values. narrow: D -> d of decays, d of output gates, H of beta. decays, gates: from the
@@ -30,21 +25,19 @@ class KimiDeltaLayer:
     and keys length 1, queries scaled by d ** -0.5.
     """
 
-    spec: KimiDelta
-    ops: Ops
-    tp: TensorParallel
-    prepare: PrepareTiles
-    inputs: Linear
-    narrow: Linear
-    decays: Linear
-    gates: Linear
-    conv_CK: Tensor
-    decay_H1: Tensor
-    dt_bias_C: Tensor
-    unit: tuple[Tensor, Tensor]
-    norm_d: Tensor
-    eps: float
-    out: ColumnLinear
+    def __init__(self, spec: KimiDelta, build: Builder, name: str, group: int) -> None:
+        super().__init__(build, name, group)
+        heads = spec.num_heads // self.tp.size
+        first = self.tp.rank * heads
+        self.spec = spec
+        self.inputs, self.narrow, self.decays, self.gates = (
+            build.linear(name + part) for part in ("in", "narrow", "decays", "gates")
+        )
+        self.conv_CK = build.fp32(name + "conv")[:, 0]
+        self.decay_H1 = -exp(build.fp32(name + "decay")[0, 0])[first : first + heads]
+        self.dt_bias_C = build.fp32(name + "dt_bias")
+        self.unit = unit_weights(spec.head_dim, self.ops.device)
+        self.norm_d = build.fp32(name + "norm")
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
@@ -61,30 +54,7 @@ class KimiDeltaLayer:
         o_THd = ops.recurrence(q_THd, k_THd, v_THd, log_decay_THd, beta_TH, cache[2:], step)
         normed_TC = ops.rms_norm(o_THd.view(-1, d), self.norm_d, self.eps).view(-1, heads * d)
         gated = ops.sigmoid_mul(normed_TC, self.gates(narrow[:, d : 2 * d].contiguous())).to(x_TD.dtype)
-        return self.out(self.tp.gather_columns(gated, channel), channel)
-
-
-def build_layer(spec: KimiDelta, build: Builder, name: str, group: int) -> KimiDeltaLayer:
-    """Returns the Kimi delta attention of the layer whose parameters begin with `name`."""
-    heads = spec.num_heads // build.world.tp_size
-    first = build.world.tp_rank * heads
-    return KimiDeltaLayer(
-        spec,
-        build.ops,
-        build.tp,
-        prepare_tiles(build, group),
-        build.linear(name + "in"),
-        build.linear(name + "narrow"),
-        build.linear(name + "decays"),
-        build.linear(name + "gates"),
-        build.fp32(name + "conv")[:, 0],
-        -exp(build.fp32(name + "decay")[0, 0])[first : first + heads],
-        build.fp32(name + "dt_bias"),
-        unit_weights(spec.head_dim, build.ops.device),
-        build.fp32(name + "norm"),
-        build.eps,
-        build.columns(name + "out", build.width),
-    )
+        return self.project_back(gated, channel)
 
 
 def workspace(spec: KimiDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:

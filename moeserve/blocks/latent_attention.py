@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeserve.blocks.indexer import Indexer
-from moeserve.blocks.mixer import CacheTensor, LazyMixer, QueryScale, divisors
-from moeserve.blocks.rope import RopeSpec
+from moeserve.blocks.mixer import CacheTensor, Mixer, QueryScale
 from moeserve.comm.world import World
-from moeserve.engine.kv_rule import FULL, KVRule
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention(LazyMixer):
+class LatentAttention(Mixer):
     """A mixer: H heads that attend to one latent per token.
 
     nope_dim, rope_dim: n and p; without rope p does not rotate either (Kimi-Linear). rank: L. q_rank: of the compressed
@@ -38,8 +36,6 @@ class LatentAttention(LazyMixer):
     v_dim: int
     rank: int
     q_rank: int | None
-    rope: RopeSpec | None
-    rule: KVRule = FULL
     bias: bool = False
     scale: float | None = None
     query_scale: QueryScale | None = None
@@ -51,14 +47,9 @@ class LatentAttention(LazyMixer):
         return self.rank + self.rope_dim
 
     @property
-    def possible_tp(self) -> list[int]:
-        """Each rank gets equally many heads."""
-        return divisors(self.num_heads)
-
-    @property
-    def sharing(self) -> str:
+    def shares(self) -> tuple[int, str]:
         """See `Mixer`."""
-        return f"{self.num_heads} heads on latents"
+        return self.num_heads, "heads on latents"
 
     def heads(self, world: World) -> slice:
         """Returns this rank's heads."""
@@ -84,42 +75,30 @@ class LatentAttention(LazyMixer):
         index = self.indexer.products(width, self.q_rank) if self.indexer and self.q_rank else []
         return [*q, (self.entry, width), up_and_down, (width, self.num_heads * self.v_dim), *index]
 
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return ""
-
     def cache_obstacle(self, dtype: str) -> str:
         """See `Mixer`."""
         return "" if dtype == "auto" else "latents, which keys and values share, are kept as activations are"
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out, and what an indexer has."""
-        heads, width = self.heads(plan.world), plan.width
-
-        def rows(name: str, each: int) -> list[tuple[str, int, slice]]:
-            part = slice(heads.start * each, heads.stop * each)
-            return [(plan.spell(theirs, f"self_attn.{name}.weight"), self.num_heads * each, part)]
-
-        def whole(ours_name: str, name: str, *shape: int) -> None:
-            plan.add(ours + ours_name, shape, plan.spell(theirs, f"self_attn.{name}"))
-
-        queries = self.nope_dim + self.rope_dim
+        block, heads, width = plan.block(ours, theirs, "self_attn."), self.num_heads, plan.width
+        queries = heads * (self.nope_dim + self.rope_dim)
         if self.q_rank is None:
-            plan.stack(ours + "q", rows("q_proj", queries), width)
+            block.add("q", (queries, width), "q_proj.weight", sharded=True)
         else:
-            whole("q_a", "q_a_proj.weight", self.q_rank, width)
-            whole("q_norm", "q_a_layernorm.weight", self.q_rank)
-            plan.stack(ours + "q_b", rows("q_b_proj", queries), self.q_rank)
+            block.add("q_a", (self.q_rank, width), "q_a_proj.weight")
+            block.add("q_norm", (self.q_rank,), "q_a_layernorm.weight")
+            block.add("q_b", (queries, self.q_rank), "q_b_proj.weight", sharded=True)
             if self.bias:
-                whole("q_a_bias", "q_a_proj.bias", self.q_rank)
+                block.add("q_a_bias", (self.q_rank,), "q_a_proj.bias")
             if self.indexer:
                 self.indexer.plan(plan, ours, theirs, self.q_rank)
-        whole("kv_a", "kv_a_proj_with_mqa.weight", self.entry, width)
+        block.add("kv_a", (self.entry, width), "kv_a_proj_with_mqa.weight")
         if self.bias:
-            whole("kv_a_bias", "kv_a_proj_with_mqa.bias", self.entry)
-        whole("kv_norm", "kv_a_layernorm.weight", self.rank)
-        plan.stack(ours + "kv_b", rows("kv_b_proj", self.nope_dim + self.v_dim), self.rank, widened=True)
-        out = plan.spell(theirs, "self_attn.o_proj.weight")
-        plan.add(ours + "out", (width, self.num_heads * self.v_dim), out, sharded=True)
+            block.add("kv_a_bias", (self.entry,), "kv_a_proj_with_mqa.bias")
+        block.add("kv_norm", (self.rank,), "kv_a_layernorm.weight")
+        up_and_down = block.share("kv_b_proj.weight", heads * (self.nope_dim + self.v_dim))
+        block.stack("kv_b", [up_and_down], self.rank, widened=True)
+        block.add("out", (width, heads * self.v_dim), "o_proj.weight", sharded=True)
         if self.bias:
-            plan.add(ours + "out_bias", (width,), plan.spell(theirs, "self_attn.o_proj.bias"), sharded=True)
+            block.add("out_bias", (width,), "o_proj.bias", sharded=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moeserve.blocks.attention_layer import AttentionStep, PrepareAttention, item_bytes, prepare_attention
+from moeserve.blocks.attention_layer import AttentionStep, item_bytes, prepare_attention
 from moeserve.blocks.build import Builder
 from moeserve.blocks.indexer_layer import (
     IndexerLayer,
@@ -20,15 +20,13 @@ from moeserve.blocks.indexer_layer import (
     prepare_selection,
 )
 from moeserve.blocks.latent_attention import LatentAttention
-from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.rope import half_layout
-from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.inputs import LayerCache
-from moeserve.ops.latent import HeadsLinear, LatentRule
+from moeserve.ops.latent import LatentRule
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
-FP32 = 4  # bytes
 EPS = 1e-6  # of the norms of latents, whatever the other norms have
 
 
@@ -50,7 +48,6 @@ class CompressedQueries:
         return self.ops.rms_norm(self.down(x_TD), self.norm, EPS)
 
 
-@dataclass(eq=False, repr=False)
 class LatentAttentionLayer:
     """Attention of this rank's heads to latents; head outputs are gathered before `out`.
 
@@ -58,30 +55,41 @@ class LatentAttentionLayer:
     summed latents to values, H products L -> v. indexer: None also where another layer's choice serves.
     """
 
-    spec: LatentAttention
-    ops: Ops
-    tp: TensorParallel
-    prepare: PrepareAttention
-    rule: LatentRule
-    queries: Linear
-    latents: Linear
-    up: HeadsLinear
-    down: HeadsLinear
-    out: ColumnLinear
-    indexer: IndexerLayer | None = None
-
-    def __post_init__(self) -> None:
-        self._selects = self.spec.indexer is not None
-        self._attend = self.ops.opaque(attend_to_chosen if self._selects else AttentionStep.attend)
-        self._choose, self._block = self.ops.opaque(IndexerLayer.choose), None
-        if self.ops.latent_block is not None and self.spec.query_scale is None:  # which would be between its steps
-            narrow, queries = None, self.queries
-            if isinstance(queries, CompressedQueries):
-                narrow, queries = (queries.down, queries.norm), queries.up
+    def __init__(self, spec: LatentAttention, build: Builder, name: str, group: int) -> None:
+        self.spec, self.tp = spec, build.tp
+        self.ops = ops = build.ops
+        local, nope = spec.heads(build.world), spec.nope_dim
+        heads, queries = local.stop - local.start, nope + spec.rope_dim
+        if (order := half_layout(spec.rope, spec.rope_dim)) is not None:
+            rows = [h * queries + i for h in range(heads) for i in (*range(nope), *(nope + j for j in order))]
+            build.reorder(name + ("q" if spec.q_rank is None else "q_b"), rows)
+            for part in ("kv_a", "kv_a_bias"):
+                build.reorder(name + part, [*range(spec.rank), *(spec.rank + j for j in order)])
+        narrow, last_q = None, build.linear(name + ("q" if spec.q_rank is None else "q_b"))
+        self.queries = last_q
+        if spec.q_rank is not None:
+            narrow = build.linear(name + "q_a"), build.norm(name + "q_norm")
+            self.queries = CompressedQueries(ops, *narrow, last_q)
+        self.latents = build.linear(name + "kv_a")
+        # Per head W_UK [n, L] and W_UV [v, L], one below the other.
+        kv_b = build.params.pop(name + "kv_b").view(heads, -1, spec.rank)
+        self.up = ops.pack_heads(kv_b[:, :nope].transpose(1, 2).contiguous())
+        self.down = ops.pack_heads(kv_b[:, nope:].contiguous())
+        self.out = build.columns(name + "out", build.width)
+        scale = queries**-0.5 if spec.scale is None else spec.scale
+        self.rule = LatentRule(heads, nope, spec.rope_dim, spec.rank, scale, EPS, build.norm(name + "kv_norm"))
+        shape, self.indexer = spec.head_shape(self.tp.size), None
+        self.prepare = prepare_attention(build, group, shape, spec.rope, spec.rope_dim, spec.query_scale)
+        if spec.indexer is not None:
+            assert spec.rope is not None, "an index selector rotates"
+            self.prepare = selecting = prepare_selection(build, self.prepare, spec.indexer.top_k)
+            self.indexer = build_indexer(spec.indexer, build, name, selecting, spec.rope, spec.rope_dim)
+        self._selects = spec.indexer is not None
+        self._attend = ops.opaque(attend_to_chosen if self._selects else AttentionStep.attend)
+        self._choose, self._block = ops.opaque(IndexerLayer.choose), None
+        if ops.latent_block is not None and spec.query_scale is None:  # which would be between its steps
             last = self.out.part if self.tp.size == 1 else None
-            self._block = self.ops.latent_block(
-                narrow, queries, self.latents, self.up, self.down, last, self.rule, self.ops.dtype
-            )
+            self._block = ops.latent_block(narrow, last_q, self.latents, self.up, self.down, last, self.rule, ops.dtype)
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes the new latents, and keys of an indexer, to `cache` first."""
@@ -90,7 +98,7 @@ class LatentAttentionLayer:
             self.indexer.write(x_TD, step, *index)
         if self._block is not None and not (self._selects and step.plan.selection):
             plan = step.plan.plain if self._selects else step.plan
-            y = self._block(x_TD, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, plan)
+            y = self._block(x_TD, step.at, latent, plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         rank, heads = self.rule.rank, self.rule.num_heads
         if self.indexer is not None and step.plan.selection:
@@ -102,56 +110,13 @@ class LatentAttentionLayer:
             q_THe = self.queries(x_TD)
         q_THe, kv_TC = q_THe.view(len(x_TD), heads, -1), self.latents(x_TD)
         q_THC = x_TD.new_empty((len(x_TD), heads, self.spec.entry))
-        q_THn = self.ops.latent_rope_cache(
-            q_THe, kv_TC, self.rule, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, q_THC
-        )
+        q_THn = self.ops.latent_rope_cache(q_THe, kv_TC, self.rule, step.at, latent, q_THC)
         self.up(q_THn, out=q_THC[..., :rank])
         if step.scale_T11 is not None:
             q_THC = (q_THC * step.scale_T11).to(q_THC.dtype)
         attended = self._attend(step, self.ops, q_THC, (latent, latent[..., :rank]))
         v_Tv = self.down(attended.view(len(x_TD), heads, rank)).flatten(1)
         return self.out(self.tp.gather_columns(v_Tv, channel), channel)
-
-
-def build_layer(spec: LatentAttention, build: Builder, name: str, group: int) -> LatentAttentionLayer:
-    """Returns the latent attention block of the layer whose parameters begin with `name`."""
-    local = spec.heads(build.world)
-    heads, queries = local.stop - local.start, spec.nope_dim + spec.rope_dim
-    if (order := half_layout(spec.rope, spec.rope_dim)) is not None:
-        rows = [
-            h * queries + i for h in range(heads) for i in (*range(spec.nope_dim), *(spec.nope_dim + j for j in order))
-        ]
-        build.reorder(name + ("q" if spec.q_rank is None else "q_b"), rows)
-        for part in ("kv_a", "kv_a_bias"):
-            build.reorder(name + part, [*range(spec.rank), *(spec.rank + j for j in order)])
-    if spec.q_rank is None:
-        make_queries = build.linear(name + "q")
-    else:
-        norm = build.norm(name + "q_norm")
-        make_queries = CompressedQueries(build.ops, build.linear(name + "q_a"), norm, build.linear(name + "q_b"))
-    # Per head W_UK [n, L] and W_UV [v, L], one below the other.
-    kv_b = build.params.pop(name + "kv_b").view(heads, -1, spec.rank)
-    scale = queries**-0.5 if spec.scale is None else spec.scale
-    shape, indexer = spec.head_shape(build.tp.size), None
-    prepare = prepare_attention(build, group, shape, spec.rope, spec.rope_dim, spec.query_scale)
-    if spec.indexer is not None:
-        assert spec.rope is not None, "an index selector rotates"
-        prepare = selecting = prepare_selection(build, prepare, spec.indexer.top_k)
-        indexer = build_indexer(spec.indexer, build, name, selecting, spec.rope, spec.rope_dim)
-    rule = LatentRule(heads, spec.nope_dim, spec.rope_dim, spec.rank, scale, EPS, build.norm(name + "kv_norm"))
-    return LatentAttentionLayer(
-        spec,
-        build.ops,
-        build.tp,
-        prepare,
-        rule,
-        make_queries,
-        build.linear(name + "kv_a"),
-        build.ops.pack_heads(kv_b[:, : spec.nope_dim].transpose(1, 2).contiguous()),
-        build.ops.pack_heads(kv_b[:, spec.nope_dim :].contiguous()),
-        build.columns(name + "out", build.width),
-        indexer,
-    )
 
 
 def workspace(spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:

@@ -63,18 +63,13 @@ class Lightning(RecurrentMixer):
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds qkv, gate, q_norm, k_norm, norm and out."""
-        size = self.num_heads * self.head_dim
-        part = plan.rows(size)
-
-        def name(name: str) -> str:
-            return plan.spell(theirs, f"attention.{name}.weight")
-
-        plan.stack(ours + "qkv", [(name("query_key_value"), size, part)] * 3, plan.width)
-        plan.stack(ours + "gate", [(name("g_proj"), size, part)], plan.width)
-        plan.stack(ours + "norm", [(name("g_norm"), size, part)])
-        for mine, norm in (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")):
-            plan.add(ours + mine, (self.head_dim,), name(norm))
-        plan.add(ours + "out", (plan.width, size), name("dense"), sharded=True)
+        block, size = plan.block(ours, theirs, "attention."), self.num_heads * self.head_dim
+        block.stack("qkv", [block.share("query_key_value.weight", size)] * 3, plan.width)
+        block.add("gate", (size, plan.width), "g_proj.weight", sharded=True)
+        block.add("norm", (size,), "g_norm.weight", sharded=True)
+        block.add("q_norm", (self.head_dim,), "query_layernorm.weight")
+        block.add("k_norm", (self.head_dim,), "key_layernorm.weight")
+        block.add("out", (plan.width, size), "dense.weight", sharded=True)
 
 
 def slopes(heads: int) -> list[float]:

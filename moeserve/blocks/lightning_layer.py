@@ -14,15 +14,13 @@ from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.lightning import Lightning
-from moeserve.blocks.linear import ColumnLinear, gathered_bytes
-from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles
+from moeserve.blocks.linear import FP32, gathered_bytes
+from moeserve.blocks.mixer import Prepare
+from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.blocks.rope import half_layout
 from moeserve.blocks.rotary import RotaryTable
-from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import rotary
 from moeserve.ops.inputs import LayerCache, StepInputs
-from moeserve.ops.linear import Linear
-from moeserve.ops.table import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class LightningStep:
 class PrepareLightning:
     """Makes the `LightningStep` of layers with equal angles."""
 
-    tiles: PrepareTiles
+    tiles: Prepare
     table: RotaryTable
 
     def __call__(self, step: StepInputs, positions_T: Tensor) -> LightningStep:
@@ -46,26 +44,31 @@ class PrepareLightning:
         return LightningStep(self.tiles(step, positions_T), *self.table.of_heads(positions_T))
 
 
-@dataclass(eq=False, repr=False)
-class LightningLayer:
+class LightningLayer(RecurrentLayer):
     """Lightning attention of this rank's heads; their results are gathered before `out`.
 
     qkv: D -> 3 H * d. gate: D -> H * d. qk_norms: fp32 weights of queries' and keys' norms. scale: of queries. unit,
     norm: fp32 ones, and the weights, of the norms of results.
     """
 
-    ops: Ops
-    tp: TensorParallel
-    prepare: PrepareLightning
-    qkv: Linear
-    gate: Linear
-    qk_norms: tuple[Tensor, Tensor]
-    scale: float
-    log_decay_H1: Tensor
-    unit: Tensor
-    norm: Tensor
-    eps: float
-    out: ColumnLinear
+    def __init__(self, spec: Lightning, build: Builder, name: str, group: int) -> None:
+        super().__init__(build, name, group)
+        dim, device, heads = spec.head_dim, self.ops.device, spec.num_heads // self.tp.size
+        if (order := half_layout(spec.rope, dim)) is not None:
+            moved = [head * dim + i for head in range(2 * heads) for i in order]
+            build.reorder(name + "qkv", [*moved, *range(len(moved), 3 * heads * dim)])
+            for norm in ("q_norm", "k_norm"):
+                build.reorder(name + norm, order)
+        table = build.rotary_table(spec.rope, dim)
+        make_prepare = partial(PrepareLightning, self.prepare, table)
+        self.prepare = build.shared(("lightning", group, spec.rope, dim), make_prepare)
+        self.qkv, self.gate = build.linear(name + "qkv"), build.linear(name + "gate")
+        self.qk_norms = build.norm(name + "q_norm"), build.norm(name + "k_norm")
+        self.scale = dim**-0.5
+        decays = torch.tensor(spec.log_decays, dtype=torch.float64).float()
+        self.log_decay_H1 = decays[self.tp.rank * heads : (self.tp.rank + 1) * heads, None].to(device)
+        self.unit = torch.ones(spec.num_heads * dim // spec.norm_groups, device=device)
+        self.norm = build.norm(name + "norm")
 
     def __call__(self, x_TD: Tensor, step: LightningStep, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
@@ -81,35 +84,7 @@ class LightningLayer:
         )
         normed = ops.rms_norm(o_THd.view(-1, len(self.unit)), self.unit, self.eps).view(tokens, -1)
         gated = ops.sigmoid_mul(normed.mul_(self.norm), self.gate(x_TD)).to(x_TD.dtype)
-        return self.out(self.tp.gather_columns(gated, channel), channel)
-
-
-def build_layer(spec: Lightning, build: Builder, name: str, group: int) -> LightningLayer:
-    """Returns the lightning attention of the layer whose parameters begin with `name`."""
-    dim, world, device = spec.head_dim, build.world, build.ops.device
-    heads = spec.num_heads // world.tp_size
-    if (order := half_layout(spec.rope, dim)) is not None:
-        moved = [head * dim + i for head in range(2 * heads) for i in order]
-        build.reorder(name + "qkv", [*moved, *range(len(moved), 3 * heads * dim)])
-        for norm in ("q_norm", "k_norm"):
-            build.reorder(name + norm, order)
-    table = build.shared(("rotary", spec.rope, dim), lambda: RotaryTable(spec.rope, dim, build.max_position, device))
-    tiles = prepare_tiles(build, group)
-    decays = torch.tensor(spec.log_decays, dtype=torch.float64).float()
-    return LightningLayer(
-        build.ops,
-        build.tp,
-        build.shared(("lightning", group, spec.rope, dim), partial(PrepareLightning, tiles, table)),
-        build.linear(name + "qkv"),
-        build.linear(name + "gate"),
-        (build.norm(name + "q_norm"), build.norm(name + "k_norm")),
-        dim**-0.5,
-        decays[world.tp_rank * heads : (world.tp_rank + 1) * heads, None].to(device),
-        torch.ones(spec.num_heads * dim // spec.norm_groups, device=device),
-        build.norm(name + "norm"),
-        build.eps,
-        build.columns(name + "out", build.width),
-    )
+        return self.project_back(gated, channel)
 
 
 def workspace(spec: Lightning, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:

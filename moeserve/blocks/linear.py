@@ -20,6 +20,7 @@ from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
 W = TypeVar("W", Tensor, Quantised)
+FP32, INT64 = 4, 8  # bytes
 GATHERED = 3  # times that gathered columns are in memory: as sent (kept for a while), as received, and in order
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.mixer import CacheTensor
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
 
 if TYPE_CHECKING:
@@ -32,17 +32,10 @@ class Mamba1(RecurrentMixer):
     conv_bias: bool = True
     bias: bool = False
 
-    rope = None
-
     @property
-    def possible_tp(self) -> list[int]:
-        """Each rank gets equally many channels."""
-        return divisors(self.channels)
-
-    @property
-    def sharing(self) -> str:
+    def shares(self) -> tuple[int, str]:
         """See `Mixer`."""
-        return f"{self.channels} channels"
+        return self.channels, "channels"
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs, then the state, x, dt and B of ops/selective_scan.py."""
@@ -63,24 +56,19 @@ class Mamba1(RecurrentMixer):
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, conv, select, dt, their biases, decay, skip, the norms of dt, B and C, and out."""
-        part = plan.rows(self.channels)
-
-        def rows(name: str) -> tuple[str, int, slice]:
-            return plan.spell(theirs, f"mamba.{name}"), self.channels, part
-
-        plan.stack(ours + "in", [rows("in_proj.weight")] * 2, plan.width)
-        plan.stack(ours + "conv", [rows("conv1d.weight")], 1, self.conv, fp32=True)
-        selected = self.rank + 2 * self.state
-        plan.add(ours + "select", (selected, self.channels), plan.spell(theirs, "mamba.x_proj.weight"))
-        plan.stack(ours + "dt", [rows("dt_proj.weight")], self.rank)
-        plan.stack(ours + "dt_shift", [rows("dt_proj.bias")], fp32=True)
-        plan.stack(ours + "decay", [rows("A_log")], self.state, fp32=True)
-        plan.stack(ours + "skip", [rows("D")], fp32=True)
+        block, channels = plan.block(ours, theirs, "mamba."), self.channels
+        block.stack("in", [block.share("in_proj.weight", channels)] * 2, plan.width)
+        block.add("conv", (channels, 1, self.conv), "conv1d.weight", sharded=True, fp32=True)
+        block.add("select", (self.rank + 2 * self.state, channels), "x_proj.weight")
+        block.add("dt", (channels, self.rank), "dt_proj.weight", sharded=True)
+        block.add("dt_shift", (channels,), "dt_proj.bias", sharded=True, fp32=True)
+        block.add("decay", (channels, self.state), "A_log", sharded=True, fp32=True)
+        block.add("skip", (channels,), "D", sharded=True, fp32=True)
         for name, size in (("dt", self.rank), ("b", self.state), ("c", self.state)):
-            plan.add(f"{ours}{name}_norm", (size,), plan.spell(theirs, f"mamba.{name}_layernorm.weight"))
+            block.add(f"{name}_norm", (size,), f"{name}_layernorm.weight")
         if self.conv_bias:
-            plan.stack(ours + "conv_bias", [rows("conv1d.bias")], fp32=True)
-        plan.add(ours + "out", (plan.width, self.channels), plan.spell(theirs, "mamba.out_proj.weight"), sharded=True)
+            block.add("conv_bias", (channels,), "conv1d.bias", sharded=True, fp32=True)
+        block.add("out", (plan.width, channels), "out_proj.weight", sharded=True)
         if self.bias:
-            plan.stack(ours + "in_bias", [rows("in_proj.bias")] * 2)
-            plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "mamba.out_proj.bias"), sharded=True)
+            block.stack("in_bias", [block.share("in_proj.bias", channels)] * 2)
+            block.add("out_bias", (plan.width,), "out_proj.bias", sharded=True)

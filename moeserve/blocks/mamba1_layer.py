@@ -6,47 +6,37 @@ steps, K inputs of the convolution.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import ColumnLinear, gathered_bytes, whole
+from moeserve.blocks.linear import FP32, gathered_bytes, whole
 from moeserve.blocks.mamba1 import Mamba1
-from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles
-from moeserve.comm.tensor import TensorParallel
+from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
-from moeserve.ops.linear import Linear
 from moeserve.ops.rules import SWIGLU, TILE
-from moeserve.ops.table import Ops
 
 
-@dataclass(eq=False, repr=False)
-class Mamba1Layer:
+class Mamba1Layer(RecurrentLayer):
     """Mamba of this rank's channels. Those of all ranks are gathered before `select`, and before `out`.
 
     inputs: D -> the convolution's inputs, then output gates. select: channels of all ranks -> steps, B and C. dt: R ->
     C. norms: fp32 weights of the norms of steps, B and C.
     """
 
-    spec: Mamba1
-    ops: Ops
-    tp: TensorParallel
-    prepare: PrepareTiles
-    inputs: Linear
-    conv_CK: Tensor
-    conv_bias_C: Tensor | None
-    select: Linear
-    dt: Linear
-    dt_shift_C: Tensor
-    a_NC: Tensor
-    skip_C: Tensor
-    norms: tuple[Tensor, Tensor, Tensor]
-    eps: float
-    out: ColumnLinear
+    def __init__(self, spec: Mamba1, build: Builder, name: str, group: int) -> None:
+        super().__init__(build, name, group)
+        self.spec = spec
+        self.inputs, self.select, self.dt = (build.linear(name + part) for part in ("in", "select", "dt"))
+        self.conv_CK = build.fp32(name + "conv")[:, 0]
+        self.conv_bias_C = build.fp32(name + "conv_bias") if spec.conv_bias else None
+        self.dt_shift_C = build.fp32(name + "dt_shift")
+        self.a_NC = -exp(build.fp32(name + "decay").T)
+        self.skip_C = build.fp32(name + "skip")
+        self.norms = [build.norm(f"{name}{part}_norm") for part in ("dt", "b", "c")]
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
@@ -62,28 +52,7 @@ class Mamba1Layer:
         dt_TC = ops.softplus(self.dt(steps_TR.to(dtype)).float() + self.dt_shift_C)
         y_TC = ops.selective_scan(x_TC, dt_TC, self.a_NC, b_TN, c_TN, self.skip_C, cache[2:], step)
         gated = ops.act_mul(torch.cat((gates.float(), y_TC), 1), SWIGLU).to(dtype)
-        return self.out(self.tp.gather_columns(gated, channel), channel)
-
-
-def build_layer(spec: Mamba1, build: Builder, name: str, group: int) -> Mamba1Layer:
-    """Returns the Mamba of the layer whose parameters begin with `name`."""
-    return Mamba1Layer(
-        spec,
-        build.ops,
-        build.tp,
-        prepare_tiles(build, group),
-        build.linear(name + "in"),
-        build.fp32(name + "conv")[:, 0],
-        build.fp32(name + "conv_bias") if spec.conv_bias else None,
-        build.linear(name + "select"),
-        build.linear(name + "dt"),
-        build.fp32(name + "dt_shift"),
-        -exp(build.fp32(name + "decay").T),
-        build.fp32(name + "skip"),
-        (build.norm(name + "dt_norm"), build.norm(name + "b_norm"), build.norm(name + "c_norm")),
-        build.eps,
-        build.columns(name + "out", build.width),
-    )
+        return self.project_back(gated, channel)
 
 
 def workspace(spec: Mamba1, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.mixer import CacheTensor
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
@@ -32,17 +32,10 @@ class Mamba2(RecurrentMixer):
     conv: int
     time_limit: tuple[float, float]
 
-    rope = None
-
     @property
-    def possible_tp(self) -> list[int]:
-        """Each rank gets equally many groups, and their heads; a norm is over all heads of a group."""
-        return divisors(self.num_groups)
-
-    @property
-    def sharing(self) -> str:
-        """See `Mixer`."""
-        return f"{self.num_groups} groups of recurrent heads"
+    def shares(self) -> tuple[int, str]:
+        """See `Mixer`: groups, each with its heads: a norm is over all heads of a group."""
+        return self.num_groups, "groups of recurrent heads"
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
         """Returns one rank's groups, heads, and columns of heads and of groups."""
@@ -62,20 +55,17 @@ class Mamba2(RecurrentMixer):
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, conv, conv_bias, decay, dt_bias, skip, norm and out."""
-        tp, rank = plan.world.tp_size, plan.world.tp_rank
-        _, heads, inner, shared = self.local(1)
+        block, (_, heads, inner, shared) = plan.block(ours, theirs, "mamba."), self.local(1)
 
         def rows(name: str, *counts: int) -> list[tuple[str, int, slice]]:
             """Returns this rank's rows of each part of a tensor; parts lie one below the other."""
-            source = plan.spell(theirs, f"mamba.{name}")
-            return [(source, count, slice(rank * count // tp, (rank + 1) * count // tp)) for count in counts]
+            return [block.share(name, count) for count in counts]
 
-        plan.stack(ours + "in", rows("in_proj.weight", inner, inner, shared, shared, heads), plan.width)
+        block.stack("in", rows("in_proj.weight", inner, inner, shared, shared, heads), plan.width)
         convolved = inner, shared, shared
-        plan.stack(ours + "conv", rows("conv1d.weight", *convolved), 1, self.conv, fp32=True)
-        plan.stack(ours + "conv_bias", rows("conv1d.bias", *convolved), fp32=True)
+        block.stack("conv", rows("conv1d.weight", *convolved), 1, self.conv, fp32=True)
+        block.stack("conv_bias", rows("conv1d.bias", *convolved), fp32=True)
         for mine, name in (("decay", "A_log"), ("dt_bias", "dt_bias"), ("skip", "D")):
-            plan.stack(ours + mine, rows(name, heads), fp32=True)
-        plan.stack(ours + "norm", rows("norm.weight", inner))
-        out = plan.spell(theirs, "mamba.out_proj.weight")
-        plan.add(ours + "out", (plan.width, inner), out, sharded=True)
+            block.add(mine, (heads,), name, sharded=True, fp32=True)
+        block.add("norm", (inner,), "norm.weight", sharded=True)
+        block.add("out", (plan.width, inner), "out_proj.weight", sharded=True)

@@ -5,64 +5,52 @@ T tokens (padded rows included), D model width, G groups and H heads of this ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.mamba2 import Mamba2
-from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles
-from moeserve.comm.tensor import TensorParallel
+from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
-from moeserve.ops.linear import Linear
 from moeserve.ops.native_recurrent_block import RecurrentRule
 from moeserve.ops.rules import SWIGLU
-from moeserve.ops.table import Ops
 
 
-@dataclass(eq=False, repr=False)
-class Mamba2Layer:
+class Mamba2Layer(RecurrentLayer):
     """Mamba-2 of this rank's heads; their outputs are gathered before `out`.
 
     inputs: D -> output gates, x [H * v], B and C [G * d] and steps of time [H]. decay_H: A, below 0. skip_H1: what of
     x by-passes the state. norm_I: weights of the norms of all groups; ones_i: as many ones as a group's norm has.
     """
 
-    spec: Mamba2
-    ops: Ops
-    tp: TensorParallel
-    prepare: PrepareTiles
-    inputs: Linear
-    conv_CK: Tensor
-    conv_bias_C: Tensor
-    decay_H: Tensor
-    dt_bias_H: Tensor
-    skip_H1: Tensor
-    norm_I: Tensor
-    ones_i: Tensor
-    eps: float
-    out: ColumnLinear
-
-    def __post_init__(self) -> None:
+    def __init__(self, spec: Mamba2, build: Builder, name: str, group: int) -> None:
+        super().__init__(build, name, group)
+        groups, heads, inner, _ = spec.local(self.tp.size)
+        self.spec = spec
+        self.inputs = build.linear(name + "in")
+        self.conv_CK, self.conv_bias_C = build.fp32(name + "conv")[:, 0], build.fp32(name + "conv_bias")
+        self.decay_H, self.dt_bias_H = -exp(build.fp32(name + "decay")), build.fp32(name + "dt_bias")
+        self.skip_H1 = build.fp32(name + "skip")[:, None]
+        self.norm_I = build.fp32(name + "norm")
+        self.ones_i = torch.ones(inner // groups, device=self.ops.device)
         self._block = None
         if self.ops.recurrent_block is not None:
-            groups, heads, _, _ = self.spec.local(self.tp.size)
             rule = RecurrentRule(
-                groups, heads, self.conv_CK, self.conv_bias_C, self.decay_H, self.dt_bias_H, self.norm_I.float(),
-                len(self.ones_i), self.eps, skip_H1=self.skip_H1, time_limit=self.spec.time_limit,
+                groups, heads, self.conv_CK, self.conv_bias_C, self.decay_H, self.dt_bias_H, self.norm_I, self.eps,
+                skip_H1=self.skip_H1, time_limit=spec.time_limit,
             )  # fmt: skip
-            out, sizes = self.out.part if self.tp.size == 1 else None, (self.spec.state_dim, self.spec.head_dim)
+            out, sizes = self.out.part if self.tp.size == 1 else None, (spec.state_dim, spec.head_dim)
             self._block = self.ops.recurrent_block(self.inputs, None, out, rule, *sizes, self.ops.dtype)
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
-            return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
+            return y if self.tp.size == 1 else self.project_back(y, channel)
         spec, ops = self.spec, self.ops
         groups, heads, inner, shared = spec.local(self.tp.size)
         gate_TI, xBC_TC, dt_TH = torch.split(self.inputs(x_TD), [inner, inner + 2 * shared, heads], 1)
@@ -76,28 +64,7 @@ class Mamba2Layer:
         o_THv = o_THv + self.skip_H1 * x_THv
         gated_TI = ops.act_mul(torch.cat((gate_TI.float(), o_THv.flatten(1)), 1), SWIGLU)
         normed_TI = ops.rms_norm(gated_TI.view(-1, len(self.ones_i)), self.ones_i, self.eps).view(gated_TI.shape)
-        return self.out(self.tp.gather_columns((normed_TI * self.norm_I).to(x_TD.dtype), channel), channel)
-
-
-def build_layer(spec: Mamba2, build: Builder, name: str, group: int) -> Mamba2Layer:
-    """Returns the Mamba-2 block of the layer whose parameters begin with `name`."""
-    groups, _, inner, _ = spec.local(build.world.tp_size)
-    return Mamba2Layer(
-        spec,
-        build.ops,
-        build.tp,
-        prepare_tiles(build, group),
-        build.linear(name + "in"),
-        build.fp32(name + "conv")[:, 0],
-        build.fp32(name + "conv_bias"),
-        -exp(build.fp32(name + "decay")),
-        build.fp32(name + "dt_bias"),
-        build.fp32(name + "skip")[:, None],
-        build.fp32(name + "norm"),
-        torch.ones(inner // groups, device=build.ops.device),
-        build.eps,
-        build.columns(name + "out", build.width),
-    )
+        return self.project_back((normed_TI * self.norm_I).to(x_TD.dtype), channel)
 
 
 def workspace(spec: Mamba2, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:

@@ -6,13 +6,14 @@ when a model is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeserve.blocks.rope import RopeSpec
-from moeserve.engine.kv_rule import KVRule
+from moeserve.engine.kv_rule import FULL, KVRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,78 +63,66 @@ class MixerLayer(Protocol):
         ...
 
 
-class Mixer(Protocol):
-    """A mixer in numbers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixer(ABC):
+    """A mixer in numbers. What computes is the class with Layer behind this one's name; that and the function
+    `workspace` are in the file beside its own with _layer behind the name.
+
+    rope: its rotary embedding, if it has one. rule: how long its cache entries are needed.
+    """
+
+    rope: RopeSpec | None
+    rule: KVRule = FULL
 
     @property
-    def rule(self) -> KVRule:
-        """How long its cache entries are needed."""
-        ...
+    def shares(self) -> tuple[int, str]:
+        """What tensor-parallel ranks share out evenly: how many, and of what."""
+        raise NotImplementedError
 
     @property
-    def rope(self) -> RopeSpec | None:
-        """Its rotary embedding, if it has one."""
-        ...
-
-    @property
-    def possible_tp(self) -> Sequence[int]:
+    def possible_tp(self) -> list[int]:
         """The numbers of tensor-parallel ranks that can share the block, in order."""
-        ...
+        return divisors(self.shares[0])
 
     @property
     def sharing(self) -> str:
         """What tensor-parallel ranks share, for errors: "12 query heads on 4 KV heads"."""
-        ...
+        return "{} {}".format(*self.shares)
 
+    @abstractmethod
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """Returns the tensors of a layer's cache on one of tp_size ranks."""
-        ...
 
     def head_shape(self, tp_size: int) -> HeadShape | None:
         """Returns the heads that attention is planned for on one of tp_size ranks; None without any."""
-        ...
+        return None
 
+    @abstractmethod
     def products(self, width: int) -> list[tuple[int, int]]:
         """Returns (outputs, inputs) of every matrix product of a model that is `width` wide."""
-        ...
 
     def obstacle(self, kernels: str) -> str:
         """Returns why the kernels "native" or "triton" cannot compute the block; empty if they can."""
-        ...
+        return ""
 
     def cache_obstacle(self, dtype: str) -> str:
         """Returns why the cache cannot be kept in `dtype` ("int8"); empty if it can."""
-        ...
+        return ""
 
+    @abstractmethod
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds the block's parameters: named `ours` + ..., from the checkpoint's `theirs` + ..."""
-        ...
 
     def build(self, build: Builder, name: str, group: int) -> MixerLayer:
         """Returns the block, made of the parameters `name` + ... group: its KV group."""
-        ...
+        layer: MixerLayer = getattr(self._beside(), type(self).__name__ + "Layer")(self, build, name, group)
+        return layer
 
     def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
         """Returns an upper bound of the bytes that a call needs beside the residual stream.
 
         tokens: padded, of a step. max_len: of a context. size: bytes of an element.
         """
-        ...
-
-
-class LazyMixer:
-    """The part of `Mixer` that needs torch: `build_layer` and `workspace` of the file beside the mixer's own, which has
-    _layer behind its name and is imported when they are called."""
-
-    __slots__ = ()
-
-    def build(self, build: Builder, name: str, group: int) -> MixerLayer:
-        """See `Mixer`."""
-        layer: MixerLayer = self._beside().build_layer(self, build, name, group)
-        return layer
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
         num_bytes: int = self._beside().workspace(self, width, tokens, max_len, size, tp_size)
         return num_bytes
 

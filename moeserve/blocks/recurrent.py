@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from moeserve.blocks.mixer import CacheTensor, LazyMixer
+from dataclasses import dataclass
+
+from moeserve.blocks.mixer import CacheTensor, Mixer
+from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import KVRule
 from moeserve.ops.rules import TILE
 
+TILED = KVRule(tile=TILE)
 
-class RecurrentMixer(LazyMixer):
-    """The part of `Mixer` that is alike for all blocks with a state."""
 
-    __slots__ = ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentMixer(Mixer):
+    """The part of `Mixer` that is alike for all blocks with a state. States are fp32 whatever the other caches are."""
 
-    rule = KVRule(tile=TILE)
-
-    def head_shape(self, tp_size: int) -> None:
-        """See `Mixer`."""
-        return
-
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return ""
-
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`: states are fp32 whatever the other caches are."""
-        return ""
+    rope: RopeSpec | None = None
+    rule: KVRule = TILED
 
 
 def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:

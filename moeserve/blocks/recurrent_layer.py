@@ -1,4 +1,5 @@
-"""What the recurrent blocks of a decoder have in common: the plan of a step's tiles, queries and keys of length 1."""
+"""What the recurrent blocks of a decoder have in common: the plan of a step's tiles, the product back to the model's
+width, queries and keys of length 1."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
+from moeserve.blocks.mixer import Prepare
 from moeserve.ops.inputs import StepInputs
 from moeserve.ops.table import Ops
 
-FP32 = 4  # bytes
 UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
 
 
@@ -29,10 +30,20 @@ class PrepareTiles:
         return self.ops.plan_tiles(step.groups[self.group], step)
 
 
-def prepare_tiles(build: Builder, group: int) -> PrepareTiles:
-    """Returns what prepares steps for recurrent layers, one for all."""
-    prepare: PrepareTiles = build.shared(("tiles", group), partial(PrepareTiles, build.ops, group))
-    return prepare
+class RecurrentLayer:
+    """A recurrent block: the `MixerLayer` of the parameters `name` + ...
+
+    prepare: one for all such layers. eps: of norms. out: results of all ranks -> D.
+    """
+
+    def __init__(self, build: Builder, name: str, group: int) -> None:
+        self.ops, self.tp, self.eps = build.ops, build.tp, build.eps
+        self.prepare: Prepare = build.shared(("tiles", group), partial(PrepareTiles, build.ops, group))
+        self.out = build.columns(name + "out", build.width)
+
+    def project_back(self, y_TN: Tensor, channel: int) -> Tensor:
+        """Returns the block's output [T, D] from this rank's results."""
+        return self.out(self.tp.gather_columns(y_TN, channel), channel)
 
 
 def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

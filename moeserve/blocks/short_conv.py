@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.mixer import CacheTensor
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
 
 if TYPE_CHECKING:
@@ -25,17 +25,10 @@ class ShortConv(RecurrentMixer):
     conv: int
     bias: bool = False
 
-    rope = None
-
     @property
-    def possible_tp(self) -> list[int]:
-        """Each rank gets equally many channels."""
-        return divisors(self.channels)
-
-    @property
-    def sharing(self) -> str:
+    def shares(self) -> tuple[int, str]:
         """See `Mixer`."""
-        return f"{self.channels} channels"
+        return self.channels, "channels"
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs."""
@@ -47,15 +40,11 @@ class ShortConv(RecurrentMixer):
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, conv and out with their biases."""
-        part = plan.rows(self.channels)
-
-        def rows(name: str) -> tuple[str, int, slice]:
-            return plan.spell(theirs, f"conv.{name}"), self.channels, part
-
-        for ending, width, conv in (("weight", (plan.width,), (1, self.conv)), ("bias", (), ()))[: 1 + self.bias]:
-            mine = "" if ending == "weight" else "_bias"
-            plan.stack(f"{ours}in{mine}", [rows(f"in_proj.{ending}")] * 3, *width)
-            plan.stack(f"{ours}conv{mine}", [rows(f"conv.{ending}")], *conv, fp32=True)
-        plan.add(ours + "out", (plan.width, self.channels), plan.spell(theirs, "conv.out_proj.weight"), sharded=True)
+        block, channels = plan.block(ours, theirs, "conv."), self.channels
+        block.stack("in", [block.share("in_proj.weight", channels)] * 3, plan.width)
+        block.add("conv", (channels, 1, self.conv), "conv.weight", sharded=True, fp32=True)
+        block.add("out", (plan.width, channels), "out_proj.weight", sharded=True)
         if self.bias:
-            plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "conv.out_proj.bias"), sharded=True)
+            block.stack("in_bias", [block.share("in_proj.bias", channels)] * 3)
+            block.add("conv_bias", (channels,), "conv.bias", sharded=True, fp32=True)
+            block.add("out_bias", (plan.width,), "out_proj.bias", sharded=True)

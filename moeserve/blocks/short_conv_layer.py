@@ -5,56 +5,36 @@ T tokens (padded rows included), D model width, C channels of this rank, K input
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import ColumnLinear, gathered_bytes
-from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles
+from moeserve.blocks.linear import FP32, gathered_bytes
+from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.blocks.short_conv import ShortConv
-from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.inputs import LayerCache
-from moeserve.ops.linear import Linear
 from moeserve.ops.rules import TILE
-from moeserve.ops.table import Ops
 
 
-@dataclass(eq=False, repr=False)
-class ShortConvLayer:
+class ShortConvLayer(RecurrentLayer):
     """The short convolution of this rank's channels, which are gathered before `out`.
 
     inputs: D -> the gates of the convolution's inputs, those of its results, and the inputs.
     """
 
-    ops: Ops
-    tp: TensorParallel
-    prepare: PrepareTiles
-    inputs: Linear
-    conv_CK: Tensor
-    bias_C: Tensor | None
-    out: ColumnLinear
+    def __init__(self, spec: ShortConv, build: Builder, name: str, group: int) -> None:
+        super().__init__(build, name, group)
+        self.inputs = build.linear(name + "in")
+        self.conv_CK = build.fp32(name + "conv")[:, 0]
+        self.bias_C = build.fp32(name + "conv_bias") if spec.bias else None
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes the convolution's inputs to `cache`."""
         before_TC, behind_TC, x_TC = self.inputs(x_TD).float().chunk(3, 1)
         y_TC = self.ops.causal_conv(before_TC * x_TC, self.conv_CK, self.bias_C, False, cache, step)
         gated_TC = (behind_TC * y_TC).to(x_TD.dtype)
-        return self.out(self.tp.gather_columns(gated_TC, channel), channel)
-
-
-def build_layer(spec: ShortConv, build: Builder, name: str, group: int) -> ShortConvLayer:
-    """Returns the short convolution of the layer whose parameters begin with `name`."""
-    return ShortConvLayer(
-        build.ops,
-        build.tp,
-        prepare_tiles(build, group),
-        build.linear(name + "in"),
-        build.fp32(name + "conv")[:, 0],
-        build.fp32(name + "conv_bias") if spec.bias else None,
-        build.columns(name + "out", build.width),
-    )
+        return self.project_back(gated_TC, channel)
 
 
 def workspace(spec: ShortConv, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:

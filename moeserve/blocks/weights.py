@@ -6,9 +6,9 @@ over: its heads, and equal shares of every other product's columns (`share`: tho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moeserve.comm.world import World, share
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
@@ -50,6 +50,25 @@ FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_p
 
 
 @dataclass(frozen=True, slots=True)
+class MTPNames:
+    """The names of a head for multi-token prediction; see models/mtp.py. `{}` stands for the number of layers before.
+
+    layer: how the names of its layer's tensors begin. begin: likewise of the others, which are norms of embeddings and
+    hidden states, the product that merges both, and the last norm.
+    """
+
+    layer: str = "model.layers.{}."
+    begin: str = "model.layers.{}."
+    embed_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    merge: str = "eh_proj"
+    norm: str = "shared_head.norm"
+
+
+QWEN_MTP = MTPNames("mtp.layers.0.", "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """The names of a family's tensors, where they are not Llama's.
 
@@ -57,7 +76,7 @@ class Names:
     of a layer by the name that blocks ask for, each with the spellings of its checkpoints, the usual one first; a name
     that is not there is its own spelling. Parts of a parameter that are spelled alike lie one below the other in one
     tensor. experts: likewise. boxed: endings of tensors that have one more dimension, of size 1. ignored, foreign:
-    endings, and beginnings, of tensors that the model does not need.
+    endings, and beginnings, of tensors that the model does not need. mtp: of the head for multi-token prediction.
     """
 
     model: str = "model."
@@ -69,6 +88,7 @@ class Names:
     boxed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     foreign: tuple[str, ...] = ()
+    mtp: MTPNames = MTPNames()
 
 
 class WeightPlan:
@@ -124,6 +144,10 @@ class WeightPlan:
             start, above = end, above + count if one else 0
         self.params.append(Param(param, (start, *tail), widened, fp32))
 
+    def block(self, ours: str, theirs: str, module: str = "") -> BlockPlan:
+        """Returns the plan of one block of a layer. module: its name there, in front of all that it asks for."""
+        return BlockPlan(self, ours, theirs, module)
+
     def extend(self, plan: LoadPlan) -> None:
         """Adds the parameters and pieces of a plan."""
         self.params += plan.params
@@ -134,3 +158,27 @@ class WeightPlan:
         names = self.names
         unneeded = {name for name in self.present if name.endswith(names.ignored) or name.startswith(names.foreign)}
         return LoadPlan(tuple(self.params), tuple(self.pieces), frozenset({*ignored, *unneeded, *self.elsewhere}))
+
+
+class BlockPlan(NamedTuple):
+    """A `WeightPlan` in the names of one block: parameters begin with `ours`, tensors with `theirs`, and blocks ask for
+    them as `module` + ..."""
+
+    plan: WeightPlan
+    ours: str
+    theirs: str
+    module: str
+
+    def add(self, param: str, shape: tuple[int, ...], name: str, *, sharded: bool = False, fp32: bool = False) -> None:
+        """See `WeightPlan.add`."""
+        source = self.plan.spell(self.theirs, self.module + name)
+        self.plan.add(self.ours + param, shape, source, sharded=sharded, fp32=fp32)
+
+    def stack(self, param: str, parts: Iterable[tuple[str, int, slice]], *tail: int, **options: bool) -> None:
+        """See `WeightPlan.stack`."""
+        sources = [(self.plan.spell(self.theirs, self.module + name), rows, taken) for name, rows, taken in parts]
+        self.plan.stack(self.ours + param, sources, *tail, **options)
+
+    def share(self, name: str, rows: int) -> tuple[str, int, slice]:
+        """Returns this rank's share of a tensor's rows, for `stack`."""
+        return name, rows, self.plan.rows(rows)

@@ -7,21 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, overload
 from urllib.parse import quote
 
+from moeserve import protocol
 from moeserve.client.stream import Stream
 from moeserve.client.transport import Transport
 from moeserve.errors import RequestError, Unreachable
-from moeserve.protocol import (
-    Aborted,
-    Answer,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    Detokenized,
-    ExpertStatus,
-    ModelCard,
-    ModelList,
-    Tokenized,
-)
 
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
@@ -69,27 +58,27 @@ class AsyncClient:
 
     async def tokenize(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **fields: Any
-    ) -> Tokenized:
+    ) -> protocol.Tokenized:
         """Returns the token ids of a text, or of chat messages after the chat template."""
         body = _without_none(prompt=prompt, messages=messages) | fields
-        return await self.transport.fetch("POST", f"{self.transport.root_url}/tokenize", Tokenized, body)
+        return await self.transport.fetch("POST", f"{self.transport.root_url}/tokenize", protocol.Tokenized, body)
 
-    async def detokenize(self, tokens: Sequence[int], **fields: Any) -> Detokenized:
+    async def detokenize(self, tokens: Sequence[int], **fields: Any) -> protocol.Detokenized:
         """Returns the text of token ids."""
         body = {"tokens": list(tokens)} | fields
-        return await self.transport.fetch("POST", f"{self.transport.root_url}/detokenize", Detokenized, body)
+        return await self.transport.fetch("POST", f"{self.transport.root_url}/detokenize", protocol.Detokenized, body)
 
-    async def experts(self) -> ExpertStatus:
+    async def experts(self) -> protocol.ExpertStatus:
         """Returns where a moeserve server's experts are, how busy they are, and how its engines fare.
 
         Raises NotFound if the model has no experts.
         """
-        return await self.transport.fetch("GET", f"{self.transport.base_url}/experts", ExpertStatus)
+        return await self.transport.fetch("GET", f"{self.transport.base_url}/experts", protocol.ExpertStatus)
 
-    async def watch_experts(self, interval_s: float = 1.0) -> Stream[ExpertStatus]:
+    async def watch_experts(self, interval_s: float = 1.0) -> Stream[protocol.ExpertStatus]:
         """Returns a stream with what `experts` returns, again each `interval_s` seconds until the server drains."""
         url = f"{self.transport.base_url}/experts?stream=true&interval_s={interval_s:g}"
-        return Stream(await self.transport.open("GET", url), ExpertStatus, self.transport.timeout_s)
+        return Stream(await self.transport.open("GET", url), protocol.ExpertStatus, self.transport.timeout_s)
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Returns as soon as the server takes requests; raises Unreachable with its last error after timeout_s."""
@@ -120,7 +109,7 @@ class _Resource:
     async def _create(
         self,
         path: str,
-        kinds: tuple[type[Answer], type[Answer]],
+        kinds: tuple[type[protocol.Answer], type[protocol.Answer]],
         *,
         extra_body: Mapping[str, Any] | None = None,
         extra_headers: Mapping[str, str] | None = None,
@@ -149,13 +138,13 @@ class ChatCompletions(_Resource):
     @overload
     async def create(
         self, *, messages: Sequence[Mapping[str, Any]], stream: Literal[False] = False, **fields: Any
-    ) -> ChatCompletion:
+    ) -> protocol.ChatCompletion:
         """Returns the whole answer."""
 
     @overload
     async def create(
         self, *, messages: Sequence[Mapping[str, Any]], stream: Literal[True], **fields: Any
-    ) -> Stream[ChatCompletionChunk]:
+    ) -> Stream[protocol.ChatCompletionChunk]:
         """Returns the answer's stream of chunks."""
 
     async def create(self, *, messages: Sequence[Mapping[str, Any]], stream: bool = False, **fields: Any) -> Any:
@@ -164,7 +153,7 @@ class ChatCompletions(_Resource):
         `fields` are those of the request's JSON, as are the entries of `extra_body`; None is left out of `fields`.
         `model` may be left out where the server has one. `extra_headers` and `timeout_s` are for this request alone.
         """
-        kinds = (ChatCompletion, ChatCompletionChunk)
+        kinds = (protocol.ChatCompletion, protocol.ChatCompletionChunk)
         return await self._create("/chat/completions", kinds, messages=messages, stream=stream or None, **fields)
 
 
@@ -172,39 +161,39 @@ class Completions(_Resource):
     """POST /v1/completions."""
 
     @overload
-    async def create(self, *, prompt: Prompt, stream: Literal[False] = False, **fields: Any) -> Completion:
+    async def create(self, *, prompt: Prompt, stream: Literal[False] = False, **fields: Any) -> protocol.Completion:
         """Returns the whole answer."""
 
     @overload
-    async def create(self, *, prompt: Prompt, stream: Literal[True], **fields: Any) -> Stream[Completion]:
+    async def create(self, *, prompt: Prompt, stream: Literal[True], **fields: Any) -> Stream[protocol.Completion]:
         """Returns the answer's stream of chunks."""
 
     async def create(self, *, prompt: Prompt, stream: bool = False, **fields: Any) -> Any:
         """Returns what follows a text, a list of token ids, or several of either. Other arguments are those of chat."""
         return await self._create(
-            "/completions", (Completion, Completion), prompt=prompt, stream=stream or None, **fields
+            "/completions", (protocol.Completion, protocol.Completion), prompt=prompt, stream=stream or None, **fields
         )
 
 
 class Models(_Resource):
     """GET /v1/models."""
 
-    async def list(self) -> ModelList:
+    async def list(self) -> protocol.ModelList:
         """Returns the models that the server has."""
-        return await self._transport.fetch("GET", f"{self._transport.base_url}/models", ModelList)
+        return await self._transport.fetch("GET", f"{self._transport.base_url}/models", protocol.ModelList)
 
-    async def retrieve(self, id: str) -> ModelCard:
+    async def retrieve(self, id: str) -> protocol.ModelCard:
         """Returns what the server tells of a model. Raises NotFound."""
-        return await self._transport.fetch("GET", f"{self._transport.base_url}/models/{quote(id)}", ModelCard)
+        return await self._transport.fetch("GET", f"{self._transport.base_url}/models/{quote(id)}", protocol.ModelCard)
 
 
 class Requests(_Resource):
     """Requests that run on a moeserve server."""
 
-    async def abort(self, id: str) -> Aborted:
+    async def abort(self, id: str) -> protocol.Aborted:
         """Ends the running request with this request id; its reader gets finish_reason "abort". Raises NotFound."""
         url = f"{self._transport.base_url}/requests/{quote(id, safe='')}"
-        return await self._transport.fetch("DELETE", url, Aborted, max_retries=0)
+        return await self._transport.fetch("DELETE", url, protocol.Aborted, max_retries=0)
 
 
 def _without_none(**fields: Any) -> dict[str, Any]:

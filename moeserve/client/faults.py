@@ -16,24 +16,17 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 8.0
 LONGEST_RETRY_AFTER_S = 120.0
 
-_BY_CODE: dict[str, type[errors.RequestError]] = {
-    "context_length_exceeded": errors.ContextLengthExceeded,
-    "model_not_found": errors.ModelNotFound,
-    "engine_lost": errors.EngineLost,
-    "server_overloaded": errors.Overloaded,
+_BY_CODE = {
+    kind.code: kind
+    for kind in (errors.ContextLengthExceeded, errors.ModelNotFound, errors.EngineLost, errors.Overloaded)
 }
-_BY_STATUS: dict[int, type[errors.RequestError]] = {
-    400: errors.InvalidRequest,
-    401: errors.Unauthorized,
-    403: errors.Forbidden,
-    404: errors.NotFound,
-    409: errors.Conflict,
-    413: errors.PayloadTooLarge,
-    415: errors.UnsupportedMedia,
-    429: errors.Overloaded,
-    500: errors.RequestFailed,
-    503: errors.Overloaded,
-}
+_BY_STATUS: dict[int, type[errors.RequestError]] = {429: errors.Overloaded} | {
+    kind.http_status: kind
+    for kind in (
+        errors.InvalidRequest, errors.Unauthorized, errors.Forbidden, errors.NotFound, errors.Conflict,
+        errors.PayloadTooLarge, errors.UnsupportedMedia, errors.RequestFailed, errors.Overloaded,
+    )
+}  # fmt: skip
 
 
 class _Envelope(msgspec.Struct):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, assert_never
 
+from moeserve import messages as m
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.zmq_wire import PeerGone
 from moeserve.cluster.engine_process import LAST_WORDS_S, EngineProcess
@@ -18,30 +19,15 @@ from moeserve.cluster.link import INBOX_LIMIT, EngineGone
 from moeserve.cluster.order import Role
 from moeserve.config import Config
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
-from moeserve.messages import (
-    Drain,
-    EngineIn,
-    EngineOut,
-    ExpertLoad,
-    Joined,
-    Parted,
-    Phase,
-    Placed,
-    Pong,
-    Ready,
-    Refused,
-    StepOutput,
-    StepRecord,
-    Stopped,
-    Traced,
-)
 
 if TYPE_CHECKING:
     from moeserve.cluster.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
-ForFleet = Phase | Ready | StepOutput | Refused | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
+ForFleet = (
+    m.Phase | m.Ready | m.StepOutput | m.Refused | m.Stopped | m.Joined | m.Parted | m.ExpertLoad | m.Placed | m.Traced
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +53,7 @@ class EngineEnded:
     end: EngineGone
 
 
-class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
+class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
     """The actor that stands for one engine. It tells the fleet EngineSaid, EngineLost and EngineEnded.
 
     rank: data-parallel. role: what the next process is told. options: those of `EngineProcess`.
@@ -79,18 +65,18 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
         self.role = role
         self.host: Host  # from `start` on
         self.process = EngineProcess(self, config, **options)
-        self.phase = Phase("starting", 0, 0.0)
-        self.ready: Ready | None = None  # its facts while a process serves, or could join
-        self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.phase = m.Phase("starting", 0, 0.0)
+        self.ready: m.Ready | None = None  # its facts while a process serves, or could join
+        self.first_ready: asyncio.Future[m.Ready] = asyncio.get_running_loop().create_future()
         self.epoch = 0  # of the group in which it serves, 0 for none
-        self.parted: Parted | None = None  # why it left its group or did not get in
+        self.parted: m.Parted | None = None  # why it left its group or did not get in
         self.held = False  # it waits for other engines: that it makes no progress is not its fault
         self.restarts = 0
         self.retired = False  # its messages do not count any more
         self.draining = False  # it was told to stop: no new requests
         self.told_to_stop = False
         self.obeyed = False  # its process ended because it was told to
-        self.last: StepRecord | None = None
+        self.last: m.StepRecord | None = None
         self.end: EngineGone | None = None  # the final one
         self._fleet = fleet
         self._task: asyncio.Task[None] | None = None
@@ -109,7 +95,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
         self._closing = True
         self.process.retire()
         try:
-            can_read = self.send(Drain(deadline_s))
+            can_read = self.send(m.Drain(deadline_s))
         except Overloaded:
             can_read = False  # a signal reaches it
         patience_s = 1.0 + (deadline_s if self.ready else 0.0)
@@ -118,7 +104,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
             await self.process.stop(term_s=1.0)
         await asyncio.wait([self._task])
 
-    def send(self, msg: EngineIn) -> bool:
+    def send(self, msg: m.EngineIn) -> bool:
         """Sends the process a message. Returns False and drops it if there is no process.
 
         Raises Overloaded if the process does not keep up.
@@ -130,7 +116,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
         """Lets running requests finish for up to `deadline_s`; there are no new ones."""
         self.draining = self.told_to_stop = True
         with suppress(Overloaded):  # then it is stopped with the fleet
-            self.send(Drain(deadline_s))
+            self.send(m.Drain(deadline_s))
 
     def join(self, epoch: int) -> None:
         """Takes note that the engine serves in this epoch."""
@@ -187,7 +173,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
             with suppress(TimeoutError):
                 await asyncio.wait_for(free.wait(), LAST_WORDS_S)
 
-    def handle(self, msg: EngineOut | PeerGone | EngineGone) -> None:
+    def handle(self, msg: m.EngineOut | PeerGone | EngineGone) -> None:
         """Takes note of a message and tells the fleet. EngineGone comes from the supervisor, the rest from the wire."""
         match msg:
             case EngineGone():
@@ -196,7 +182,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
             case PeerGone(cause):
                 self._on_lost()
                 self.process.on_hang_up(cause)
-            case Pong():
+            case m.Pong():
                 self.process.heart.pong(msg, time.monotonic())
             case _:
                 self._note(msg)
@@ -204,25 +190,25 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
 
     def _note(self, msg: ForFleet) -> None:
         match msg:
-            case StepOutput(record=record):
+            case m.StepOutput(record=record):
                 self.last = record or self.last
-            case Phase():
+            case m.Phase():
                 self.phase = msg
                 self.process.progress()
-            case Ready():
+            case m.Ready():
                 self.process.heart = Heartbeat(time.monotonic(), msg.step_s)
                 self.ready = msg
                 self.process.serving()
                 if not self.first_ready.done():
                     self.first_ready.set_result(msg)
-            case Stopped(cause):
+            case m.Stopped(cause):
                 self.process.last_words = cause
                 self.obeyed = not cause
-            case Joined(epoch=epoch):
+            case m.Joined(epoch=epoch):
                 self.join(epoch)
-            case Parted(epoch=epoch) if epoch >= self.epoch:
+            case m.Parted(epoch=epoch) if epoch >= self.epoch:
                 self.epoch, self.parted = 0, msg
-            case Parted() | Refused() | ExpertLoad() | Placed() | Traced():
+            case m.Parted() | m.Refused() | m.ExpertLoad() | m.Placed() | m.Traced():
                 pass
             case _:
                 assert_never(msg)

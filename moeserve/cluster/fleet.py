@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 
+from moeserve import messages as m
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.balance import Traffic
@@ -25,26 +26,6 @@ from moeserve.cluster.scaling import Scaling
 from moeserve.cluster.view import FleetView, fleet_view
 from moeserve.config import Config
 from moeserve.errors import ConfigError
-from moeserve.messages import (
-    Abort,
-    Drain,
-    EngineIn,
-    ExpertLoad,
-    Join,
-    Joined,
-    Parted,
-    Phase,
-    Ping,
-    Place,
-    Placed,
-    Ready,
-    Refused,
-    StepOutput,
-    Stopped,
-    Submit,
-    Traced,
-    TraceNext,
-)
 
 if TYPE_CHECKING:
     from moeserve.cluster.rebalancing import Rebalancing
@@ -67,8 +48,8 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         self.config = config
         self.single = config.parallel.num_ranks == 1
         self.outbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
-        self.phase = Phase("starting", 0, 0.0)
-        self.ready: Ready | None = None
+        self.phase = m.Phase("starting", 0, 0.0)
+        self.ready: m.Ready | None = None
         self.engines: list[EngineHandle] = []
         self.groups: list[EngineGroup] = []
         self.experts: Rebalancing | None = None  # None: no experts, or each engine has all
@@ -84,23 +65,23 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
 
     # ---- requests, and what comes back ----------------------------------------------------------------------
 
-    def send(self, msg: EngineIn) -> None:
+    def send(self, msg: m.EngineIn) -> None:
         """Sends a message to the engine or the engines that it concerns. Raises Overloaded if one does not keep up."""
         match msg:
-            case Submit():
+            case m.Submit():
                 self.traffic.submit(msg)
-            case Abort(rids=rids):
+            case m.Abort(rids=rids):
                 self.traffic.abort(rids)
-            case Drain(deadline_s=deadline_s) if self.single:
+            case m.Drain(deadline_s=deadline_s) if self.single:
                 self.engines[0].drain(deadline_s)
-            case Drain(deadline_s=deadline_s):
+            case m.Drain(deadline_s=deadline_s):
                 # The engines learn of it at the deadline: one that dies before needs the others, also the idle ones.
                 self._draining = asyncio.get_running_loop().call_later(deadline_s, self._drain)
-            case TraceNext():
+            case m.TraceNext():
                 for group in self.groups:
                     if group.complete:
                         group.engines[0].send(msg)  # one vote is enough for all
-            case Ping() | Join() | Place():
+            case m.Ping() | m.Join() | m.Place():
                 raise ValueError(f"a fleet sends {type(msg).__name__} itself")
             case _:
                 assert_never(msg)
@@ -131,26 +112,26 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
 
     def _on_said(self, engine: EngineHandle, msg: ForFleet) -> None:
         match msg:
-            case StepOutput():
+            case m.StepOutput():
                 self.traffic.note(engine.rank, msg)
                 self._emit(self._labelled(msg, engine.rank))
-            case Refused():
+            case m.Refused():
                 self._on_refused(engine, msg)
-            case Traced():
+            case m.Traced():
                 self._emit(msgspec.structs.replace(msg, dp_rank=engine.rank))
-            case ExpertLoad() | Placed():
+            case m.ExpertLoad() | m.Placed():
                 self._on_experts(msg)
-            case Stopped():
+            case m.Stopped():
                 if self.single:
                     self._emit(msg)
-            case Phase():
+            case m.Phase():
                 self._on_phase()
-            case Ready() | Joined() | Parted():
+            case m.Ready() | m.Joined() | m.Parted():
                 self._on_standing()
             case _:
                 assert_never(msg)
 
-    def _labelled(self, msg: StepOutput, rank: int) -> StepOutput:
+    def _labelled(self, msg: m.StepOutput, rank: int) -> m.StepOutput:
         """Returns a step's output under the engine's rank: with ep off, each engine is rank 0 of a group of its own."""
         if msg.record is None or msg.record.dp_rank == rank:
             return msg
@@ -277,7 +258,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         if (rids or died) and not self.single:
             self._emit(RequestsLost(rids=rids, engine=engine.rank, died=died, cause=cause))
 
-    def _on_refused(self, engine: EngineHandle, msg: Refused) -> None:
+    def _on_refused(self, engine: EngineHandle, msg: m.Refused) -> None:
         self.traffic.balancer.end(msg.rid)
         if msg.code == "server_draining" and not self._late and not self.single:  # somebody sent it a SIGTERM
             engine.draining = True
@@ -285,10 +266,10 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         else:
             self._emit(msg)
 
-    def _on_experts(self, msg: ExpertLoad | Placed) -> None:
+    def _on_experts(self, msg: m.ExpertLoad | m.Placed) -> None:
         if self.experts is None:
             self._emit(msg)  # nothing to place: the front end only adds the load up
-        elif isinstance(msg, Placed):
+        elif isinstance(msg, m.Placed):
             self.experts.placed(msg)
         else:
             self.experts.note(msg)

@@ -22,20 +22,7 @@ from moeserve.actor.process import Forked, close_pipes
 from moeserve.cluster.logs import set_up_logging
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.messages import Join
-from moeserve.runner.commands import (
-    Allocate,
-    Build,
-    CommandDone,
-    Failed,
-    Leave,
-    LoadProgress,
-    Prepare,
-    Prepared,
-    Run,
-    WorkerBirth,
-    WorkerCommand,
-    connect_to_leader,
-)
+from moeserve.runner import commands
 from moeserve.runner.thread import JobThread
 
 if TYPE_CHECKING:
@@ -76,9 +63,9 @@ def main() -> None:
     """Runs a worker until its leader closes the connection, and ends the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach whole process groups; the front end decides
         signal.signal(number, signal.SIG_IGN)
-    birth = msgspec.json.decode(guard.adopt(), type=WorkerBirth)
+    birth = msgspec.json.decode(guard.adopt(), type=commands.WorkerBirth)
     set_up_logging(birth.log_level, birth.log_format)
-    Worker(birth.tp_rank, connect_to_leader(birth)).serve()
+    Worker(birth.tp_rank, commands.connect_to_leader(birth)).serve()
     guard.end_process(0)
 
 
@@ -90,7 +77,7 @@ def _import() -> None:
 class Worker:
     """Commands are executed one after the other in the runner's thread; only `Leave` takes effect at once."""
 
-    def __init__(self, tp_rank: int, stream: BlockingStream[WorkerCommand]) -> None:
+    def __init__(self, tp_rank: int, stream: BlockingStream[commands.WorkerCommand]) -> None:
         self._tp_rank = tp_rank
         self._stream = stream
         self._thread = JobThread("model runner", _import)
@@ -100,16 +87,16 @@ class Worker:
     def serve(self) -> None:
         """Returns when the leader has closed the connection."""
         while (command := self._stream.receive()) is not None:
-            if isinstance(command.what, Leave):
+            if isinstance(command.what, commands.Leave):
                 self._leave()
             self._thread.do(lambda command=command: self._answer(command))  # type: ignore[misc]
 
-    def _answer(self, command: WorkerCommand) -> None:
+    def _answer(self, command: commands.WorkerCommand) -> None:
         try:
             done = self._execute(command)
         except PeerLost as exc:
             self._lost = exc
-            done = CommandDone(command.seq, lost=str(exc) or "a rank is gone", missing=exc.missing)
+            done = commands.CommandDone(command.seq, lost=str(exc) or "a rank is gone", missing=exc.missing)
         except ConfigError as exc:
             self._fail(str(exc), exc.exit_code)
         except BaseException as exc:
@@ -121,25 +108,25 @@ class Worker:
         self._stream.send(done)
 
     def _fail(self, cause: str, exit_code: int) -> None:
-        self._stream.send(Failed(cause, exit_code))
+        self._stream.send(commands.Failed(cause, exit_code))
         guard.end_process(exit_code)
 
-    def _execute(self, command: WorkerCommand) -> CommandDone:
+    def _execute(self, command: commands.WorkerCommand) -> commands.CommandDone:
         match command.what:
-            case Build():
-                return CommandDone(command.seq, value=self._build(command.what))
-            case Allocate(limits=limits):
+            case commands.Build():
+                return commands.CommandDone(command.seq, value=self._build(command.what))
+            case commands.Allocate(limits=limits):
                 self._here.allocate(limits, self._progress)
-            case Run(plan=plan):
+            case commands.Run(plan=plan):
                 return self._run(command.seq, plan)
             case Join():
                 self._join(command.what)
-            case Prepare(placement=placement):
+            case commands.Prepare(placement=placement):
                 self._here.peers.prepare(placement)
                 threading.Thread(target=self._tell_how_far, name="placed", daemon=True).start()
-            case Leave():
+            case commands.Leave():
                 pass  # done before: this thread is idle now
-        return CommandDone(command.seq)
+        return commands.CommandDone(command.seq)
 
     @property
     def _here(self) -> ModelRunnerBase:
@@ -147,9 +134,9 @@ class Worker:
         return self._runner
 
     def _progress(self, name: str, percent: int) -> None:
-        self._stream.send(LoadProgress(name, percent))
+        self._stream.send(commands.LoadProgress(name, percent))
 
-    def _build(self, build: Build) -> int:
+    def _build(self, build: commands.Build) -> int:
         from moeserve.cluster.build import make_rank
 
         world = replace(build.world, rank=build.world.rank + self._tp_rank)
@@ -159,14 +146,14 @@ class Worker:
         self._runner = runner
         return budget
 
-    def _run(self, seq: int, data: bytes) -> CommandDone:
+    def _run(self, seq: int, data: bytes) -> commands.CommandDone:
         from moeserve.engine.plan import decode_plan
         from moeserve.runner.group import checksum
 
         if self._lost is not None:
             raise self._lost
         result = self._here.execute(decode_plan(data))
-        return CommandDone(seq, value=checksum(result), events=result.events)
+        return commands.CommandDone(seq, value=checksum(result), events=result.events)
 
     def _join(self, join: Join) -> None:
         from moeserve.comm.members import Members
@@ -192,10 +179,10 @@ class Worker:
         peers = self._here.peers
         while peers.moving:
             if (now := peers.placed) != last:
-                self._stream.send(Prepared(now))
+                self._stream.send(commands.Prepared(now))
                 last = now
             time.sleep(POLL_S)
-        self._stream.send(Prepared(peers.placed))
+        self._stream.send(commands.Prepared(peers.placed))
 
 
 if __name__ == "__main__":

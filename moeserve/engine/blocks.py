@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeserve.engine.kv_rule import KVRule
+from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.engine.plan import I32
 
 
@@ -43,14 +43,17 @@ class KVGroup:
 STATES_HELD = 2  # blocks that a request needs of a group with states: the open tile's and the one before
 
 
-def groups_of(rules: Sequence[KVRule], block_size: int) -> tuple[KVGroup, ...]:
-    """Returns one group per distinct rule, in order of first appearance. rules[i] is layer i's.
+def groups_of(rules: Sequence[KVRule], block_size: int, num_drafting: int = 0) -> tuple[KVGroup, ...]:
+    """Returns one group per distinct rule, in order of first appearance. rules[i] is layer i's. num_drafting: layers of
+    a drafter behind these, which are in the group with full attention.
 
     (full, window 64, full, window 64) -> full group with layers (0, 2), window group with layers (1, 3)
     """
     by_rule: dict[KVRule, list[int]] = {}
     for layer, rule in enumerate(rules):
         by_rule.setdefault(rule, []).append(layer)
+    if num_drafting:
+        by_rule[FULL] += range(len(rules), len(rules) + num_drafting)
     return tuple(KVGroup(rule, block_size, tuple(layers)) for rule, layers in by_rule.items())
 
 

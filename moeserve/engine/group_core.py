@@ -83,6 +83,11 @@ class GroupCore(EngineCore):
         return self._stopping or (self._coordinator is None and self._drained)
 
     @property
+    def _may_start(self) -> bool:
+        """Whether to vote now. With drafts, an engine's vote waits for its result: without, it would have no plan."""
+        return len(self._in_flight) < (1 if self.scheduler.awaits_result else self._depth)
+
+    @property
     def _drained(self) -> bool:
         return self._draining and not self.scheduler.has_work
 
@@ -145,7 +150,7 @@ class GroupCore(EngineCore):
         try:
             if self._clock() >= self._leave_deadline_s:
                 raise PeerLost("the others did not pause or stop in time")
-            if len(self._in_flight) < self._depth and await self._vote_and_start(coordinator):
+            if self._may_start and await self._vote_and_start(coordinator):
                 return
             if self._in_flight:
                 await self._finish_oldest()

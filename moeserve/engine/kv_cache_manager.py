@@ -317,6 +317,17 @@ class KVCacheManager:
                 rows, nulls = np.full(end - first, slot, np.int32), np.zeros(end - first, np.int32)
                 self._entries[g].append((rows, np.arange(first, end, dtype=np.int32), nulls))
 
+    def give_back(self, slots: Slots, end: I32, kept: I32) -> None:
+        """Gives up the blocks of positions kept[i] .. end[i] - 1 of slots[i], which a later step computes again."""
+        first, last = self.batch.num_blocks(kept), self.batch.num_blocks(end)
+        for i in np.flatnonzero(last > first).tolist():
+            for group, table in zip(self.groups, self.batch.tables, strict=True):
+                blocks = table[slots[i], first[i] : last[i]].copy()
+                if group.has_states:
+                    self.pools[1].release(blocks[blocks > 0], cold=True)
+                else:
+                    self.pool.release(blocks)
+
     # ---- room
 
     def peak_blocks(self, num_tokens: int) -> int:

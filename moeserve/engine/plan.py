@@ -1,6 +1,7 @@
 """The plan of one step, which is the scheduler's output and the runner's input, and the step's result.
 
-R rows scheduled in the step, S rows that sample (those rows where `samples_R`), N new block-table entries.
+R rows scheduled in the step, S rows that sample (those rows where `samples_R`), N new block-table entries, or sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ class Agreed:
 class StepPlan:
     """One step. Row i computes positions starts_R[i] .. starts_R[i]+counts_R[i]-1 of the request in slots_R[i].
 
-    A row with samples_R ends at its last known token and samples the next one. The runner keeps that token in its own
-    table, so the following step may be planned before the host knows the token.
+    A row with samples_R ends at its last known token, or at the last of num_drafts_R[i] drafts behind it, and samples
+    the next token there and at each position before a draft. The runner keeps tokens in its own table, so the following
+    step may be planned before the host knows them. propose: whether drafts of the next tokens are wanted.
     """
 
     step: int
@@ -85,6 +87,8 @@ class StepPlan:
     new_requests: tuple[NewRequest, ...] = ()
     stores: tuple[BlockMove, ...] = ()  # device block -> store host block, run first
     loads: tuple[BlockMove, ...] = ()  # store host block -> device block
+    num_drafts_R: I32 | None = None  # None: there are no drafts in this step
+    propose: bool = False
     split_at: int = 0  # tokens of the first micro-batch, if the step runs in two
     agreed: Agreed | None = None  # None: this engine serves alone
 
@@ -102,17 +106,22 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of a step. tokens_S has the sampled tokens in the order of the plan's sampling rows.
+    """The outcome of a step. tokens_N has the tokens of the plan's sampling rows, one after the other: counts_S of each
+    row, None if each has one.
 
-    The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing: its request ends
-    with that message, and all others go on.
+    The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing: its one token is
+    -1, its request ends with that message, and all others go on. drafts_S: how many drafts each row has for its next
+    step, None if nothing proposes. complete: how many of a slot's tokens complete what its grammar asks for.
     """
 
     step: int
-    tokens_S: I32
-    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    tokens_N: I32
+    logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    counts_S: I32 | None = None
+    drafts_S: I32 | None = None
+    complete: dict[int, int] = field(default_factory=dict)
     device_us: int = 0
     comm_us: int = 0
     exposed_comm_us: int = 0

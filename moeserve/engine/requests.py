@@ -8,9 +8,10 @@ counters tell a request's progress; both only grow while the request holds its s
 
 Everything else is derived. A decode is a request whose next position is its newest token:
 
-    to compute      max(known - scheduled, 1), up to `last` (= final length - 1: no step follows that token)
+    to compute      max(known - scheduled, 1) and drafts, up to `last` (= final length - 1: no step follows that token)
     samples         the step reaches `known`
-    in flight       tokens between known and scheduled: used by a later step already, value not on the host yet
+    in flight       tokens between known and scheduled: used by a later step already, value not on the host yet; what
+                    was scheduled for drafts that were wrong is given back when the result comes
     blocks          ceil(scheduled / block_size) table entries
 
 `occupancy` tells the successive requests of a slot apart: it grows when a request leaves, and a result that carries an
@@ -151,6 +152,8 @@ class InputBatch:
         self.occupancy = np.zeros(num_slots, np.int64)
         self.hashed = np.zeros(num_slots, np.int32)  # leading blocks that the prefix cache has seen
         self.unsent = np.zeros(num_slots, np.bool_)  # none of the request's tokens was sent yet
+        self.speculates = np.zeros(num_slots, np.bool_)
+        self.drafts = np.zeros(num_slots, np.int32)  # guesses of the next tokens that the next step is to verify
         self.tokens = np.zeros((num_slots, max_len), "<i4")  # memory is touched only as far as it is used
         self.tables = [np.zeros((num_slots, max_blocks), np.int32) for _ in groups]
         self.passed = [np.zeros(num_slots, np.int32) for _ in groups]  # leading entries given up by the window
@@ -198,6 +201,7 @@ class InputBatch:
         self.min_known[slot] = request.num_prompt + request.sampling.min_tokens
         self.hashed[slot] = num_hit // self.block_size
         self.unsent[slot] = not request.was_sent
+        self.speculates[slot] = request.sampling.speculate
         self.stops.add(slot, request.sampling.stop_ids)
         return slot
 
@@ -207,6 +211,7 @@ class InputBatch:
         del self.slot_of[request.rid]
         self.requests[slot] = None
         self.occupancy[slot] += 1
+        self.drafts[slot] = 0
         self.stops.remove(slot)
         self._free.append(slot)
         at = bisect_left(self._by_priority, (*request.order, slot))

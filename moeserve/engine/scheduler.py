@@ -23,6 +23,7 @@ from moeserve.engine.blocks import KVGroup
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
+from moeserve.engine.speculation import DraftPolicy
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput, StepRecord, Submit
 
@@ -76,6 +77,9 @@ class Scheduler:
         self.kv_manager = KVCacheManager(limits, groups)
         self.waiting = WaitingQueue()
         self.num_planned = 0
+        self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
+        self._speculates = limits.num_drafts > 0
+        self._drafting = False  # whether any row may have drafts
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
         self._blocked: tuple[Request | None, int] = (None, 0)  # a head that did not fit, and the room there was
@@ -94,6 +98,12 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request runs or waits."""
         return bool(self.num_running or self.num_waiting)
+
+    @property
+    def awaits_result(self) -> bool:
+        """Whether the next plan needs the result of the step in flight: some row has drafts, whose number and whose
+        successor only that step tells."""
+        return self._drafting and bool(self._in_flight)
 
     # ---- requests
 
@@ -148,6 +158,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None if everything that may run is in flight already."""
         kv_manager, batch = self.kv_manager, self.kv_manager.batch
+        if self.awaits_result:
+            return None
         builder = PlanBuilder(self.limits.max_num_batched_tokens)
         self._preempt_for_head(builder)
         if self._schedule_running(builder):
@@ -164,6 +176,8 @@ class Scheduler:
             starts_R=starts,
             counts_R=counts,
             samples_R=batch.scheduled[slots] >= batch.known[slots],
+            num_drafts_R=self._drafts_of(slots) if self._drafting else None,
+            propose=self._speculates and (self.policy.propose or not self.limits.draft_model),
             diffs=diffs,
             new_requests=tuple(builder.new_requests),
             stores=stores,
@@ -218,8 +232,13 @@ class Scheduler:
             slots = batch.order
             start = batch.scheduled[slots]
             count = np.maximum(batch.known[slots] - start, 1)
+            if self._drafting:
+                count += batch.drafts[slots]
             np.minimum(count, batch.last[slots] - start, out=count)
             np.minimum(count, kv_manager.chunk, out=count)
+            if self._drafting and not self._fits(start, count, builder.budget):
+                self._drop_drafts()
+                continue
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
                 slots, start, count = share(slots, start, count, builder.budget)
             kv_manager.release_passed(slots, start, count)
@@ -232,6 +251,22 @@ class Scheduler:
             builder.num_preempted += 1
             enough = False
         return enough
+
+    def _fits(self, start: I32, count: I32, budget: int) -> bool:
+        """Whether all rows with their drafts fit into the budget and the free blocks."""
+        batch, kv_manager = self.kv_manager.batch, self.kv_manager
+        new = int((batch.num_blocks(start + count) - batch.num_blocks(start)).sum())
+        return int(count.sum()) <= budget and new * kv_manager.num_kv_groups <= kv_manager.pool.num_free
+
+    def _drop_drafts(self) -> None:
+        self._drafting = False
+        self.kv_manager.batch.drafts[:] = 0
+
+    def _drafts_of(self, slots: Slots) -> I32:
+        """Returns how many of the tokens that were granted to each row are drafts."""
+        batch = self.kv_manager.batch
+        drafts: I32 = np.where(batch.drafts[slots] > 0, batch.scheduled[slots] - batch.known[slots], 0)
+        return drafts
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
         """Admits waiting requests, first in line first, until one does not fit: nobody overtakes it."""
@@ -246,6 +281,8 @@ class Scheduler:
                 builder.prompt_tokens += head.num_prompt
                 builder.cached_tokens += head.num_cached
             slot = kv_manager.admit(head, hit)
+            if self._speculates:
+                self.policy.admit(np.array([slot], np.intp))
             builder.new_requests.append(NewRequest(slot, head.tokens, head.num_prompt, head.sampling))
             slots = np.array([slot], np.intp)
             start = batch.scheduled[slots]
@@ -301,15 +338,10 @@ class Scheduler:
         batch = self.kv_manager.batch
         errors = self._fail(in_flight, result.failed) if result.failed else {}
         live = batch.occupancy[in_flight.slots] == in_flight.occupancy
-        slots, tokens = in_flight.slots[live & plan.samples_R], result.tokens_S[live[plan.samples_R]]
-        known = batch.known[slots] + 1
-        batch.tokens[slots, known - 1] = tokens
-        batch.known[slots] = known
-        finish = np.zeros(len(slots), np.uint8)
-        finish[known > batch.last[slots]] = FinishReason.LENGTH
-        stop_ids = self._stop(slots, tokens, finish)
+        slots, tokens, finish, stop_ids = self._append(plan, in_flight.slots, live, result)
         cached = self._unsent_hits(slots)
         logprobs, prompt_logprobs = self._logprobs(in_flight.slots[live], result)
+        drafts = self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
         rids = batch.rid[slots]
         for row in np.flatnonzero(finish).tolist():
             self.kv_manager.free(int(slots[row]))
@@ -325,9 +357,66 @@ class Scheduler:
             stop_ids=stop_ids,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            drafts=drafts,
             errors=errors,
             record=self._record(in_flight, result),
         )
+
+    def _append(
+        self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
+    ) -> tuple[Slots, I32, NDArray[np.uint8], dict[int, int]]:
+        """Appends the tokens of live rows up to the end of each request, and counts them as known. Returns, for each
+        token, its slot, its value and how it ends the request, if it does; and the stop tokens by request id."""
+        batch, counts_S, tokens = self.kv_manager.batch, result.counts_S, result.tokens_N
+        live_S = live_R[plan.samples_R]
+        slots = slots_R[live_R & plan.samples_R]
+        place = None
+        if counts_S is None:
+            tokens, known = tokens[live_S], batch.known[slots] + 1
+        else:
+            tokens, counts = tokens[np.repeat(live_S, counts_S)], counts_S[live_S]
+            slots, place = (
+                np.repeat(slots, counts),
+                np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts),
+            )
+            known = batch.known[slots] + (place + 1).astype(np.int32)
+        batch.tokens[slots, known - 1] = tokens
+        finish = np.zeros(len(slots), np.uint8)
+        finish[known > batch.last[slots]] = FinishReason.LENGTH
+        stop_ids = self._stop(slots, tokens, known, finish)
+        for slot, count in result.complete.items():
+            finish[np.flatnonzero(slots == slot)[count - 1 : count]] = FinishReason.STOP
+        if place is not None and finish.any():  # nothing follows the first ending
+            endings: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
+            kept = endings == endings[np.arange(len(slots)) - place]
+            slots, tokens, known, finish = slots[kept], tokens[kept], known[kept], finish[kept]
+        batch.known[slots] = known  # of a slot that is there several times, the last and largest counts
+        return slots, tokens, finish, stop_ids
+
+    def _settle_drafts(
+        self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
+    ) -> dict[int, tuple[int, int]]:
+        """Gives back what was scheduled for wrong drafts, and notes the drafts that rows have now. Returns, by request
+        id, how many drafts were verified and how many of them were right."""
+        batch, live_S = self.kv_manager.batch, live_R[plan.samples_R]
+        verified: dict[int, tuple[int, int]] = {}
+        slots = slots_R[live_R & plan.samples_R]
+        if plan.num_drafts_R is not None and result.counts_S is not None:
+            num_drafts, counts = plan.num_drafts_R[plan.samples_R][live_S], result.counts_S[live_S]
+            end, kept = batch.scheduled[slots], batch.known[slots] - 1
+            self.kv_manager.give_back(slots, end, kept)
+            batch.scheduled[slots] = kept
+            self.policy.update(slots, num_drafts, counts - 1)
+            some = num_drafts > 0
+            both = zip(num_drafts[some].tolist(), (counts[some] - 1).tolist(), strict=True)
+            verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
+        if result.drafts_S is not None:
+            batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
+        self._drafting = bool(batch.drafts[batch.order].any())
+        total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
+        proposed = plan.propose and self.limits.draft_model
+        self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.device_us, proposed)
+        return verified
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:
         """Ends the requests that could not be sampled; returns their ids and messages."""
@@ -335,13 +424,15 @@ class Scheduler:
         live = [slot for slot in failed if self.kv_manager.batch.occupancy[slot] == planned[slot]]
         return {self.kv_manager.free(slot).rid: failed[slot] for slot in live}
 
-    def _stop(self, slots: Slots, tokens: I32, finish: NDArray[np.uint8]) -> dict[int, int]:
-        """Marks rows that a stop token ended; returns, by request id, stop tokens that are not the model's end
-        tokens."""
+    def _stop(self, slots: Slots, tokens: I32, known: I32, finish: NDArray[np.uint8]) -> dict[int, int]:
+        """Marks rows that a stop token ended, at so many known tokens; returns, by request id, the first stop tokens
+        that are not the model's end tokens."""
         batch, stop_ids = self.kv_manager.batch, {}
+        ended: set[int] = set()
         for row in batch.stops.hits(slots, tokens):
             slot, token = int(slots[row]), int(tokens[row])
-            if batch.known[slot] >= batch.min_known[slot]:
+            if known[row] >= batch.min_known[slot] and slot not in ended:
+                ended.add(slot)
                 finish[row] = FinishReason.STOP
                 if token not in self.eos_ids:
                     stop_ids[int(batch.rid[slot])] = token
@@ -357,14 +448,14 @@ class Scheduler:
             batch.unsent[slot] = False
         return cached
 
-    def _logprobs(self, live: Slots, result: StepResult) -> tuple[dict[int, Logprobs], dict[int, PromptLogprobs]]:
+    def _logprobs(self, live: Slots, result: StepResult) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs]]:
         """Returns the logprobs and the prompt logprobs by request id; of the latter, those not sent before a preemption
         caused them to be computed again."""
         if not (result.logprobs or result.prompt_logprobs):
             return {}, {}
         batch, prompt_logprobs = self.kv_manager.batch, {}
         rid_of = dict(zip(live.tolist(), batch.rid[live].tolist(), strict=True))
-        logprobs = {rid_of[slot]: row for slot, row in result.logprobs.items() if slot in rid_of}
+        logprobs = {rid_of[slot]: rows for slot, rows in result.logprobs.items() if slot in rid_of}
         for slot, part in result.prompt_logprobs.items():
             if slot not in rid_of:
                 continue
@@ -378,6 +469,11 @@ class Scheduler:
     def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
         """Returns the step's numbers; the core, which has a clock, sets the others."""
         pool, builder, states = self.kv_manager.pool, in_flight.builder, self.kv_manager.pools[1:]
+        plan, num_drafts, num_accepted = in_flight.plan, [], []
+        if plan.num_drafts_R is not None and result.counts_S is not None:
+            drafts_S, right_S = plan.num_drafts_R[plan.samples_R], result.counts_S - 1
+            places = range(int(drafts_S.max(initial=0)))
+            num_drafts, num_accepted = ([int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S))
         return StepRecord(
             step=result.step,
             num_tokens=self.limits.max_num_batched_tokens - builder.budget,
@@ -395,6 +491,8 @@ class Scheduler:
             num_states=sum(pool.num_blocks for pool in states),
             num_free_states=sum(pool.num_free for pool in states),
             num_cached_states=sum(pool.num_cached for pool in states),
+            num_drafts=num_drafts,
+            num_accepted=num_accepted,
         )
 
 

@@ -269,8 +269,10 @@ class FrontEnd(Actor[FromEngine], ServingState):
         delta = sequence.advance(token, finish, out.stop_ids.get(rid))
         if token >= 0:
             self._count_token(sequence, now)
-        if rid in out.logprobs:
-            delta.logprobs.append(out.logprobs[rid])
+        if rows := out.logprobs.get(rid):
+            delta.logprobs.append(rows.pop(0))
+        if verified := out.drafts.pop(rid, None):
+            delta.num_drafts, delta.num_accepted = verified
         if rid in out.cached and len(sequence.tokens) <= 1:  # a replay's cache hits are on our own earlier work
             delta.cached_tokens = out.cached[rid]
             self.stats.cached_prompt_tokens += out.cached[rid]

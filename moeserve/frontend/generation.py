@@ -40,6 +40,8 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cached_tokens: int | None = None  # set once per sequence, with its first delta
+    num_drafts: int = 0  # verified since the last delta
+    num_accepted: int = 0  # those of them that were right
     prompt_logprobs: list[Logprobs | None] | None = None
 
 
@@ -131,6 +133,8 @@ class Generation:
             held.text += delta.text
             held.token_ids += delta.token_ids
             held.logprobs += delta.logprobs
+            held.num_drafts += delta.num_drafts
+            held.num_accepted += delta.num_accepted
             held.finish_reason = delta.finish_reason
             held.stop_reason = delta.stop_reason
         self._wake()
@@ -239,6 +243,7 @@ def token_sampling(
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         logit_bias=params.logit_bias,
+        speculate=params.speculate,
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,

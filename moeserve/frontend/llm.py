@@ -14,15 +14,8 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from moeserve.config import Config
-from moeserve.frontend.async_engine import (
-    AsyncEngine,
-    CompletionOutput,
-    Prompt,
-    RequestOutput,
-    checked,
-    read_prompt,
-    render_chat,
-)
+from moeserve.frontend import async_engine
+from moeserve.frontend.async_engine import AsyncEngine, CompletionOutput, Prompt, RequestOutput
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import FrontStats
 from moeserve.messages import Ready
@@ -95,7 +88,7 @@ class LLM:
         """Like `generate` for one conversation or several, through the model's chat template."""
         several = isinstance(messages, Sequence) and messages and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
-        prompts = [{"prompt_token_ids": render_chat(self._front, c)} for c in conversations]
+        prompts = [{"prompt_token_ids": async_engine.render_chat(self._front, c)} for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     @staticmethod
@@ -108,7 +101,7 @@ class LLM:
         async def answer(i: int) -> RequestOutput:
             """Generates all answers to prompt i."""
             async with room:
-                text, tokens = await read_prompt(front, batch[i])
+                text, tokens = await async_engine.read_prompt(front, batch[i])
                 async with await front.generate(tokens, params[i], priority=priorities[i]) as deltas:
                     answers = [CompletionOutput(k) for k in range(params[i].n)]
                     result = RequestOutput(str(i), text, tokens, answers, finished=True)
@@ -148,9 +141,9 @@ def _one_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, vocab_size: int
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        each = [checked(params)]
+        each = [async_engine.checked(params)]
     else:
-        each = [checked(p) for p in params]
+        each = [async_engine.checked(p) for p in params]
         if len(each) != count:
             raise ValueError(f"{len(each)} sampling params for {count} prompts")
     for one in each:

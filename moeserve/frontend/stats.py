@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import msgspec
 
@@ -72,6 +73,8 @@ class FrontStats:
     generation_tokens: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
+    drafts: list[int] = field(default_factory=list)  # verified, by place behind the last known token
+    accepted_drafts: list[int] = field(default_factory=list)
     engines: defaultdict[int, EngineStats] = field(default_factory=lambda: defaultdict(EngineStats))  # by rank (dp)
     rejected: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> sequences
@@ -87,6 +90,10 @@ class FrontStats:
         """Adds one engine's step."""
         self.preemptions += record.num_preempted
         self.prompt_tokens += record.prompt_tokens
+        if record.num_drafts:
+            self.drafts = [a + b for a, b in zip_longest(self.drafts, record.num_drafts, fillvalue=0)]
+            both = zip_longest(self.accepted_drafts, record.num_accepted, fillvalue=0)
+            self.accepted_drafts = [a + b for a, b in both]
         if record.num_tokens:
             self.step_tokens.add(record.num_tokens)
         self.engines[record.dp_rank].step(record)

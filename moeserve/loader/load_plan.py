@@ -28,7 +28,15 @@ def kind_of(name: str) -> str:
 
 def is_packed(name: str) -> bool:
     """Returns whether a parameter is the weight of a matrix product, which kernels pack."""
-    return kind_of(name) in LINEAR | {"router", "lm_head", "shared_gate", "index_q", "index_k", "index_weights"}
+    return kind_of(name) in LINEAR | {
+        "router",
+        "lm_head",
+        "shared_gate",
+        "merge",
+        "index_q",
+        "index_k",
+        "index_weights",
+    }
 
 
 @dataclass(frozen=True, slots=True)

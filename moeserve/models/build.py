@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from moeserve.blocks.norm import Norm
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World, share
 from moeserve.models.decoder import Decoder, Layer
-from moeserve.models.spec import ModelSpec
+from moeserve.models.spec import LayerSpec, ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import Experts
@@ -39,32 +39,53 @@ def build_decoder(
     ubatches: int = 1,
     max_tokens: int = 1,
     max_position: int | None = None,
+    make: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
     """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of `ops.dtype` or Quantised).
 
     tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. ubatches: micro-batches that a step may
     have. max_tokens: rows of one step. max_position: positions that a request may have (default: the model's).
+    make: of its parts.
 
     Raises ConfigError when no all2all backend and expert kernel fit.
     """
     world = world or World()
-    assert (tp.rank, tp.size) == (world.tp_rank, world.tp_size), (tp.rank, tp.size, world)
     if placement is None:
         placement = Placement.initial(len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
-    build = Builder(
-        spec.hidden_size, spec.norm_eps, max_position or spec.max_position, params, ops, world, tp, placement,
-        lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens), spec.norm.shift,
-    )  # fmt: skip
+    build = make_builder(spec, params, ops, world, tp, placement, backends, ubatches, max_tokens, max_position)
     groups = list(dict.fromkeys(spec.kv_rules))
-    layers = [_layer(build, spec, i, groups.index(rule)) for i, rule in enumerate(spec.kv_rules)]
+    layers = [
+        build_layer(build, spec, layer, f"layers.{i}.", groups.index(layer.mixer.rule))
+        for i, layer in enumerate(spec.layers)
+    ]
     embed = params.pop("embed")
     if spec.tie_embeddings:
         params["lm_head"] = embed[share(spec.vocab_size, tp.size, tp.rank)]
     columns = build.columns("lm_head", spec.vocab_size)
     head = columns.part if tp.size == 1 else partial(columns, channel=0)
-    decoder = Decoder(spec, ops, embed, layers, _norm(build, spec, "norm"), head)
+    decoder = make(spec, ops, embed, layers, build_norm(build, spec, "norm"), head)
     assert not params, f"parameters that nothing uses: {sorted(params)}"
     return decoder
+
+
+def make_builder(
+    spec: ModelSpec,
+    params: MutableMapping[str, Any],
+    ops: Ops,
+    world: World,
+    tp: TensorParallel,
+    placement: Placement,
+    backends: Sequence[All2All] | None,
+    ubatches: int,
+    max_tokens: int,
+    max_position: int | None,
+) -> Builder:
+    """Returns what makes layers out of `params`; arguments as for `build_decoder`."""
+    assert (tp.rank, tp.size) == (world.tp_rank, world.tp_size), (tp.rank, tp.size, world)
+    return Builder(
+        spec.hidden_size, spec.norm_eps, max_position or spec.max_position, params, ops, world, tp, placement,
+        lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens), spec.norm.shift,
+    )  # fmt: skip
 
 
 def _plan_moe(
@@ -104,7 +125,7 @@ def _plan_moe(
     return plan
 
 
-def _norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
+def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
     """Returns the norm of the stream or of outputs whose parameters are `name` and its bias."""
     weight = build.norm(name)
     return Norm(
@@ -112,13 +133,12 @@ def _norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
     )
 
 
-def _layer(build: Builder, spec: ModelSpec, index: int, group: int) -> Layer:
-    """Builds a layer. group: its KV group."""
-    layer, name = spec.layers[index], f"layers.{index}."
+def build_layer(build: Builder, spec: ModelSpec, layer: LayerSpec, name: str, group: int) -> Layer:
+    """Builds the layer whose parameters begin with `name`. group: its KV group."""
     return Layer(
         mixer=layer.mixer.build(build, name, group),
         feed_forward=layer.feed_forward.build(build, name) if layer.feed_forward else None,
-        **{norm: _norm(build, spec, name + norm) for norm, _ in layer.norms},
+        **{norm: build_norm(build, spec, name + norm) for norm, _ in layer.norms},
         parallel=layer.parallel,
         reads_stream=isinstance(layer.feed_forward, MoE) and layer.feed_forward.beside is not None,
         scale=build.fp32(name + "scale") if layer.scaled else None,

@@ -5,7 +5,7 @@ T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ class Layer:
 class Decoder:
     """A model ready to run. `ops`, the layers and the micro-batch hide devices, ranks and micro-batches.
 
-    head: scores of the whole vocabulary.
+    head: scores of the whole vocabulary. merge: of a drafter, makes the residual stream of embeddings and another
+    model's hidden states, [T', D] each.
     """
 
     spec: ModelSpec
@@ -51,14 +52,20 @@ class Decoder:
     layers: Sequence[Layer]
     norm: Norm
     head: Linear
+    merge: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)
         self._mix, self._add = self.ops.trace(self._mix_and_add), self.ops.trace(self._add_up)
 
-    def forward(self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
-        """Returns hidden states after the final norm, [T, D]. caches: of the layers, which the tokens are added to."""
-        ops, spec = self.ops, self.spec
+    def forward(
+        self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch, hidden_TD: Tensor | None = None
+    ) -> Tensor:
+        """Returns hidden states after the final norm, [T, D], and on their right `spec.taps`, [T, D * (1 + taps)].
+
+        caches: of the layers, which the tokens are added to. hidden_TD: what `enter` takes beside tokens.
+        """
+        ops, taps = self.ops, self.spec.taps
         num_tokens = step.ids_T.shape[0]
         extra = ops.pad_rows(num_tokens) - num_tokens
         ids, positions = (
@@ -66,12 +73,14 @@ class Decoder:
         )
         prepared = {prepare: prepare(step, positions) for prepare in self._prepares}
         real = num_tokens if step.live is None else step.live
-        residual = ops.embedding(ids, self.embed_VD)
-        if spec.embedding_scale != 1.0:
-            residual = residual * spec.embedding_scale
-        first, *others = (layer.attn_norm for layer in self.layers)
-        x = residual if first is None else first(residual)
-        for layer, cache, norm in zip(self.layers, caches, (*others, self.norm), strict=True):
+        if hidden_TD is not None and extra:
+            hidden_TD = torch.nn.functional.pad(hidden_TD, (0, 0, 0, extra))
+        x, residual = self.enter(ids, hidden_TD)
+        tapped = {}
+        norms = *(layer.attn_norm for layer in self.layers[1:]), self.norm
+        for i, (layer, cache, norm) in enumerate(zip(self.layers, caches, norms, strict=True)):
+            if i in taps:
+                tapped[i] = residual.clone()  # adding to the stream may write to its memory
             prepare = prepared[layer.mixer.prepare]
             if layer.feed_forward is None:
                 x = layer.mixer(x, prepare, cache, ubatch.index)
@@ -82,7 +91,21 @@ class Decoder:
                 x, residual = self._mix(layer, x, residual, prepare, cache, ubatch.index)
                 x = layer.feed_forward(x, real, ubatch, *((residual,) if layer.reads_stream else ()))
             x, residual = self._add(x, residual, layer.mlp_post_norm, norm, layer.scale)
+        if taps:
+            tapped[len(self.layers)] = residual
+            x = torch.cat((x, *(tapped[tap] for tap in taps)), 1)
         return x[:num_tokens]
+
+    def enter(self, ids_T: Tensor, hidden_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns (input of the first block, residual stream). hidden_TD: what `merge` takes."""
+        residual = self.ops.embedding(ids_T, self.embed_VD)
+        if self.spec.embedding_scale != 1.0:
+            residual = residual * self.spec.embedding_scale
+        if self.merge is not None:
+            assert hidden_TD is not None
+            residual = self.merge(residual, hidden_TD)
+        first = self.layers[0].attn_norm
+        return residual if first is None else first(residual), residual
 
     @property
     def graph_safe(self) -> bool:

@@ -1,5 +1,5 @@
 """DeepSeek-V3 (V3, V3.1, R1, Kimi-K2, Moonlight): latent attention, first layers dense, a shared expert, and a sigmoid
-router with a bias per expert for the choice. Layers for multi-token prediction are not loaded.
+router with a bias per expert for the choice.
 
 Source: arXiv 2412.19437, 2507.20534.
 """
@@ -19,10 +19,7 @@ def experts_of(config: Fields) -> MoE:
 
 def _fields(config: Fields) -> family.SpecFields:
     blocks = family.first_dense(config, experts_of(config), family.dense(config))
-    return {
-        "layers": family.layers(config, family.latent_attention(config), blocks),
-        "num_mtp_layers": family.mtp_layers(config),
-    }
+    return family.with_mtp(config, family.layers(config, family.latent_attention(config), blocks))
 
 
 FAMILY = family.Family(

@@ -31,9 +31,9 @@ def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool
 
 
 def indexed_layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
-    """Reads what the layers with these mixers have beside them, and how many layers are not loaded."""
+    """Reads what the layers with these mixers have beside them, and those for multi-token prediction."""
     blocks = family.listed_moe(config, deepseek_v3.experts_of(config), family.dense(config))
-    return {"layers": family.layers(config, mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return family.with_mtp(config, family.layers(config, mixers, blocks), mixer=mixers[0])  # which chooses itself
 
 
 def _fields(config: Fields) -> family.SpecFields:

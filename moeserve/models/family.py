@@ -204,9 +204,15 @@ def listed_moe(config: Fields, experts: MoE, mlp: Dense, first: int | None = Non
     return [mlp if kind == "dense" else experts for kind in kinds]
 
 
-def mtp_layers(config: Fields) -> int:
-    """Reads how many layers for multi-token prediction follow the model's own in its checkpoint."""
-    return config.optional_integer("num_nextn_predict_layers", 0, MAX_LAYERS) or 0
+def mtp_layers(config: Fields, key: str = "num_nextn_predict_layers") -> int:
+    """Reads how many layers for multi-token prediction a checkpoint has behind the model's own."""
+    return config.optional_integer(key, 0, MAX_LAYERS) or 0
+
+
+def with_mtp(config: Fields, layers: tuple[LayerSpec, ...], **changes: Any) -> SpecFields:
+    """Returns the layers and those for multi-token prediction, which are as the last one but for `changes`."""
+    count = mtp_layers(config)
+    return {"layers": layers, "num_mtp_layers": count, "mtp": replace(layers[-1], **changes) if count else None}
 
 
 def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:

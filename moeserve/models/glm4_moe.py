@@ -19,7 +19,7 @@ def _fields(config: Fields) -> family.SpecFields:
     )
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
     blocks = family.first_dense(config, experts, family.dense(config))
-    return {"layers": family.layers(config, mixer, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return family.with_mtp(config, family.layers(config, mixer, blocks))
 
 
 FAMILY = family.Family(

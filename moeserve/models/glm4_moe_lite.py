@@ -12,10 +12,7 @@ from moeserve.models import family
 def _fields(config: Fields) -> family.SpecFields:
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
     blocks = family.listed_moe(config, experts, family.dense(config))
-    return {
-        "layers": family.layers(config, family.latent_attention(config), blocks),
-        "num_mtp_layers": family.mtp_layers(config),
-    }
+    return family.with_mtp(config, family.layers(config, family.latent_attention(config), blocks))
 
 
 FAMILY = family.Family(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,14 @@ _COMMON_DEFAULTS: dict[str, Any] = {
 }
 
 
-def read_model_spec(model_dir: Path) -> ModelSpec:
-    """Returns the spec of the model in `model_dir`. Raises CheckpointError naming file, key, value and remedy."""
+def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) -> ModelSpec:
+    """Returns the spec of the model in `model_dir`. families: those supported, by architecture.
+
+    Raises CheckpointError naming file, key, value and remedy.
+    """
     path, values = _read(model_dir)
-    architecture = _architecture(path, values)
-    family = FAMILIES[architecture]
+    architecture = _architecture(path, values, families)
+    family = families[architecture]
     if values.get("auto_map"):
         log.info("%s: auto_map is ignored; %s is built in, and code of a checkpoint never runs", path, architecture)
     config = Fields(path, _text_values(path, values, family), {**_COMMON_DEFAULTS, **family.defaults})
@@ -107,21 +111,21 @@ def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str
     return values
 
 
-def _architecture(path: Path, values: dict[str, Any]) -> str:
+def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Family]) -> str:
     """Returns the first supported class in `architectures`; without that key, the class of `model_type`."""
-    supported = ", ".join(sorted({re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in FAMILIES}))
+    supported = ", ".join(sorted({re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in families}))
     config = Fields(path, values, {"architectures": None, "model_type": None})
     model_type, names = config.raw("model_type"), config.raw("architectures")
     if names is None and model_type is None:
         raise CheckpointError(f"{path}: architectures is missing; supported: {supported}")
     if names is None:
-        names = [name for name, family in FAMILIES.items() if model_type in family.model_types]
+        names = [name for name, family in families.items() if model_type in family.model_types]
         if not names:
             raise config.error("model_type", f"supported architectures: {supported}")
-    found = [name for name in names if isinstance(name, str) and name in FAMILIES] if isinstance(names, list) else []
+    found = [name for name in names if isinstance(name, str) and name in families] if isinstance(names, list) else []
     if not found:
         raise config.error("architectures", f"supported: {supported}")
-    known = FAMILIES[found[0]].model_types
+    known = families[found[0]].model_types
     if model_type not in (None, *known):
         raise config.error("model_type", f"{found[0]} has {' or '.join(map(repr, known))}; fix one of the two")
     return found[0]

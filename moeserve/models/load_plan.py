@@ -12,7 +12,7 @@ from moeserve.blocks.weights import WeightPlan
 from moeserve.comm.world import World
 from moeserve.loader.load_plan import LoadPlan
 from moeserve.models.registry import FAMILIES
-from moeserve.models.spec import ModelSpec
+from moeserve.models.spec import LayerSpec, ModelSpec
 from moeserve.moe.placement.placement import Placement
 
 
@@ -42,21 +42,25 @@ def load_plan(
         if spec.head_bias:
             plan.add("lm_head_bias", (spec.vocab_size,), names.head.replace("weight", "bias"), sharded=True)
     for index, layer in enumerate(spec.layers):
-        ours = f"layers.{index}."
-        mixer, feed_forward = (f"{names.model}layers.{i}." for i in layer.stored_as or (index, index))
-        layer.mixer.plan(plan, ours, mixer)
-        if layer.feed_forward is not None:
-            layer.feed_forward.plan(plan, ours, feed_forward)
-        for mine, name in layer.norms:
-            theirs = mixer if mine.startswith("attn") else feed_forward
-            plan.add(ours + mine, (plan.width,), plan.spell(theirs, name + ".weight"))
-            if spec.norm.bias:
-                plan.add(ours + mine + "_bias", (plan.width,), plan.spell(theirs, name + ".bias"))
-        if layer.scaled:
-            plan.add(ours + "scale", (1,), plan.spell(mixer, "layer_scalar"), fp32=True)
+        begins = (f"{names.model}layers.{i}." for i in layer.stored_as or (index, index))
+        plan_layer(plan, spec, layer, f"layers.{index}.", *begins)
     unused = tuple(f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers))
     plan.elsewhere.update(name for name in present if name.startswith(unused))
     return plan.finish([names.head] if spec.tie_embeddings else [])
+
+
+def plan_layer(plan: WeightPlan, spec: ModelSpec, layer: LayerSpec, ours: str, mixer: str, feed_forward: str) -> None:
+    """Adds a layer's parameters, `ours` + ... mixer, feed_forward: how the names of their tensors begin."""
+    layer.mixer.plan(plan, ours, mixer)
+    if layer.feed_forward is not None:
+        layer.feed_forward.plan(plan, ours, feed_forward)
+    for mine, name in layer.norms:
+        theirs = mixer if mine.startswith("attn") else feed_forward
+        plan.add(ours + mine, (plan.width,), plan.spell(theirs, name + ".weight"))
+        if spec.norm.bias:
+            plan.add(ours + mine + "_bias", (plan.width,), plan.spell(theirs, name + ".bias"))
+    if layer.scaled:
+        plan.add(ours + "scale", (1,), plan.spell(mixer, "layer_scalar"), fp32=True)
 
 
 def expert_load_plan(spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int]) -> LoadPlan:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moeserve.blocks.weights import Names
+from moeserve.blocks.weights import MTPNames, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
+from moeserve.models.spec import LayerSpec
 
 _ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
@@ -40,8 +41,11 @@ def _fields(config: Fields) -> family.SpecFields:
     count = family.num_layers(config)
     usual = ["full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
     mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
-    experts = family.moe(config, router=family.deepseek_router(config))
-    return {"layers": family.layers(config, mixers, family.listed_moe(config, experts, family.dense(config), first=1))}
+    experts, mlp = family.moe(config, router=family.deepseek_router(config)), family.dense(config)
+    return {
+        "layers": family.layers(config, mixers, family.listed_moe(config, experts, mlp, first=1)),
+        "mtp": LayerSpec(mixer=sliding, feed_forward=mlp),
+    }
 
 
 def _as_transformers(config: Fields) -> dict[str, Any]:
@@ -85,6 +89,13 @@ FAMILY = family.Family(
         "sliding_window": 129,
         "v_head_dim": 128,
     },
-    Names(spelled={"self_attn.sinks": ("self_attn.attention_sink_bias",)}, foreign=("model.mtp.",)),
+    Names(
+        spelled={
+            "self_attn.sinks": ("self_attn.attention_sink_bias",),
+            "post_attention_layernorm.weight": ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight"),
+        },
+        foreign=("model.mtp.",),
+        mtp=MTPNames("model.mtp.layers.0.", "model.mtp.layers.0.", norm="final_layernorm"),
+    ),
     aliases={"layernorm_epsilon": "rms_norm_eps"},
 )

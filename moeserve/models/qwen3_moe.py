@@ -1,6 +1,7 @@
 """Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): norms on each query and key head, softmax top-k weights renormalised.
 
-Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). Qwen3-VL-MoE is the text part, with all experts in
+Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). Multi-token prediction is Qwen3-Next's with a dense
+layer; published checkpoints have none. Qwen3-VL-MoE is the text part, with all experts in
 two transposed tensors per layer.
 
 Source: arXiv 2505.09388, 2511.21631.
@@ -10,17 +11,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moeserve.blocks.weights import FUSED, Names
+from moeserve.blocks.weights import FUSED, QWEN_MTP, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
+from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields, rule: KVRule, *, renormalize: bool) -> family.SpecFields:
     mixer = family.attention(config, rule=rule, qk_norm="head", **family.attention_bias(config))
     experts = family.moe(config, router=RouterRule(renormalize=renormalize))
-    return {"layers": family.layers(config, mixer, family.some_layers_moe(config, experts))}
+    layers = family.layers(config, mixer, family.some_layers_moe(config, experts))
+    has_mtp = family.mtp_layers(config, "mtp_num_hidden_layers")
+    return {"layers": layers, "mtp": LayerSpec(mixer=mixer, feed_forward=family.dense(config)) if has_mtp else None}
 
 
 def _text(config: Fields) -> family.SpecFields:
@@ -35,14 +39,15 @@ FAMILIES = (
         _text,
         family.sizes(151936, 2048, 6144, 24, 32, 4, 32768, experts=128, top_k=8, expert_size=768)
         | family.QWEN_WINDOWS
-        | {"norm_topk_prob": False},
+        | {"norm_topk_prob": False, "mtp_num_hidden_layers": 0},
+        Names(foreign=("mtp.",), mtp=QWEN_MTP),
     ),
     family.Family(
         "Qwen3VLMoeForConditionalGeneration",
         "qwen3_vl_moe",
         lambda config: _fields(config, family.no_window(config), renormalize=True),
         family.sizes(151936, 2048, 5632, 24, 16, 16, 128000, experts=60, top_k=4, expert_size=1408)
-        | {"rope_theta": 500_000.0},
+        | {"rope_theta": 500_000.0, "mtp_num_hidden_layers": 0},
         Names(
             "model.language_model.",
             experts=(replace(FUSED, transposed=True),),

@@ -1,23 +1,28 @@
 """Qwen3-Next: three layers of four are gated delta nets, the fourth is attention with an output gate of each element.
 
-Norms of the stream and of heads have their weights less one. Multi-token prediction is not loaded.
+Norms of the stream and of heads have their weights less one.
 """
 
 from __future__ import annotations
 
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.gated_delta import GatedDelta
-from moeserve.blocks.weights import Names
+from moeserve.blocks.weights import QWEN_MTP, Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.qwen2_moe import experts
-from moeserve.models.spec import NormSpec
+from moeserve.models.spec import LayerSpec, NormSpec
+
+
+def full_attention(config: Fields) -> Attention:
+    """Reads the layers with attention."""
+    options = {"rope": {"partial": True}, **family.attention_bias(config)}
+    return family.attention(config, qk_norm="head", gate="element", gate_in_q=True, **options)
 
 
 def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
     """Reads what each layer has of the two. by_head: see `GatedDelta`."""
-    options = {"rope": {"partial": True}, **family.attention_bias(config)}
-    full = family.attention(config, qk_norm="head", gate="element", gate_in_q=True, **options)
+    full = full_attention(config)
     heads, sizes = family.MAX_HEADS, family.MAX_WIDTH
     keys = config.integer("linear_num_key_heads", 1, heads)
     values = config.integer("linear_num_value_heads", 1, heads)
@@ -38,8 +43,12 @@ def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    blocks = family.some_layers_moe(config, experts(config, renormalize=config.boolean("norm_topk_prob")))
-    return {"layers": family.layers(config, mixers(config, by_head=True), blocks), "norm": NormSpec(shift=1.0)}
+    block = experts(config, renormalize=config.boolean("norm_topk_prob"))
+    return {
+        "layers": family.layers(config, mixers(config, by_head=True), family.some_layers_moe(config, block)),
+        "norm": NormSpec(shift=1.0),
+        "mtp": LayerSpec(mixer=full_attention(config), feed_forward=block),
+    }
 
 
 SIZES = {
@@ -58,5 +67,5 @@ FAMILY = family.Family(
     "qwen3_next",
     _fields,
     family.sizes(151936, 2048, 5632, 48, 16, 2, 32768, experts=512, top_k=10, expert_size=512) | SIZES,
-    Names(foreign=("mtp.",)),
+    Names(foreign=("mtp.",), mtp=QWEN_MTP),
 )

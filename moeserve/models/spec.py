@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.mixer import Mixer
-from moeserve.engine.kv_rule import KVRule
+from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.errors import ConfigError
 from moeserve.loader.stored_format import StoredFormat
 
@@ -68,7 +68,13 @@ class ModelSpec:
     norm_eps: float
     layers: tuple[LayerSpec, ...]
     tie_embeddings: bool = False
-    num_mtp_layers: int = 0  # for multi-token prediction, behind the layers in the checkpoint; they are not loaded
+    num_mtp_layers: int = 0  # for multi-token prediction, behind the layers in the checkpoint
+    mtp: LayerSpec | None = None  # of the first of those, see models/mtp.py
+    draft_layers: tuple[LayerSpec, ...] = ()  # of the drafter, whose caches are beside those of the layers
+    draft_whole: bool = False  # each tensor-parallel rank has all of the drafter's heads
+    taps: tuple[
+        int, ...
+    ] = ()  # layers whose input, the residual stream, is read elsewhere, too; num_layers: the output
     head_bias: bool = False
     norm: NormSpec = NormSpec()
     logits_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 leaves them
@@ -84,9 +90,34 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def cached_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers, and behind them those of the drafter."""
+        return self.layers + self.draft_layers
+
+    def drafting(self, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+        """Returns the spec of the model beside a drafter with these layers. Raises ConfigError if there is no place for
+        the drafter's caches."""
+        if FULL not in self.kv_rules:
+            raise ConfigError(
+                f"speculate: {self.architecture} has no layer with full attention, beside which a drafter's cache "
+                "would be; use ngram:4 or suffix:8"
+            )
+        return replace(self, draft_layers=layers)
+
+    @property
+    def shared_layers(self) -> tuple[LayerSpec, ...]:
+        """Those of them whose heads tensor-parallel ranks share out."""
+        return self.layers if self.draft_whole else self.cached_layers
+
+    @property
     def kv_rules(self) -> tuple[KVRule, ...]:
         """How long each layer's cache entries are needed."""
         return tuple(layer.mixer.rule for layer in self.layers)
+
+    @property
+    def draft_rules(self) -> tuple[KVRule, ...]:
+        """What the drafter's layers read of their cache entries: one rule for each of its KV groups."""
+        return tuple(dict.fromkeys(layer.mixer.rule for layer in self.draft_layers))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -121,20 +152,20 @@ class ModelSpec:
     @property
     def possible_tp(self) -> list[int]:
         """The numbers of tensor-parallel ranks that can share every layer."""
-        first, *others = dict.fromkeys(layer.mixer for layer in self.layers)
+        first, *others = dict.fromkeys(layer.mixer for layer in self.shared_layers)
         return [tp for tp in first.possible_tp if all(tp in mixer.possible_tp for mixer in others)]
 
     def check_tp(self, tp: int) -> None:
         """Raises ConfigError, with what would work, if tp ranks cannot share the model."""
         if tp not in (possible := self.possible_tp):
-            shared = " and ".join(dict.fromkeys(layer.mixer.sharing for layer in self.layers))
+            shared = " and ".join(dict.fromkeys(layer.mixer.sharing for layer in self.shared_layers))
             raise ConfigError(
                 f"tp={tp} cannot share out {shared} evenly; choose tp from {', '.join(map(str, possible))}"
             )
 
     def obstacle(self, kernels: str) -> str:
         """Returns why the kernels "native" or "triton" cannot compute this model; empty if they can."""
-        return next((why for layer in self.layers if (why := layer.mixer.obstacle(kernels))), "")
+        return next((why for layer in self.cached_layers if (why := layer.mixer.obstacle(kernels))), "")
 
     def products(self) -> list[tuple[int, int]]:
         """Returns (outputs, inputs) of all products of all layers, without those of routed experts."""

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moeserve.blocks.linear import gathered_bytes
+from moeserve.blocks.linear import FP32, INT64, gathered_bytes
 from moeserve.models.spec import ModelSpec
 from moeserve.ops.attention import QUERY_BLOCK, padded_context
 from moeserve.ops.linear import LARGEST_PAD, padded_rows
-
-INT64 = 8
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +52,17 @@ def workspace_bytes(
     size = dtype.itemsize
     # residual, normed rows, a block's output, and the norm's fp32 copies
     stream = tokens * spec.hidden_size * (3 * size + 3 * FP32)
+    if spec.draft_layers:  # the model's hidden states, padded, and two normed rows side by side
+        stream += tokens * spec.hidden_size * (4 + 2 * len(spec.taps)) * size
     half = max(
         max(
-            layer.mixer.workspace(spec.hidden_size, tokens, max_len, size, tp_size),
-            layer.feed_forward.workspace(spec.hidden_size, tokens, size, tp_size) if layer.feed_forward else 0,
+            layer.mixer.workspace(spec.hidden_size, tokens, max_len, size, ranks),
+            layer.feed_forward.workspace(spec.hidden_size, tokens, size, ranks) if layer.feed_forward else 0,
         )
-        for layer in set(spec.layers)
+        for layer, ranks in [
+            *((layer, tp_size) for layer in set(spec.shared_layers)),
+            *((layer, 1) for layer in set(spec.draft_layers) if spec.draft_whole),
+        ]
     )
     logits = max_rows * (spec.vocab_size * (size + FP32) + spec.hidden_size * size)
     logits += gathered_bytes(max_rows, spec.vocab_size, size, tp_size)
@@ -71,7 +73,7 @@ def workspace_bytes(
 def _plans(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
     """Bytes of the cache rows of all query blocks, of rotary angles, and of copies while planning."""
     blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
-    attending = (layer.mixer for layer in spec.layers if layer.mixer.head_shape(1) is not None)
+    attending = (layer.mixer for layer in spec.cached_layers if layer.mixer.head_shape(1) is not None)
     angles = max((tensor.width for mixer in attending for tensor in mixer.cache(1)), default=0)
     return INT64 * padded_context(max_len) * (len(set(spec.kv_rules)) * blocks + 6) + 2 * tokens * angles * FP32
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.ops.inputs import to_entries
+from moeserve.ops.inputs import LayerCache, RopeCacheInputs, to_entries
 from moeserve.ops.rules import Activation, RouterRule
 
 TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
@@ -215,21 +215,14 @@ def write_kv(k_TGd: Tensor, v_TGv: Tensor, k_cache: Tensor, v_cache: Tensor, slo
 
 
 def qk_norm_rope_cache(
-    qkv_TN: Tensor,
-    rule: HeadRule,
-    cos_T1d: Tensor,
-    sin_T1d: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping_T: Tensor,
-    normed_THd: Tensor | None = None,
+    qkv_TN: Tensor, rule: HeadRule, at: RopeCacheInputs, cache: LayerCache, normed_THd: Tensor | None = None
 ) -> Tensor:
     """Norms, clips and rotates heads, writes keys and values to the KV cache, and returns scaled queries [T, H, d].
 
-    qkv_TN: [T, (H + G) * d + G * v], queries first, values last. slot_mapping_T: of the first tokens; the rest is
-    padding. normed_THd: fp32 [T, H + G, d], contiguous: queries and keys in place of qkv's. cos and sin as `rotary`
-    takes them. All in fp32 until one rounding.
+    qkv_TN: [T, (H + G) * d + G * v], queries first, values last. cache: of keys, of values. normed_THd: fp32
+    [T, H + G, d], contiguous: queries and keys in place of qkv's. All in fp32 until one rounding.
     """
+    (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
     heads, both, dim, real = rule.num_heads, rule.num_heads + rule.num_kv_heads, cos_T1d.shape[2], len(slot_mapping_T)
     qk_THd = qkv_TN[:, : both * dim].view(-1, both, dim).float() if normed_THd is None else normed_THd
     v_TGv = qkv_TN[:real, both * dim :].view(real, rule.num_kv_heads, rule.v_dim or dim)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,14 @@ class HeadShape:
     v_dim: int
 
 
+class RopeCacheInputs(NamedTuple):
+    """What the rotation and the KV write of a step's tokens read."""
+
+    cos_T1d: Tensor  # as `rotary` of ops/elementwise.py takes them
+    sin_T1d: Tensor
+    slot_mapping_T: Tensor  # of the first tokens; the rest is padding
+
+
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
     """The inputs of one KV group: where new keys and values go, and where those of earlier tokens lie."""
@@ -47,7 +55,7 @@ class GroupInputs:
     slot_mapping_T: Tensor  # int64: block * block_size + offset of each new token
     blocks_RN: Tensor  # int64: block table of each row, padded with 0
     block_size: int
-    window: int | None  # tokens that a query sees, itself included; None: all
+    window: int | None = None  # tokens that a query sees, itself included; None: all
     chunk: int | None = None  # a query sees its own part of so many positions, counted from 0 (Llama-4); None: all
 
 
@@ -67,7 +75,7 @@ class StepInputs:
     ids_T: Tensor  # int64
     positions_T: Tensor  # int64
     groups: tuple[GroupInputs, ...]
-    sample_S: Tensor  # int64: which of the T tokens feed the LM head
+    sample_N: Tensor  # int64: which of the T tokens feed the LM head
     offsets_R1: NDArray[np.int32]  # host
     starts_R: NDArray[np.int32]  # host: first position of each row's new tokens
     rows_on_device: tuple[Tensor, Tensor]

@@ -7,7 +7,7 @@ Keys and values of a head are products of a latent, so the products move to quer
 [W_UK^T q_nope | rotate(q_rope)] and the entries [latent | rotated key], which all heads share, and the weighted sum of
 latents is multiplied by W_UV. Between `latent_rope_cache` and the output product:
 
-    q_THn = ops.latent_rope_cache(q_THe, kv_TC, rule, cos, sin, cache, slot_mapping, q_THC)
+    q_THn = ops.latent_rope_cache(q_THe, kv_TC, rule, at, cache, q_THC)
     up(q_THn, out=q_THC[..., :L])                     # up = ops.pack_heads(W_UK [H, L, n])
     o_THL = ops.attention(q_THC, cache, cache[..., :L], plan).unflatten(1, (H, L))
     v_THv = down(o_THL)                               # down = ops.pack_heads(W_UV [H, v, L])
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.elementwise import rms_norm, rotary
+from moeserve.ops.inputs import RopeCacheInputs
 from moeserve.ops.linear import PackLinear
 
 
@@ -73,22 +74,15 @@ class PlainHeads:
 
 
 def latent_rope_cache(
-    q_THe: Tensor,
-    kv_TC: Tensor,
-    rule: LatentRule,
-    cos_T1p: Tensor,
-    sin_T1p: Tensor,
-    latent_cache: Tensor,
-    slot_mapping_T: Tensor,
-    q_THC: Tensor,
+    q_THe: Tensor, kv_TC: Tensor, rule: LatentRule, at: RopeCacheInputs, latent_cache: Tensor, q_THC: Tensor
 ) -> Tensor:
     """Normalises and rotates latents into the cache, and rotates and scales queries; returns [T, H, n].
 
-    kv_TC: latents, then the key part that is rotated. latent_cache [blocks, block size, 1, C], contiguous.
-    slot_mapping_T: of the first tokens; the rest is padding. q_THC: [T, H, C], whose last p columns become the rotated
-    parts of the queries; what is returned goes through W_UK into the first L. cos and sin as `rotary` takes them. All
-    in fp32 until one rounding.
+    kv_TC: latents, then the key part that is rotated. latent_cache [blocks, block size, 1, C], contiguous. q_THC:
+    [T, H, C], whose last p columns become the rotated parts of the queries; what is returned goes through W_UK into
+    the first L. All in fp32 until one rounding.
     """
+    cos_T1p, sin_T1p, slot_mapping_T = at
     rank, real = rule.rank, slot_mapping_T.shape[0]
     q = q_THe.float()
     q_THC[:, :, rank:] = rotary(q[:, :, rule.nope_dim :], cos_T1p, sin_T1p).mul_(rule.scale)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.ops.inputs import HeadShape
+from moeserve.ops.inputs import HeadShape, RopeCacheInputs
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeAttentionMetadata, NativeHeads, NativeLinear
@@ -54,15 +54,10 @@ class LatentBlock:
         )  # fmt: skip
 
     def __call__(
-        self,
-        x_TD: Tensor,
-        cos_T1p: Tensor,
-        sin_T1p: Tensor,
-        latent_cache: Tensor,
-        slot_mapping_T: Tensor,
-        plan: NativeAttentionMetadata,
+        self, x_TD: Tensor, at: RopeCacheInputs, latent_cache: Tensor, plan: NativeAttentionMetadata
     ) -> Tensor:
         """Takes what `latent_rope_cache` and `attention` take, all of x's dtype and contiguous but x's rows."""
+        cos_T1p, sin_T1p, slot_mapping_T = at
         assert x_TD.dtype is latent_cache.dtype is self._dtype, (x_TD.dtype, latent_cache.dtype, self._dtype)
         assert x_TD.stride(1) == 1, x_TD.stride()
         assert latent_cache.shape[1:] == (plan.block_size, 1, self._shape.dim), (latent_cache.shape, self._shape)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, entry_width
+from moeserve.ops.inputs import GroupInputs, HeadShape, LayerCache, RopeCacheInputs, StepInputs, entry_width
 from moeserve.ops.native import native
 from moeserve.ops.native_rows import KV_TYPES, TYPES, address, check_per_expert, native_activation, native_rule
 from moeserve.ops.quantised import Quantised, Weight
@@ -224,17 +224,9 @@ class AttentionBlock:
             address(sinks_H), soft_cap,
         )  # fmt: skip
 
-    def __call__(
-        self,
-        x_TD: Tensor,
-        cos_T1d: Tensor,
-        sin_T1d: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping_T: Tensor,
-        plan: NativeAttentionMetadata,
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, at: RopeCacheInputs, cache: LayerCache, plan: NativeAttentionMetadata) -> Tensor:
         """Takes what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's dtype or int8."""
+        (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         _, block_size, _, width = k_cache.shape
         assert (plan.shape, plan.block_size) == (self._shape, block_size), (plan.shape, self._shape, k_cache.shape)

@@ -28,7 +28,8 @@ class RecurrentRule:
     blocks/mamba2_layer.py), G groups and H heads of this rank.
 
     unit: weights of the norms that give queries and keys length 1, and their epsilon; of the gated delta net alone.
-    skip_H1, time_limit: of Mamba-2 alone. norm: of each head [v], or of each group [H * v / G].
+    skip_H1, time_limit: of Mamba-2 alone. norm: of each head [v], or of all groups, each with a norm of its
+    own [H * v] (Mamba-2).
     """
 
     groups: int
@@ -38,7 +39,6 @@ class RecurrentRule:
     decay_H: Tensor
     dt_bias_H: Tensor
     norm: Tensor
-    norm_width: int
     eps: float
     unit: tuple[Tensor, Tensor, float] | None = None
     skip_H1: Tensor | None = None
@@ -82,8 +82,8 @@ class RecurrentBlock:
             groups=rule.groups, heads=rule.heads, d=dim, v=v_dim, num_inputs=num_inputs, conv=address(rule.conv_CK),
             conv_bias=address(rule.conv_bias_C), decay=address(rule.decay_H), dt_bias=address(rule.dt_bias_H),
             least=rule.time_limit[0], most=rule.time_limit[1], unit_q=address(unit_q), unit_k=address(unit_k),
-            unit_eps=unit_eps, skip=address(rule.skip_H1), norm=address(rule.norm), norm_width=rule.norm_width,
-            eps=rule.eps,
+            unit_eps=unit_eps, skip=address(rule.skip_H1), norm=address(rule.norm), eps=rule.eps,
+            norm_width=v_dim if rule.unit else rule.heads * v_dim // rule.groups,
         )  # fmt: skip
 
     def __call__(self, x_TD: Tensor, cache: Caches, plan: NativeTilePlan) -> Tensor:

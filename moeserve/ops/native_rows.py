@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import entry_width
+from moeserve.ops.inputs import LayerCache, RopeCacheInputs, entry_width
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
@@ -67,16 +67,10 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
 
 def qk_norm_rope_cache(
-    qkv_TN: Tensor,
-    rule: HeadRule,
-    cos_T1d: Tensor,
-    sin_T1d: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping_T: Tensor,
-    normed_THd: Tensor | None = None,
+    qkv_TN: Tensor, rule: HeadRule, at: RopeCacheInputs, cache: LayerCache, normed_THd: Tensor | None = None
 ) -> Tensor:
     """QK-norm, RoPE and KV write in one call; see ops/elementwise.py."""
+    (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
     rows, heads, groups, dim = len(qkv_TN), rule.num_heads, rule.num_kv_heads, cos_T1d.shape[2]
     v_dim = rule.v_dim or dim
     assert qkv_TN.shape[1] == (heads + groups) * dim + groups * v_dim, (qkv_TN.shape, rule, dim)
@@ -95,16 +89,10 @@ def qk_norm_rope_cache(
 
 
 def latent_rope_cache(
-    q_THe: Tensor,
-    kv_TC: Tensor,
-    rule: LatentRule,
-    cos_T1p: Tensor,
-    sin_T1p: Tensor,
-    latent_cache: Tensor,
-    slot_mapping_T: Tensor,
-    q_THC: Tensor,
+    q_THe: Tensor, kv_TC: Tensor, rule: LatentRule, at: RopeCacheInputs, latent_cache: Tensor, q_THC: Tensor
 ) -> Tensor:
     """Latents' norm, RoPE and cache write in one call; see ops/latent.py. q_THC is contiguous."""
+    cos_T1p, sin_T1p, slot_mapping_T = at
     rows, heads, width, entry = len(q_THe), rule.num_heads, rule.nope_dim + rule.rope_dim, rule.rank + rule.rope_dim
     assert q_THe.shape[1:] == (heads, width), (q_THe.shape, rule)
     assert q_THe.stride()[1:] == (width, 1), q_THe.stride()

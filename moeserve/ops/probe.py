@@ -46,17 +46,12 @@ def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
 
 
 def host_step(
-    blocks_RN: Tensor,
-    block_size: int,
-    starts: Sequence[int],
-    offsets: Sequence[int],
-    window: int | None = None,
-    chunk: int | None = None,
+    blocks_RN: Tensor, block_size: int, starts: Sequence[int], offsets: Sequence[int], **seen: int | None
 ) -> tuple[GroupInputs, StepInputs]:
-    """Returns what attention on CPUs is planned by, with nothing else in it."""
+    """Returns what attention on CPUs is planned by, with nothing else in it. seen: window or chunk of the group."""
     nothing, starts_R, offsets_R1 = torch.empty(0), np.array(starts, np.int32), np.array(offsets, np.int32)
     step = StepInputs(nothing, nothing, (), nothing, offsets_R1, starts_R, (nothing, nothing))
-    return GroupInputs(nothing, blocks_RN, block_size, window, chunk), step
+    return GroupInputs(nothing, blocks_RN, block_size, **seen), step
 
 
 def probe_native(dtype: torch.dtype) -> str:

@@ -17,19 +17,19 @@ from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.index_select import index_select as index_select_kernel
-from moeserve.kernels.latent import latent_rope_cache as latent_rope_cache_kernel
+from moeserve.kernels.latent import latent_rope_cache
 from moeserve.kernels.linear import heads_linear, linear
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
-from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
+from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from moeserve.kernels.recurrence import TileMetadata, causal_conv, recurrence
 from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.kernels.selective_scan import selective_scan
 from moeserve.ops import elementwise
 from moeserve.ops.attention import SCORES
-from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul, soft_cap
+from moeserve.ops.elementwise import plain_sigmoid_gate, sigmoid_mul, soft_cap
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
-from moeserve.ops.latent import HeadsLinear, LatentRule, PackHeads, PlainHeads
+from moeserve.ops.latent import HeadsLinear, PackHeads, PlainHeads
 from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import TILE
@@ -85,40 +85,6 @@ def pack_heads(weight_HNK: Weight) -> HeadsLinear:
     if isinstance(weight_HNK, Quantised):
         return PlainHeads(weight_HNK, pack_exact)
     return partial(heads_linear, w_HNK=_own(weight_HNK))
-
-
-def qk_norm_rope_cache(
-    qkv_TN: Tensor,
-    rule: HeadRule,
-    cos_T1d: Tensor,
-    sin_T1d: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping_T: Tensor,
-    normed_THd: Tensor | None = None,
-) -> Tensor:
-    """See ops/elementwise.py."""
-    return qk_norm_rope_cache_kernel(
-        qkv_TN, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, slot_mapping_T,
-        eps=rule.eps, norms=rule.norms, clip=rule.clip, norm_last=rule.norm_last, norm_values=rule.norm_values,
-        normed_THd=normed_THd,
-    )  # fmt: skip
-
-
-def latent_rope_cache(
-    q_THe: Tensor,
-    kv_TC: Tensor,
-    rule: LatentRule,
-    cos_T1p: Tensor,
-    sin_T1p: Tensor,
-    latent_cache: Tensor,
-    slot_mapping_T: Tensor,
-    q_THC: Tensor,
-) -> Tensor:
-    """See ops/latent.py."""
-    return latent_rope_cache_kernel(
-        q_THe, kv_TC, rule.norm_L, rule.scale, rule.eps, cos_T1p, sin_T1p, latent_cache, slot_mapping_T, q_THC
-    )
 
 
 def plan_attention(

@@ -42,11 +42,17 @@ from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import make_sampler
+from moeserve.runner.sampling.constraints import Constraints
+from moeserve.runner.speculation.drafters import load_drafter, with_drafter
+from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
+from moeserve.runner.speculation.ngram import NgramProposer
+from moeserve.runner.speculation.suffix import SuffixProposer
 from moeserve.runner.state_limits import check_block_size, state_room
 from moeserve.runner.step import StepExecutor
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
 from moeserve.sampling import TokenSampling
+from moeserve.speculation import SpeculationSpec
 
 if TYPE_CHECKING:
     from moeserve.runner.triton_inputs import FixedInputs
@@ -81,6 +87,7 @@ class ModelRunnerBase(StepExecutor, ABC):
     limits: Limits
     step_s = 0.0
     mapped_bytes = 0  # of weights that lie in a file
+    drafter: Drafter | None = None  # the model that guesses, if one does
 
     def __init__(
         self,
@@ -93,6 +100,13 @@ class ModelRunnerBase(StepExecutor, ABC):
         grouped: bool = False,
     ) -> None:
         super().__init__()
+        self.speculation = None
+        if config.scheduler.speculate is not None:
+            asked = SpeculationSpec.parse(config.scheduler.speculate)
+            # Models guess on CPUs only.
+            has_mtp = spec.mtp is not None and not (asked.kind == "auto" and self.device_is_async)
+            self.speculation = asked.resolve(has_mtp=has_mtp)
+            spec = with_drafter(spec, model_dir, self.speculation)
         limits_of.check(config, spec)
         check_block_size(config, spec)
         self.config = limits_of.with_step_tokens(config, self.busy_tokens)
@@ -103,7 +117,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
         self.kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
         self.asked: Asked | None = None if config.model.quantization == "none" else config.model.quantization
-        self.groups = groups_of(spec.kv_rules, config.cache.block_size)
+        self.groups = groups_of(spec.kv_rules, config.cache.block_size, len(spec.draft_layers))
         # A group may grow: one of a single rank is prepared for more.
         self.shards_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
         num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
@@ -146,7 +160,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             # may be compiled while a step is recorded.
             self._forward(self.fixed_inputs.largest(1, 1))
             return
-        self.graphs = GraphManager(*parts, sizes_of(asked, self.limits))
+        self.graphs = GraphManager(*parts, sizes_of(asked, self.limits), self.limits.num_drafts)
         self.graphs.capture()
 
     @cached_property
@@ -184,6 +198,9 @@ class ModelRunnerBase(StepExecutor, ABC):
         self._cache_device_properties()
         progress("reading the checkpoint", READ_FROM)
         self.load_model(progress)
+        if self.speculation is not None and self.spec.draft_layers:
+            model = self.spec, self.model_dir, self.speculation, self.model, self.config, self.asked
+            self.drafter = load_drafter(*model, self.shard(), self.properties.memory())
         self.peers = Peers(
             self.model.moe_layers,
             self.tp,
@@ -207,6 +224,13 @@ class ModelRunnerBase(StepExecutor, ABC):
             states.config, self.spec, self.groups, per_block, states.budget, fill=self.properties.own
         )
         limits = replace(limits, num_states=states.num_states, num_store_states=states.num_stored)
+        if self.speculation is not None:
+            limits = replace(
+                limits,
+                num_drafts=self.speculation.num_drafts,
+                auto_drafts=self.speculation.auto,
+                draft_model=self.drafter is not None,
+            )
         notes = (*states.notes, *notes)
         self.notes += notes
         for note in notes:
@@ -284,7 +308,18 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload, **states)
         self.tables = self.make_tables()
         kernels, is_async = self.config.device.kernels, self.device_is_async
-        self.sampler = make_sampler(self.spec.vocab_size, self.tables, self.upload, kernels, is_async=is_async)
+        vocab_size = self.spec.vocab_size
+        self.sampler = make_sampler(vocab_size, self.tables, self.upload, kernels, is_async=is_async)
+        self.constraints = Constraints.of_model(self.model_dir, vocab_size, self.spec.eos_token_ids)
+        if self.speculation is None:
+            return
+        if self.drafter is None:
+            lookup = NgramProposer if self.speculation.kind == "ngram" else SuffixProposer
+            self.proposer = lookup(limits.max_num_seqs, self.speculation.num_drafts, self.upload)
+        else:
+            drafter = replace(self.drafter, caches=self.kv.draft_layers)
+            parts = self.groups, self.tables, self.sampler, self.upload
+            self.proposer = ModelProposer(self.speculation.num_drafts, drafter, *parts)
 
     def make_tables(self) -> Tables:
         """Returns empty request tables for `limits`."""
@@ -309,6 +344,8 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     def close(self) -> None:
         """Ends the threads that belong to this runner."""
+        if (constraints := getattr(self, "constraints", None)) is not None:
+            constraints.close()
         self.ubatches.close()
         if (peers := getattr(self, "peers", None)) is not None:
             peers.close()

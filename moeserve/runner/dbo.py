@@ -131,7 +131,7 @@ def _key(plan: StepPlan) -> tuple[bool, int]:
 
 def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
     """Returns the inputs of the first `split_at` tokens and of the others. A row across the split is in both parts;
-    `sample_S` is empty in both.
+    `sample_N` is empty in both.
 
     rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of 3 from 8
     """
@@ -161,7 +161,7 @@ def _part(
         for group in step.groups
     )
     ids_T, positions_T = step.ids_T[tokens], step.positions_T[tokens]
-    return StepInputs(ids_T, positions_T, groups, step.sample_S[:0], offsets_R1, starts_R, on_device)
+    return StepInputs(ids_T, positions_T, groups, step.sample_N[:0], offsets_R1, starts_R, on_device)
 
 
 def run_in_turns(ubatches: Sequence[UBatch], works: Sequence[Callable[[UBatch], T]], thread: JobThread) -> tuple[T, T]:

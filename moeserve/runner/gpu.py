@@ -129,7 +129,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
         """Returns the inputs of a step that is not replayed."""
-        return self.fixed_inputs.exact(plan) if self.by_triton else super().step_inputs(plan, host)
+        return self.fixed_inputs.exact(plan, host) if self.by_triton else super().step_inputs(plan, host)
 
     def enter_thread(self) -> None:
         """Makes this rank's device the thread's current one."""

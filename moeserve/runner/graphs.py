@@ -1,8 +1,8 @@
 """Graphs: forward passes of fixed shapes, recorded once and replayed for steps that fit.
 
-FULL fixes the number of requests, each with one token; PIECEWISE fixes the number of tokens and leaves attention eager.
-Steps are padded up to the next recorded size; padding reaches no expert and no request's KV block, and no bit depends
-on it.
+FULL fixes the number of requests, each with one token and as many drafts; PIECEWISE fixes the number of tokens and
+leaves attention eager. Steps are padded up to the next recorded size; padding reaches no expert and no request's KV
+block, and no bit depends on it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from moeserve.engine.plan import Agreed, StepPlan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import Attend, PlanRows, StepInputs
 from moeserve.runner.recorder import Pause, Recorder, Recording
+from moeserve.runner.tables import HostRows
 
 if TYPE_CHECKING:
     from moeserve.runner.peers import Peers
@@ -73,7 +74,7 @@ class GraphManager:
     """Records forward passes and replays them for steps of few tokens.
 
     forward: computes hidden states; it notes the experts' load in `ubatch`. fixed: the buffers of the inputs.
-    sizes: numbers of tokens of each mode that may be used, ascending.
+    sizes: numbers of tokens of each mode that may be used, ascending. num_drafts: the most that a request verifies.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class GraphManager:
         recorder: Recorder,
         ubatch: UBatch,
         sizes: Mapping[Mode, Sequence[int]],
+        num_drafts: int = 0,
     ) -> None:
         self._forward = forward
+        self._most_len = 1 + num_drafts
         self._fixed, self._recorder, self._ubatch = fixed, recorder, ubatch
         self._sizes = sizes
         self._recordings: dict[Descriptor, Recording] = {}
@@ -98,17 +101,19 @@ class GraphManager:
 
     def dispatch(self, num_tokens: int, uniform_len: int | None) -> Descriptor | None:
         """Returns the smallest shape that holds a step. uniform_len: the tokens of every request, None if they
-        differ."""
-        modes = (Mode.FULL, Mode.PIECEWISE) if uniform_len == 1 else (Mode.PIECEWISE,)
-        for mode in modes:
-            for size in self._sizes.get(mode, ()):
-                if size >= num_tokens:
-                    return _descriptor(mode, size)
+        differ: 1, or 1 and the same number of drafts."""
+        if uniform_len is not None and uniform_len <= self._most_len:
+            for size in self._sizes.get(Mode.FULL, ()):
+                if num_tokens <= size * uniform_len <= self._sizes[Mode.FULL][-1]:
+                    return Descriptor(Mode.FULL, size * uniform_len, size)
+        for size in self._sizes.get(Mode.PIECEWISE, ()):
+            if size >= num_tokens:
+                return Descriptor(Mode.PIECEWISE, size, None)
         return None
 
-    def inputs(self, descriptor: Descriptor, plan: StepPlan) -> StepInputs:
+    def inputs(self, descriptor: Descriptor, plan: StepPlan, host: HostRows) -> StepInputs:
         """Fills the recordings' buffers with the inputs of a step, padded to the shape."""
-        return self._fixed.fill(plan, descriptor.num_tokens, descriptor.num_reqs)
+        return self._fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
 
     def run(self, descriptor: Descriptor, step: StepInputs, agreed: Agreed | None) -> Tensor:
         """Returns the step's hidden states, to be used before the next run. Records the shape when it is new."""
@@ -128,7 +133,7 @@ class GraphManager:
         for mode, sizes in self._sizes.items():
             for size in reversed(sizes):
                 if size == sizes[-1] or not size & (size - 1):
-                    descriptor = _descriptor(mode, size)
+                    descriptor = Descriptor(mode, size, size if mode is Mode.FULL else None)
                     self._now = self._fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
                     self._record(descriptor, None)
         number, took_s = len(self._recordings), time.perf_counter() - began_s
@@ -203,13 +208,9 @@ class EPGraphs(GraphManager):
             return None  # once, for warmth: recording a step does not run it
         if agreed is None or agreed.ubatches > 1 or not self._recordable or group.moving:
             return None
-        shape = self.dispatch(agreed.most_tokens[0], plan.uniform_len)
+        shape = self.dispatch(agreed.most_tokens[0], 1 if plan.uniform_len == 1 else None)
         return shape if shape and shape.num_tokens == self.round_up(agreed.most_tokens[0]) else None
 
     def round_up(self, tokens: int) -> int:
         """Returns the number of tokens that all ranks make room for: 7 -> 8; beyond the largest size, `tokens`."""
         return next((size for size in self._common if size >= tokens), tokens)
-
-
-def _descriptor(mode: Mode, size: int) -> Descriptor:
-    return Descriptor(mode, size, size if mode is Mode.FULL else None)

@@ -203,5 +203,6 @@ class _SlowestProgress:
 
 
 def checksum(result: StepResult) -> int:
-    """Returns a checksum of the tokens that a step sampled, which is equal on all ranks of an engine."""
-    return zlib.crc32(result.tokens_S.tobytes())
+    """Returns a checksum of a step's tokens and of its drafts' numbers, which is equal on all ranks of an engine."""
+    arrays = result.tokens_N, result.counts_S, result.drafts_S
+    return zlib.crc32(b"".join(array.tobytes() for array in arrays if array is not None))

@@ -38,7 +38,7 @@ def places_of(groups: Sequence[KVGroup], spec: ModelSpec, tp_size: int = 1) -> d
     for group in groups:
         alike: Counter[tuple[CacheTensor, ...]] = Counter()
         for layer in group.layers:
-            cache = spec.layers[layer].mixer.cache(tp_size)
+            cache = spec.cached_layers[layer].mixer.cache(tp_size if layer < len(spec.shared_layers) else 1)
             places[layer] = cache, alike[cache]
             alike[cache] += 1
     return places
@@ -69,7 +69,8 @@ def block_bytes(
 
 
 class KVCache:
-    """The KV blocks on the device and the block stores on the host; `layers[i]` is layer i's cache.
+    """The KV blocks on the device and the block stores on the host; `layers[i]` is the cache of layer i, and
+    `draft_layers[i]` that of the drafter's layer i.
 
     Everything starts as zeros; block 0 of a pool is the null block, whose content is never used. num_entries: blocks
     that the host store can hold. num_states, num_state_entries: the same of recurrent layers' states. tp_size: ranks
@@ -96,7 +97,8 @@ class KVCache:
             for pool in sorted({group.pool for group in groups})
         }
         layers = {layer: cache for pool in self._pools.values() for layer, cache in pool.layers.items()}
-        self.layers = tuple(layers[layer] for layer in range(len(layers)))
+        caches = tuple(layers[layer] for layer in range(len(layers)))
+        self.layers, self.draft_layers = caches[: spec.num_layers], caches[spec.num_layers :]
 
     def clear_null_block(self) -> None:
         """Zeroes the null blocks, where dummy steps write."""

@@ -37,7 +37,7 @@ def check(config: Config, spec: ModelSpec) -> None:
         raise ConfigError("packed_cache is '' and names no folder; name one, or leave it out")
     _check_quantization(config.model.quantization, spec)
     kv_dtype = config.cache.kv_cache_dtype
-    for why in (layer.mixer.cache_obstacle(kv_dtype) for layer in spec.layers):
+    for why in (layer.mixer.cache_obstacle(kv_dtype) for layer in spec.cached_layers):
         if why:
             raise ConfigError(f"kv_cache_dtype={kv_dtype}: {why}; use kv_cache_dtype=auto")
 

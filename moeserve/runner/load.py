@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +26,11 @@ from moeserve.loader.weights import Params
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
+from moeserve.models.mtp import build_mtp, mtp_load_plan
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.native_layer import new_room
 from moeserve.ops.quantised import Asked, group_of
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
@@ -111,6 +114,52 @@ def load_model(
     if cache:
         cache.finish()
     return model, files, cache.mapped_bytes if cache else 0
+
+
+def load_mtp(
+    spec: ModelSpec,
+    model_dir: Path,
+    model: Decoder,
+    config: Config,
+    asked: Asked | None,
+    shard: Shard,
+    memory: MemoryFacts,
+) -> Decoder:
+    """Returns the model's head for multi-token prediction; see models/mtp.py. Arguments and errors are those of
+    `load_model`."""
+    with draft_params(
+        spec, model_dir, model, config, asked, memory, lambda names: mtp_load_plan(spec, names, shard.world)
+    ) as (params, ops):
+        longest = config.model.max_model_len or spec.max_position
+        sizes = {"max_tokens": shard.max_tokens, "max_position": longest}
+        return build_mtp(spec, params, ops, model, world=shard.world, tp=shard.tp, **sizes)
+
+
+@contextmanager
+def draft_params(
+    spec: ModelSpec,
+    model_dir: Path,
+    model: Decoder,
+    config: Config,
+    asked: Asked | None,
+    memory: MemoryFacts,
+    plan_of: Callable[[Collection[str]], LoadPlan],
+) -> Iterator[tuple[Params, Ops]]:
+    """Opens the checkpoint of a drafter of `model`. plan_of: the plan for its tensors."""
+    if model.ops.device.type != "cpu":  # see `ModelProposer`
+        raise ConfigError(
+            f"speculate: models guess on CPUs only, here is {model.ops.device.type}; use ngram:4 or suffix:8"
+        )
+    dummy, device, dtype = config.model.load_format == "dummy", model.ops.device, model.ops.dtype
+    checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
+    plan = plan_of(checkpoint.names)
+    ops = model.ops.packing_into(new_room) if model.ops.native else model.ops  # not into a file of packed weights
+    described = imagined(model_dir, plan, *spec.stored[:1]) if dummy else checkpoint
+    check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
+    _check_kernels(ops, described, plan, asked, None)
+    params_of: Callable[..., Params] = partial(Params, reader=RandomReader) if dummy else Params
+    with params_of(described, plan, dtype, device=device, asked=asked) as params:
+        yield params, ops
 
 
 def _check_kernels(

@@ -21,16 +21,7 @@ from moeserve.actor.process import Child, Death, Forked
 from moeserve.comm.stream import BlockingStream, Peer, StreamListener
 from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import Traced
-from moeserve.runner.commands import (
-    CONNECT_S,
-    CommandDone,
-    Failed,
-    LoadProgress,
-    Prepared,
-    Report,
-    WorkerBirth,
-    WorkerCommand,
-)
+from moeserve.runner import commands
 
 END_S = 2.0  # for workers to end by themselves
 SOCKET = "workers.sock"
@@ -41,10 +32,10 @@ class RemoteWorker:
 
     def __init__(self, tp_rank: int, sock: socket.socket) -> None:
         self.tp_rank = tp_rank
-        self.stream: BlockingStream[Report] = BlockingStream(sock, Report)
+        self.stream: BlockingStream[commands.Report] = BlockingStream(sock, commands.Report)
         self.placed = 0
-        self.answers: dict[int, Future[CommandDone]] = {}
-        self.failed: Failed | None = None
+        self.answers: dict[int, Future[commands.CommandDone]] = {}
+        self.failed: commands.Failed | None = None
         self.reader: threading.Thread
 
 
@@ -70,7 +61,7 @@ class Team:
         self.on_progress: Callable[[int, str, int], None] = lambda tp_rank, name, percent: None
         self.pids: dict[int, int] = {}
         address, token = os.path.join(directory, SOCKET), secrets.token_hex(16)
-        self._births = [WorkerBirth(address, token, rank, log_level, log_format) for rank in range(1, size)]
+        self._births = [commands.WorkerBirth(address, token, rank, log_level, log_format) for rank in range(1, size)]
         self._command = command
         self._forked = forked
         self._workers: list[RemoteWorker] = []
@@ -93,19 +84,19 @@ class Team:
     def wait_connected(self) -> None:
         """Returns once all workers are connected. Raises EngineDied, or the ConfigError of a worker."""
         either: list[Future[Any]] = [self._connected, self.dead]
-        ended = wait(either, CONNECT_S, FIRST_COMPLETED).done
+        ended = wait(either, commands.CONNECT_S, FIRST_COMPLETED).done
         self._raise_if_dead()
         if not ended:
-            raise EngineDied(f"tensor-parallel workers did not start within {CONNECT_S:g} s")
+            raise EngineDied(f"tensor-parallel workers did not start within {commands.CONNECT_S:g} s")
 
-    def ask(self, what: msgspec.Struct) -> list[Future[CommandDone]]:
+    def ask(self, what: msgspec.Struct) -> list[Future[commands.CommandDone]]:
         """Sends all workers a command and returns at once. The answers raise what ended a worker."""
         with self._lock:
             self._num_asked += 1
-            command = WorkerCommand(self._num_asked, what)  # type: ignore[arg-type]
-            futures: list[Future[CommandDone]] = []
+            command = commands.WorkerCommand(self._num_asked, what)  # type: ignore[arg-type]
+            futures: list[Future[commands.CommandDone]] = []
             for worker in self._workers:
-                future: Future[CommandDone] = Future()
+                future: Future[commands.CommandDone] = Future()
                 futures.append(future)
                 if self.dead.done():
                     future.set_exception(self.dead.result())
@@ -119,7 +110,7 @@ class Team:
         """The progress of the slowest worker with the pending placement."""
         return min(worker.placed for worker in self._workers)
 
-    def traced(self, done: Sequence[CommandDone], step: int, dp_rank: int) -> list[Traced]:
+    def traced(self, done: Sequence[commands.CommandDone], step: int, dp_rank: int) -> list[Traced]:
         """Returns what the workers did in a step that was traced."""
         pairs = zip(self._workers, done, strict=True)
         return [Traced(step, dp_rank, worker.tp_rank, list(answer.events)) for worker, answer in pairs]
@@ -143,16 +134,16 @@ class Team:
     def _read(self, worker: RemoteWorker) -> None:
         while (msg := worker.stream.receive()) is not None:
             match msg:
-                case CommandDone():
+                case commands.CommandDone():
                     worker.placed = msg.placed
                     if (future := worker.answers.pop(msg.seq, None)) is not None:
                         with suppress(InvalidStateError):  # nobody waits any more
                             future.set_result(msg)
-                case Prepared(placed=placed):
+                case commands.Prepared(placed=placed):
                     worker.placed = placed
-                case LoadProgress(name=name, percent=percent):
+                case commands.LoadProgress(name=name, percent=percent):
                     self.on_progress(worker.tp_rank, name, percent)
-                case Failed():
+                case commands.Failed():
                     worker.failed = msg
         if not self._closing:
             with suppress(RuntimeError):
@@ -200,7 +191,7 @@ class Team:
             worker.reader.start()
         self._connected.set_result(None)
 
-    def _start(self, name: str, birth: WorkerBirth) -> Child:
+    def _start(self, name: str, birth: commands.WorkerBirth) -> Child:
         document = msgspec.json.encode(birth)
         if self._forked:
             return Child.take(name, self._forked[birth.tp_rank - 1], document)
@@ -241,12 +232,12 @@ class Team:
             child.kill("closed the connection to its engine")
 
 
-def all_done(futures: Sequence[Future[CommandDone]]) -> list[CommandDone]:
+def all_done(futures: Sequence[Future[commands.CommandDone]]) -> list[commands.CommandDone]:
     """Waits for all answers. Raises PeerLost when a command failed because of another rank."""
     return checked([future.result() for future in futures])
 
 
-def checked(done: Sequence[CommandDone]) -> list[CommandDone]:
+def checked(done: Sequence[commands.CommandDone]) -> list[commands.CommandDone]:
     """Returns the answers, or raises the first PeerLost among them."""
     for answer in done:
         if answer.lost:

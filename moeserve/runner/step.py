@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -22,9 +22,11 @@ from moeserve.ops.inputs import StepInputs
 from moeserve.runner.graphs import GraphManager
 from moeserve.runner.kv_cache import KVCache
 from moeserve.runner.peers import Peers
+from moeserve.runner.sampling.constraints import Constraints, StepMasks
 from moeserve.runner.sampling.logprobs import PromptRows, prompt_logprobs, prompt_messages, to_messages
 from moeserve.runner.sampling.sampler import Sampled, Sampler, Status, Trait
-from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs
+from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
+from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs, ranges
 from moeserve.runner.ubatches import Meter, UBatchRunner
 
 
@@ -39,6 +41,8 @@ class StepOutputs:
     meter: Meter
     sampled: Sampled | None = None
     prompt: PromptRows | None = None
+    drafts_S: I32 | None = None
+    accepted_S: Tensor | None = None  # int64: sampled tokens of each row up to the first wrong draft
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors to copy to the host, in the order that `result` expects."""
@@ -47,6 +51,8 @@ class StepOutputs:
             found.append(self.meter.load_LE)
         if self.sampled is not None:
             found += [self.sampled.tokens_S, self.sampled.status_S, *(self.sampled.logprobs or ())]
+        if self.accepted_S is not None:
+            found.append(self.accepted_S)
         if self.prompt is not None:
             found += self.prompt.rows
         return found
@@ -57,41 +63,72 @@ class StepOutputs:
         load_LE = self.meter.load_LE
         if isinstance(load_LE, Tensor):
             load_LE = next(arrays).astype(np.int64)
-        failed, tokens_S = dict(self.failed), np.zeros(0, dtype=np.int32)
-        logprobs: dict[int, Logprobs] = {}
+        failed, tokens_N, counts_S = dict(self.failed), np.zeros(0, dtype=np.int32), None
+        logprobs: dict[int, list[Logprobs]] = {}
         if (sampled := self.sampled) is not None:
-            tokens_S, status_S = next(arrays), next(arrays)
-            if status_S.any() or sampled.failures:
-                tokens_S = self._failures(sampled, tokens_S, status_S, failed)
-            if sampled.logprobs is not None:
-                rows = to_messages(sampled.logprob_counts, *islice(arrays, 3))
-                slots = self.slots_S[sampled.logprob_rows_P].tolist()
-                logprobs = {slot: row for slot, row in zip(slots, rows, strict=True) if slot not in failed}
+            tokens_N, status_N = next(arrays), next(arrays)
+            of_logprobs = [*islice(arrays, 3)] if sampled.logprobs is not None else None
+            kept_N = None
+            if self.drafts_S is not None:
+                counts_S = next(arrays).astype(np.int32)
+            if status_N.any() or sampled.failures:
+                tokens_N, counts_S = self._failures(sampled, tokens_N, status_N, counts_S, failed)
+            if counts_S is not None and self.drafts_S is not None:
+                first_S = (self.drafts_S + 1).cumsum() - self.drafts_S - 1
+                kept_N = ranges(first_S, counts_S)
+                tokens_N = tokens_N[kept_N]
+            if of_logprobs is not None:
+                logprobs = self._logprobs(sampled, to_messages(sampled.logprob_counts, *of_logprobs), kept_N, failed)
         prompt: dict[int, PromptLogprobs] = {}
         if self.prompt is not None:
             prompt, damaged = prompt_messages(self.prompt.spans, *islice(arrays, 3))
             failed = dict.fromkeys(damaged, Status.MESSAGES[Status.NOT_FINITE]) | failed
             prompt = {slot: message for slot, message in prompt.items() if slot not in failed}
+        comm_us, exposed_us = self.meter.times_us()
         return StepResult(
             self.step,
-            tokens_S,
+            tokens_N,
             logprobs,
             prompt,
             failed,
-            device_us,
-            *self.meter.times_us(),
-            load_LE if load_LE.size else None,
-            self.meter.events,
+            counts_S,
+            device_us=device_us,
+            comm_us=comm_us,
+            exposed_comm_us=exposed_us,
+            load_LE=load_LE if load_LE.size else None,
+            events=self.meter.events,
         )
 
-    def _failures(self, sampled: Sampled, tokens_S: I32, status_S: NDArray[np.uint8], failed: dict[int, str]) -> I32:
-        """Adds rows without a token to `failed`; returns the tokens with -1 there."""
-        reasons = {row: Status.MESSAGES[status_S[row]] for row in status_S.nonzero()[0].tolist()} | sampled.failures
-        tokens_S = tokens_S.copy()
-        for row, reason in reasons.items():
-            tokens_S[row] = -1
-            failed.setdefault(int(self.slots_S[row]), reason)
-        return tokens_S
+    def _failures(
+        self, sampled: Sampled, tokens_N: I32, status_N: NDArray[np.uint8], counts_S: I32 | None, failed: dict[int, str]
+    ) -> tuple[I32, I32 | None]:
+        """Adds rows without a token to `failed`; returns the tokens with -1 there, and the counts cut before a token
+        that failed behind a right draft: the next step samples there again, and fails."""
+        reasons = {n: Status.MESSAGES[status_N[n]] for n in status_N.nonzero()[0].tolist()} | sampled.failures
+        tokens_N = tokens_N.copy()
+        lengths_S = np.ones(len(self.slots_S), np.int32) if self.drafts_S is None else self.drafts_S + 1
+        rows_N = np.repeat(np.arange(len(lengths_S)), lengths_S)
+        first_S = lengths_S.cumsum() - lengths_S
+        for n, reason in sorted(reasons.items(), reverse=True):
+            row = rows_N[n]
+            if n == first_S[row]:
+                tokens_N[n] = -1
+                failed.setdefault(int(self.slots_S[row]), reason)
+            if counts_S is not None:
+                counts_S[row] = min(counts_S[row], max(1, n - first_S[row]))
+        return tokens_N, counts_S
+
+    def _logprobs(
+        self, sampled: Sampled, rows: Sequence[Logprobs], kept_N: I64 | None, failed: dict[int, str]
+    ) -> dict[int, list[Logprobs]]:
+        """Returns the logprobs of kept tokens by slot."""
+        slots_N = self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
+        kept = None if kept_N is None else set(kept_N.tolist())
+        logprobs: dict[int, list[Logprobs]] = {}
+        for n, row in zip(sampled.logprob_rows_P.tolist(), rows, strict=True):
+            if (slot := int(slots_N[n])) not in failed and (kept is None or n in kept):
+                logprobs.setdefault(slot, []).append(row)
+        return logprobs
 
 
 class StepExecutor:
@@ -111,6 +148,8 @@ class StepExecutor:
     ubatches: UBatchRunner
     peers: Peers
     graphs: GraphManager | None = None  # None: no step is recorded
+    proposer: Proposer | None = None  # None: no speculation
+    constraints: Constraints
     on_logits: Callable[[StepPlan, Tensor], None] | None = None
 
     def __init__(self) -> None:
@@ -152,22 +191,24 @@ class StepExecutor:
         self._move_blocks(plan)
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
-        start = self._mark()
+        start, masks = self._mark(), None
         if len(plan.slots_R):
             host = HostRows.of(plan)
+            drafts = self._write_drafts(plan, host.drafts_S) if host.drafts_S is not None else None
+            masks = self._begin_masks(plan, host, drafts)
             shape = self.graphs.shape(plan) if self.graphs else None
             if self.graphs and shape:
-                step = self.graphs.inputs(shape, plan)
+                step = self.graphs.inputs(shape, plan, host)
                 hidden_TD = self.graphs.run(shape, step, plan.agreed)
             else:
                 step = self.step_inputs(plan, host)
                 hidden_TD = self._forward(step, plan.agreed, plan.split_at)
-            outputs = self._sample(plan, host, step, hidden_TD)
+            outputs = self._sample(plan, host, step, hidden_TD, masks)
         elif plan.agreed is not None:  # experts compute for other ranks
             self.ubatches.serve(self.model, plan.agreed)
             outputs = StepOutputs(plan.step, np.zeros(0, np.int64), {}, self.ubatches.take_meter())
         else:
-            return lambda: StepResult(plan.step, np.zeros(0, dtype=np.int32))
+            return lambda: StepResult(plan.step, np.zeros(0, np.int32))
         end = self._mark()
         wait = self._fetch(outputs.tensors())
 
@@ -176,9 +217,47 @@ class StepExecutor:
             fetched, elapsed_us = wait(), self._elapsed_us(start, end)
             for transport in self.peers.checked:
                 transport.check()  # raises PeerLost if a rank was lost meanwhile
-            return outputs.result(fetched, elapsed_us)
+            result = outputs.result(fetched, elapsed_us)
+            if self.proposer is None and masks is None:
+                return result
+            return self._settled(outputs.slots_S, result, masks, plan.propose)
 
         return collect
+
+    def _write_drafts(self, plan: StepPlan, drafts_S: I32) -> Tensor:
+        """Writes the drafts of a plan's rows behind their known tokens, also when the plan is launched again. Returns
+        them, one row's after the other."""
+        assert self.proposer is not None
+        slots_S, ends_S = plan.slots_R[plan.samples_R], (plan.starts_R + plan.counts_R)[plan.samples_R]
+        slots_N = np.repeat(slots_S, drafts_S).astype(np.int64)
+        offsets = self.tables.token_offsets(slots_N, ranges(ends_S - drafts_S, drafts_S))
+        drafts = self.proposer.drafts(slots_N, ranges(np.zeros_like(drafts_S), drafts_S))
+        self.tables.append(self.upload(offsets)[0], drafts)
+        return drafts
+
+    def _begin_masks(self, plan: StepPlan, host: HostRows, drafts: Tensor | None) -> StepMasks | None:
+        """Starts to fill the masks of rows with a grammar, beside the forward pass."""
+        if not self.constraints.active:
+            return None
+        slots_S, known_S = plan.slots_R[host.sampling_S], (plan.starts_R + plan.counts_R)[host.sampling_S]
+        if drafts is None or host.drafts_S is None:
+            return self.constraints.begin(slots_S, known_S)
+        each = np.split(drafts.cpu().numpy(), host.drafts_S.cumsum()[:-1])
+        return self.constraints.begin(slots_S, known_S - host.drafts_S, each)
+
+    def _settled(self, slots_S: I64, result: StepResult, masks: StepMasks | None, propose: bool) -> StepResult:
+        """Gives new tokens to grammars and the proposer. Returns the result with what they say."""
+        counts_S = np.ones(len(slots_S), np.int32) if result.counts_S is None else result.counts_S
+        tokens_S = np.split(result.tokens_N, counts_S.cumsum()[:-1]) if len(slots_S) else []
+        if result.failed:
+            tokens_S = [tokens[tokens >= 0] for tokens in tokens_S]
+        if masks is not None:
+            complete, failed = masks.accept(tokens_S)
+            result = replace(result, complete=complete, failed=failed | result.failed)
+        if self.proposer is None:
+            return result
+        drafts_S = self.proposer.collect(slots_S.tolist(), tokens_S)
+        return replace(result, drafts_S=drafts_S if propose else np.zeros_like(drafts_S))
 
     def _add(self, request: NewRequest) -> None:
         """Writes a new request to its slot, or notes why the request must fail."""
@@ -192,6 +271,9 @@ class StepExecutor:
             self._refused[request.slot] = reason
             self.sampler.rows.refuse(request.slot)
         self.tables.add(request.slot, tokens)
+        self.constraints.add(request)
+        if self.proposer is not None:
+            self.proposer.add(request)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         # Not again for a step that failed: it may have overwritten the blocks that it was to save.
@@ -203,8 +285,14 @@ class StepExecutor:
         """Returns the hidden states [T, D] of a step's tokens, computed in one or two micro-batches."""
         return self.ubatches.forward(self.model, step, split_at, agreed, self.kv.layers)
 
-    def _sample(self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor) -> StepOutputs:
+    def _sample(
+        self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor, masks: StepMasks | None
+    ) -> StepOutputs:
         """Chooses the step's tokens and writes them to the tables, where the next step reads them."""
+        taps_TN = None
+        if self.spec.taps:
+            width = self.spec.hidden_size
+            hidden_TD, taps_TN = hidden_TD[:, :width].contiguous(), hidden_TD[:, width:]
         slots_S = plan.slots_R[host.sampling_S].astype(np.int64)
         failed = {}
         if self._refused:
@@ -216,12 +304,32 @@ class StepExecutor:
                 asking, plan, host, self.sampler.rows, self.tables, self.upload, hidden_TD, self.model.logits
             )
         if not len(slots_S):
+            if self.proposer is not None:
+                self.proposer.launch(
+                    Verified(plan, host, step, hidden_TD, slots_S, step.sample_N, step.sample_N, taps_TN)
+                )
             return outputs
-        positions_S = (plan.starts_R + plan.counts_R)[host.sampling_S].astype(np.int64)
-        logits_SV = self.model.logits(hidden_TD.index_select(0, step.sample_S))
+        slots_N = slots_S if host.drafts_S is None else np.repeat(slots_S, host.drafts_S + 1)
+        positions_N = host.positions_T[host.sample_N] + 1
+        logits_NV = self.model.logits(hidden_TD.index_select(0, step.sample_N))
         if self.on_logits is not None:
-            self.on_logits(plan, logits_SV)
-        outputs.sampled = self.sampler.sample(logits_SV, slots_S, positions_S)
-        (offsets,) = self.upload(self.tables.token_offsets(slots_S, positions_S))
-        self.tables.append(offsets, outputs.sampled.tokens_S)
+            self.on_logits(plan, logits_NV)
+        outputs.sampled = self.sampler.sample(
+            logits_NV, slots_N, positions_N, None if masks is None else masks.result()
+        )
+        tokens_N = outputs.sampled.tokens_S
+        (offsets_N,) = self.upload(self.tables.token_offsets(slots_N, positions_N))
+        if host.drafts_S is not None:
+            outputs.drafts_S = host.drafts_S
+            right_N = self.tables.arena.index_select(0, offsets_N) == tokens_N
+            outputs.accepted_S = count_accepted(right_N, host.drafts_S, self.upload)
+        self.tables.append(offsets_N, tokens_N)
+        if self.proposer is not None:
+            accepted_S, last_S = outputs.accepted_S, step.sample_N
+            if accepted_S is None or host.drafts_S is None:
+                accepted_S = torch.ones_like(last_S)
+            else:
+                (first_S,) = self.upload((host.drafts_S + 1).cumsum() - host.drafts_S - 1)
+                last_S = last_S.index_select(0, first_S) + accepted_S - 1
+            self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN))
         return outputs

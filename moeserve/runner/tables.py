@@ -138,9 +138,9 @@ class Tables:
         self._offsets, self._values, self._may_repeat = [], [], False
         self._scatter(self.arena, self._upload, offsets_N, values_N)
 
-    def append(self, offsets_S: Tensor, tokens_S: Tensor) -> None:
-        """Writes sampled tokens (int32) at arena offsets from `token_offsets`: the next step reads them there."""
-        self.arena.index_put_((offsets_S,), tokens_S)
+    def append(self, offsets_N: Tensor, tokens_N: Tensor) -> None:
+        """Writes tokens (int32) at arena offsets from `token_offsets`: the next step reads them there."""
+        self.arena.index_put_((offsets_N,), tokens_N)
 
     def _stage_run(self, start: int, values: I32) -> None:
         self._offsets.append(np.arange(start, start + len(values), dtype=np.int64))
@@ -160,7 +160,8 @@ def _last_writes(offsets_N: I64, values_N: I32) -> tuple[I64, I32]:
 class HostRows:
     """The layout of one step's rows, on the host. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1.
 
-    rows_T is None for a step where every row has exactly one token (then token i belongs to row i).
+    rows_T is None for a step where every row has exactly one token (then token i belongs to row i). S rows sample, at
+    N tokens: each at its last one and, before its drafts, at as many others.
     """
 
     offsets_R1: I32
@@ -168,7 +169,8 @@ class HostRows:
     positions_T: I64
     slots_T: I64
     sampling_S: I64  # which rows sample
-    sample_S: I64  # their last tokens
+    sample_N: I64  # at which tokens
+    drafts_S: I32 | None  # how many drafts each of them has; None: there are none in this step
 
     @classmethod
     def of(cls, plan: StepPlan) -> HostRows:
@@ -178,13 +180,26 @@ class HostRows:
         np.cumsum(plan.counts_R, out=offsets_R1[1:])
         num_tokens = int(offsets_R1[-1])
         sampling_S = plan.samples_R.nonzero()[0]
-        sample_S = offsets_R1[sampling_S + 1].astype(np.int64) - 1
+        sample_N = offsets_R1[sampling_S + 1].astype(np.int64) - 1
+        drafts_S = None
+        if plan.num_drafts_R is not None:
+            drafts_S = plan.num_drafts_R[sampling_S]
+            sample_N = ranges(sample_N - drafts_S, drafts_S + 1)
         if num_tokens == rows:
             positions_T, slots_T = plan.starts_R.astype(np.int64), plan.slots_R.astype(np.int64)
-            return cls(offsets_R1, None, positions_T, slots_T, sampling_S, sample_S)
+            return cls(offsets_R1, None, positions_T, slots_T, sampling_S, sample_N, drafts_S)
         rows_T = np.repeat(np.arange(rows, dtype=np.int64), plan.counts_R)
         positions_T = np.arange(num_tokens, dtype=np.int64) + (plan.starts_R - offsets_R1[:-1])[rows_T]
-        return cls(offsets_R1, rows_T, positions_T, plan.slots_R.astype(np.int64)[rows_T], sampling_S, sample_S)
+        slots_T = plan.slots_R.astype(np.int64)[rows_T]
+        return cls(offsets_R1, rows_T, positions_T, slots_T, sampling_S, sample_N, drafts_S)
+
+
+def ranges(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> I64:
+    """Returns starts[i] .. starts[i] + counts[i] - 1, one range after the other.
+
+    starts [5, 2], counts [2, 1] -> [5, 6, 2]
+    """
+    return np.repeat(starts.astype(np.int64) - (counts.cumsum() - counts), counts) + np.arange(int(counts.sum()))
 
 
 def prepare_inputs(
@@ -195,7 +210,7 @@ def prepare_inputs(
     assert longest < tables.width, (longest, tables.width)  # the sampled token needs an entry, too
     where_T = tables.token_offsets(rows.slots_T, rows.positions_T)
     slots_R = plan.slots_R.astype(np.int64)
-    arrays: list[NDArray[Any]] = [plan.starts_R, rows.offsets_R1, where_T, rows.positions_T, rows.sample_S, slots_R]
+    arrays: list[NDArray[Any]] = [plan.starts_R, rows.offsets_R1, where_T, rows.positions_T, rows.sample_N, slots_R]
     if rows.rows_T is not None:
         arrays.append(rows.rows_T)
     starts, offsets, where, positions, sample, slots, *token_rows = upload(*arrays)
@@ -203,19 +218,21 @@ def prepare_inputs(
         ids_T=tables.arena.index_select(0, where).long(),
         positions_T=positions,
         groups=tuple(
-            _group_inputs(group, blocks, longest, slots, positions, token_rows[0] if token_rows else None)
+            group_inputs(group, blocks, longest, slots, positions, token_rows[0] if token_rows else None)
             for group, blocks in zip(groups, tables.blocks, strict=True)
         ),
-        sample_S=sample,
+        sample_N=sample,
         offsets_R1=rows.offsets_R1,
         starts_R=plan.starts_R,
         rows_on_device=(starts, offsets),
     )
 
 
-def _group_inputs(
+def group_inputs(
     group: KVGroup, blocks: Tensor, longest: int, slots: Tensor, positions_T: Tensor, rows_T: Tensor | None
 ) -> GroupInputs:
+    """Returns the inputs of one KV group. blocks: its table. longest: positions that any row reaches. slots: of the
+    rows. rows_T: the row of each token; None where each row has one."""
     size = group.block_size
     num_blocks = -(-longest // size)
     blocks_RN = blocks[:, :num_blocks].index_select(0, slots).long()

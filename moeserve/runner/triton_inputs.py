@@ -15,7 +15,7 @@ from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, StepPlan
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, pack, write
 from moeserve.ops.inputs import GroupInputs, StepInputs
-from moeserve.runner.tables import I64, Tables, Upload
+from moeserve.runner.tables import I64, HostRows, Tables, Upload
 
 
 def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
@@ -33,36 +33,37 @@ class FixedInputs:
 
     def __init__(self, tables: Tables, groups: Sequence[KVGroup], upload: Upload, most_tokens: int) -> None:
         self._tables, self._groups, self._upload = tables, groups, upload
-        self._blocks_GSN = tables.arena[tables.slots * tables.width :].view(len(groups), tables.slots, -1)
-        sizes = tables.slots, tables.slots, len(groups), self._blocks_GSN.shape[2]
+        self._blocks_GSB = tables.arena[tables.slots * tables.width :].view(len(groups), tables.slots, -1)
+        sizes = tables.slots, max(tables.slots, most_tokens), len(groups), self._blocks_GSB.shape[2]
         self._arrays = StepArrays.empty(most_tokens, *sizes, tables.arena.device)
         for array in fields(StepArrays):
             getattr(self._arrays, array.name).zero_()
 
     def largest(self, tokens: int, rows: int | None) -> StepInputs:
-        """Returns the buffers that `fill` fills, as inputs of rows of one token with the longest contexts."""
-        padded_rows = self._tables.slots if rows is None else rows
-        starts_R = np.full(min(tokens, padded_rows), self._tables.width - 2, dtype=np.int32)
-        return self._inputs(tokens, padded_rows, np.arange(len(starts_R) + 1, dtype=np.int32), starts_R, 0)
+        """Returns the buffers that `fill` fills, as inputs of rows of one token, or of an equal share of the tokens if
+        the number of rows is fixed, with the longest contexts."""
+        padded_rows, length = self._tables.slots if rows is None else rows, 1 if rows is None else tokens // rows
+        starts_R = np.full(min(tokens, padded_rows), self._tables.width - 1 - length, dtype=np.int32)
+        offsets_R1 = np.arange(len(starts_R) + 1, dtype=np.int32) * np.int32(length)
+        return self._inputs(tokens, padded_rows, offsets_R1, starts_R, 0)
 
-    def exact(self, plan: StepPlan) -> StepInputs:
+    def exact(self, plan: StepPlan, host: HostRows) -> StepInputs:
         """Returns the inputs of `plan` without padding, for a step that is not replayed."""
-        step = self.fill(plan, int(plan.counts_R.sum()), len(plan.slots_R))
+        step = self.fill(plan, host, len(host.positions_T), len(plan.slots_R))
         return replace(step, live=None)
 
-    def fill(self, plan: StepPlan, tokens: int, rows: int | None) -> StepInputs:
+    def fill(self, plan: StepPlan, host: HostRows, tokens: int, rows: int | None) -> StepInputs:
         """Returns the inputs of `plan`, padded to so many tokens, and rows if the number of rows is fixed."""
         longest = int((plan.starts_R + plan.counts_R).max())
         assert longest < self._tables.width, (longest, self._tables.width)
-        step = StepWords.of(plan.slots_R, plan.starts_R, plan.counts_R, plan.samples_R)
+        step = StepWords.of(plan.slots_R, plan.starts_R, host.offsets_R1, host.sample_N)
         (words,) = self._upload(step.words)
         padded_rows = self._tables.slots if rows is None else rows
         size = self._groups[0].block_size
         part = self._part(tokens, padded_rows)
-        part = replace(part, blocks_GRN=part.blocks_GRN[:, :, : -(-longest // size)])  # what lies behind is never read
-        fill_step(self._tables.tokens, self._blocks_GSN, size, step, words, part)
-        offsets_R1 = np.concatenate(([0], plan.counts_R.cumsum())).astype(np.int32)
-        return self._inputs(tokens, padded_rows, offsets_R1, plan.starts_R, step.samples)
+        part = replace(part, blocks_GRB=part.blocks_GRB[:, :, : -(-longest // size)])  # what lies behind is never read
+        fill_step(self._tables.tokens, self._blocks_GSB, size, step, words, part)
+        return self._inputs(tokens, padded_rows, host.offsets_R1, plan.starts_R, step.samples)
 
     def _part(self, tokens: int, rows: int) -> StepArrays:
         a = self._arrays
@@ -70,8 +71,8 @@ class FixedInputs:
             ids_T=a.ids_T[:tokens],
             positions_T=a.positions_T[:tokens],
             slot_mapping_GT=a.slot_mapping_GT[:, :tokens],
-            blocks_GRN=a.blocks_GRN[:, :rows],
-            sample_S=a.sample_S,
+            blocks_GRB=a.blocks_GRB[:, :rows],
+            sample_N=a.sample_N,
             offsets_R1=a.offsets_R1[: rows + 1],
             starts_R=a.starts_R[:rows],
         )
@@ -85,14 +86,14 @@ class FixedInputs:
             groups=tuple(
                 GroupInputs(
                     part.slot_mapping_GT[i],
-                    part.blocks_GRN[i, :rows],
+                    part.blocks_GRB[i, :rows],
                     group.block_size,
                     group.rule.window,
                     group.rule.chunk,
                 )
                 for i, group in enumerate(self._groups)
             ),
-            sample_S=part.sample_S[:samples],
+            sample_N=part.sample_N[:samples],
             offsets_R1=offsets_R1,
             starts_R=starts_R,
             rows_on_device=(part.starts_R[:rows], part.offsets_R1[: rows + 1]),

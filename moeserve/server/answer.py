@@ -19,7 +19,7 @@ from moeserve import protocol
 from moeserve.errors import RequestError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta, Generation
-from moeserve.protocol import CachedTokens, Usage
+from moeserve.protocol import CachedTokens, PredictedTokens, Usage
 from moeserve.sampling import SamplingParams
 from moeserve.server.app import HttpCall
 from moeserve.server.errors import as_request_error, error_body
@@ -41,17 +41,24 @@ class Counts:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     def add(self, delta: Delta) -> None:
         """Counts the tokens of a delta."""
         self.completion_tokens += len(delta.token_ids)
+        self.num_drafts += delta.num_drafts
+        self.num_accepted += delta.num_accepted
         if delta.cached_tokens is not None and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
 
     def usage(self) -> Usage:
         """Returns the counts in OpenAI's shape."""
         total = self.prompt_tokens + self.completion_tokens
-        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens))
+        drafts = None
+        if self.num_drafts:
+            drafts = PredictedTokens(self.num_accepted, self.num_drafts - self.num_accepted)
+        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), drafts)
 
 
 class _Aborted(RequestError):

@@ -88,6 +88,15 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
             (Gauge, "num_states_running", "those that requests in the batch hold", states - last.num_free_states),
             (Gauge, "num_states_cached", "those that the prefix cache can find", last.num_cached_states),
         ]
+    if stats.drafts:
+        singles += [
+            (Counter, "spec_decode_num_drafts", "rows whose drafts were verified", stats.drafts[0]),
+            (Counter, "spec_decode_num_draft_tokens", "drafts that were verified", sum(stats.drafts)),
+            (Counter, "spec_decode_num_accepted_tokens", "those that were right", sum(stats.accepted_drafts)),
+        ]
+        places = [((name, place), count) for place, count in enumerate(stats.accepted_drafts)]
+        labels, help = ["model_name", "position"], "drafts that were right, by place behind the last known token"
+        yield _family(Counter, "spec_decode_num_accepted_tokens_per_pos", help, labels, places)
     for kind, suffix, help, value in singles:
         yield _family(kind, suffix, help, ["model_name"], [([name], value)])
     reasons = sorted({"stop", "length", "abort", "error"} | stats.finished.keys())

@@ -127,6 +127,7 @@ class Sampling(StructuredFields, kw_only=True):
     allowed_token_ids: sampling.AllowedTokens | None = None
     bad_words: sampling.BadWords | None = None
     prompt_logprobs: sampling.NumLogprobs | None = None
+    speculate: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=MAX_INT)] | None = None

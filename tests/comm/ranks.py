@@ -39,7 +39,7 @@ def members_of(
 
 
 def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[T]:
-    """Run the calls at the same time, one thread each, then raise the first error: a rank's own before its peers' PeerLost."""
+    """Run the calls at the same time, one thread each, then raise the first error: a rank's own before PeerLost."""
     results: list[T | None] = [None] * len(calls)
     errors: list[BaseException] = []
 

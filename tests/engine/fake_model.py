@@ -11,7 +11,9 @@ tile and of the sum of the tile's entries so far. What is read that is in no blo
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +125,9 @@ class FakeModelRunner:
         self.todo: deque[StepPlan] = deque()
         self.done: deque[StepResult] = deque()
         self.num_stored = self.num_loaded = 0
+        self.num_drafts = limits.num_drafts
+        self.drafts: dict[int, list[int]] = {}
+        self.rng = random.Random(limits.num_drafts)
 
     def start(self, plan: StepPlan) -> None:
         self.todo.append(plan)
@@ -191,6 +196,10 @@ class FakeModelRunner:
             where = list(zip(diff.slots_N.tolist(), diff.indices_N.tolist(), strict=True))
             assert len(set(where)) == len(where), "one table entry is written twice in a step"
             self.tables[g, diff.slots_N, diff.indices_N] = diff.blocks_N
+        if plan.num_drafts_R is not None:
+            ends_R = plan.starts_R + plan.counts_R
+            for slot, end, k in zip(plan.slots_R.tolist(), ends_R.tolist(), plan.num_drafts_R.tolist(), strict=True):
+                self.tokens[slot, end - k : end] = self.drafts[slot][:k] if k else []
 
     def _check_writes(self, g: int, rows: list[tuple[int, int, int]]) -> None:
         written: set[tuple[int, int]] = set()
@@ -250,9 +259,13 @@ class FakeModelRunner:
         return mix(sums[ends + 1 - first] - sums[firsts - first])
 
     def _sample(self, plan: StepPlan, rows: list[tuple[int, int, int]], values: list[U64]) -> StepResult:
-        result = StepResult(plan.step, np.zeros(int(plan.samples_R.sum()), np.int32))
-        s = 0
-        for (slot, start, count), value, samples in zip(rows, values, plan.samples_R.tolist(), strict=True):
+        result = StepResult(plan.step, np.zeros(0, np.int32))
+        drafts_R = np.zeros(len(rows), np.int32) if plan.num_drafts_R is None else plan.num_drafts_R
+        kept_S: list[list[int]] = []
+        drafts_S: list[int] = []
+        for (slot, start, count), value, samples, k in zip(
+            rows, values, plan.samples_R, drafts_R.tolist(), strict=True
+        ):
             sampling, end = self.sampling[slot], start + count
             if sampling.prompt_logprobs is not None and start + 1 < self.num_prompt[slot]:
                 scored = range(start + 1, min(end + 1, self.num_prompt[slot]))
@@ -260,13 +273,34 @@ class FakeModelRunner:
                 result.prompt_logprobs[slot] = PromptLogprobs(start + 1, scores)
             if not samples:
                 continue
-            token = pick(value[-1], sampling.seed)
+            kept: list[int] = []
+            for at in range(end - k, end + 1):  # the positions of the new tokens
+                kept.append(pick(value[at - 1 - start], sampling.seed))
+                if sampling.logprobs is not None:
+                    result.logprobs.setdefault(slot, []).append(score(value[at - 1 - start], kept[-1]))
+                if at < end and kept[-1] != self.tokens[slot, at]:
+                    break
             if self.tokens[slot, 0] == POISON:
                 result.failed[slot] = "poisoned"
-                token = -1
-            elif sampling.logprobs is not None:
-                result.logprobs[slot] = score(value[-1], token)
-            self.tokens[slot, end] = max(token, 0)
-            result.tokens_S[s] = token
-            s += 1
-        return result
+                result.logprobs.pop(slot, None)
+                kept = [-1]
+            known = end - k + len(kept)
+            self.tokens[slot, end - k : known] = np.maximum(kept, 0)
+            kept_S.append(kept)
+            drafts_S.append(self._guess(slot, known))
+        return replace(
+            result,
+            tokens_N=np.array([token for kept in kept_S for token in kept], np.int32),
+            counts_S=None if plan.num_drafts_R is None else np.array([len(kept) for kept in kept_S], np.int32),
+            drafts_S=np.array(drafts_S, np.int32) if self.num_drafts else None,
+        )
+
+    def _guess(self, slot: int, known: int) -> int:
+        """Guesses tokens behind the known ones, most of them right; returns how many."""
+        number = self.rng.choice((0, self.num_drafts, self.rng.randint(0, self.num_drafts)))
+        tokens = self.tokens[slot, :known].tolist()
+        for _ in range(number):
+            right = pick(states(self.groups, tokens)[-1], self.sampling[slot].seed)
+            tokens.append(right if self.rng.random() < 0.8 else self.rng.randrange(VOCAB))
+        self.drafts[slot] = tokens[known:]
+        return number

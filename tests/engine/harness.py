@@ -88,6 +88,8 @@ class Harness:
         self.record: StepRecord | None = None
         self.num_preempted = 0
         self.num_resets = 0
+        self.num_drafts = 0  # verified
+        self.num_right = 0
 
     @property
     def num_free(self) -> int:
@@ -120,6 +122,7 @@ class Harness:
         assert output.record is not None
         self.record = output.record
         self.num_preempted += output.record.num_preempted
+        self.num_right += sum(output.record.num_accepted)
         return output
 
     def step(self) -> None:
@@ -153,7 +156,7 @@ class Harness:
                 assert len(answer.tokens) == 1
                 answer.cached = output.cached[rid]
             if rid in output.logprobs:
-                answer.logprobs.append(output.logprobs[rid])
+                answer.logprobs.append(output.logprobs[rid].pop(0))
         for rid, part in output.prompt_logprobs.items():
             for position, row in enumerate(part.rows, part.start):
                 assert position not in self.answers[rid].prompt_scores, "a prompt position was scored twice"
@@ -226,6 +229,11 @@ class Harness:
         limits = self.limits
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.starts_R) == len(plan.counts_R) == len(plan.samples_R) == len(plan.slots_R)
+        if plan.num_drafts_R is not None:
+            assert not self.in_flight, "a plan with drafts was made beside another"
+            assert ((plan.num_drafts_R >= 0) & (plan.num_drafts_R <= limits.num_drafts)).all()
+            assert (plan.num_drafts_R < plan.counts_R).all()
+            self.num_drafts += int(plan.num_drafts_R.sum())
         assert 0 < plan.counts_R.min() <= plan.counts_R.max() <= limits.prefill_chunk
         assert len(set(plan.slots_R.tolist())) == len(plan.slots_R) <= limits.max_num_seqs
         assert plan.step == len(self.plans)

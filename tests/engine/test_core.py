@@ -293,5 +293,5 @@ async def test_the_null_runner_answers_by_position() -> None:
     plan = scheduler.plan()
     assert plan is not None
     result = await runner.start(plan).result()
-    assert result.tokens_S.tolist() == [6 * 48271 % 65537 % 100] * 2
+    assert result.tokens_N.tolist() == [6 * 48271 % 65537 % 100] * 2
     runner.close()

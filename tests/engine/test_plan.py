@@ -49,6 +49,8 @@ def plans(draw: Any) -> StepPlan:
         ),
         stores=draw(MOVES),
         loads=draw(MOVES),
+        num_drafts_R=draw(st.none() | arrays(rows, COUNT)),
+        propose=draw(st.booleans()),
         split_at=draw(COUNT),
         agreed=draw(
             st.none()
@@ -101,6 +103,8 @@ def test_every_field_of_a_plan_travels() -> None:
         new_requests=(NewRequest(1, one, 1, TokenSampling(seed=1, max_tokens=1)),),
         stores=(BlockMove(1, 2),),
         loads=(BlockMove(3, 4),),
+        num_drafts_R=one,
+        propose=True,
         split_at=1,
         agreed=Agreed(1),
     )

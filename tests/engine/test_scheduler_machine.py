@@ -23,9 +23,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 3, 8, 40]),
         host_blocks=st.sampled_from([0, 3, 20]),
         spare_states=st.sampled_from([0, 1, 20]),
+        num_drafts=st.sampled_from([0, 1, 3]),
     )
     def start(
-        self, groups: object, depth: int, slots: int, spare: int, chunk: int, host_blocks: int, spare_states: int
+        self,
+        groups: object,
+        depth: int,
+        slots: int,
+        spare: int,
+        chunk: int,
+        host_blocks: int,
+        spare_states: int,
+        num_drafts: int,
     ) -> None:
         limits = limits_of(
             max_model_len=40,
@@ -37,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_store_blocks=host_blocks,
             num_states=STATES_HELD * slots + 1 + spare_states,
             num_store_states=host_blocks // 2,
+            num_drafts=num_drafts,
         )
         self.harness = Harness(limits, groups, random.Random(1))  # type: ignore[arg-type]
         self.next_rid = 0

@@ -16,10 +16,12 @@ WITH_STATES = "states", "all kinds"
 CASES = [(groups, seed) for groups in GROUPS for seed in range(2 if groups in WITH_STATES else 5)]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("depth", "num_drafts"), [(1, 0), (2, 0), (3, 0), (1, 3), (2, 1), (2, 3)])
 @pytest.mark.parametrize("num_store_blocks", [0, 30])
 @pytest.mark.parametrize(("groups", "seed"), CASES)
-def test_random_traffic_equals_plain_replay(groups: str, num_store_blocks: int, depth: int, seed: int) -> None:
+def test_random_traffic_equals_plain_replay(
+    groups: str, num_store_blocks: int, depth: int, num_drafts: int, seed: int
+) -> None:
     rng = random.Random(f"{groups} {num_store_blocks} {depth} {seed}")
     budget = rng.choice([3, 8, 24, 100])
     slots = rng.choice([1, 3, 6])
@@ -33,7 +35,10 @@ def test_random_traffic_equals_plain_replay(groups: str, num_store_blocks: int, 
         max_num_batched_tokens=budget,
         prefill_chunk=rng.choice([1, 5, budget]),
         watermark_blocks=rng.choice([0, 2]),
+        num_drafts=num_drafts,
     )
     harness = Harness(limits, GROUPS[groups], rng)
     random_traffic(harness, rng, 25)
     harness.check_answers()
+    if budget >= 24 and limits.prefill_chunk > 1:
+        assert (harness.num_drafts > 0) == (harness.num_right > 0) == (num_drafts > 0)

@@ -60,20 +60,20 @@ def empty(*shape: int, blocks: int) -> StepArrays:
         whole.ids_T[:tokens],
         whole.positions_T[:tokens],
         whole.slot_mapping_GT[:, :tokens],
-        whole.blocks_GRN[:, :rows, :blocks],
-        whole.sample_S[:samples],
+        whole.blocks_GRB[:, :rows, :blocks],
+        whole.sample_N[:samples],
         whole.offsets_R1[: rows + 1],
         whole.starts_R[:rows],
     )
 
 
 def test_step_example() -> None:
-    words = StepWords.of(int32(4, 2), int32(0, 9), int32(3, 1), np.array([False, True]))
+    words = StepWords.of(int32(4, 2), int32(0, 9), int32(0, 3, 4), np.array([3]))
     assert words.words.tolist() == [4, 2, 0, 9, 0, 3, 4, 3]
     table = torch.zeros(3, 4, dtype=torch.int32, device=DEVICE)
     table[2, :3] = torch.tensor([5, 6, 7])
     blocks = torch.tensor([[[1, 1], [2, 2], [4, 9]]], dtype=torch.int32, device=DEVICE)
-    step = StepWords.of(int32(2), int32(1), int32(2), np.array([True]))
+    step = StepWords.of(int32(2), int32(1), int32(0, 2), np.array([1]))
     out = empty(3, 2, 2, 1, blocks=2)
     fill_step(table, blocks, 2, step, on_device(step.words), out)
     assert [x.tolist() for x in (out.ids_T, out.positions_T, out.slot_mapping_GT)] == [
@@ -81,8 +81,8 @@ def test_step_example() -> None:
         [1, 2, 0],
         [[9, 18, 0]],
     ]
-    assert out.blocks_GRN.tolist() == [[[4, 9], [0, 0]]]
-    assert [out.offsets_R1.tolist(), out.starts_R.tolist(), out.sample_S.tolist()] == [[0, 2, 2], [1, 0], [1, 0]]
+    assert out.blocks_GRB.tolist() == [[[4, 9], [0, 0]]]
+    assert [out.offsets_R1.tolist(), out.starts_R.tolist(), out.sample_N.tolist()] == [[0, 2, 2], [1, 0], [1, 0]]
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -96,8 +96,9 @@ def test_step_inputs_are_those_of_a_loop(counts: str, padded: bool) -> None:
     rows = 6
     counts_R = {"mixed": rng.integers(1, 40, rows), "ones": np.ones(rows), "long": int32(1, 2100, 1, 30, 1, 1)}[counts]
     starts_R = rng.integers(0, 400, rows).astype(np.int32)
-    samples_R = rng.random(rows) < 0.6
-    step = StepWords.of(rng.permutation(slots)[:rows].astype(np.int32), starts_R, counts_R.astype(np.int32), samples_R)
+    offsets_R1 = np.concatenate(([0], counts_R.cumsum())).astype(np.int32)
+    sample_N = np.flatnonzero(rng.random(offsets_R1[-1]) < 0.6)
+    step = StepWords.of(rng.permutation(slots)[:rows].astype(np.int32), starts_R, offsets_R1, sample_N)
     extra = 1 if padded else 0
     shape = (step.tokens + 1500 * extra, rows + 4 * extra, step.samples + 2 * extra, groups)
     actual, expected = empty(*shape, blocks=max_blocks - 3), empty(*shape, blocks=max_blocks - 3)

@@ -10,7 +10,7 @@ import torch
 
 from moeserve.kernels.latent import latent_rope_cache
 from moeserve.ops import latent as plain
-from moeserve.ops.inputs import HeadShape
+from moeserve.ops.inputs import HeadShape, RopeCacheInputs
 from moeserve.ops.probe import host_step
 from moeserve.ops.table import pick_ops
 from tests.kernels.aot import Case, compile_all
@@ -26,7 +26,8 @@ def test_latent_rope_cache_example() -> None:
     cache, q_THC = torch.zeros((2, 16, 1, 3), device=DEVICE), torch.full((1, 1, 3), 9.0, device=DEVICE)
     slots = torch.tensor([17], device=DEVICE)
     norm = torch.full((1,), 5.0, device=DEVICE)
-    assert latent_rope_cache(q, kv, norm, 2.0, 0.0, cos, sin, cache, slots, q_THC).tolist() == [[[2]]]
+    rule = plain.LatentRule(1, 1, 2, 1, 2.0, 0.0, norm)
+    assert latent_rope_cache(q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, q_THC).tolist() == [[[2]]]
     assert q_THC.tolist() == [[[9, 0, 2]]]
     assert cache[1, 1].tolist() == [[5, 0, 1]]
     assert cache.count_nonzero() == 2
@@ -51,11 +52,12 @@ def test_latent_rope_cache(heads: int, nope: int, rope: int, rank: int, dtype: t
     cache = torch.randn((3, 16, 1, rank + rope), generator=random).to(dtype)
     room = torch.randn((tokens, heads, rank + rope), generator=random).to(dtype)
     theirs = cache.clone(), room.clone()
-    args = q.unflatten(1, (heads, -1)), kv, rule, cos, sin, theirs[0], slots[:-1], theirs[1]
+    args = q.unflatten(1, (heads, -1)), kv, rule, RopeCacheInputs(cos, sin, slots[:-1]), *theirs
     wanted = plain.latent_rope_cache(*args)
     mine = cache.clone().to(DEVICE), room.clone().to(DEVICE)
     moved: list[Any] = [x.to(DEVICE) for x in (args[0], kv, rule.norm_L, cos, sin, slots)]
-    got = latent_rope_cache(*moved[:3], rule.scale, rule.eps, *moved[3:5], mine[0], moved[5], mine[1])
+    there = replace(rule, norm_L=moved[2]), RopeCacheInputs(*moved[3:])
+    got = latent_rope_cache(*moved[:2], *there, *mine)
     precision = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(got[:real].cpu(), wanted[:real], rtol=precision, atol=0, equal_nan=True)
     found_cache, found_room = (x.cpu() for x in mine)
@@ -75,9 +77,10 @@ def test_latent_rope_cache(heads: int, nope: int, rope: int, rank: int, dtype: t
 def test_no_tokens() -> None:
     empty = torch.zeros((0, 1, 2), device=DEVICE)
     cache = torch.zeros((1, 16, 1, 6), device=DEVICE)
+    rule = plain.LatentRule(3, 3, 2, 4, 1.0, 0.0, torch.ones(4, device=DEVICE))
     found = latent_rope_cache(
-        torch.zeros((0, 3, 5), device=DEVICE), torch.zeros((0, 6), device=DEVICE), torch.ones(4, device=DEVICE), 1.0,
-        0.0, empty, empty, cache, torch.arange(0, device=DEVICE), torch.zeros((0, 3, 6), device=DEVICE),
+        torch.zeros((0, 3, 5), device=DEVICE), torch.zeros((0, 6), device=DEVICE), rule,
+        RopeCacheInputs(empty, empty, torch.arange(0, device=DEVICE)), cache, torch.zeros((0, 3, 6), device=DEVICE),
     )  # fmt: skip
     assert found.shape == (0, 3, 3)
 
@@ -126,7 +129,7 @@ def test_absorbed_attention_is_the_plain_table_s() -> None:
                 group, replace(step, rows_on_device=on_device), HeadShape(heads, 1, rank + rope, rank)
             )
             absorbed = torch.full((tokens, heads, rank + rope), NAN)
-            rest = ops.latent_rope_cache(q, kv, rule, cos, sin, cache, slots, absorbed)
+            rest = ops.latent_rope_cache(q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, absorbed)
             ops.pack_heads(up)(rest, out=absorbed[..., :rank])
             latents = ops.attention(absorbed, cache, cache[..., :rank], plan)
             results.append(ops.pack_heads(down)(latents.unflatten(1, (heads, rank))))

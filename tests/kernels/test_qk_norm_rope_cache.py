@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from triton import next_power_of_2
 
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from moeserve.ops import elementwise as plain
-from moeserve.ops.inputs import entry_width, from_entries
+from moeserve.ops.inputs import RopeCacheInputs, entry_width, from_entries
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 
 NAN = float("nan")
+ONE = plain.HeadRule(1, 1, 1.0, 0.0)  # a head of queries and one of keys
 
 
 def angles(tokens: int, dim: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -33,7 +35,8 @@ def test_qk_norm_rope_cache_example() -> None:
     cos, sin = torch.zeros((1, 1, 2), device=DEVICE), torch.tensor([[[-1.0, 1.0]]], device=DEVICE)
     qkv = torch.tensor([[1.0, 0, 1, 0, 3, 4]], device=DEVICE)
     k, v = torch.zeros((2, 16, 1, 2), device=DEVICE), torch.zeros((2, 16, 1, 2), device=DEVICE)
-    q = qk_norm_rope_cache(qkv, 1, 1, 2.0, cos, sin, k, v, torch.tensor([17], device=DEVICE))
+    at = RopeCacheInputs(cos, sin, torch.tensor([17], device=DEVICE))
+    q = qk_norm_rope_cache(qkv, plain.HeadRule(1, 1, 2.0, 0.0), at, (k, v))
     assert q.tolist() == [[[0, 2]]]
     assert k[1, 1].tolist() == [[0, 1]]
     assert v[1, 1].tolist() == [[3, 4]]
@@ -77,14 +80,12 @@ def test_qk_norm_rope_cache(
         for width in (dim, v_dim)
     )
     wanted_k, wanted_v = k.clone(), v.clone()
-    wanted = plain.qk_norm_rope_cache(qkv, rule, cos, sin, wanted_k, wanted_v, slot_mapping, normed)
+    at = RopeCacheInputs(cos, sin, slot_mapping)
+    wanted = plain.qk_norm_rope_cache(qkv, rule, at, (wanted_k, wanted_v), normed)
     got_k, got_v = k.clone().to(DEVICE), v.clone().to(DEVICE)
     moved = [None if t is None else t.to(DEVICE) for t in (rule.norms, normed)]
-    got = qk_norm_rope_cache(
-        qkv.to(DEVICE), heads, kv_heads, rule.scale, cos.to(DEVICE), sin.to(DEVICE), got_k, got_v,
-        slot_mapping.to(DEVICE), eps=rule.eps, norms=moved[0], clip=rule.clip, norm_last=rule.norm_last,
-        norm_values=rule.norm_values, normed_THd=moved[1],
-    )  # fmt: skip
+    there = RopeCacheInputs(*(part.to(DEVICE) for part in at))
+    got = qk_norm_rope_cache(qkv.to(DEVICE), replace(rule, norms=moved[0]), there, (got_k, got_v), moved[1])
     precision = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     close(got[:real].cpu(), wanted[:real], precision)
     assert got[real:].count_nonzero() == 0
@@ -106,7 +107,7 @@ def test_int8_heads_that_are_not_finite_become_nan() -> None:
     qkv[0, 21], qkv[1, 16] = NAN, -torch.inf
     cos, sin = torch.ones((3, 1, 8), device=DEVICE), torch.zeros((3, 1, 8), device=DEVICE)
     k, v = (torch.zeros((1, 16, 1, 12), dtype=torch.int8, device=DEVICE) for _ in range(2))
-    qk_norm_rope_cache(qkv, 1, 1, 1.0, cos, sin, k, v, torch.arange(3, device=DEVICE))
+    qk_norm_rope_cache(qkv, ONE, RopeCacheInputs(cos, sin, torch.arange(3, device=DEVICE)), (k, v))
     heads = from_entries(v[0, :3, 0].cpu())
     assert heads[:2].isnan().all()
     assert (heads[2] == 1).all()
@@ -116,7 +117,8 @@ def test_cells_below_zero_are_not_written() -> None:
     qkv = torch.ones((2, 24), device=DEVICE)
     cos = torch.ones((2, 1, 8), device=DEVICE)
     kv = torch.zeros((2, 3, 16, 1, 8), device=DEVICE)
-    qk_norm_rope_cache(qkv, 1, 1, 1.0, cos, cos, kv[0, 1:], kv[1, 1:], torch.tensor([-1, 20], device=DEVICE))
+    at = RopeCacheInputs(cos, cos, torch.tensor([-1, 20], device=DEVICE))
+    qk_norm_rope_cache(qkv, ONE, at, (kv[0, 1:], kv[1, 1:]))
     assert kv.count_nonzero() == 16
     assert (kv[1, 2, 4] == 1).all()
 
@@ -124,9 +126,8 @@ def test_cells_below_zero_are_not_written() -> None:
 def test_no_tokens() -> None:
     empty = torch.zeros((0, 1, 8), device=DEVICE)
     cache = torch.zeros((1, 16, 1, 8), device=DEVICE)
-    q = qk_norm_rope_cache(
-        torch.zeros((0, 24), device=DEVICE), 1, 1, 1.0, empty, empty, cache, cache, torch.arange(0, device=DEVICE)
-    )
+    at = RopeCacheInputs(empty, empty, torch.arange(0, device=DEVICE))
+    q = qk_norm_rope_cache(torch.zeros((0, 24), device=DEVICE), ONE, at, (cache, cache))
     assert q.shape == (0, 1, 8)
 
 

@@ -145,7 +145,7 @@ class Driver:
                 GroupInputs(torch.tensor(cells), torch.tensor(blocks), size, rule.window, rule.chunk)
                 for rule in self.rules
             ),
-            sample_S=torch.arange(len(positions)),
+            sample_N=torch.arange(len(positions)),
             offsets_R1=offsets,
             starts_R=starts_R,
             rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets)),

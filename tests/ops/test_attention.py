@@ -84,7 +84,7 @@ def run(cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], rule: R
     counts = [count for _, _, count in rows]
     queries = torch.cat([q[c][s : s + n] for c, s, n in rows])
     starts, offsets = [s for _, s, _ in rows], [0, *itertools.accumulate(counts)]
-    step = host_step(blocks, cache.block_size, starts, offsets, rule.window, rule.chunk)
+    step = host_step(blocks, cache.block_size, starts, offsets, window=rule.window, chunk=rule.chunk)
     shape = HeadShape(queries.shape[1], cache.k.shape[2], queries.shape[2], cache.values[0].shape[2])
     plan = a.plan_attention(*step, shape)
     padded = torch.cat((queries, queries.new_full((3, *queries.shape[1:]), 7)))

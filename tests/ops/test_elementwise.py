@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import elementwise as e
-from moeserve.ops.inputs import entry_width, from_entries, to_entries
+from moeserve.ops.inputs import RopeCacheInputs, entry_width, from_entries, to_entries
 from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 
 Score = Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"]
@@ -210,7 +210,7 @@ def test_heads_on_their_way_to_attention(v_dim: int | None, norm_last: bool) -> 
     rule = e.HeadRule(heads, groups, 0.3, 1e-3, norms, v_dim=v_dim, norm_last=norm_last, norm_values=v_dim is not None)
     k, values = torch.zeros(2, 4, groups, dim), torch.zeros(2, 4, groups, v)
     slots = torch.tensor([6, 0, 3])
-    q = e.qk_norm_rope_cache(qkv, rule, cos, sin, k, values, slots)
+    q = e.qk_norm_rope_cache(qkv, rule, RopeCacheInputs(cos, sin, slots), (k, values))
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import native_rows
-from moeserve.ops.inputs import HeadShape
+from moeserve.ops.inputs import HeadShape, RopeCacheInputs
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeHeads, NativeLinear
@@ -73,7 +73,9 @@ def test_a_layer_is_transformers_own(ops: Ops) -> None:
             q = layer.q_proj(x[part]).view(-1, heads, nope + rope)
             kv = layer.kv_a_proj_with_mqa(x[part])
             q_THC = torch.full((end - start, heads, rank + rope), torch.nan)
-            q_nope = ops.latent_rope_cache(q, kv, rule, cos[part], sin[part], cache, slots[part], q_THC)
+            q_nope = ops.latent_rope_cache(
+                q, kv, rule, RopeCacheInputs(cos[part], sin[part], slots[part]), cache, q_THC
+            )
             up(q_nope, out=q_THC[..., :rank])
             o = ops.attention(q_THC, cache, cache[..., :rank], plan).unflatten(1, (heads, rank))
             parts.append(layer.o_proj(down(o).flatten(1)))
@@ -134,11 +136,12 @@ def test_queries_and_latents(dtype: torch.dtype) -> None:
     for kernels in ("torch", "auto"):
         ops = pick_ops("cpu", dtype, kernels)  # type: ignore[arg-type]
         cache, out = torch.zeros(4, SIZE, 1, rank + rope, dtype=dtype), torch.full((tokens, heads, 48), 7, dtype=dtype)
-        results.append((ops.latent_rope_cache(q, kv, rule, cos, sin, cache, slots, out), out, cache))
+        results.append((ops.latent_rope_cache(q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, out), out, cache))
         assert (out[..., :rank] == 7).all()
         assert int((cache != 0).any(-1).sum()) == real
         one = torch.zeros_like(cache), torch.full_like(out[4:5], 7)
-        alone = ops.latent_rope_cache(q[4:5], kv[4:5], rule, cos[4:5], sin[4:5], one[0], slots[4:5], one[1])
+        at = RopeCacheInputs(cos[4:5], sin[4:5], slots[4:5])
+        alone = ops.latent_rope_cache(q[4:5], kv[4:5], rule, at, one[0], one[1])
         assert torch.equal(alone[0], results[-1][0][4])
         assert torch.equal(one[1][0], out[4])
         assert torch.equal(one[0].view(64, -1)[39], cache.view(64, -1)[39])

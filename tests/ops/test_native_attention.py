@@ -33,7 +33,10 @@ def step(cache: Cache, rows: list[Row], q: list[Tensor], rule: Rule) -> tuple[Te
     apart[: len(queries), :-1] = queries
     starts, offsets = [s for _, s, _ in rows], [0, *itertools.accumulate(counts)]
     shape = HeadShape(queries.shape[1], cache.k.shape[2], queries.shape[2], cache.values[0].shape[2])
-    return apart[:, :-1], (*host_step(blocks, cache.block_size, starts, offsets, rule.window, rule.chunk), shape)
+    return apart[:, :-1], (
+        *host_step(blocks, cache.block_size, starts, offsets, window=rule.window, chunk=rule.chunk),
+        shape,
+    )
 
 
 def run(cache: Cache, rows: list[Row], q: list[Tensor], rule: Rule) -> list[Tensor]:

@@ -20,7 +20,7 @@ from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Router
 from moeserve.ops import native_latent, native_layer, native_rows
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import HeadShape, to_entries
+from moeserve.ops.inputs import HeadShape, RopeCacheInputs, to_entries
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
@@ -83,12 +83,13 @@ def test_attention(
     plan = native_layer.plan_attention(*step, HeadShape(HEADS, KV_HEADS, DIM, v_dim))
 
     k, v = (cache.clone() for cache in caches)
-    q = native_rows.qk_norm_rope_cache(qkv(x), rule, cos, sin, k, v, slots)
+    at = RopeCacheInputs(cos, sin, slots)
+    q = native_rows.qk_norm_rope_cache(qkv(x), rule, at, (k, v))
     attended = native_layer.attention(q, k, v, plan, sinks_H=sinks, soft_cap=soft_cap)
     for last, expected in ((None, attended), (out, out(attended))):
         block_k, block_v = (cache.clone() for cache in caches)
         block = native_layer.AttentionBlock(qkv, last, rule, DIM, dtype, sinks, soft_cap)
-        assert torch.equal(block(x, cos, sin, block_k, block_v, slots, plan), expected)
+        assert torch.equal(block(x, at, (block_k, block_v), plan), expected)
         assert torch.equal(block_k, k)
         assert torch.equal(block_v, v)
 
@@ -118,14 +119,15 @@ def test_latent_attention(
 
     written, q_THC = cache.clone(), torch.full((tokens, HEADS, rank + rope), math.nan, dtype=dtype)
     q = queries(native_rows.rms_norm(narrow[0](x), narrow[1], rule.eps) if narrow else x)
-    q_THn = native_rows.latent_rope_cache(q.view(tokens, HEADS, -1), latents(x), rule, cos, sin, written, slots, q_THC)
+    at = RopeCacheInputs(cos, sin, slots)
+    q_THn = native_rows.latent_rope_cache(q.view(tokens, HEADS, -1), latents(x), rule, at, written, q_THC)
     up(q_THn, out=q_THC[..., :rank])
     attended = native_layer.attention(q_THC, written, written[..., :rank], plan)
     values = down(attended.view(tokens, HEADS, rank)).flatten(1)
     for last, expected in ((None, values), (out, out(values))):
         block_cache = cache.clone()
         block = native_latent.LatentBlock(narrow, queries, latents, up, down, last, rule, dtype)
-        assert torch.equal(block(x, cos, sin, block_cache, slots, plan), expected)
+        assert torch.equal(block(x, at, block_cache, plan), expected)
         assert torch.equal(block_cache, written)
 
 

@@ -19,7 +19,7 @@ from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.routing import Routing
 from moeserve.ops import elementwise, native_rows
 from moeserve.ops.elementwise import HeadRule, qk_norm_rope_cache
-from moeserve.ops.inputs import from_entries, to_entries
+from moeserve.ops.inputs import RopeCacheInputs, from_entries, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 from moeserve.runner.sampling import noise
@@ -178,8 +178,9 @@ def test_qk_norm_rope_cache(
     qkv, rule, cos, sin, slots, given = case_of(dtype, dim, norms=norms, clip=clip, normed=normed, **more)
     empty = [torch.full((6, 7, 2, width), torch.nan) for width in (dim, more.get("v_dim", dim)) * 2]
     caches = [to_entries(cache, torch.int8 if rounded else dtype) for cache in empty]
-    found = native_rows.qk_norm_rope_cache(qkv, rule, cos, sin, *caches[:2], slots, given), *caches[:2]
-    expected = qk_norm_rope_cache(qkv, rule, cos, sin, *caches[2:], slots, given), *caches[2:]
+    at = RopeCacheInputs(cos, sin, slots)
+    found = native_rows.qk_norm_rope_cache(qkv, rule, at, tuple(caches[:2]), given), *caches[:2]
+    expected = qk_norm_rope_cache(qkv, rule, at, tuple(caches[2:]), given), *caches[2:]
     for mine, reference in zip(found, expected, strict=True):
         if norms:
             tolerance = 0.05 if mine.dtype == torch.int8 else 1e-5  # one step of a scale
@@ -188,8 +189,9 @@ def test_qk_norm_rope_cache(
         else:
             assert torch.equal(bits_of(mine), bits_of(reference))
     assert int(from_entries(caches[0]).isnan().any(-1).sum()) == (42 - 7) * 2
-    alone = native_rows.qk_norm_rope_cache(qkv[4:5].clone(), rule, cos[4:5], sin[4:5], *caches[:2], slots[4:5],
-                                 None if given is None else given[4:5])  # fmt: skip
+    one = RopeCacheInputs(*(part[4:5] for part in at))
+    part = None if given is None else given[4:5]
+    alone = native_rows.qk_norm_rope_cache(qkv[4:5].clone(), rule, one, tuple(caches[:2]), part)
     assert torch.equal(alone[0], found[0][4])
 
 
@@ -205,8 +207,9 @@ def test_int8_cells_are_the_references(dtype: torch.dtype) -> None:
     qkv = heads.to(dtype).repeat(1, 3)
     rule, ones = HeadRule(1, 1, 1.0, 1e-6), torch.ones(8, 1, 24)
     caches = [torch.full((8, 1, 1, 28), 77, dtype=torch.int8) for _ in range(4)]
-    native_rows.qk_norm_rope_cache(qkv, rule, ones, 0 * ones, *caches[:2], torch.arange(8))
-    qk_norm_rope_cache(qkv, rule, ones, 0 * ones, *caches[2:], torch.arange(8))
+    at = RopeCacheInputs(ones, 0 * ones, torch.arange(8))
+    native_rows.qk_norm_rope_cache(qkv, rule, at, tuple(caches[:2]))
+    qk_norm_rope_cache(qkv, rule, at, tuple(caches[2:]))
     assert torch.equal(caches[0], caches[2])
     assert torch.equal(caches[1], caches[3])
     assert caches[1][5].flatten()[:6].tolist() == [127, 2, 2, 4, 4, 6]

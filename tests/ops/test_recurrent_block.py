@@ -5,20 +5,20 @@ bits in chunks, in company, beside padding, on every instruction set and any num
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from moeserve.blocks.build import Builder
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.gated_delta_layer import GatedDeltaLayer
-from moeserve.blocks.linear import ColumnLinear
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.mamba2_layer import Mamba2Layer
-from moeserve.blocks.recurrent_layer import PrepareTiles, unit_weights
 from moeserve.comm.tensor import ALONE
+from moeserve.comm.world import World
+from moeserve.moe.placement.placement import Placement
 from moeserve.ops.probe import host_step
 from moeserve.ops.rules import TILE
 from moeserve.ops.table import Ops, pick_ops
@@ -37,29 +37,35 @@ by_kind = pytest.mark.parametrize("kind", KINDS)
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def layer(kind: str, ops: Ops) -> GatedDeltaLayer | Mamba2Layer:
-    """A layer with the same weights whatever the operations; some of its heads decay by e^-50 and more in a token."""
-    spec, prepare = KINDS[kind], PrepareTiles(ops, 0)
+def layer(kind: str, ops: Ops, **other: Tensor) -> GatedDeltaLayer | Mamba2Layer:
+    """A layer with the same weights whatever the operations; some of its heads decay by e^-50 and more in a token.
 
-    def linear(columns: int, width: int, seed: int) -> Any:
-        return ops.pack_linear((values(columns, width, seed=seed) * width**-0.5).to(ops.dtype), None)
+    other: parameters in place of the usual ones.
+    """
+    spec = KINDS[kind]
+
+    def weight(columns: int, width: int, seed: int) -> Tensor:
+        return (values(columns, width, seed=seed) * width**-0.5).to(ops.dtype)
 
     if isinstance(spec, GatedDelta):
         _, heads, qk, v = spec.local(1)
-        return GatedDeltaLayer(
-            spec, ops, ALONE, prepare, linear(qk + 2 * v, WIDTH, 1), linear(2 * heads, WIDTH, 2),
-            values(qk + v, spec.conv, seed=3), -torch.logspace(-3, 2, heads), values(heads, seed=4),
-            unit_weights(spec.k_dim, ops.device), 1 + values(spec.v_dim, seed=5), 1e-6,
-            ColumnLinear(linear(WIDTH, v, 6), WIDTH, ALONE),
-        )  # fmt: skip
-    groups, heads, inner, shared = spec.local(1)
-    channels = inner + 2 * shared
-    return Mamba2Layer(
-        spec, ops, ALONE, prepare, linear(inner + channels + heads, WIDTH, 1), values(channels, spec.conv, seed=3),
-        values(channels, seed=7), -torch.logspace(-3, 2, heads), values(heads, seed=4), values(heads, 1, seed=8),
-        1 + values(inner, seed=5), torch.ones(inner // groups), 1e-6,
-        ColumnLinear(linear(WIDTH, inner, 6), WIDTH, ALONE),
-    )  # fmt: skip
+        channels, columns, norm = qk + v, qk + 2 * v, spec.v_dim
+        own = {"gates": weight(2 * heads, WIDTH, 2)}
+    else:
+        _, heads, v, shared = spec.local(1)
+        channels, columns, norm = v + 2 * shared, 2 * (v + shared) + heads, v
+        own = {"conv_bias": values(channels, seed=7), "skip": values(heads, seed=8)}
+    params: dict[str, Any] = own | {
+        "in": weight(columns, WIDTH, 1), "conv": values(channels, spec.conv, seed=3)[:, None],
+        "decay": torch.logspace(-3, 2, heads).log(), "dt_bias": values(heads, seed=4),
+        "norm": 1 + values(norm, seed=5), "out": weight(WIDTH, v, 6), **other,
+    }  # fmt: skip
+    placement = Placement.initial(0, 1, 1)
+    build = Builder(WIDTH, 1e-6, SIZE, params, ops, World(), ALONE, placement, plan_moe=pytest.fail)
+    built = spec.build(build, "", 0)
+    assert isinstance(built, GatedDeltaLayer | Mamba2Layer)
+    assert not params
+    return built
 
 
 def caches_of(kind: str, num_blocks: int) -> tuple[Tensor, ...]:
@@ -156,14 +162,14 @@ def test_what_does_not_fit_is_not_read(kind: str) -> None:
     for shape in ((4, WIDTH), (5, WIDTH - 1)):  # fewer rows than tokens; narrower than the weights
         with pytest.raises(AssertionError):
             block(torch.zeros(shape), plan, caches, 0)
-    narrow = ops.pack_linear(torch.zeros(block.inputs.matrix.columns - 1, WIDTH), None)
-    with pytest.raises(AssertionError):
-        replace(block, inputs=narrow)
-    with pytest.raises(AssertionError):  # K is at most 17
-        replace(block, conv_CK=torch.zeros(len(block.conv_CK), TILE + 2))
-    out = ColumnLinear(ops.pack_linear(torch.zeros(WIDTH, block.out.part.matrix.depth + 1), None), WIDTH, ALONE)
-    with pytest.raises(AssertionError):
-        replace(block, out=out)
+    channels, columns = len(block.conv_CK), block.inputs.matrix.columns
+    for name, misfit in (
+        ("in", torch.zeros(columns - 1, WIDTH)),
+        ("conv", torch.zeros(channels, 1, TILE + 2)),  # K is at most 17
+        ("out", torch.zeros(WIDTH, block.out.part.matrix.depth + 1)),
+    ):
+        with pytest.raises(AssertionError):
+            layer(kind, ops, **{name: misfit})
 
 
 @by_kind

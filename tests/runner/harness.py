@@ -176,8 +176,8 @@ class Driver:
     def update_from_output(self, chunks: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
         assert result.step == plan.step
         sampling = [request for (request, _), samples in zip(chunks, plan.samples_R, strict=True) if samples]
-        assert len(sampling) == len(result.tokens_S)
-        for i, (request, token) in enumerate(zip(sampling, result.tokens_S.tolist(), strict=True)):
+        assert len(sampling) == len(result.tokens_N)
+        for i, (request, token) in enumerate(zip(sampling, result.tokens_N.tolist(), strict=True)):
             request.output.append(token)
             request.logits.append(self._logits[plan.step][i])
         for request, _ in chunks:

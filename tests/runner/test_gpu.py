@@ -70,7 +70,7 @@ def test_all_that_a_step_answers() -> None:
         steps = [[(one, 5)], [(one, 5), (other, 3)], [(other, 1), (one, 2)]]
         answers.append([driver.run(rows) for rows in steps])
     for found, expected in zip(*answers, strict=True):
-        assert found.tokens_S.tolist() == expected.tokens_S.tolist()
+        assert found.tokens_N.tolist() == expected.tokens_N.tolist()
         assert np.array_equal(found.load_LE, expected.load_LE)
         assert found.logprobs.keys() == expected.logprobs.keys()
         assert found.prompt_logprobs.keys() == expected.prompt_logprobs.keys()
@@ -113,4 +113,4 @@ def test_no_step_waits_for_the_gpu(model: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for collect in in_flight:
-        assert len(collect().tokens_S) == 4
+        assert len(collect().tokens_N) == 4

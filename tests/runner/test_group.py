@@ -102,7 +102,7 @@ async def test_a_group_computes_the_bits_of_one_rank(backend: str, group: Open, 
             busy, idle = await engines.run([(first, 16)], [])
             assert busy.load_LE.sum() == 16 * 2 * 3  # tokens, layers, experts per token
             assert not idle.load_LE.any()
-            assert len(idle.tokens_S) == 0
+            assert len(idle.tokens_N) == 0
         second = engines.engines[1].driver.add(request_of(1))
         await finish(engines, first, second)
         same(first, expected[0])

@@ -147,7 +147,7 @@ def test_a_step_that_only_serves_others_has_a_result(guard: Guard) -> None:
     collect = runner.launch(replace(nothing, agreed=Agreed(1, most_tokens=(5, 0))))
     guard.armed = False
     result = collect()
-    assert not len(result.tokens_S)
+    assert not len(result.tokens_N)
     assert result.load_LE is not None
     assert not result.load_LE.any()
 

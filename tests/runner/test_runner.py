@@ -132,7 +132,7 @@ def test_blocks_return_from_the_store() -> None:
     loads = tuple(BlockMove(block, host_block) for block, host_block in zip(new, (3, 0), strict=True))
     nothing = np.zeros(0, dtype=np.int32)
     moves = StepPlan(99, nothing, nothing, nothing, nothing.astype(bool), (), stores=stores, loads=loads)
-    assert driver.runner.execute(moves).tokens_S.tolist() == []
+    assert driver.runner.execute(moves).tokens_N.tolist() == []
     for layer in kv.layers:
         assert torch.equal(layer[0][new], layer[0][old])
         assert layer[0][old].any()
@@ -194,7 +194,7 @@ def test_logits_that_are_not_finite_fail_that_request_alone(monkeypatch: pytest.
     result = driver.run([(request, 100) for request in requests])
     assert set(result.failed) == {requests[1].slot, requests[3].slot}
     assert all("not finite" in message for message in result.failed.values())
-    assert result.tokens_S[[1, 3]].tolist() == [-1, -1]
+    assert result.tokens_N[[1, 3]].tolist() == [-1, -1]
     for request, name in ((requests[0], "greedy"), (requests[4], "filtered")):
         assert request.output == alone(name).output[:1]
 

@@ -33,6 +33,7 @@ from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.kernels.sampling import SamplingTensors, sample
 from moeserve.ops import elementwise
+from moeserve.ops.inputs import RopeCacheInputs
 from moeserve.ops.rules import SWIGLU, RouterRule
 from tools.gpu import moe
 from tools.gpu import quantised as narrow
@@ -212,7 +213,8 @@ def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
     cos, sin = torch.cat((turns.cos(), turns.cos()), -1), torch.cat((-turns.sin(), turns.sin()), -1)
     k, v = (bench.random(tokens // 16 + 1, 16, kv, dim) for _ in range(2))
     slots = torch.randperm(tokens, device=bench.device)
-    q = qk_norm_rope_cache(qkv.flatten(1), heads, kv, 0.5, cos, sin, k, v, slots, eps=1e-6, norms=norm)
+    rule = elementwise.HeadRule(heads, kv, 0.5, 1e-6, norm)
+    q = qk_norm_rope_cache(qkv.flatten(1), rule, RopeCacheInputs(cos, sin, slots), (k, v))
     qk = qkv[:, : heads + kv].double()
     qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
     qk = qk * cos + torch.roll(qk, dim // 2, -1) * sin
@@ -274,12 +276,12 @@ def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
     """The arrays of a step from the requests' tables."""
     table = torch.randint(0, 1000, (8, 200), dtype=torch.int32, device=bench.device)
     blocks = torch.randint(1, 99, (1, 8, 13), dtype=torch.int32, device=bench.device)
-    slots, starts, counts = (np.array(row, dtype=np.int32) for row in ([4, 2, 7], [0, 9, 100], [17, 1, 40]))
-    step = StepWords.of(slots, starts, counts, np.array([False, True, True]))
+    slots, starts, offsets = (np.array(row, dtype=np.int32) for row in ([4, 2, 7], [0, 9, 100], [0, 17, 18, 58]))
+    step = StepWords.of(slots, starts, offsets, np.array([17, 56, 57]))
     both = [StepArrays.empty(70, 5, 4, 1, 13, bench.device) for _ in range(2)]
     fill_step(table, blocks, 16, step, torch.from_numpy(step.words).to(bench.device), both[0])
     step_reference(table, blocks, 16, step, both[1])
-    names = ("ids_T", "positions_T", "slot_mapping_GT", "blocks_GRN", "sample_S", "offsets_R1", "starts_R")
+    names = ("ids_T", "positions_T", "slot_mapping_GT", "blocks_GRB", "sample_N", "offsets_R1", "starts_R")
     found, wanted = (torch.cat([getattr(one, name).flatten().long() for name in names]) for one in both)
     return found, wanted, EXACT
 

@@ -187,8 +187,8 @@ def cut_reference(d_SV: Tensor, farthest_S: Tensor, top_k_S: Tensor, top_p_S: Te
 
 def step_reference(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, out: StepArrays) -> None:
     """The definition, row by row."""
-    slots_R, starts_R, offsets_R1, sample_S = np.split(step.words, [step.rows, 2 * step.rows, 3 * step.rows + 1])
-    for array in (out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRN, out.sample_S, out.starts_R):
+    slots_R, starts_R, offsets_R1, sample_N = np.split(step.words, [step.rows, 2 * step.rows, 3 * step.rows + 1])
+    for array in (out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRB, out.sample_N, out.starts_R):
         array.zero_()
     out.offsets_R1.fill_(step.tokens)
     for row, (slot, start) in enumerate(zip(slots_R.tolist(), starts_R.tolist(), strict=True)):
@@ -199,9 +199,9 @@ def step_reference(table: Tensor, blocks: Tensor, block_size: int, step: StepWor
         out.slot_mapping_GT[:, mine] = (
             blocks[:, slot, positions // block_size].long() * block_size + positions % block_size
         )
-        out.blocks_GRN[:, row] = blocks[:, slot, : out.blocks_GRN.shape[2]]
+        out.blocks_GRB[:, row] = blocks[:, slot, : out.blocks_GRB.shape[2]]
         out.starts_R[row], out.offsets_R1[row] = start, mine.start
-    out.sample_S[: step.samples] = torch.from_numpy(sample_S)
+    out.sample_N[: step.samples] = torch.from_numpy(sample_N)
 
 
 def write_reference(arena: Tensor, words: Tensor, pieces: int) -> None:

@@ -73,10 +73,13 @@ class Experts(Protocol):
     """One kernel family for experts with one activation, over the rows that a dispatch brought."""
 
     caps: ExpertsCaps
+    _activation: Activation = SWIGLU
 
     def with_activation(self, activation: Activation) -> Self:
         """Returns the same kernel for experts with another activation; what either packs serves both."""
-        ...
+        kernel = copy(self)
+        kernel._activation = activation
+        return kernel
 
     def pack(self, weights: ExpertWeights) -> Any:
         """Returns the weights in this kernel's own layout, expert by expert; keeps none of the tensors it replaces."""
@@ -107,14 +110,6 @@ class Experts(Protocol):
 class StackedExperts(Experts):
     """A base of kernels whose packed weights are tensors with the local expert as their first dimension: `parts` has
     all of them, and `of_parts` returns the same weights with other tensors."""
-
-    _activation: Activation = SWIGLU
-
-    def with_activation(self, activation: Activation) -> Self:
-        """See `Experts`."""
-        kernel = copy(self)
-        kernel._activation = activation
-        return kernel
 
     def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Any:
         """See `Experts`."""

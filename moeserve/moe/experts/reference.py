@@ -7,15 +7,14 @@ following rows instead of being copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from itertools import starmap
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
-from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
+from moeserve.moe.experts.base import Experts, ExpertsCaps, ExpertWeights
 from moeserve.ops.linear import Linear
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
@@ -23,7 +22,7 @@ from moeserve.ops.table import Ops
 Products = tuple[Linear, Linear]  # w13 and w2 of one expert
 
 
-class ReferenceExperts:
+class ReferenceExperts(Experts):
     """Experts as two products and an activation for each expert that has rows."""
 
     caps = ExpertsCaps(
@@ -36,12 +35,6 @@ class ReferenceExperts:
 
     def __init__(self, ops: Ops, activation: Activation = SWIGLU) -> None:
         self._ops, self._activation = ops, activation
-
-    def with_activation(self, activation: Activation) -> Self:
-        """See `Experts`."""
-        kernel = copy(self)
-        kernel._activation = activation
-        return kernel
 
     def pack(self, weights: ExpertWeights) -> list[Products]:
         """See `Experts`."""

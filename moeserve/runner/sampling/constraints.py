@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ import numpy as np
 from moeserve.engine.plan import I32, NewRequest
 from moeserve.errors import MoeserveError
 from moeserve.runner.sampling.sampler import Masks
-from moeserve.runner.tables import I64
 from moeserve.runner.thread import JobThread
 
 if TYPE_CHECKING:
@@ -92,6 +91,11 @@ class Constraints:
 
         return cls(load, vocab_size)
 
+    @property
+    def active(self) -> bool:
+        """Whether any request in a slot has a grammar."""
+        return bool(self._requests)
+
     def add(self, request: NewRequest) -> None:
         """Takes the request of a slot: its grammar, if it has one, begins to compile and go through its answer so far.
         What is wrong with it comes from the next `accept`."""
@@ -101,14 +105,12 @@ class Constraints:
             self._requests[request.slot] = Constrained(request.slot, request.num_prompt, matcher)
 
     def begin(
-        self, slots_S: Sequence[int] | I64, positions_S: Sequence[int] | I64, drafts_S: Sequence[I32] | None = None
+        self, slots_S: Iterable[int], positions_S: Iterable[int], drafts_S: Sequence[I32] | None = None
     ) -> StepMasks | None:
         """Starts to fill the masks of a step's rows; None if no row has a grammar. May be called again for a step.
 
         positions_S: the known tokens of each row, drafts not counted. The masks wait until `accept` has had them.
         """
-        if not self._requests:
-            return None
         rows, first = [], 0
         for i, (slot, position) in enumerate(zip(map(int, slots_S), map(int, positions_S), strict=True)):
             drafts = drafts_S[i].tolist() if drafts_S is not None else []

@@ -263,6 +263,10 @@ class Sampler(ABC):
         logprobs = self._logprobs(logits_SV.index_select(0, index), tokens_S.index_select(0, index), most)
         return Sampled(tokens_S, status_S, failures, logprobs, wants_P, counts_P.tolist())
 
+    def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
+        """Returns the token, int32, that `sample` would choose for each row; any token where it would fail."""
+        return self._choose(logits_SV, slots_S, positions_S, None)[0]
+
     @abstractmethod
     def _choose(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None

@@ -1,1 +1,1 @@
-"""Proposers of drafts, and where drafts meet the step."""
+"""Proposers of drafts."""

@@ -4,7 +4,7 @@ A proposer's guesses (drafts) are the input of the next step's row, which comput
 that equal what is sampled are kept. So drafts never change a token: a proposer may guess whatever it likes, and all
 ranks of an engine must only make the same guesses, as they do from equal tokens.
 
-S rows that sample, k drafts at most, N = S + all drafts sampled positions, T tokens of the step.
+S rows that sample, N tokens that are sampled, or drafts; T tokens of the step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moeserve.engine.plan import I32, NewRequest, StepPlan
@@ -28,6 +27,7 @@ class Verified:
 
     hidden_TD: after the model's last norm. slots_S: the slots that sampled. accepted_S: int64, sampled tokens of each
     that are kept (1 + the drafts that were right). last_S: int64, of the T tokens the one that gave the last of them.
+    taps_TN: the streams of `spec.taps` side by side.
     """
 
     plan: StepPlan
@@ -37,20 +37,25 @@ class Verified:
     slots_S: I64
     accepted_S: Tensor
     last_S: Tensor
+    taps_TN: Tensor | None = None
 
 
 class Proposer(ABC):
-    """Keeps `drafts_SK` int32 [slots, num_drafts] on the device: the guesses that follow each slot's last known token."""
+    """Guesses at most `num_drafts` tokens that follow each slot's last known one."""
 
-    def __init__(self, slots: int, num_drafts: int, device: torch.device) -> None:
+    def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
-        self.drafts_SK = torch.zeros(slots, num_drafts, dtype=torch.int32, device=device)
 
-    def add(self, request: NewRequest) -> None:
+    @abstractmethod
+    def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
+        """Returns guesses, int32 [N] on the device: of slots_N[i], the one that is places_N[i] behind the first."""
+
+    def add(self, request: NewRequest) -> None:  # noqa: B027
         """Takes a request that begins, or begins again, with the tokens it has."""
 
-    def launch(self, step: Verified) -> None:
-        """Guesses on the device, behind the step. Does not wait for the device."""
+    def launch(self, step: Verified) -> None:  # noqa: B027
+        """Reads a step, whether or not a row samples, and guesses, if its plan asks for that, on the device, behind the
+        step. Does not wait for the device."""
 
     @abstractmethod
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
@@ -60,9 +65,14 @@ class Proposer(ABC):
 class LookupProposer(Proposer):
     """Guesses on the host, from tokens alone."""
 
-    def __init__(self, slots: int, num_drafts: int, device: torch.device, upload: Upload) -> None:
-        super().__init__(slots, num_drafts, device)
+    def __init__(self, slots: int, num_drafts: int, upload: Upload) -> None:
+        super().__init__(num_drafts)
         self._upload = upload
+        self._drafts_SK = np.zeros((slots, num_drafts), np.int32)
+
+    def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
+        """See `Proposer`."""
+        return self._upload(self._drafts_SK[slots_N, places_N])[0]
 
     @abstractmethod
     def guess(self, slot: int, tokens: I32) -> Sequence[int]:
@@ -71,13 +81,22 @@ class LookupProposer(Proposer):
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
         """See `Proposer`."""
         counts_S = np.zeros(len(slots_S), np.int32)
-        drafts_SK = np.zeros((len(slots_S), self.num_drafts), np.int32)
         for i, (slot, tokens) in enumerate(zip(slots_S, tokens_S, strict=True)):
             drafts = self.guess(slot, tokens)
             counts_S[i] = len(drafts)
-            drafts_SK[i, : len(drafts)] = drafts
-        some = np.flatnonzero(counts_S)
-        if len(some):
-            index, drafts = self._upload(np.asarray(slots_S, np.int64)[some], drafts_SK[some])
-            self.drafts_SK.index_copy_(0, index, drafts)
+            self._drafts_SK[slot, : len(drafts)] = drafts
         return counts_S
+
+
+def count_accepted(right_N: Tensor, drafts_S: I32, upload: Upload) -> Tensor:
+    """Returns how many sampled tokens of each row are kept, int64 [S]: those up to the first that its draft was not.
+
+    right_N: bool, whether the draft at the same place equals the sampled token; drafts_S of a row, then one without a
+    draft whose value does not matter. right [yes, no, yes, x, x], drafts [3, 0] -> [2, 1]
+    """
+    lengths_S = drafts_S.astype(np.int64) + 1
+    place_SK = np.arange(int(drafts_S.max()))
+    is_draft_SK = place_SK < drafts_S[:, None]
+    index_SK = (lengths_S.cumsum() - lengths_S)[:, None] + np.where(is_draft_SK, place_SK, 0)
+    index, is_draft = upload(index_SK, is_draft_SK)
+    return 1 + (right_N[index] & is_draft).long().cumprod(dim=1).sum(dim=1)

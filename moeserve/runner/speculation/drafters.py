@@ -1,0 +1,119 @@
+"""Models that guess: the model's own head, an EAGLE-3 head, or a smaller model with the same vocabulary.
+
+The last two are whole on every tensor-parallel rank, in the dtype of the model that is served, and in the format of
+their files: `--quantization` does not concern them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeserve.config import Config
+from moeserve.errors import CheckpointError, ConfigError
+from moeserve.loader.files import Fields, read_json
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.models.build import build_decoder
+from moeserve.models.decoder import Decoder
+from moeserve.models.eagle3 import build_eagle3, plan_eagle3, read_eagle3, read_target_ids
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import load_plan
+from moeserve.models.mtp import with_mtp
+from moeserve.models.spec import ModelSpec
+from moeserve.ops.quantised import Asked
+from moeserve.runner.limits import MemoryFacts
+from moeserve.runner.load import Shard, draft_params, load_mtp
+from moeserve.runner.speculation.model_proposer import Drafter
+from moeserve.speculation import SpeculationSpec
+
+TOKENIZER = "tokenizer.json"
+
+
+def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec) -> ModelSpec:
+    """Returns the spec of a model whose tokens are guessed so: kinds mtp, model and eagle add layers.
+
+    Raises ConfigError, CheckpointError where the drafter does not belong to the model.
+    """
+    if speculation.kind == "mtp":
+        return with_mtp(spec)
+    if not speculation.path:
+        return spec
+    path = resolve_model_dir(speculation.path)
+    if speculation.kind == "eagle":
+        eagle = read_eagle3(path, spec)
+        return replace(spec.drafting(eagle.model.layers), draft_whole=True, taps=eagle.taps)
+    draft = read_model_spec(path)
+    if any(rule.tile for rule in draft.kv_rules):
+        raise ConfigError(
+            f"{path}: {draft.architecture} has recurrent layers, whose states cannot be taken back to before a wrong "
+            "draft; use a draft model that has attention in all layers"
+        )
+    if draft.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"{path}: the draft model's vocab_size is {draft.vocab_size}, and the served model's is "
+            f"{spec.vocab_size}; use a draft model with the same tokenizer"
+        )
+    _check_tokenizers(path, model_dir)
+    return replace(spec.drafting(draft.layers), draft_whole=True)
+
+
+def load_drafter(
+    spec: ModelSpec,
+    model_dir: Path,
+    speculation: SpeculationSpec,
+    model: Decoder,
+    config: Config,
+    asked: Asked | None,
+    shard: Shard,
+    memory: MemoryFacts,
+) -> Drafter:
+    """Loads the drafter of `spec`, which `with_drafter` returned; its caches are still to come. Other arguments and
+    errors are those of `load_model`."""
+    if speculation.kind == "mtp":
+        head = load_mtp(spec, model_dir, model, config, asked, shard, memory)
+        return Drafter(head, (), spec.draft_rules, takes_hidden=True)
+    path, longest = resolve_model_dir(speculation.path), config.model.max_model_len or spec.max_position
+    if speculation.kind == "model":
+        draft = read_model_spec(path)
+        with draft_params(draft, path, model, config, None, memory, lambda names: load_plan(draft, names)) as loaded:
+            small = build_decoder(draft, *loaded, max_tokens=shard.max_tokens, max_position=longest)
+        return Drafter(small, (), spec.draft_rules, takes_hidden=False)
+    eagle = read_eagle3(path, spec)
+    dummy = config.model.load_format == "dummy"
+    ids_d = torch.arange(eagle.model.vocab_size) if dummy else read_target_ids(eagle, path)
+    with draft_params(
+        eagle.model, path, model, config, None, memory, lambda names: plan_eagle3(eagle, names)
+    ) as loaded:
+        guesser = build_eagle3(eagle, *loaded, model.embed_VD, ids_d, longest)
+    return Drafter(guesser, (), spec.draft_rules, takes_hidden=True, combine=guesser.combine)
+
+
+def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:
+    """Raises ConfigError unless both have the same tokens, where both have a tokenizer.json."""
+    paths = [directory / TOKENIZER for directory in (draft_dir, model_dir)]
+    if not all(path.is_file() for path in paths) or len({path.read_bytes() for path in paths}) == 1:
+        return
+    drafts, tokens = (_vocabulary(directory) for directory in (draft_dir, model_dir))
+    if different := sorted((drafts.items() ^ tokens.items()), key=lambda item: (item[1], item[0])):
+        token, number = different[0]
+        where, other = (paths[0], tokens) if (token, number) in drafts.items() else (paths[1], drafts)
+        raise ConfigError(
+            f"{where}: token {number} is {token!r}, and that is {other.get(token, 'no token')} for the other model: "
+            "the draft model's tokenizer is not the served model's; use a draft model of the same family"
+        )
+
+
+def _vocabulary(directory: Path) -> Mapping[str, int]:
+    """Returns the id of each token in tokenizer.json."""
+    config = Fields(directory / TOKENIZER, read_json(directory, TOKENIZER), {"added_tokens": []})
+    vocabulary: Any = config.section("model").get("vocab")
+    try:
+        if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        return dict(vocabulary) | {token["content"]: token["id"] for token in config.raw("added_tokens") or ()}
+    except (TypeError, ValueError, KeyError):
+        raise CheckpointError(f"{config.path}: its vocabulary cannot be read; download it again") from None

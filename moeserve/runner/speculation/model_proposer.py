@@ -1,0 +1,155 @@
+"""Proposers that are models: a head for multi-token prediction, EAGLE, or a small model.
+
+A drafter reads what the target has computed and keeps K/V of its own, in the blocks of the target's group with full
+attention. At position p a head reads the target's hidden state there and the token at p + 1; any other model reads the
+token at p. So first it goes over all tokens of a step, and then over its own guesses, one by one.
+
+Guesses are sampled as the target samples, with the noise of their positions: the better a drafter's logits, the more
+often both choose the same token, at any temperature. Nothing else depends on what is in a drafter's cache. It may write
+where a later step writes again, to the null block where no block has been granted, and, by an entry of the table that
+is out of date, to another request's block, whose drafts are then worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import FULL, KVRule
+from moeserve.engine.plan import I32
+from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
+from moeserve.runner.sampling.sampler import Sampler
+from moeserve.runner.speculation.base import Proposer, Verified
+from moeserve.runner.tables import I64, Tables, Upload, group_inputs, prepare_inputs
+
+
+class DraftModel(Protocol):
+    """What computes drafts; a `Decoder` is one."""
+
+    def forward(
+        self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch, hidden_TD: Tensor | None = None
+    ) -> Tensor:
+        """Returns what `logits` takes, and `forward` as hidden_TD for the next token. hidden_TD: of the target, or what
+        this method returned for the token before."""
+        ...
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """Returns every token's score, fp32 [S, V]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A draft model and its caches. rules: of its KV groups. takes_hidden: whether it reads hidden states, and with
+    each that of the token before. combine: makes those of the target's streams (`Verified.taps_TN`)."""
+
+    model: DraftModel
+    caches: Sequence[LayerCache]
+    rules: Sequence[KVRule]
+    takes_hidden: bool
+    combine: Callable[[Tensor], Tensor] | None = None
+
+
+class ModelProposer(Proposer):
+    """Guesses num_drafts tokens for every row that samples. The device must be one that the host does not run ahead of:
+    positions of drafts follow from how many were right, and noise is made from positions on the host."""
+
+    def __init__(
+        self,
+        num_drafts: int,
+        drafter: Drafter,
+        groups: Sequence[KVGroup],
+        tables: Tables,
+        sampler: Sampler,
+        upload: Upload,
+    ) -> None:
+        super().__init__(num_drafts)
+        self._drafts_SK = torch.zeros(tables.slots, num_drafts, dtype=torch.int32, device=tables.arena.device)
+        self._next_SK = self._drafts_SK.clone()  # of steps that may be launched again with the drafts before
+        self._drafter, self._groups, self._tables = drafter, groups, tables
+        self._sampler, self._upload = sampler, upload
+        self._ubatch = UBatch()
+        self._full = next(i for i, group in enumerate(groups) if group.rule == FULL)
+
+    def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
+        """See `Proposer`."""
+        return self._drafts_SK[self._upload(slots_N, places_N)]
+
+    def launch(self, step: Verified) -> None:
+        """See `Proposer`."""
+        shift, rows = int(self._drafter.takes_hidden), step.rows
+        (where,) = self._upload(self._tables.token_offsets(rows.slots_T, rows.positions_T + shift))
+        inputs = step.step
+        if inputs.live is not None:  # padded for a graph
+            inputs = prepare_inputs(step.plan, rows, self._tables, self._groups, self._upload)
+        ids_T = self._tables.arena.index_select(0, where).long()
+        inputs = replace(inputs, ids_T=ids_T, groups=self._own_groups(inputs.groups[self._full]), cut=None)
+        hidden_TD = step.hidden_TD[: len(ids_T)]
+        if self._drafter.combine is not None:
+            assert step.taps_TN is not None
+            hidden_TD = self._drafter.combine(step.taps_TN[: len(ids_T)])
+        hidden_TD = self._forward(inputs, hidden_TD)
+        if not (step.plan.propose and len(step.slots_S)):
+            return
+        hidden_SD = hidden_TD.index_select(0, step.last_S)
+        known_S = rows.positions_T[step.last_S.numpy()] + 2  # tokens of each request now
+        (slots,) = self._upload(step.slots_S)
+        for i in range(self.num_drafts):
+            if i or not shift:
+                hidden_SD = self._forward(self._next_tokens(step.slots_S, known_S - 1 + i, shift), hidden_SD)
+            drafts_S = self._sampler.draft(self._model.logits(hidden_SD), step.slots_S, self._inside(known_S + i))
+            self._next_SK[:, i].index_copy_(0, slots, drafts_S)
+            # Where the next round, penalties and rules read them; the next step writes its own tokens there.
+            (offsets,) = self._upload(self._tables.token_offsets(step.slots_S, self._inside(known_S + i)))
+            self._tables.append(offsets, drafts_S)
+
+    @torch.inference_mode()  # in which the tensors were made
+    def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
+        """See `Proposer`."""
+        (slots,) = self._upload(np.asarray(slots_S, np.int64))
+        self._drafts_SK.index_copy_(0, slots, self._next_SK.index_select(0, slots))
+        return np.full(len(slots_S), self.num_drafts, np.int32)
+
+    @property
+    def _model(self) -> DraftModel:
+        return self._drafter.model
+
+    def _inside(self, positions_S: I64) -> I64:
+        """Keeps drafts that no request has room for at the table's last entry, which no known token has."""
+        return np.minimum(positions_S, self._tables.width - 1)
+
+    def _forward(self, inputs: StepInputs, hidden_TD: Tensor) -> Tensor:
+        taken = hidden_TD if self._drafter.takes_hidden else None
+        hidden_TD = self._model.forward(inputs, self._drafter.caches, self._ubatch, taken)
+        self._ubatch.take_load()  # its experts are no part of the placement
+        return hidden_TD
+
+    def _next_tokens(self, slots_S: I64, tokens_S: I64, shift: int) -> StepInputs:
+        """Returns the inputs of one token for each slot: that at tokens_S, read at a position `shift` less."""
+        count, last = len(slots_S), self._tables.width - 2  # the last position of a request
+        positions_S = np.minimum(tokens_S - shift, last)
+        offsets_R1, starts_R = np.arange(count + 1, dtype=np.int32), positions_S.astype(np.int32)
+        where_S = self._tables.token_offsets(slots_S, self._inside(tokens_S))
+        where, positions, slots, starts, offsets = self._upload(where_S, positions_S, slots_S, starts_R, offsets_R1)
+        blocks, longest = self._tables.blocks[self._full], int(positions_S.max()) + 1
+        group = group_inputs(self._groups[self._full], blocks, longest, slots, positions, None)
+        return StepInputs(
+            ids_T=self._tables.arena.index_select(0, where).long(),
+            positions_T=positions,
+            groups=self._own_groups(group),
+            sample_N=torch.arange(count, device=positions.device),
+            offsets_R1=offsets_R1,
+            starts_R=starts_R,
+            rows_on_device=(starts, offsets),
+        )
+
+    def _own_groups(self, full: GroupInputs) -> tuple[GroupInputs, ...]:
+        """Returns the drafter's groups: the blocks of the group with full attention, each with a window of its own."""
+        return tuple(replace(full, window=rule.window, chunk=rule.chunk) for rule in self._drafter.rules)

@@ -1,0 +1,121 @@
+"""Checkpoints with a head for multi-token prediction, and what it computes, in plain torch.
+
+transformers has no such heads: the layer is one of its own, in a model that has no other.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moeserve.blocks.weights import MTPNames
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.registry import FAMILIES as OURS
+from tests.checkpoints import FAMILIES, SLIDING, SMALL, Checkpoint, Options, randomise, write_checkpoint
+
+# of a model whose only layer is that of the head, where they are not those of the checkpoint
+LAYER: dict[str, Options] = {
+    "deepseek_v3": {"first_k_dense_replace": 0},
+    "deepseek_v32": {"mlp_layer_types": ["sparse"]},
+    "glm_moe_dsa": {"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse"]},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "qwen3_next": {"layer_types": ["full_attention"]},
+    "qwen3_5_moe": {"layer_types": ["full_attention"]},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "mimo_v2_flash": {"layer_types": [SLIDING], "mlp_layer_types": ["dense"]},
+}
+# config.json's key, where the checkpoint's writer does not know it
+KEYS: dict[str, Options] = {
+    **{name: {"mtp_num_hidden_layers": 1} for name in ("qwen3_moe", "qwen3_5_moe")},
+    **{name: {"num_nextn_predict_layers": 1} for name in ("glm_moe_dsa", "glm4_moe_lite")},
+}
+SPELLED = {
+    "mimo_v2_flash": {"self_attn.sinks": "self_attn.attention_sink_bias", "post_attention": "pre_mlp"},
+}
+
+
+@dataclass
+class Head:
+    """A head beside its model, fp32. layer: a model whose layer and last norm are the head's."""
+
+    path: Path
+    target: Any
+    layer: Any
+    embed_norm: Any
+    hidden_norm: Any
+    product: Tensor
+
+    @torch.no_grad()
+    def inputs(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+        """What the layer reads: rows of W [norm(embedding), norm(hidden)]."""
+        embedded = self.target.get_input_embeddings()(torch.tensor(tokens))
+        return torch.cat((self.embed_norm(embedded), self.hidden_norm(hidden)), -1) @ self.product.T
+
+    @torch.no_grad()
+    def hidden(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs_embeds=inputs[None]).last_hidden_state[0]
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.target.lm_head(hidden).float()
+
+    @torch.no_grad()
+    def target_hidden(self, tokens: Sequence[int]) -> Tensor:
+        return text_model(self.target)(torch.tensor([tokens])).last_hidden_state[0]
+
+
+def text_model(model: Any) -> Any:
+    return getattr(model.model, "language_model", model.model)
+
+
+def write_mtp_checkpoint(name: str, path: Path, **overrides: Any) -> Head:
+    """Writes the checkpoint of a row of tests/checkpoints.py with a head."""
+    import transformers
+
+    checkpoint: Checkpoint = write_checkpoint(name, path, **overrides)
+    target = checkpoint.reference
+    options = FAMILIES[name][1]
+    options = {**SMALL, **options.get("text_config", options), **overrides, "num_hidden_layers": 1, **LAYER[name]}
+    config = type(text_model(target).config)(**options)
+    config._attn_implementation = text_model(target).config._attn_implementation
+    torch.manual_seed(1)
+    one = getattr(transformers, FAMILIES[name][0] + "ForCausalLM")(config).eval()
+    randomise(one)
+    layer, hidden_size = one.model, config.hidden_size
+    norms = [copy.deepcopy(layer.norm) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data += torch.rand(hidden_size) - 0.5
+    product = torch.randn(hidden_size, 2 * hidden_size) * 0.15
+
+    spec = read_model_spec(path)
+    names: MTPNames = OURS[spec.architecture].names.mtp
+    begin, theirs = (part.format(spec.num_layers) for part in (names.begin, names.layer))
+    tensors = {
+        f"{begin}{names.embed_norm}.weight": norms[0].weight.data,
+        f"{begin}{names.hidden_norm}.weight": norms[1].weight.data,
+        f"{begin}{names.norm}.weight": layer.norm.weight.data,
+        f"{begin}{names.merge}.weight": product,
+    }
+    for key, tensor in layer.layers[0].state_dict().items():
+        for old, new in SPELLED.get(name, {}).items():
+            key = key.replace(old, new)
+        tensors[theirs + key] = tensor
+    file = path / "model.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in (load_file(file) | tensors).items()}, file)
+    _add_keys(path, KEYS.get(name, {}))
+    return Head(path, target, layer, *norms, product)
+
+
+def _add_keys(path: Path, keys: Options) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (config.get("text_config") or config).update(keys)
+    (path / "config.json").write_text(json.dumps(config))
