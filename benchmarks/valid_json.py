@@ -46,7 +46,7 @@ def request(schema: dict[str, Any], n: int, max_tokens: int) -> tuple[str, Sampl
     rng = random.Random(f"{json.dumps(schema)} {n}")
     whitespace: dict[str, Any] = {"disable_any_whitespace": True} if n % 5 else {"whitespace_pattern": " ?"}
     constraint = StructuredOutputsParams(json=schema, **whitespace)
-    extra = {"top_p": 0.9} if n % 3 == 0 else {"repetition_penalty": 1.1} if n % 3 == 1 else {}
+    extra: dict[str, Any] = {"top_p": 0.9} if n % 3 == 0 else {"repetition_penalty": 1.1} if n % 3 == 1 else {}
     params = SamplingParams(
         max_tokens=max_tokens, temperature=rng.choice(TEMPERATURES), seed=n, structured_outputs=constraint, **extra
     )

@@ -109,14 +109,13 @@ class Grammars:
     def _fill(self, rows: Sequence[tuple[Matcher, int, Sequence[int]]], bitmask_RW: NDArray[np.int32]) -> None:
         num_rows, words = bitmask_RW.shape
         where = (bitmask_RW.ctypes.data, words * bitmask_RW.itemsize, num_rows)
-        states = [(matcher.state, first, self.text_part(drafts)) for matcher, first, drafts in rows]
+        states = [(matcher.state, first, self._text_part(drafts)) for matcher, first, drafts in rows]
         if drafted := [state for state in states if state[2]]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         if single := [(state, first) for state, first, drafts in states if not drafts]:
             self._executor.unsafe_compute_mask_ptr(single, *where)
 
-    def text_part(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the tokens before the first end token."""
+    def _text_part(self, tokens: Sequence[int]) -> list[int]:
         return list(takewhile(lambda token: token not in self.end_ids, tokens))
 
     @property
@@ -135,12 +134,11 @@ class Matcher:
     one that meets the limit starts again with a state of its own, so that no request can fail because of others.
     """
 
-    __slots__ = ("_alone", "_ends", "_grammars", "_spec", "_tokens", "state")
+    __slots__ = ("_alone", "_grammars", "_spec", "_tokens", "state")
 
     def __init__(self, grammars: Grammars, spec: GrammarSpec, state: LLMatcher) -> None:
         self._grammars, self._spec, self.state = grammars, spec, state
         self._tokens: list[int] = []
-        self._ends = 0  # end tokens after a complete text, which llguidance does not count
         self._alone = False
 
     @property
@@ -154,7 +152,8 @@ class Matcher:
         return self.state.is_stopped() and not self.state.is_error()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Goes on by these tokens. Raises RequestFailed if the grammar does not allow them, or costs too much."""
+        """Goes on by these tokens; those after a text that is done mean nothing. Raises RequestFailed if the grammar
+        does not allow one, or costs too much."""
         if not self._advance(tokens):
             self._start_alone()
             if not self._advance(tokens):
@@ -162,14 +161,10 @@ class Matcher:
                 raise RequestFailed(f"structured output: after {len(self._tokens)} tokens: {why[:300]}")
         self._tokens += tokens
 
-    def rollback(self, num_tokens: int) -> None:
-        """Takes the last `num_tokens` tokens back."""
-        assert 0 <= num_tokens <= len(self._tokens)
-        ends = min(num_tokens, self._ends)
-        self._ends -= ends
-        del self._tokens[len(self._tokens) - num_tokens :]
-        if num_tokens > ends and not self.state.rollback(num_tokens - ends):
-            self._start_alone()
+    def rewind(self, num_tokens: int) -> None:
+        """Goes back to its first `num_tokens` tokens. Raises as `accept` does."""
+        again = self._grammars.matcher(self._spec, self._tokens[:num_tokens])
+        self.state, self._tokens, self._alone = again.state, again._tokens, again._alone
 
     def fill(self, mask_RW: NDArray[np.int32], drafts: Sequence[int] = ()) -> None:
         """Writes the masks after 0, 1, ... all of the drafts. Raises RequestFailed if the grammar costs too much."""
@@ -187,19 +182,13 @@ class Matcher:
 
     def _start_alone(self) -> None:
         self._grammars.forget(self._spec)
-        self.state, self._ends, self._alone = self._grammars.compile(self._spec), 0, True
+        self.state, self._alone = self._grammars.compile(self._spec), True
         self._advance(self._tokens)
 
     def _advance(self, tokens: Sequence[int]) -> bool:
-        text = self._grammars.text_part(tokens)
-        if text and (self.state.is_stopped() or self.state.try_consume_tokens(text) != len(text)):
-            return False
-        for token in tokens[len(text) :]:
-            if not self.state.is_stopped():
-                if self.state.try_consume_tokens([token]) != 1:
-                    return False
-            elif token in self._grammars.end_ids and not self.state.is_error():
-                self._ends += 1
-            else:
+        for token in tokens:
+            if self.is_done:
+                break
+            if self.state.is_error() or self.state.try_consume_tokens([token]) != 1:
                 return False
         return True

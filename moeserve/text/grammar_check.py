@@ -25,7 +25,7 @@ MAX_VERDICTS = 256
 SEARCH_S = 0.2  # for the place of an error in a schema
 _NOISE = (  # in llguidance's messages: what to replace, by what
     (re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))"), ""),
-    (re.compile(r"(invalid regex ).*( \(in regex\))", re.DOTALL), r"\1"),
+    (re.compile(r"(invalid regex) .*( \(in regex\))", re.DOTALL), r"\1"),
     (re.compile(r"(regex parse error:\n).*\nerror: ", re.DOTALL), r"\1"),
     (re.compile(r"<non-verbose/>|; following .*|; consider making.*|\n +1 \|.*|\n +while .*", re.DOTALL), ""),
 )

@@ -23,7 +23,7 @@ from moeserve.text.tokenizer import Tokenizer
 MAX_JSON_BYTES = 256 * 1024
 MAX_GRAMMAR_BYTES = 32 * 1024
 # Without it llguidance looks ahead for the text that must come, and never ends where that is endless: /b+/ /b+/.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _LIMITS = {"regex": MAX_REGEX_BYTES, "lark": MAX_GRAMMAR_BYTES, "gbnf": MAX_GRAMMAR_BYTES}
 
 
@@ -36,7 +36,7 @@ def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
         raise GrammarFault(f"the whitespace pattern is longer than {MAX_REGEX_BYTES:,} bytes")
     if spec.kind == "lark" and "%llguidance" in spec.text:
         raise GrammarFault("%llguidance is not accepted")
-    return _OPTIONS + _lark_of(spec, special)
+    return _lark_of(spec, special) + _OPTIONS
 
 
 def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:

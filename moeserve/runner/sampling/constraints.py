@@ -12,17 +12,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from moeserve.engine.plan import I32, NewRequest
 from moeserve.errors import MoeserveError
 from moeserve.runner.sampling.sampler import Masks
+from moeserve.runner.thread import JobThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from moeserve.text.grammar import Grammars, Matcher
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Accepted(NamedTuple):
@@ -72,7 +74,7 @@ class Constraints:
         self._words = -(-vocab_size // 32)
         self._grammars: Grammars | None = None
         self._requests: dict[int, Constrained] = {}
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread: JobThread | None = None  # starts with the first grammar
         self._moved = threading.Condition()  # a matcher went on, or a fill became superfluous
         self._latest: StepMasks | None = None
 
@@ -99,7 +101,7 @@ class Constraints:
         What is wrong with it comes from the next `accept`."""
         self._requests.pop(request.slot, None)
         if request.sampling.grammar is not None:
-            matcher = self._thread.submit(self._matcher, request)
+            matcher = self._submit(lambda: self._matcher(request))
             self._requests[request.slot] = Constrained(request.slot, request.num_prompt, matcher)
 
     def begin(
@@ -120,7 +122,7 @@ class Constraints:
         with self._moved:
             self._latest = step = StepMasks(self, rows)
             self._moved.notify_all()
-        step.masks = self._thread.submit(self._fill, step)
+        step.masks = self._submit(lambda: self._fill(step))
         return step
 
     def close(self) -> None:
@@ -128,7 +130,24 @@ class Constraints:
         with self._moved:
             self._latest = None
             self._moved.notify_all()
-        self._thread.shutdown(cancel_futures=True)
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queues work for the thread, which lets the process end whatever it waits for."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            """Works, and passes on the result or the error."""
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._thread = self._thread or JobThread("grammars")
+        if not self._thread.do(job):
+            future.set_exception(RuntimeError("the grammars were closed"))
+        return future
 
     def _matcher(self, request: NewRequest) -> Matcher:
         if self._grammars is None:
@@ -192,8 +211,8 @@ class MaskedRow:
         """Takes back what the matcher has had of this step, which runs again."""
         matcher = self.request.matcher.result()
         assert matcher.num_tokens >= self.known, (matcher.num_tokens, self.known)
-        if surplus := matcher.num_tokens - self.known:
-            matcher.rollback(surplus)
+        if matcher.num_tokens > self.known:
+            matcher.rewind(self.known)
 
     def accept(self, tokens: list[int]) -> int:
         """Gives the matcher new tokens up to the one that completes the text; returns how many those are, else 0."""
