@@ -55,7 +55,7 @@ def write_eagle3(path: Path, *, target_size: int = 64, num_taps: int = 2, **chan
 
 
 def _nested(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as the speculators library has it, whose heads begin with the normed hidden state by default."""
+    """The config as the speculators library has it: heads begin with normed hidden states unless told otherwise."""
     outer = {key: config[key] for key in ("draft_vocab_size", "norm_before_fc", "tie_word_embeddings", "torch_dtype")}
     layer = {key: value for key, value in config.items() if key not in (*outer, "architectures", "eagle_config")}
     taps = {"eagle_aux_hidden_state_layer_ids": [1, 2]}

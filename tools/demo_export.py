@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.demo_model import DemoModel, Shape
+from tools.demo_model import Attention, DemoModel, Shape
+from tools.demo_mtp import MTPHead
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 TEXT_END, START, END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -62,25 +65,66 @@ def config(shape: Shape) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
 def tensors(model: DemoModel) -> dict[str, Tensor]:
-    """The weights under the names of real Qwen3-MoE checkpoints, one tensor per expert."""
+    """Views of the weights under the names of real Qwen3-MoE checkpoints, one tensor per expert."""
     named: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm.weight}
     for n, layer in enumerate(model.stack):
         at = f"model.layers.{n}."
-        attention, experts = layer.attention, layer.experts
+        experts = layer.experts
         named[at + "input_layernorm.weight"] = layer.input_norm.weight
         named[at + "post_attention_layernorm.weight"] = layer.post_norm.weight
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            named[f"{at}self_attn.{part}.weight"] = getattr(attention, part)
-        named[at + "self_attn.q_norm.weight"] = attention.q_norm.weight
-        named[at + "self_attn.k_norm.weight"] = attention.k_norm.weight
+        named |= _attention(at, layer.attention)
         named[at + "mlp.gate.weight"] = experts.router
         for e in range(model.shape.experts):
             gate, up = experts.gate_up[e].chunk(2)
             parts = {"gate_proj": gate, "up_proj": up, "down_proj": experts.down[e]}
             for part, weight in parts.items():
                 named[f"{at}mlp.experts.{e}.{part}.weight"] = weight
-    return {k: v.detach().to(torch.bfloat16).contiguous().clone() for k, v in named.items()}
+    return named
+
+
+@torch.no_grad()
+def mtp_tensors(head: MTPHead) -> dict[str, Tensor]:
+    """Views of the weights under the names of real Qwen3-Next checkpoints."""
+    at = "mtp.layers.0."
+    named: dict[str, Tensor] = {
+        "mtp.fc.weight": head.fc,
+        "mtp.pre_fc_norm_embedding.weight": head.norm_embedding.weight,
+        "mtp.pre_fc_norm_hidden.weight": head.norm_hidden.weight,
+        "mtp.norm.weight": head.norm.weight,
+        at + "input_layernorm.weight": head.input_norm.weight,
+        at + "post_attention_layernorm.weight": head.post_norm.weight,
+    }
+    named |= _attention(at, head.attention)
+    for part in ("gate", "up", "down"):
+        named[f"{at}mlp.{part}_proj.weight"] = getattr(head, part)
+    return named
+
+
+def _attention(at: str, attention: Attention) -> dict[str, Tensor]:
+    at += "self_attn."
+    named = {f"{at}{part}.weight": getattr(attention, part) for part in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    return named | {f"{at}{part}.weight": getattr(attention, part).weight for part in ("q_norm", "k_norm")}
+
+
+def save(path: Path, named: dict[str, Tensor]) -> None:
+    """Writes tensors in bf16."""
+    stored = {k: v.detach().to(torch.bfloat16).contiguous().clone() for k, v in named.items()}
+    save_file(stored, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+@torch.no_grad()
+def load(folder: Path, named: dict[str, Tensor]) -> None:
+    """Fills tensors from the files of a checkpoint; it has to have all of them."""
+    stored = {k: v for path in weight_files(folder) for k, v in load_file(path).items()}
+    for name, tensor in named.items():
+        tensor.copy_(stored[name])
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model*.safetensors"))
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -89,8 +133,9 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def export(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
+    for old in [*weight_files(folder), folder / INDEX]:
+        old.unlink(missing_ok=True)
+    save(folder / WEIGHTS, tensors(model))
     _write(folder / "config.json", config(model.shape))
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -116,3 +161,21 @@ def export(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
             "pad_token_id": SPECIAL.index(TEXT_END),
         },
     )
+
+
+def export_mtp(folder: Path, head: MTPHead) -> None:
+    """Adds the head to the model in `folder`, in a file of its own; that of the model only changes its name."""
+    first, second = (folder / name for name in SHARDS)
+    if (folder / WEIGHTS).exists():
+        (folder / WEIGHTS).rename(first)
+    save(second, mtp_tensors(head))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for path in (first, second):
+        for name, tensor in load_file(path).items():
+            weight_map[name] = path.name
+            total += tensor.nbytes
+    _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    values = json.loads((folder / "config.json").read_text())
+    # No layer of the model is dense: this width is the head's.
+    _write(folder / "config.json", values | {"intermediate_size": len(head.gate), "mtp_num_hidden_layers": 1})

@@ -75,18 +75,23 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape.head_dim, shape.eps)
         self.k_norm = Norm(shape.head_dim, shape.eps)
 
-    def forward(self, x_td: Tensor, cos: Tensor, sin: Tensor, groups: Groups) -> Tensor:
-        """`groups` lists (rows, length): the tokens are rows of equal length, group after group."""
+    def project(self, x_td: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, all [T, heads, head_dim]."""
         d = self.shape.head_dim
         q = self.q_norm(linear(x_td, self.q_proj).view(-1, self.shape.heads, d))
         k = self.k_norm(linear(x_td, self.k_proj).view(-1, self.shape.kv_heads, d))
         v = linear(x_td, self.v_proj).view(-1, self.shape.kv_heads, d)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         repeat = self.shape.heads // self.shape.kv_heads
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        k = rotate(k, cos, sin).repeat_interleave(repeat, 1)
+        return rotate(q, cos, sin), k, v.repeat_interleave(repeat, 1)
+
+    def forward(self, x_td: Tensor, cos: Tensor, sin: Tensor, groups: Groups) -> Tensor:
+        """`groups` lists (rows, length): the tokens are rows of equal length, group after group."""
+        d = self.shape.head_dim
+        qkv = self.project(x_td, cos, sin)
         parts, at = [], 0
         for rows, length in groups:
-            cut = [t[at : at + rows * length].view(rows, length, -1, d).transpose(1, 2) for t in (q, k, v)]
+            cut = [t[at : at + rows * length].view(rows, length, -1, d).transpose(1, 2) for t in qkv]
             y = causal_attention(*cut)
             parts.append(y.transpose(1, 2).reshape(rows * length, -1))
             at += rows * length

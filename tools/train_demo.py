@@ -1,7 +1,8 @@
 """Train the built-in demo model from scratch: `python tools/train_demo.py`.
 
 The text comes from `tools/demo_corpus`, the result goes to `moeserve/assets/demo`. It needs about an
-hour on one CPU core with bf16 instructions. `--resume` goes on from the last checkpoint.
+hour on one CPU core with bf16 instructions. `--resume` goes on from the last checkpoint. A new model has no MTP head:
+`tools/train_demo_mtp.py` trains one.
 """
 
 import argparse
@@ -135,7 +136,7 @@ def order(docs: list[Encoded], tokens: int, seed: int) -> Iterator[list[int]]:
                 picked, total = [], 0
 
 
-def optimizers(model: DemoModel, lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers; Adam for embedding, router and norms."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

@@ -167,6 +167,14 @@ def best_split(counts_R: I32, *, whole: bool = False) -> int:
     return 0 if whole else total // 2
 
 
+def ranges(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Returns starts[i] .. starts[i] + counts[i] - 1, one range after the other.
+
+    starts [5, 2], counts [2, 1] -> [5, 6, 2]
+    """
+    return np.repeat(starts.astype(np.int64) - (counts.cumsum() - counts), counts) + np.arange(int(counts.sum()))
+
+
 def _pack(value: Any) -> tuple[str, bytes]:
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(type(value).__name__)

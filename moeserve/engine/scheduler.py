@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
+from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
 from moeserve.engine.speculation import DraftPolicy
 from moeserve.errors import InvalidRequest
-from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput, StepRecord, Submit
+from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
 _ANY_TOKEN = 2**31 - 1
 _NO_TOKEN = -1
@@ -338,9 +339,9 @@ class Scheduler:
         batch = self.kv_manager.batch
         errors = self._fail(in_flight, result.failed) if result.failed else {}
         live = batch.occupancy[in_flight.slots] == in_flight.occupancy
-        slots, tokens, finish, stop_ids = self._append(plan, in_flight.slots, live, result)
-        cached = self._unsent_hits(slots)
-        logprobs, prompt_logprobs = self._logprobs(in_flight.slots[live], result)
+        slots, tokens, finish, stop_ids = append_tokens(batch, plan, in_flight.slots, live, result, self.eos_ids)
+        cached = unsent_hits(batch, slots)
+        logprobs, prompt_logprobs = logprobs_of(batch, in_flight.slots[live], result)
         drafts = self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
         rids = batch.rid[slots]
         for row in np.flatnonzero(finish).tolist():
@@ -361,37 +362,6 @@ class Scheduler:
             errors=errors,
             record=self._record(in_flight, result),
         )
-
-    def _append(
-        self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
-    ) -> tuple[Slots, I32, NDArray[np.uint8], dict[int, int]]:
-        """Appends the tokens of live rows up to the end of each request, and counts them as known. Returns, for each
-        token, its slot, its value and how it ends the request, if it does; and the stop tokens by request id."""
-        batch, counts_S, tokens = self.kv_manager.batch, result.counts_S, result.tokens_N
-        live_S = live_R[plan.samples_R]
-        slots = slots_R[live_R & plan.samples_R]
-        place = None
-        if counts_S is None:
-            tokens, known = tokens[live_S], batch.known[slots] + 1
-        else:
-            tokens, counts = tokens[np.repeat(live_S, counts_S)], counts_S[live_S]
-            slots, place = (
-                np.repeat(slots, counts),
-                np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts),
-            )
-            known = batch.known[slots] + (place + 1).astype(np.int32)
-        batch.tokens[slots, known - 1] = tokens
-        finish = np.zeros(len(slots), np.uint8)
-        finish[known > batch.last[slots]] = FinishReason.LENGTH
-        stop_ids = self._stop(slots, tokens, known, finish)
-        for slot, count in result.complete.items():
-            finish[np.flatnonzero(slots == slot)[count - 1 : count]] = FinishReason.STOP
-        if place is not None and finish.any():  # nothing follows the first ending
-            endings: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
-            kept = endings == endings[np.arange(len(slots)) - place]
-            slots, tokens, known, finish = slots[kept], tokens[kept], known[kept], finish[kept]
-        batch.known[slots] = known  # of a slot that is there several times, the last and largest counts
-        return slots, tokens, finish, stop_ids
 
     def _settle_drafts(
         self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
@@ -423,48 +393,6 @@ class Scheduler:
         planned = dict(zip(in_flight.slots.tolist(), in_flight.occupancy.tolist(), strict=True))
         live = [slot for slot in failed if self.kv_manager.batch.occupancy[slot] == planned[slot]]
         return {self.kv_manager.free(slot).rid: failed[slot] for slot in live}
-
-    def _stop(self, slots: Slots, tokens: I32, known: I32, finish: NDArray[np.uint8]) -> dict[int, int]:
-        """Marks rows that a stop token ended, at so many known tokens; returns, by request id, the first stop tokens
-        that are not the model's end tokens."""
-        batch, stop_ids = self.kv_manager.batch, {}
-        ended: set[int] = set()
-        for row in batch.stops.hits(slots, tokens):
-            slot, token = int(slots[row]), int(tokens[row])
-            if known[row] >= batch.min_known[slot] and slot not in ended:
-                ended.add(slot)
-                finish[row] = FinishReason.STOP
-                if token not in self.eos_ids:
-                    stop_ids[int(batch.rid[slot])] = token
-        return stop_ids
-
-    def _unsent_hits(self, slots: Slots) -> dict[int, int]:
-        """Returns the cache hits of rows whose first token this is, in prompt tokens by request id."""
-        batch, cached = self.kv_manager.batch, {}
-        for slot in slots[batch.unsent[slots]].tolist():
-            request = batch.request(slot)
-            cached[request.rid] = request.num_cached or 0
-            request.was_sent = True
-            batch.unsent[slot] = False
-        return cached
-
-    def _logprobs(self, live: Slots, result: StepResult) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs]]:
-        """Returns the logprobs and the prompt logprobs by request id; of the latter, those not sent before a preemption
-        caused them to be computed again."""
-        if not (result.logprobs or result.prompt_logprobs):
-            return {}, {}
-        batch, prompt_logprobs = self.kv_manager.batch, {}
-        rid_of = dict(zip(live.tolist(), batch.rid[live].tolist(), strict=True))
-        logprobs = {rid_of[slot]: rows for slot, rows in result.logprobs.items() if slot in rid_of}
-        for slot, part in result.prompt_logprobs.items():
-            if slot not in rid_of:
-                continue
-            request, end = batch.request(slot), part.start + len(part.rows)
-            start = max(part.start, request.num_scored)
-            if start < end:
-                prompt_logprobs[rid_of[slot]] = PromptLogprobs(start, part.rows[start - part.start :])
-                request.num_scored = end
-        return logprobs, prompt_logprobs
 
     def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
         """Returns the step's numbers; the core, which has a clock, sets the others."""

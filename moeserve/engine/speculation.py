@@ -14,6 +14,8 @@ R rows that decode, k drafts at most, m drafts of all rows together.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,16 +25,17 @@ F64 = NDArray[np.float64]
 _ACCEPTANCE, _COST = 0.7, 0.3  # of a draft, and of one draft per row, before anything is known
 _INCOME, _START, _MOST, _PROBE = 0.01, 2.0, 4.0, 1.0  # of the account, in steps
 _OVERHEAD = 0.05  # of a step with drafts: the host no longer works ahead of the device
+_DOUBT = 0.2  # of one measured time, relative
 _NUM_PLAIN = 5  # measured steps without drafts before there are any
-_MEASURE_EVERY = 48  # steps with drafts until one without is measured
-_SLOT_RATE, _PLAIN_RATE, _COST_RATE = 0.1, 0.05, 0.03
+_MEASURE_EVERY = 48  # steps with drafts until one without is measured; earlier while there are few
+_SLOT_RATE, _BEYOND_RATE, _PLAIN_RATE, _COST_RATE = 0.1, 0.02, 0.05, 0.03
 
 
 class DraftPolicy:
     """Limits the drafts of each step. propose: whether the next step's proposer should run at all.
 
-    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most num_drafts drafts. There
-    is no clock: the same calls have the same results.
+    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most num_drafts drafts.
+    There is no clock: the same calls have the same results.
     """
 
     def __init__(self, slots: int, num_drafts: int, auto: bool) -> None:
@@ -66,13 +69,15 @@ class DraftPolicy:
             return available
         rows, none = len(slots), np.zeros_like(available)
         bucket = self._bucket[rows]
-        if self._num_plain[bucket] < _NUM_PLAIN or self._since_plain >= _MEASURE_EVERY:
+        num_plain = int(self._num_plain[bucket])
+        if num_plain < _NUM_PLAIN or self._since_plain >= min(2 * num_plain, _MEASURE_EVERY):
             self._since_plain = 0
             self.propose = False
             return none
-        likely: F64 = np.asarray(np.cumprod(self._accepted_SK[slots], axis=1).ravel(), np.float64)
+        likely: F64 = self._accepted_SK[slots].cumprod(axis=1).ravel()
         order = np.argsort(-likely, kind="stable")  # a row's drafts stay in order
         fixed, cost = self._costs(bucket)
+        fixed += self._margin(bucket)
         pays = self._account > 0 and self._best(likely[order], rows, fixed, cost) > 0
         probe = self._account >= _PROBE
         self.propose = pays or probe
@@ -95,7 +100,11 @@ class DraftPolicy:
         position = np.arange(self._num_drafts)
         seen = position < np.minimum(num_accepted + 1, num_drafts)[:, None]
         hit = position < num_accepted[:, None]
-        self._accepted_SK[slots] += _SLOT_RATE * seen * (hit - self._accepted_SK[slots])
+        rate = _SLOT_RATE * seen
+        # Where all were right, later ones that were not tried seem likelier too: they will be.
+        beyond = (num_accepted == num_drafts)[:, None] & ~seen
+        rate[beyond] = _BEYOND_RATE
+        self._accepted_SK[slots] += rate * ((hit | beyond) - self._accepted_SK[slots])
         count = seen.sum(0)
         self._accepted_K += (hit.sum(0) - count * self._accepted_K) / (count + 64)
 
@@ -116,7 +125,9 @@ class DraftPolicy:
                 self._since_plain += 1
                 self._sums[:, bucket] *= 1 - _COST_RATE
                 self._sums[:, bucket] += (1, x, x * x, y, x * y)
-                y += _OVERHEAD
+                mean = self._sums[3, bucket] / self._sums[0, bucket]
+                self._plain_us[bucket] *= 1 + _PLAIN_RATE * min(mean, 0)  # drafts make no step faster
+                y += self._margin(bucket)
             self._account = min(self._account + accepted / num_rows - y, _MOST)
 
     def _note_plain(self, bucket: np.intp, us: float) -> None:
@@ -126,7 +137,7 @@ class DraftPolicy:
             self._first_us[bucket, num] = us
             self._plain_us[bucket] = np.median(self._first_us[bucket, : num + 1])
         else:
-            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (np.clip(us, known / 2, 2 * known) - known)
+            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (np.clip(us, known / 1.3, 1.3 * known) - known)
 
     def _costs(self, bucket: np.intp) -> tuple[float, float]:
         """Returns what drafts add to the time of a step without any: at all, and per token and row."""
@@ -138,11 +149,14 @@ class DraftPolicy:
             return 0.0, max(xy / xx, 0.0)
         return (fixed, cost) if cost >= 0 else (max(y / n, 0.0), 0.0)
 
+    def _margin(self, bucket: np.intp) -> float:
+        return _OVERHEAD + _DOUBT / math.sqrt(self._num_plain[bucket])
+
     def _best(self, likely_M: F64, rows: int, fixed: float, cost: float) -> int:
         """Returns how many of the drafts, likeliest first, give most tokens per time; 0 if none pay."""
         if not len(likely_M):
             return 0
         tokens = rows + np.cumsum(likely_M)
-        time = rows * (1 + fixed + _OVERHEAD) + cost * np.arange(1, len(likely_M) + 1)
+        time = rows * (1 + fixed) + cost * np.arange(1, len(likely_M) + 1)
         best = int(np.argmax(tokens / time))
         return best + 1 if tokens[best] > time[best] else 0

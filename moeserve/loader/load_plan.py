@@ -17,7 +17,7 @@ SUPPORTED = ("F32", "BF16", "F16")
 _MAX_SHOWN = 5
 _MAX_NAME = 200  # characters: a name in a file may be of any length
 _MIXERS = {"in", "narrow", "decays", "gates", "select", "dt", "qkv", "out", "gate", "q", "q_a", "q_b", "kv_a"}
-_MLPS = {"gate_up", "down", "shared_gate_up", "shared_down", "dense_gate_up", "dense_down"}
+_MLPS = {"gate_up", "down", "shared_gate_up", "shared_down", "dense_gate_up", "dense_down", "merge"}
 LINEAR = frozenset({*_MIXERS, *_MLPS, "w13", "w2"})
 
 
@@ -28,15 +28,7 @@ def kind_of(name: str) -> str:
 
 def is_packed(name: str) -> bool:
     """Returns whether a parameter is the weight of a matrix product, which kernels pack."""
-    return kind_of(name) in LINEAR | {
-        "router",
-        "lm_head",
-        "shared_gate",
-        "merge",
-        "index_q",
-        "index_k",
-        "index_weights",
-    }
+    return kind_of(name) in LINEAR | {"router", "lm_head", "shared_gate", "index_q", "index_k", "index_weights"}
 
 
 @dataclass(frozen=True, slots=True)

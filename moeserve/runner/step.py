@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.engine.blocks import KVGroup
-from moeserve.engine.plan import I32, Agreed, NewRequest, StepPlan, StepResult
+from moeserve.engine.plan import I32, Agreed, NewRequest, StepPlan, StepResult, ranges
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.models.decoder import Decoder
 from moeserve.models.spec import ModelSpec
@@ -26,7 +26,7 @@ from moeserve.runner.sampling.constraints import Constraints, StepMasks
 from moeserve.runner.sampling.logprobs import PromptRows, prompt_logprobs, prompt_messages, to_messages
 from moeserve.runner.sampling.sampler import Sampled, Sampler, Status, Trait
 from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
-from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs, ranges
+from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs
 from moeserve.runner.ubatches import Meter, UBatchRunner
 
 

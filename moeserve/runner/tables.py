@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.engine.blocks import KVGroup
-from moeserve.engine.plan import I32, BlockDiff, StepPlan
+from moeserve.engine.plan import I32, BlockDiff, StepPlan, ranges
 from moeserve.errors import ConfigError
 from moeserve.ops.inputs import GroupInputs, StepInputs
 
@@ -192,14 +192,6 @@ class HostRows:
         positions_T = np.arange(num_tokens, dtype=np.int64) + (plan.starts_R - offsets_R1[:-1])[rows_T]
         slots_T = plan.slots_R.astype(np.int64)[rows_T]
         return cls(offsets_R1, rows_T, positions_T, slots_T, sampling_S, sample_N, drafts_S)
-
-
-def ranges(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> I64:
-    """Returns starts[i] .. starts[i] + counts[i] - 1, one range after the other.
-
-    starts [5, 2], counts [2, 1] -> [5, 6, 2]
-    """
-    return np.repeat(starts.astype(np.int64) - (counts.cumsum() - counts), counts) + np.arange(int(counts.sum()))
 
 
 def prepare_inputs(

@@ -22,6 +22,7 @@ from moeserve.frontend.open import open_front_end
 from .conftest import DEMO
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+WEIGHTS = "model-00001-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +222,10 @@ def test_what_cannot_work_is_refused_with_a_remedy(error, match, settings):
         (lambda copy: [path.unlink() for path in copy.iterdir()], "config.json is missing"),
         (lambda copy: (copy / "config.json").write_text("{"), "config.json"),
         (lambda copy: (copy / "tokenizer.json").unlink(), "tokenizer.json"),
-        (lambda copy: (copy / "model.safetensors").unlink(), "no \\*.safetensors"),
-        (lambda copy: os.truncate(copy / "model.safetensors", 10**6), "incomplete"),
+        (lambda copy: (copy / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
+        (lambda copy: (copy / "model.safetensors.index.json").write_text("{}"), "weight_map"),
+        (lambda copy: [path.unlink() for path in copy.glob("model*")], "no \\*.safetensors"),
+        (lambda copy: os.truncate(copy / WEIGHTS, 10**6), "incomplete"),
     ],
 )
 async def test_damaged_models_are_refused_without_waiting_for_torch(tmp_path, damage, match):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.engine.plan import I32
@@ -58,8 +59,9 @@ class Drafter:
 
 
 class ModelProposer(Proposer):
-    """Guesses num_drafts tokens for every row that samples. The device must be one that the host does not run ahead of:
-    positions of drafts follow from how many were right, and noise is made from positions on the host."""
+    """Guesses num_drafts tokens for every row that samples; all ranks have the guesses of the first. The device must be
+    one that the host does not run ahead of: positions of drafts follow from how many were right, and noise is made from
+    positions on the host. tp: the engine's ranks."""
 
     def __init__(
         self,
@@ -69,12 +71,13 @@ class ModelProposer(Proposer):
         tables: Tables,
         sampler: Sampler,
         upload: Upload,
+        tp: TensorParallel = ALONE,
     ) -> None:
         super().__init__(num_drafts)
         self._drafts_SK = torch.zeros(tables.slots, num_drafts, dtype=torch.int32, device=tables.arena.device)
         self._next_SK = self._drafts_SK.clone()  # of steps that may be launched again with the drafts before
         self._drafter, self._groups, self._tables = drafter, groups, tables
-        self._sampler, self._upload = sampler, upload
+        self._sampler, self._upload, self._tp = sampler, upload, tp
         self._ubatch = UBatch()
         self._full = next(i for i, group in enumerate(groups) if group.rule == FULL)
 
@@ -109,6 +112,9 @@ class ModelProposer(Proposer):
             # Where the next round, penalties and rules read them; the next step writes its own tokens there.
             (offsets,) = self._upload(self._tables.token_offsets(step.slots_S, self._inside(known_S + i)))
             self._tables.append(offsets, drafts_S)
+        # Of rows that write to one entry, as to the null block, the last may be another one on each rank.
+        mine_SK = self._next_SK.index_select(0, slots)
+        self._next_SK.index_copy_(0, slots, self._tp.gather_columns(mine_SK, 0)[:, : self.num_drafts])
 
     @torch.inference_mode()  # in which the tensors were made
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:

@@ -1,0 +1,96 @@
+"""What a step's result means to its requests: their new tokens, how they end, cache hits and logprobs."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.engine.plan import I32, Slots, StepPlan, StepResult, ranges
+from moeserve.engine.requests import InputBatch
+from moeserve.messages import FinishReason, Logprobs, PromptLogprobs
+
+
+def append_tokens(
+    batch: InputBatch,
+    plan: StepPlan,
+    slots_R: Slots,
+    live_R: NDArray[np.bool_],
+    result: StepResult,
+    end_ids: frozenset[int],
+) -> tuple[Slots, I32, NDArray[np.uint8], dict[int, int]]:
+    """Appends the tokens of live rows up to the end of each request, and counts them as known. Returns, for each
+    token, its slot, its value and how it ends the request, if it does; and the stop tokens by request id."""
+    counts_S, tokens = result.counts_S, result.tokens_N
+    live_S = live_R[plan.samples_R]
+    slots = slots_R[live_R & plan.samples_R]
+    place = None
+    if counts_S is None:
+        tokens, known = tokens[live_S], batch.known[slots] + 1
+    else:
+        tokens, counts = tokens[np.repeat(live_S, counts_S)], counts_S[live_S].copy()
+        slots, place = np.repeat(slots, counts), ranges(np.zeros_like(counts), counts)
+        if result.complete:
+            kept = place < [result.complete.get(slot, len(tokens)) for slot in slots.tolist()]
+            slots, tokens, place = slots[kept], tokens[kept], place[kept]
+        known = batch.known[slots] + (place + 1).astype(np.int32)
+    batch.tokens[slots, known - 1] = tokens
+    finish = np.zeros(len(slots), np.uint8)
+    finish[known > batch.last[slots]] = FinishReason.LENGTH
+    stop_ids = _stop(batch, slots, tokens, known, finish, end_ids)
+    for slot in result.complete:
+        finish[np.flatnonzero(slots == slot)[-1:]] = FinishReason.STOP
+    if place is not None and finish.any():  # nothing follows the first ending
+        endings: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
+        kept = endings == endings[np.arange(len(slots)) - place]
+        slots, tokens, known, finish = slots[kept], tokens[kept], known[kept], finish[kept]
+    batch.known[slots] = known  # of a slot that is there several times, the last and largest counts
+    return slots, tokens, finish, stop_ids
+
+
+def _stop(
+    batch: InputBatch, slots: Slots, tokens: I32, known: I32, finish: NDArray[np.uint8], end_ids: frozenset[int]
+) -> dict[int, int]:
+    """Marks rows that a stop token ended, at so many known tokens; returns, by request id, the first stop tokens
+    that are not the model's end tokens."""
+    stop_ids: dict[int, int] = {}
+    ended: set[int] = set()
+    for row in batch.stops.hits(slots, tokens):
+        slot, token = int(slots[row]), int(tokens[row])
+        if known[row] >= batch.min_known[slot] and slot not in ended:
+            ended.add(slot)
+            finish[row] = FinishReason.STOP
+            if token not in end_ids:
+                stop_ids[int(batch.rid[slot])] = token
+    return stop_ids
+
+
+def unsent_hits(batch: InputBatch, slots: Slots) -> dict[int, int]:
+    """Returns the cache hits of rows whose first token this is, in prompt tokens by request id."""
+    cached: dict[int, int] = {}
+    for slot in slots[batch.unsent[slots]].tolist():
+        request = batch.request(slot)
+        cached[request.rid] = request.num_cached or 0
+        request.was_sent = True
+        batch.unsent[slot] = False
+    return cached
+
+
+def logprobs_of(
+    batch: InputBatch, live: Slots, result: StepResult
+) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs]]:
+    """Returns the logprobs and the prompt logprobs by request id; of the latter, those not sent before a preemption
+    caused them to be computed again."""
+    if not (result.logprobs or result.prompt_logprobs):
+        return {}, {}
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    rid_of = dict(zip(live.tolist(), batch.rid[live].tolist(), strict=True))
+    logprobs = {rid_of[slot]: rows for slot, rows in result.logprobs.items() if slot in rid_of}
+    for slot, part in result.prompt_logprobs.items():
+        if slot not in rid_of:
+            continue
+        request, end = batch.request(slot), part.start + len(part.rows)
+        start = max(part.start, request.num_scored)
+        if start < end:
+            prompt_logprobs[rid_of[slot]] = PromptLogprobs(start, part.rows[start - part.start :])
+            request.num_scored = end
+    return logprobs, prompt_logprobs
