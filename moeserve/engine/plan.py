@@ -123,6 +123,7 @@ class StepResult:
     drafts_S: I32 | None = None
     complete: dict[int, int] = field(default_factory=dict)
     device_us: int = 0
+    idle_us: int = 0  # from the end of the step before to the start of this one
     comm_us: int = 0
     exposed_comm_us: int = 0
     load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step

@@ -385,7 +385,8 @@ class Scheduler:
         self._drafting = bool(batch.drafts[batch.order].any())
         total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
         proposed = plan.propose and self.limits.draft_model
-        self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.device_us, proposed)
+        took_us = result.device_us + min(result.idle_us, result.device_us)  # idle for longer: there was nothing to do
+        self.policy.note(plan.num_tokens, len(plan.slots_R), total, took_us, proposed)
         return verified
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:

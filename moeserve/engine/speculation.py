@@ -24,7 +24,7 @@ from moeserve.engine.plan import I32, Slots
 F64 = NDArray[np.float64]
 _ACCEPTANCE, _COST = 0.7, 0.3  # of a draft, and of one draft per row, before anything is known
 _INCOME, _START, _MOST, _PROBE = 0.01, 2.0, 4.0, 1.0  # of the account, in steps
-_OVERHEAD = 0.05  # of a step with drafts: the host no longer works ahead of the device
+_OVERHEAD = 0.01  # of a step with drafts, beyond what is measured: planning them
 _DOUBT = 0.2  # of one measured time, relative
 _NUM_PLAIN = 5  # measured steps without drafts before there are any
 _MEASURE_EVERY = 48  # steps with drafts until one without is measured; earlier while there are few

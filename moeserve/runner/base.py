@@ -310,7 +310,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         kernels, is_async = self.config.device.kernels, self.device_is_async
         vocab_size = self.spec.vocab_size
         self.sampler = make_sampler(vocab_size, self.tables, self.upload, kernels, is_async=is_async)
-        self.constraints = Constraints.of_model(self.model_dir, vocab_size, self.spec.eos_token_ids)
+        self.constraints = Constraints(self.model_dir, vocab_size, self.spec.eos_token_ids)
         if self.speculation is None:
             return
         if self.drafter is None:

@@ -57,7 +57,7 @@ class StepOutputs:
             found += self.prompt.rows
         return found
 
-    def result(self, fetched: Sequence[Tensor], device_us: int) -> StepResult:
+    def result(self, fetched: Sequence[Tensor], device_us: int, idle_us: int) -> StepResult:
         """Returns the step's result. fetched: the tensors of `tensors()`, on the host."""
         arrays = iter([tensor.numpy() for tensor in fetched])
         load_LE = self.meter.load_LE
@@ -93,6 +93,7 @@ class StepOutputs:
             failed,
             counts_S,
             device_us=device_us,
+            idle_us=idle_us,
             comm_us=comm_us,
             exposed_comm_us=exposed_us,
             load_LE=load_LE if load_LE.size else None,
@@ -155,6 +156,7 @@ class StepExecutor:
     def __init__(self) -> None:
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
         self._moved_step = -1  # the last step that moved blocks
+        self._last_end: Any = None  # of the step before; None before the first
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Starts copying tensors to the host and returns a function that waits for the copies."""
@@ -191,7 +193,7 @@ class StepExecutor:
         self._move_blocks(plan)
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
-        start, masks = self._mark(), None
+        before, start, masks = self._last_end, self._mark(), None
         if len(plan.slots_R):
             host = HostRows.of(plan)
             drafts = self._write_drafts(plan, host.drafts_S) if host.drafts_S is not None else None
@@ -209,18 +211,19 @@ class StepExecutor:
             outputs = StepOutputs(plan.step, np.zeros(0, np.int64), {}, self.ubatches.take_meter())
         else:
             return lambda: StepResult(plan.step, np.zeros(0, np.int32))
-        end = self._mark()
+        end = self._last_end = self._mark()
         wait = self._fetch(outputs.tensors())
 
         def collect() -> StepResult:
             """Waits for the step's results and returns them."""
             fetched, elapsed_us = wait(), self._elapsed_us(start, end)
+            idle_us = 0 if before is None else self._elapsed_us(before, start)
             for transport in self.peers.checked:
                 transport.check()  # raises PeerLost if a rank was lost meanwhile
-            result = outputs.result(fetched, elapsed_us)
+            result = outputs.result(fetched, elapsed_us, idle_us)
             if self.proposer is None and masks is None:
                 return result
-            return self._settled(outputs.slots_S, result, masks, plan.propose)
+            return self._settled(plan, outputs.slots_S, result, masks)
 
         return collect
 
@@ -245,8 +248,9 @@ class StepExecutor:
         each = np.split(drafts.cpu().numpy(), host.drafts_S.cumsum()[:-1])
         return self.constraints.begin(slots_S, known_S - host.drafts_S, each)
 
-    def _settled(self, slots_S: I64, result: StepResult, masks: StepMasks | None, propose: bool) -> StepResult:
-        """Gives new tokens to grammars and the proposer. Returns the result with what they say."""
+    def _settled(self, plan: StepPlan, slots_S: I64, result: StepResult, masks: StepMasks | None) -> StepResult:
+        """Gives new tokens to grammars, and new requests and tokens to the proposer, in the order of steps on every
+        rank. Returns the result with what they say."""
         counts_S = np.ones(len(slots_S), np.int32) if result.counts_S is None else result.counts_S
         tokens_S = np.split(result.tokens_N, counts_S.cumsum()[:-1]) if len(slots_S) else []
         if result.failed:
@@ -256,8 +260,10 @@ class StepExecutor:
             result = replace(result, complete=complete, failed=failed | result.failed)
         if self.proposer is None:
             return result
+        for request in plan.new_requests:
+            self.proposer.add(request)
         drafts_S = self.proposer.collect(slots_S.tolist(), tokens_S)
-        return replace(result, drafts_S=drafts_S if propose else np.zeros_like(drafts_S))
+        return replace(result, drafts_S=drafts_S if plan.propose else np.zeros_like(drafts_S))
 
     def _add(self, request: NewRequest) -> None:
         """Writes a new request to its slot, or notes why the request must fail."""
@@ -272,8 +278,6 @@ class StepExecutor:
             self.sampler.rows.refuse(request.slot)
         self.tables.add(request.slot, tokens)
         self.constraints.add(request)
-        if self.proposer is not None:
-            self.proposer.add(request)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         # Not again for a step that failed: it may have overwritten the blocks that it was to save.

@@ -12,12 +12,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from moeserve import LLM, SamplingParams, StructuredOutputsParams
-from moeserve.engine.plan import StepResult
 from moeserve.errors import InvalidRequest
+from tests.text.schemas import generated
 
-pytestmark = pytest.mark.skipif(
-    "complete" not in StepResult.__dataclass_fields__, reason="steps do not apply grammars yet"
-)
 MESSAGES = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
 SHORT = Annotated[str, Field(max_length=8)]
 
@@ -152,3 +149,25 @@ def test_offline_without_a_tokenizer():
         pytest.raises(InvalidRequest, match="tokenizer"),
     ):
         llm.generate([{"prompt_token_ids": [1]}], params, use_tqdm=False)
+
+
+def test_drafts_and_preemption_change_nothing():
+    """Beside requests without a grammar, with text that repeats."""
+    schemas = generated(12)
+    constraints = [StructuredOutputsParams(json=schema, disable_any_whitespace=True) for schema in schemas]
+    constraints += [None, StructuredOutputsParams(regex="(ab){3,30}"), StructuredOutputsParams(regex="[ab]*")] * 2
+    params = [
+        SamplingParams(max_tokens=60, seed=i, temperature=[0, 0.8, 1.2][i % 3], logprobs=1, structured_outputs=asked)
+        for i, asked in enumerate(constraints)
+    ]
+    prompts = [f'{{"a":1,"b":[true,false]}} {{"a":1,"b":[true,abababababab {i % 5}' for i in range(len(params))]
+    answers = []
+    for settings in ({}, {"speculate": "ngram:3"}, {"speculate": "suffix:4", "kv_cache_bytes": 9 << 16}):
+        with LLM("demo", threads=1, max_model_len=256, max_num_seqs=12, **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            preempted = llm.stats.preemptions
+        answers.append([(o.token_ids, o.text, o.finish_reason, o.logprobs) for out in outputs for o in out.outputs])
+    assert answers[0] == answers[1]
+    assert answers[0] == answers[2]
+    assert preempted
+    assert sum(reason == "stop" for _, _, reason, _ in answers[0]) > len(schemas) // 2

@@ -18,7 +18,6 @@ import torch
 
 import moeserve
 from moeserve.engine.plan import NewRequest, decode_plan, encode_plan
-from moeserve.errors import CheckpointError
 from moeserve.kernels.bitmask import apply_bitmask as triton_bitmask
 from moeserve.ops import native_rows
 from moeserve.runner.dummy import dummy_plan
@@ -26,7 +25,6 @@ from moeserve.runner.sampling.constraints import Accepted, Constraints, StepMask
 from moeserve.runner.sampling.reference import apply_bitmask
 from moeserve.runner.sampling.sampler import Masks, Status
 from moeserve.sampling import GrammarSpec, TokenSampling
-from moeserve.text.grammar import Grammars
 from moeserve.text.tokenizer import Tokenizer
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
@@ -61,7 +59,7 @@ def ids(text: str) -> list[int]:
 
 @pytest.fixture
 def constraints() -> Iterator[Constraints]:
-    made = Constraints.of_model(MODEL, VOCAB, [END])
+    made = Constraints(MODEL, VOCAB, [END])
     yield made
     made.close()
 
@@ -226,20 +224,11 @@ def test_tokens_that_no_mask_allowed(constraints: Constraints) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
-    constraints = Constraints.of_model(tmp_path, VOCAB, [END])
+    constraints = Constraints(tmp_path, VOCAB, [END])
     take(constraints, 0, PERSON)
     step = begin(constraints, {0: (0, [])})
     assert (step.result().bits_CW == -1).all()
     assert "tokenizer" in step.accept([[1]]).failed[0]
-    constraints.close()
-
-    def load() -> Grammars:
-        raise CheckpointError("no vocabulary")
-
-    constraints = Constraints(load, VOCAB)
-    take(constraints, 3, PERSON)
-    step = begin(constraints, {3: (0, [])})
-    assert step.accept([[1]]).failed == {3: "no vocabulary"}
     constraints.close()
 
 

@@ -66,30 +66,16 @@ class Constrained:
 class Constraints:
     """The grammars of an engine's requests. `add` and `begin` belong to the thread that launches steps.
 
-    load: makes the engine's `Grammars`; called in this object's thread for the first request that has a grammar.
+    Its thread reads the tokenizer for the first request that has a grammar. end_ids: the tokens that end answers.
     """
 
-    def __init__(self, load: Callable[[], Grammars], vocab_size: int) -> None:
-        self._load = load
-        self._words = -(-vocab_size // 32)
+    def __init__(self, model_dir: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._model = model_dir, vocab_size, end_ids
         self._grammars: Grammars | None = None
         self._requests: dict[int, Constrained] = {}
         self._thread: JobThread | None = None  # starts with the first grammar
         self._moved = threading.Condition()  # a matcher went on, or a fill became superfluous
         self._latest: StepMasks | None = None
-
-    @classmethod
-    def of_model(cls, model_dir: Path, vocab_size: int, end_ids: Sequence[int]) -> Constraints:
-        """Returns the grammars over a model's own tokenizer. end_ids: the tokens that end its answers."""
-
-        def load() -> Grammars:
-            """Reads the tokenizer. Imports are local because few engines need them."""
-            from moeserve.text.grammar import Grammars
-            from moeserve.text.tokenizer import Tokenizer
-
-            return Grammars(Tokenizer.load(model_dir), vocab_size, end_ids)
-
-        return cls(load, vocab_size)
 
     @property
     def active(self) -> bool:
@@ -120,7 +106,7 @@ class Constraints:
         if not rows:
             return None
         with self._moved:
-            self._latest = step = StepMasks(self, rows)
+            self._latest = step = StepMasks(rows, self._moved)
             self._moved.notify_all()
         step.masks = self._submit(lambda: self._fill(step))
         return step
@@ -151,13 +137,17 @@ class Constraints:
 
     def _matcher(self, request: NewRequest) -> Matcher:
         if self._grammars is None:
-            self._grammars = self._load()
+            from moeserve.text.grammar import Grammars  # here, since few engines need it
+            from moeserve.text.tokenizer import Tokenizer
+
+            model_dir, vocab_size, end_ids = self._model
+            self._grammars = Grammars(Tokenizer.load(model_dir), vocab_size, end_ids)
         assert request.sampling.grammar is not None
         return self._grammars.matcher(request.sampling.grammar, request.tokens[request.num_prompt :].tolist())
 
     def _fill(self, step: StepMasks) -> Masks:
         rows_C = np.concatenate([row.first + np.arange(1 + len(row.drafts)) for row in step.rows])
-        bits_CW = np.full((len(rows_C), self._words), -1, np.int32)  # what a request that fails gets
+        bits_CW = np.full((len(rows_C), -(-self._model[1] // 32)), -1, np.int32)  # what a request that fails gets
         filled: list[tuple[MaskedRow, Matcher, int]] = []
         first = 0
         with self._moved:
@@ -175,20 +165,6 @@ class Constraints:
                 for i, error in self._grammars.fill_all(asked, bits_CW).items():
                     filled[i][0].request.failure = error.message
         return Masks(rows_C, bits_CW)
-
-    def accept(self, step: StepMasks, tokens_S: Sequence[Sequence[int] | I32]) -> Accepted:
-        """See `StepMasks.accept`."""
-        accepted = Accepted({}, {})
-        with self._moved:
-            for row in step.rows:
-                request = row.request
-                with request.caught():
-                    if not request.failure and (kept := row.accept(list(map(int, tokens_S[row.index])))):
-                        accepted.complete[request.slot] = kept
-                if request.failure:
-                    accepted.failed[request.slot] = request.failure
-            self._moved.notify_all()
-        return accepted
 
 
 @dataclass(slots=True, eq=False)
@@ -228,10 +204,10 @@ class MaskedRow:
 class StepMasks:
     """The masks of one step, in the making. A step that runs again has new ones; the old ones are forgotten."""
 
-    def __init__(self, constraints: Constraints, rows: list[MaskedRow]) -> None:
-        self._constraints = constraints
+    def __init__(self, rows: list[MaskedRow], moved: threading.Condition) -> None:
         self.rows = rows
         self.masks: Future[Masks]
+        self._moved = moved
 
     def result(self) -> Masks:
         """Waits for the masks, and so for `accept` of the step before."""
@@ -240,5 +216,15 @@ class StepMasks:
     def accept(self, tokens_S: Sequence[Sequence[int] | I32]) -> Accepted:
         """Takes the tokens that were kept, of each of `begin`'s rows; none of a row that failed. From any thread, in
         the order of steps."""
-        self.masks.result()
-        return self._constraints.accept(self, tokens_S)
+        self.result()
+        accepted = Accepted({}, {})
+        with self._moved:
+            for row in self.rows:
+                request = row.request
+                with request.caught():
+                    if not request.failure and (kept := row.accept(list(map(int, tokens_S[row.index])))):
+                        accepted.complete[request.slot] = kept
+                if request.failure:
+                    accepted.failed[request.slot] = request.failure
+            self._moved.notify_all()
+        return accepted

@@ -38,6 +38,18 @@ class NativeSampler(ReferenceSampler):
     def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
         return top_p_cutoff_head(probs_rV, top_p_r)
 
+    def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
+        """See `Sampler`; in a few calls where there is only a temperature, because a draft has to be cheap."""
+        traits_S = self.rows.traits[slots_S] & (Trait.CHANGED | Trait.CUT | Trait.TOP_P | Trait.RANDOM)
+        if (traits_S != Trait.RANDOM).any():
+            return super().draft(logits_SV, slots_S, positions_S)
+        x_SV = torch.nn.functional.pad(logits_SV, (0, -logits_SV.shape[1] % LANES), value=NEG_INF)
+        temperature, low, high = self._upload(
+            self.rows.temperature[slots_S], *row_keys(self.rows.seed[slots_S], positions_S)
+        )
+        x_SV = (x_SV - native_rows.argmax(x_SV)[0].unsqueeze(1)).div_(temperature.unsqueeze(1))
+        return race(self._gumbel, x_SV, low, high).int()
+
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
         if not (self.rows.traits[slots_r[0]] & Trait.CUT and can_narrow(x_rV.shape[1])):
             return self._draw_from(x_rV, slots_r, positions_r)

@@ -51,7 +51,7 @@ class Proposer(ABC):
         """Returns guesses, int32 [N] on the device: of slots_N[i], the one that is places_N[i] behind the first."""
 
     def add(self, request: NewRequest) -> None:  # noqa: B027
-        """Takes a request that begins, or begins again, with the tokens it has."""
+        """Takes a request that begins, or begins again, with the tokens it has, before the first `collect` for it."""
 
     def launch(self, step: Verified) -> None:  # noqa: B027
         """Reads a step, whether or not a row samples, and guesses, if its plan asks for that, on the device, behind the
