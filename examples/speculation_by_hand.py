@@ -15,7 +15,7 @@ from moeserve.runner.sampling.noise import Gumbel
 from moeserve.runner.sampling.sampler import row_keys
 
 WORDS = ("the", "fox", "owl", "saw", "hid", ".")
-TARGET = {  # logits of the next word
+TARGET: dict[str, tuple[float, ...]] = {  # logits of the next word
     "the": (-1.0, 2.5, 2.1, 0.2, 0.1, -2.0),
     "fox": (-0.5, -1.5, -1.0, 2.2, 1.9, 0.6),
     "owl": (-0.7, -1.2, -1.5, 1.8, 2.4, 0.8),
@@ -23,7 +23,7 @@ TARGET = {  # logits of the next word
     "hid": (0.5, -0.9, -1.0, -1.4, -2.0, 2.6),
     ".": (2.7, 0.9, 0.8, -1.0, -1.2, -2.0),
 }
-DRAFTER = {  # of a smaller model, which has learned the same less well
+DRAFTER: dict[str, tuple[float, ...]] = {  # of a smaller model, which has learned the same less well
     "the": (-0.5, 2.0, 2.3, 0.5, 0.4, -1.0),
     "fox": (0.0, -1.0, -1.0, 1.6, 1.8, 0.9),
     "owl": (0.0, -1.0, -1.0, 1.9, 1.7, 0.9),
@@ -48,7 +48,8 @@ def choose(logits: tuple[float, ...], position: int, seed: int = SEED) -> str:
 
 def one_by_one(count: int) -> list[str]:
     """Returns the next words without speculation."""
-    last, words = LAST, []
+    words: list[str] = []
+    last = LAST
     for position in range(FIRST, FIRST + count):
         last = choose(TARGET[last], position)
         words.append(last)
@@ -57,10 +58,13 @@ def one_by_one(count: int) -> list[str]:
 
 def speculate(count: int) -> tuple[list[str], list[str]]:
     """Returns the next words, and the lines of a table that shows how they came about."""
-    last, words, lines, step = LAST, [], [], 0
+    words: list[str] = []
+    lines: list[str] = []
+    last, step = LAST, 0
     while len(words) < count:
         step += 1
-        start, drafts = FIRST + len(words), []
+        start = FIRST + len(words)
+        drafts: list[str] = []
         for i in range(min(NUM_DRAFTS, count - len(words) - 1)):  # the drafter goes over its own guesses
             behind = drafts[-1] if drafts else last
             drafts.append(choose(DRAFTER[behind], start + i))

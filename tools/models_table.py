@@ -77,7 +77,7 @@ RECURRENT = {
 
 
 def default_spec(architecture: str) -> ModelSpec:
-    """Returns the spec of the default configuration, with one head for multi-token prediction where there may be any."""
+    """Returns the spec of the default configuration, with a head for multi-token prediction where there may be one."""
     keys: dict[str, object] = ONE_HEAD | PUBLISHED.get(architecture, {})
     if FAMILIES[architecture].text:
         keys = {FAMILIES[architecture].text: keys}
