@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/bitmask.hpp"
 #include "core/grouping.hpp"
 #include "tests/exact.hpp"
 
@@ -322,6 +323,16 @@ void races(size_t width, size_t offset, bool in_blocks) {
     CHECK(undecided < 3);
 }
 
+void masks(size_t width, size_t offset) {
+    const auto x = random<float>(width, offset);
+    Exact<float> masked(width, offset);
+    Exact<uint32_t> bits((width + 31) / 32, offset);
+    for (size_t i = 0; i < bits.size(); ++i) bits[i] = below(3) ? static_cast<uint32_t>(rng()) : below(2) ? ~0u : 0u;
+    std::copy_n(x.data(), width, masked.data());
+    apply_bitmask(masked.data(), width, bits.data());
+    for (size_t v = 0; v < width; ++v) CHECK(masked[v] == (bits[v / 32] >> v % 32 & 1 ? x[v] : -kInfinity));
+}
+
 void copies() {
     const auto from = random<uint8_t>(4 * 13, 1);
     Exact<int64_t> index(5);
@@ -363,6 +374,7 @@ int main() {
             }
         }
         for (size_t width : {1, 9, 511, 512, 513, 1500}) maxima(width, offset);
+        for (size_t width : {1, 31, 32, 33, 64, 700}) masks(width, offset);
         for (size_t width : {1, 63, 64, 65, 700}) races(width, offset, false);
         for (size_t width : {64, 320}) races(width, offset, true);
     }

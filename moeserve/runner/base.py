@@ -103,9 +103,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.speculation = None
         if config.scheduler.speculate is not None:
             asked = SpeculationSpec.parse(config.scheduler.speculate)
-            # Models guess on CPUs only.
-            has_mtp = spec.mtp is not None and not (asked.kind == "auto" and self.device_is_async)
-            self.speculation = asked.resolve(has_mtp=has_mtp)
+            self.speculation = asked.resolve(has_mtp=spec.mtp is not None)
             spec = with_drafter(spec, model_dir, self.speculation)
         limits_of.check(config, spec)
         check_block_size(config, spec)

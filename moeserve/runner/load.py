@@ -146,10 +146,6 @@ def draft_params(
     plan_of: Callable[[Collection[str]], LoadPlan],
 ) -> Iterator[tuple[Params, Ops]]:
     """Opens the checkpoint of a drafter of `model`. plan_of: the plan for its tensors."""
-    if model.ops.device.type != "cpu":  # see `ModelProposer`
-        raise ConfigError(
-            f"speculate: models guess on CPUs only, here is {model.ops.device.type}; use ngram:4 or suffix:8"
-        )
     dummy, device, dtype = config.model.load_format == "dummy", model.ops.device, model.ops.dtype
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     plan = plan_of(checkpoint.names)

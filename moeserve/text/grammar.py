@@ -8,7 +8,6 @@ be followed by the end tokens only. A matcher's state is a function of its gramm
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -25,7 +24,6 @@ from moeserve.text.json_schema import GrammarFault
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_CACHED = 64
-MAX_CACHED_BYTES = 8 * 2**20  # of source
 
 
 class Grammars:
@@ -42,7 +40,7 @@ class Grammars:
         self._num_threads = num_threads
         self._special = special_tokens(tokenizer)
         self._lock = threading.Lock()
-        self._cached: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._cached: dict[GrammarSpec, LLMatcher] = {}
         try:
             self._tokenizer = LLTokenizer(
                 tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=sorted(self.end_ids)
@@ -53,16 +51,12 @@ class Grammars:
     def matcher(self, spec: GrammarSpec, tokens: Sequence[int] = ()) -> Matcher:
         """Returns the state after `tokens`. Blocks while a new grammar compiles. Raises as `Matcher.accept` does."""
         with self._lock:
-            first = self._cached.get(spec)
-        if first is None:
-            first = self.compile(spec)
-            with self._lock:
-                self._cached[spec] = first
-                while len(self._cached) > MAX_CACHED or (self._bytes > MAX_CACHED_BYTES and len(self._cached) > 1):
-                    self._cached.popitem(last=False)
-        with self._lock:
-            if spec in self._cached:
-                self._cached.move_to_end(spec)
+            first = self._cached.pop(spec, None)
+            if first is None:
+                first = self.compile(spec)
+            self._cached[spec] = first  # the latest is the last
+            if len(self._cached) > MAX_CACHED:
+                del self._cached[next(iter(self._cached))]
         matcher = Matcher(self, spec, first.deep_copy())
         matcher.accept(tokens)
         return matcher
@@ -117,10 +111,6 @@ class Grammars:
 
     def _text_part(self, tokens: Sequence[int]) -> list[int]:
         return list(takewhile(lambda token: token not in self.end_ids, tokens))
-
-    @property
-    def _bytes(self) -> int:
-        return sum(len(spec.text) for spec in self._cached)
 
     @cached_property
     def _executor(self) -> LLExecutor:

@@ -50,7 +50,7 @@ class Program:
 
 
 POOL = Program("pool", ("pool/pool.cpp",))
-ROWS = Program("rows", ("core/grouping.cpp", "core/pairs.cpp"), tuple(AVX2))
+ROWS = Program("rows", ("core/bitmask.cpp", "core/grouping.cpp", "core/pairs.cpp"), tuple(AVX2))
 ATTENTION = Program(
     "attention", ("kernels/attention_plan.cpp", "kernels/reference_attention.cpp", "pool/pool.cpp"), tuple(AVX2)
 )

@@ -183,6 +183,7 @@ def test_right_and_wrong_drafts_leave_what_later_drafts_need(
         drafts = expected[known : known + K]
         drafts[right:] = [(token + 1) % 256 for token in drafts[right:]]
         with torch.inference_mode():
+            driver.runner.proposer._take_over()
             driver.runner.proposer._drafts_SK[request.slot] = torch.tensor(drafts)
         driver.run([(request, DRAFTED)])
         assert len(request.output) == known + 1 + right

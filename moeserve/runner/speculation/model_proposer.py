@@ -12,6 +12,7 @@ is out of date, to another request's block, whose drafts are then worse.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -59,9 +60,9 @@ class Drafter:
 
 
 class ModelProposer(Proposer):
-    """Guesses num_drafts tokens for every row that samples; all ranks have the guesses of the first. The device must be
-    one that the host does not run ahead of: positions of drafts follow from how many were right, and noise is made from
-    positions on the host. tp: the engine's ranks."""
+    """Guesses num_drafts tokens for every row that samples; all ranks have the guesses of the first. The host waits for
+    how many drafts were right: positions of the next ones follow from that, and noise from positions on the host. tp:
+    the engine's ranks."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class ModelProposer(Proposer):
         super().__init__(num_drafts)
         self._drafts_SK = torch.zeros(tables.slots, num_drafts, dtype=torch.int32, device=tables.arena.device)
         self._next_SK = self._drafts_SK.clone()  # of steps that may be launched again with the drafts before
+        self._collected: deque[I64] = deque()  # slots of steps whose results came, from any thread
         self._drafter, self._groups, self._tables = drafter, groups, tables
         self._sampler, self._upload, self._tp = sampler, upload, tp
         self._ubatch = UBatch()
@@ -83,10 +85,12 @@ class ModelProposer(Proposer):
 
     def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
         """See `Proposer`."""
+        self._take_over()
         return self._drafts_SK[self._upload(slots_N, places_N)]
 
     def launch(self, step: Verified) -> None:
         """See `Proposer`."""
+        self._take_over()
         shift, rows = int(self._drafter.takes_hidden), step.rows
         (where,) = self._upload(self._tables.token_offsets(rows.slots_T, rows.positions_T + shift))
         inputs = step.step
@@ -102,7 +106,8 @@ class ModelProposer(Proposer):
         if not (step.plan.propose and len(step.slots_S)):
             return
         hidden_SD = hidden_TD.index_select(0, step.last_S)
-        known_S = rows.positions_T[step.last_S.numpy()] + 2  # tokens of each request now
+        # Waits for the device. A step with drafts has no other one behind it that could be launched meanwhile.
+        known_S = rows.positions_T[step.last_S.cpu().numpy()] + 2  # tokens of each request now
         (slots,) = self._upload(step.slots_S)
         for i in range(self.num_drafts):
             if i or not shift:
@@ -116,12 +121,17 @@ class ModelProposer(Proposer):
         mine_SK = self._next_SK.index_select(0, slots)
         self._next_SK.index_copy_(0, slots, self._tp.gather_columns(mine_SK, 0)[:, : self.num_drafts])
 
-    @torch.inference_mode()  # in which the tensors were made
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
         """See `Proposer`."""
-        (slots,) = self._upload(np.asarray(slots_S, np.int64))
-        self._drafts_SK.index_copy_(0, slots, self._next_SK.index_select(0, slots))
+        self._collected.append(np.asarray(slots_S, np.int64))
         return np.full(len(slots_S), self.num_drafts, np.int32)
+
+    @torch.inference_mode()  # in which the tensors were made
+    def _take_over(self) -> None:
+        """Makes the guesses current that belong to steps whose results are there."""
+        while self._collected:
+            (slots,) = self._upload(self._collected.popleft())
+            self._drafts_SK.index_copy_(0, slots, self._next_SK.index_select(0, slots))
 
     @property
     def _model(self) -> DraftModel:
