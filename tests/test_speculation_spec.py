@@ -12,7 +12,7 @@ from moeserve.speculation import MAX_DRAFTS, SpeculationSpec
 CASES = {
     "ngram": ("ngram", "", 4, False),
     "ngram:4": ("ngram", "", 4, False),
-    "ngram:16": ("ngram", "", 16, False),
+    "ngram:15": ("ngram", "", 15, False),
     "suffix": ("suffix", "", 8, False),
     "suffix:1": ("suffix", "", 1, False),
     "mtp": ("mtp", "", 1, False),
@@ -47,10 +47,10 @@ WRONG = {
     "model:": "needs the path",
     "model::3": "needs the path",
     "auto:eagle": "needs the path",
-    "ngram:0": "1 to 16 drafts, got 0",
-    "ngram:-1": "1 to 16 drafts, got -1",
-    "suffix:17": "1 to 16 drafts, got 17",
-    "model:/a:0": "1 to 16 drafts, got 0",
+    "ngram:0": "1 to 15 drafts, got 0",
+    "ngram:-1": "1 to 15 drafts, got -1",
+    "suffix:16": "1 to 15 drafts, got 16",
+    "model:/a:0": "1 to 15 drafts, got 0",
 }
 
 

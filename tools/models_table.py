@@ -4,7 +4,7 @@
     python tools/models_table.py --check  # fails if it is not what would be written
 
 Each row is read from the family's own default configuration: what a config.json without any key but the architecture
-means, and the keys of PUBLISHED.
+means, and the keys of PUBLISHED and ONE_HEAD.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ family. Weights may be quantised in every format of README.md ("Your own model")
 
 Sizes are those of the default configuration in transformers. **KV**: elements that one token leaves behind in one
 layer, or those of a recurrent layer's state ([recurrent.md](recurrent.md)). **int8 KV**: whether `kv_cache_dtype: int8`
-is possible; states stay fp32.
+is possible; states stay fp32. **MTP**: whether a head for multi-token prediction is read where a checkpoint has one
+([speculation.md](speculation.md)).
 
-| architecture | mixers | KV | layers see | experts | router | int8 KV |
-|---|---|---|---|---|---|---|
+| architecture | mixers | KV | layers see | experts | router | int8 KV | MTP |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -62,6 +63,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
     },
     "Mistral3ForConditionalGeneration": {"model_type": "mistral4"},
 }
+ONE_HEAD: dict[str, object] = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
 
 
 RECURRENT = {
@@ -75,8 +77,8 @@ RECURRENT = {
 
 
 def default_spec(architecture: str) -> ModelSpec:
-    """Returns the spec of the default configuration."""
-    keys: dict[str, object] = PUBLISHED.get(architecture, {})
+    """Returns the spec of the default configuration, with a head for multi-token prediction where there may be one."""
+    keys: dict[str, object] = ONE_HEAD | PUBLISHED.get(architecture, {})
     if FAMILIES[architecture].text:
         keys = {FAMILIES[architecture].text: keys}
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +142,7 @@ def row(architecture: str) -> str:
         router = _router(spec.moe)
     int8 = "no" if any(mixer.cache_obstacle("int8") for mixer in mixers) else "yes"
     cells = architecture, _distinct([_kind(m) for m in mixers]), kv, _distinct([_sees(m) for m in mixers])
-    return "| " + " | ".join((*cells, experts, router, int8)) + " |"
+    return "| " + " | ".join((*cells, experts, router, int8, "no" if spec.mtp is None else "yes")) + " |"
 
 
 def text() -> str:

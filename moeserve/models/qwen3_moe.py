@@ -51,7 +51,8 @@ FAMILIES = (
         Names(
             "model.language_model.",
             experts=(replace(FUSED, transposed=True),),
-            foreign=("model.visual.",),
+            foreign=("model.visual.", "mtp."),
+            mtp=QWEN_MTP,
         ),
         text="text_config",
     ),

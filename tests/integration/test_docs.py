@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCS = ["docs/architecture.md", "docs/expert-parallelism.md", "README.md", "CONTRIBUTING.md"]
+DOCS = ["docs/architecture.md", "docs/expert-parallelism.md", "docs/speculation.md", "README.md", "CONTRIBUTING.md"]
 
 
 @pytest.mark.parametrize("doc", DOCS)

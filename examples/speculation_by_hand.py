@@ -1,0 +1,127 @@
+"""Five tokens at temperature 1, guessed by a small model and verified by equality: the tables of docs/speculation.md.
+
+A target and a drafter of six words, whose logits depend on the last word alone, and the noise that moeserve samples
+with. Everything that speculation does is in `speculate`.
+
+python examples/speculation_by_hand.py
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from moeserve.runner.sampling.noise import Gumbel
+from moeserve.runner.sampling.sampler import row_keys
+
+WORDS = ("the", "fox", "owl", "saw", "hid", ".")
+TARGET: dict[str, tuple[float, ...]] = {  # logits of the next word
+    "the": (-1.0, 2.5, 2.1, 0.2, 0.1, -2.0),
+    "fox": (-0.5, -1.5, -1.0, 2.2, 1.9, 0.6),
+    "owl": (-0.7, -1.2, -1.5, 1.8, 2.4, 0.8),
+    "saw": (2.9, 0.3, 0.4, -2.0, -1.8, 0.9),
+    "hid": (0.5, -0.9, -1.0, -1.4, -2.0, 2.6),
+    ".": (2.7, 0.9, 0.8, -1.0, -1.2, -2.0),
+}
+DRAFTER: dict[str, tuple[float, ...]] = {  # of a smaller model, which has learned the same less well
+    "the": (-0.5, 2.0, 2.3, 0.5, 0.4, -1.0),
+    "fox": (0.0, -1.0, -1.0, 1.6, 1.8, 0.9),
+    "owl": (0.0, -1.0, -1.0, 1.9, 1.7, 0.9),
+    "saw": (2.2, 0.5, 0.5, -1.0, -1.0, 1.2),
+    "hid": (0.9, -0.5, -0.5, -1.0, -1.0, 2.0),
+    ".": (2.2, 1.1, 1.0, -0.5, -0.5, -1.0),
+}
+SEED, FIRST, LAST, NUM_DRAFTS = 6, 10, "the", 3  # position 9 has the last known word, "the"
+
+
+def noise(position: int, seed: int = SEED) -> list[float]:
+    """Returns the noise of each word at a position: a hash of (seed, position, word)."""
+    low, high = torch.from_numpy(row_keys(np.array([seed], np.uint64), np.array([position])))
+    return Gumbel(len(WORDS), torch.device("cpu"))(low, high)[0, : len(WORDS)].tolist()
+
+
+def choose(logits: tuple[float, ...], position: int, seed: int = SEED) -> str:
+    """Returns the word with the largest sum of logit and noise: a draw from softmax(logits)."""
+    sums = [x + g for x, g in zip(logits, noise(position, seed), strict=True)]
+    return WORDS[sums.index(max(sums))]
+
+
+def one_by_one(count: int) -> list[str]:
+    """Returns the next words without speculation."""
+    words: list[str] = []
+    last = LAST
+    for position in range(FIRST, FIRST + count):
+        last = choose(TARGET[last], position)
+        words.append(last)
+    return words
+
+
+def speculate(count: int) -> tuple[list[str], list[str]]:
+    """Returns the next words, and the lines of a table that shows how they came about."""
+    words: list[str] = []
+    lines: list[str] = []
+    last, step = LAST, 0
+    while len(words) < count:
+        step += 1
+        start = FIRST + len(words)
+        drafts: list[str] = []
+        for i in range(min(NUM_DRAFTS, count - len(words) - 1)):  # the drafter goes over its own guesses
+            behind = drafts[-1] if drafts else last
+            drafts.append(choose(DRAFTER[behind], start + i))
+            lines.append(line(step, "drafter", behind, DRAFTER, start + i, f"draft {drafts[-1]}"))
+        right = True
+        for i, behind in enumerate([last, *drafts]):  # one forward pass of the target computes all of these
+            word = choose(TARGET[behind], start + i)
+            lines.append(line(step, "target", behind, TARGET, start + i, verdict(word, drafts[i : i + 1], right)))
+            if right:
+                words.append(word)
+                right = drafts[i : i + 1] == [word]
+        last = words[-1]
+    return words, lines
+
+
+def verdict(word: str, draft: list[str], right: bool) -> str:
+    """Returns what becomes of a word that the target chose behind drafts that were right, or not."""
+    if not right:
+        return f"{word}, dropped: behind a wrong draft"
+    if not draft:
+        return f"**{word}**, kept"
+    return f"**{word}**, kept: draft {draft[0]} is {'right' if draft[0] == word else 'wrong'}"
+
+
+def line(step: int, who: str, behind: str, model: dict[str, tuple[float, ...]], position: int, outcome: str) -> str:
+    """Returns a line of the table: logit + noise = sum for each word."""
+    cells = [f"{x:.1f} {g:+.2f} = {x + g:.2f}" for x, g in zip(model[behind], noise(position), strict=True)]
+    best = cells[WORDS.index(choose(model[behind], position))]
+    shown = [f"**{cell}**" if cell is best else cell for cell in cells]
+    return f"| {step} | {who} | {position} | {behind} | {' | '.join(shown)} | {outcome} |"
+
+
+def agreement(behind: str) -> tuple[float, float, float]:
+    """Returns how often a draft behind a word is right: at least, with equal noise, and by rejection sampling."""
+    p, q = (softmax(model[behind]) for model in (TARGET, DRAFTER))
+    distance = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+    same = sum(1 / sum(max(pj / pi, qj / qi) for pj, qj in zip(p, q, strict=True)) for pi, qi in zip(p, q, strict=True))
+    return (1 - distance) / (1 + distance), same, 1 - distance
+
+
+def softmax(logits: tuple[float, ...]) -> list[float]:
+    """Returns probabilities."""
+    powers = [math.exp(x) for x in logits]
+    return [x / sum(powers) for x in powers]
+
+
+def main() -> None:
+    words, lines = speculate(5)
+    print(f"| step | who | position | behind | {' | '.join(WORDS)} | outcome |")
+    print("|---" * (len(WORDS) + 5) + "|")
+    print("\n".join(lines))
+    print(f"\nWith drafts: {' '.join(words)}\nOne by one:  {' '.join(one_by_one(5))}")
+    assert words == one_by_one(5)
+    print("\n| behind | at least (1 - TV) / (1 + TV) | equal noise | rejection sampling, 1 - TV |\n|---|---|---|---|")
+    for behind in WORDS:
+        print(f"| {behind} | " + " | ".join(f"{share:.3f}" for share in agreement(behind)) + " |")
+
+
+if __name__ == "__main__":
+    main()
