@@ -13,7 +13,7 @@ is out of date, to another request's block, whose drafts are then worse.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.engine.plan import I32
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
-from moeserve.runner.sampling.sampler import Sampler
+from moeserve.runner.sampling.sampler import Sampler, Trait
 from moeserve.runner.speculation.base import Proposer, Verified
 from moeserve.runner.tables import I64, Tables, Upload, group_inputs, prepare_inputs
 
@@ -109,14 +109,19 @@ class ModelProposer(Proposer):
         # Waits for the device. A step with drafts has no other one behind it that could be launched meanwhile.
         known_S = rows.positions_T[step.last_S.cpu().numpy()] + 2  # tokens of each request now
         (slots,) = self._upload(step.slots_S)
-        for i in range(self.num_drafts):
+        tokens_KS = known_S - 1 + np.arange(self.num_drafts)[:, None]
+        rounds = self._rounds(step.slots_S, tokens_KS - shift)
+        changed = len(self._sampler.rows.having(Trait.CHANGED, step.slots_S))
+        (offsets_KS,) = self._upload(self._tables.token_offsets(step.slots_S, self._inside(tokens_KS)))
+        drafts_S = self._tables.arena.index_select(0, offsets_KS[0])
+        for i, inputs in enumerate(rounds):
             if i or not shift:
-                hidden_SD = self._forward(self._next_tokens(step.slots_S, known_S - 1 + i, shift), hidden_SD)
-            drafts_S = self._sampler.draft(self._model.logits(hidden_SD), step.slots_S, self._inside(known_S + i))
+                hidden_SD = self._forward(replace(inputs, ids_T=drafts_S.long()), hidden_SD)
+            logits_SV = self._model.logits(hidden_SD)
+            drafts_S = self._sampler.draft(logits_SV, step.slots_S, self._inside(known_S + i))
             self._next_SK[:, i].index_copy_(0, slots, drafts_S)
-            # Where the next round, penalties and rules read them; the next step writes its own tokens there.
-            (offsets,) = self._upload(self._tables.token_offsets(step.slots_S, self._inside(known_S + i)))
-            self._tables.append(offsets, drafts_S)
+            if changed and i + 1 < self.num_drafts:  # penalties and rules read them in the next round
+                self._tables.append(offsets_KS[i + 1], drafts_S)
         # Of rows that write to one entry, as to the null block, the last may be another one on each rank.
         mine_SK = self._next_SK.index_select(0, slots)
         self._next_SK.index_copy_(0, slots, self._tp.gather_columns(mine_SK, 0)[:, : self.num_drafts])
@@ -147,24 +152,28 @@ class ModelProposer(Proposer):
         self._ubatch.take_load()  # its experts are no part of the placement
         return hidden_TD
 
-    def _next_tokens(self, slots_S: I64, tokens_S: I64, shift: int) -> StepInputs:
-        """Returns the inputs of one token for each slot: that at tokens_S, read at a position `shift` less."""
-        count, last = len(slots_S), self._tables.width - 2  # the last position of a request
-        positions_S = np.minimum(tokens_S - shift, last)
-        offsets_R1, starts_R = np.arange(count + 1, dtype=np.int32), positions_S.astype(np.int32)
-        where_S = self._tables.token_offsets(slots_S, self._inside(tokens_S))
-        where, positions, slots, starts, offsets = self._upload(where_S, positions_S, slots_S, starts_R, offsets_R1)
-        blocks, longest = self._tables.blocks[self._full], int(positions_S.max()) + 1
-        group = group_inputs(self._groups[self._full], blocks, longest, slots, positions, None)
-        return StepInputs(
-            ids_T=self._tables.arena.index_select(0, where).long(),
-            positions_T=positions,
-            groups=self._own_groups(group),
-            sample_N=torch.arange(count, device=positions.device),
-            offsets_R1=offsets_R1,
-            starts_R=starts_R,
-            rows_on_device=(starts, offsets),
-        )
+    def _rounds(self, slots_S: I64, positions_KS: I64) -> Iterator[StepInputs]:
+        """Yields the inputs of one token for each slot, at the positions of each round; the caller sets the tokens."""
+        count = len(slots_S)
+        positions_KS = np.minimum(positions_KS, self._tables.width - 2)  # the last position of a request
+        starts_KS, offsets_R1 = positions_KS.astype(np.int32), np.arange(count + 1, dtype=np.int32)
+        positions, slots, starts, offsets = self._upload(positions_KS, slots_S, starts_KS, offsets_R1)
+        blocks, longest = self._tables.blocks[self._full], int(positions_KS.max()) + 1
+        group = group_inputs(self._groups[self._full], blocks, longest, slots, positions[0], None)
+        sample = torch.arange(count, device=positions.device)
+        for i, (positions_S, starts_S) in enumerate(zip(positions, starts, strict=True)):
+            index_S1 = (positions_S // group.block_size).unsqueeze(1)
+            block_S = group.blocks_RN.gather(1, index_S1).squeeze(1)
+            group = replace(group, slot_mapping_T=block_S * group.block_size + positions_S % group.block_size)
+            yield StepInputs(
+                ids_T=positions_S,
+                positions_T=positions_S,
+                groups=self._own_groups(group),
+                sample_N=sample,
+                offsets_R1=offsets_R1,
+                starts_R=starts_KS[i],
+                rows_on_device=(starts_S, offsets),
+            )
 
     def _own_groups(self, full: GroupInputs) -> tuple[GroupInputs, ...]:
         """Returns the drafter's groups: the blocks of the group with full attention, each with a window of its own."""
