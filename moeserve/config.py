@@ -186,7 +186,7 @@ class ServerConfig:
     max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may")
     max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
-    strict: bool = _opt(False, "refuse unknown request fields instead of warning")
+    strict: bool = _opt(False, "refuse unknown request fields instead of warning", flag=None)
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
     log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
     log_requests: bool = _opt(False, "one log line per finished request", flag=None)

@@ -89,7 +89,7 @@ async def test_a_reader_that_lags_gets_merged_deltas(front, engine, tokenizer):
     generation = await front.generate([5], SamplingParams(max_tokens=50, logprobs=0))
     (submit,) = engine.take(Submit)
     for token in ids:
-        await engine.rows((submit.rid, token, 0), logprobs={submit.rid: Logprobs([token], [-1.0], 1)})
+        await engine.rows((submit.rid, token, 0), logprobs={submit.rid: [Logprobs([token], [-1.0], 1)]})
     delta = await anext(generation)
     assert delta.token_ids == ids
     assert [row.ids[0] for row in delta.logprobs] == ids

@@ -153,7 +153,7 @@ class ScriptedEngine:
                 extra["cached"][rid] = 2
                 self._prompt_logprobs(row.submit, extra["prompt_logprobs"])
             if sampling.logprobs is not None:
-                extra["logprobs"][rid] = logprob_row(token, sampling.logprobs)
+                extra["logprobs"][rid] = [logprob_row(token, sampling.logprobs)]
             row.emitted += 1
             tokens.append(token)
             ended = FinishReason.NONE
