@@ -50,6 +50,9 @@ class ModelConfig:
         "auto", "auto: the model's sampling defaults apply; none: moeserve's"
     )
     skip_tokenizer_init: bool = _opt(False, "token ids in, token ids out; no text", flag=None)
+    logits_processors: tuple[str, ...] = _opt(
+        (), "NAME=package.module:attribute of functions that requests may name (docs/logits-processors.md)", flag=None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

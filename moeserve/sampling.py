@@ -38,6 +38,16 @@ Choices = Annotated[Sequence[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 BadWords = Annotated[Sequence[NonEmpty], Meta(max_length=128)]
 
 
+class LogitsProcessorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A logits processor by name, and the arguments that its factory gets; see docs/logits-processors.md."""
+
+    name: NonEmpty
+    args: dict[str, Any] = {}
+
+
+LogitsProcessors = Annotated[Sequence[NonEmpty | LogitsProcessorSpec], Meta(max_length=8)]
+
+
 class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The parameters that users and the engine give the same names and meaning."""
 
@@ -88,7 +98,7 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
     `logprobs`/`prompt_logprobs`: how many alternatives besides the token itself, 0..20. `max_tokens` None: up to
     the end of the context. `stop` strings are cut from the text unless `include_stop_str_in_output`.
     `structured_outputs`: what the text must match. `speculate`: whether drafts may be verified for this request, where
-    the engine has some; they change no token.
+    the engine has some; they change no token. `logits_processors`: functions that change the logits first, by name.
     """
 
     n: NumSequences = 1
@@ -102,6 +112,7 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: LogitsProcessors = ()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -151,7 +162,7 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """`SamplingParams` of one sequence, resolved by the front end to integers and floats.
 
     stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences that must not be
-    completed. grammar: what the answer must match.
+    completed. grammar: what the answer must match. processors: (name, arguments as JSON) of logits processors.
     """
 
     seed: int
@@ -160,6 +171,7 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     allowed_ids: tuple[int, ...] | None = None
     bad_seqs: tuple[tuple[int, ...], ...] = ()
     grammar: GrammarSpec | None = None
+    processors: tuple[tuple[str, str], ...] = ()
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta
 from moeserve.frontend.open import open_front_end
+from moeserve.logits_processors import LogitsProcessorFactory, with_processors
 from moeserve.messages import Logprobs
 from moeserve.sampling import SamplingParams
 
@@ -79,7 +80,7 @@ class AsyncEngine:
             print(out.outputs[0].text, end="")
 
     Keyword arguments are the fields of `moeserve.config` (`dtype`, `max_model_len`, `max_num_seqs`, `threads`, ...);
-    or pass a whole `Config`.
+    or pass a whole `Config`. logits_processors: factories that requests may name (docs/logits-processors.md).
     """
 
     def __init__(
@@ -87,9 +88,12 @@ class AsyncEngine:
         model: str | PathLike[str] | None = None,
         *,
         config: Config | None = None,
+        logits_processors: Mapping[str, LogitsProcessorFactory | str] | None = None,
         **settings: Any,
     ) -> None:
         self._config = config or config_of(model, **settings)
+        if logits_processors:
+            self._config = with_processors(self._config, logits_processors, self)
         self._stack = AsyncExitStack()
         self._front: FrontEnd | None = None
 

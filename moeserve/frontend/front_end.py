@@ -64,6 +64,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
     """The actor that owns all running sequences; its inbox is that of the engine link.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
+    processors: the names of logits processors.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         chat_template: ChatTemplate | None,
         defaults: dict[str, Any],
         max_queued: int | None,
+        processors: Collection[str] = (),
     ) -> None:
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
@@ -90,6 +92,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._link = link
         self._admission = Admission(max_queued)
         self._grammars = GrammarAdmission(tokenizer)
+        self._processors = processors
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
@@ -125,7 +128,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             facts = ready.vocab_size, ready.eos_token_ids
             grammar = await self._grammars.check(asked, grammar_param, *facts, marked=marked)
             ready = self.admit(params.n)  # again: others came meanwhile
-        samplings = token_sampling(params, len(prompt), ready, bad, grammar)
+        samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
         generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt)
         for index, sampling in enumerate(samplings):
             sequence = Sequence(next(self._rids), index, generation, sampling)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
 from moeserve.errors import ContextLengthExceeded, InvalidRequest, Overloaded, RequestError
+from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
 from moeserve.sampling import GrammarSpec, SamplingParams, TokenSampling
 from moeserve.text.stop import StopMatcher
@@ -215,12 +216,13 @@ def token_sampling(
     ready: Ready,
     bad_seqs: tuple[tuple[int, ...], ...] = (),
     grammar: GrammarSpec | None = None,
+    known_processors: Collection[str] = (),
 ) -> list[TokenSampling]:
     """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i, and only the first one
     computes prompt logprobs.
 
-    max_tokens is cut to the room that the context leaves (at least 1: `check_request` came first). Raises
-    InvalidRequest for a parameter out of its range.
+    max_tokens is cut to the room that the context leaves (at least 1: `check_request` came first). known_processors:
+    names of logits processors. Raises InvalidRequest for a parameter out of its range.
     """
     params.check(ready.vocab_size)
     room = ready.max_model_len - prompt_len
@@ -247,6 +249,7 @@ def token_sampling(
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,
+        processors=checked_processors(params.logits_processors, known_processors),
     )
     each = [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
     return [each[0], *(msgspec.structs.replace(other, prompt_logprobs=None) for other in each[1:])]

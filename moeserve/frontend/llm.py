@@ -36,6 +36,7 @@ class LLM:
 
     model: a Hugging Face directory, or "demo". Keyword arguments are the fields of `moeserve.config` under their own
     names: dtype, max_model_len, max_num_seqs, enable_prefix_caching, skip_tokenizer_init, threads, kv_cache_bytes, ...
+    logits_processors: {name: factory} (docs/logits-processors.md).
     Raises ConfigError when the model cannot be served. `close()` is idempotent; leaving the `with` block calls it, and
     so does the end of the program or of the last reference to this object. May be used from several threads.
     """

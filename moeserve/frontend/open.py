@@ -17,6 +17,7 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.logits_processors import all_entries
 from moeserve.models.hf_config import read_model_spec
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
@@ -69,4 +70,5 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queue
         chat_template=template,
         defaults=defaults,
         max_queued=max_queued,
+        processors=all_entries(asked.logits_processors).keys(),
     )

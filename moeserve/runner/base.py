@@ -25,6 +25,7 @@ from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import groups_of
 from moeserve.engine.plan import NewRequest
+from moeserve.logits_processors import ProcessorFactories
 from moeserve.messages import Placed, PlacementTable
 from moeserve.models.spec import ModelSpec
 from moeserve.models.workspace import Inflow
@@ -106,6 +107,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             self.speculation = asked.resolve(has_mtp=spec.mtp is not None)
             spec = with_drafter(spec, model_dir, self.speculation)
         limits_of.check(config, spec)
+        self.processors = ProcessorFactories(config.model.logits_processors)
         check_block_size(config, spec)
         self.config = limits_of.with_step_tokens(config, self.busy_tokens)
         self.spec = spec
@@ -308,6 +310,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         kernels, is_async = self.config.device.kernels, self.device_is_async
         vocab_size = self.spec.vocab_size
         self.sampler = make_sampler(vocab_size, self.tables, self.upload, kernels, is_async=is_async)
+        self.sampler.factories = self.processors
         self.constraints = Constraints(self.model_dir, vocab_size, self.spec.eos_token_ids)
         if self.speculation is None:
             return

@@ -126,6 +126,7 @@ class Sampling(StructuredFields, kw_only=True):
     logit_bias: sampling.LogitBias | None = None
     allowed_token_ids: sampling.AllowedTokens | None = None
     bad_words: sampling.BadWords | None = None
+    logits_processors: sampling.LogitsProcessors | None = None
     prompt_logprobs: sampling.NumLogprobs | None = None
     speculate: bool | None = None
     stream: bool | None = None
@@ -170,7 +171,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "documents": ("documents are not supported: put them into a message", ([],)),
     "chat_template": ("a request cannot bring its own template", ()),
     "truncate_prompt_tokens": ("prompts are never truncated here; shorten it yourself", ()),
-    "logits_processors": ("custom logits processors are not supported", ([],)),
     "kv_transfer_params": ("KV transfer is not supported", ()),
 }
 _MESSAGE_FIELDS = frozenset(Message.__struct_fields__)

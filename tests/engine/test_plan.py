@@ -25,6 +25,7 @@ SAMPLINGS = st.builds(
     top_k=COUNT,
     logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.none() | st.dictionaries(COUNT, st.floats(-100, 100), max_size=3),
+    processors=st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3)), max_size=2).map(tuple),
 )
 
 

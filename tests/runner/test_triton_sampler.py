@@ -104,3 +104,38 @@ def test_a_failing_row_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None
     for found in sample_both(samplers, logits, np.array([0, 1]), np.array([1, 1])):
         assert found.failures == {1: "sampling failed: ValueError: broken"}
         assert int(found.tokens_S[0]) == 7
+
+
+def test_logits_processors_see_raw_logits_and_all_tokens_of_their_row() -> None:
+    samplers, seen = pair(70), []
+
+    def factory(args: dict[str, int]) -> Any:
+        def change(prompt_ids: Any, output_ids: Any, logits: torch.Tensor) -> torch.Tensor:
+            assert (logits.dtype, logits.shape) == (torch.float32, (70,))
+            seen.append((list(prompt_ids), list(output_ids), int(logits.argmax())))
+            logits[args["token"]] += 100 if output_ids else float("nan")
+            return logits
+
+        return change
+
+    for sampler in samplers:
+        sampler.factories._factories["f"] = factory
+    asked = {"seed": 1, "temperature": 0.0, "logit_bias": {9: 5.0}, "allowed_ids": [9, 20, 21]}
+    add(
+        samplers, 3, np.array([1, 2, 4], np.int32), 2, processors=(("f", '{"token":20}'), ("f", '{"token":3}')), **asked
+    )
+    add(samplers, 5, np.array([1, 2], np.int32), 2, **asked)
+    add(samplers, 6, np.array([1, 2], np.int32), 2, processors=(("f", '{"token":1}'),), **asked)
+    logits = torch.zeros(4, 70)
+    logits[:3, 8] = 4.0
+    logits[3] = torch.nan
+    for found in sample_both(samplers, logits, np.array([5, 3, 6, 6]), np.array([2, 3, 2, 2])):
+        assert found.tokens_S[:2].tolist() == [9, 20]
+        assert found.status_S.tolist()[3] == Status.NOT_FINITE
+        assert found.failures.keys() == {2}
+        assert "'f' failed: ValueError: expected torch.float32 [70]" in found.failures[2]
+    assert seen == [([1, 2], [4], 8), ([1, 2], [4], 20), ([1, 2], [], 8)] * 2
+    seen.clear()
+    add(samplers, 3, np.array([1, 2, 4], np.int32), 2, **asked)  # the slot's next request has none
+    for found in sample_both(samplers, logits[:1], np.array([3]), np.array([3])):
+        assert (found.tokens_S.tolist(), seen) == ([9], [])

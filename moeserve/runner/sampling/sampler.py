@@ -1,7 +1,8 @@
 """The seam of the samplers: which tokens a step's logits become.
 
-A row's token depends on its own logits, parameters and position, never on its neighbours. Order: grammar; allowed ids,
-logit bias and min_tokens; penalties; bad sequences; temperature; min-p; top-k; top-p; argmax with Gumbel noise.
+A row's token depends on its own logits, parameters and position, never on its neighbours. Order: logits processors;
+grammar; allowed ids, logit bias and min_tokens; penalties; bad sequences; temperature; min-p; top-k; top-p; argmax
+with Gumbel noise.
 S rows that sample, V vocabulary, r some of the rows.
 
 The parameters of the request in each slot are NumPy columns and a byte of traits on the host. Rules say which tokens a
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.engine.plan import NewRequest
+from moeserve.logits_processors import LogitsProcessor, ProcessorFactories
 from moeserve.runner.sampling.logprobs import LogprobRows, logprob_rows
 from moeserve.runner.tables import I64, Tables, Upload
 from moeserve.sampling import GREEDY_BELOW, TokenSampling
@@ -110,7 +112,7 @@ def _traits(request: NewRequest, has_top_k: bool) -> int:
         traits |= Trait.PENALTY
     if sampling.min_tokens or sampling.logit_bias or sampling.allowed_ids is not None or sampling.bad_seqs:
         traits |= Trait.RULES
-    if sampling.grammar is not None:
+    if sampling.grammar is not None or sampling.processors:
         traits |= Trait.RULES
     if sampling.logprobs is not None:
         traits |= Trait.LOGPROBS
@@ -195,7 +197,8 @@ class Status:
         "",
         "the model's logits for this request are not finite numbers: the weights are damaged, or float16 is too "
         "narrow for this model (--dtype bfloat16 or float32)",
-        "no token is left to choose: grammar, allowed_token_ids, logit_bias and the banned tokens exclude each other",
+        "no token is left to choose: logits processors, grammar, allowed_token_ids, logit_bias and the banned tokens "
+        "exclude each other",
     )
 
 
@@ -235,10 +238,13 @@ class Sampler(ABC):
         self._upload = upload
         self._device = tables.arena.device
         self._rules: dict[int, Rules] = {}
+        self._processors: dict[int, list[tuple[str, LogitsProcessor]]] = {}
+        self.factories = ProcessorFactories()
 
     def add(self, request: NewRequest) -> str | None:
         """Takes a request's parameters; returns why the request must fail, if it must."""
         self._rules.pop(request.slot, None)
+        self._processors.pop(request.slot, None)
         self.rows.refuse(request.slot)
         token = unknown_token(request.sampling, self._vocab_size)
         if token is not None:
@@ -246,7 +252,11 @@ class Sampler(ABC):
         self.rows.add(request)
         if self.rows.traits[request.slot] & Trait.RULES:
             self._rules[request.slot] = Rules.of(request.sampling, self._vocab_size, self._device)
-        return None
+        failures: Failures = {}
+        for name, args in request.sampling.processors:
+            with _caught(failures, 0, f"logits processor {name!r}"):
+                self._processors.setdefault(request.slot, []).append((name, self.factories.make(name, args)))
+        return failures.get(0)
 
     def sample(self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None = None) -> Sampled:
         """Chooses a token for each row. logits_SV: float32, left as they are. positions_S: where in its request each
@@ -286,13 +296,17 @@ class Sampler(ABC):
         return logprob_rows(logits_PV, tokens_P.long(), n)
 
     def _change(self, x_rV: Tensor, slots_r: I64, positions_r: I64, masks: Masks | None) -> Failures:
-        """Applies masks, rules and penalties in place. An exception in a request's rules is that request's failure."""
+        """Applies processors, masks, rules and penalties in place. An exception in a request's is its own failure."""
         failures: Failures = {}
+        ruled = [(i, self._rules[int(slots_r[i])]) for i in self.rows.having(Trait.RULES, slots_r).tolist()]
+        tokens, num_prompt = self._tables.tokens, self.rows.num_prompt
+        for i, _ in ruled if self._processors else ():
+            for name, processor in self._processors.get(slot := int(slots_r[i]), ()):
+                with _caught(failures, i, f"logits processor {name!r}"):
+                    ids = tokens[slot, : int(positions_r[i])].tolist()
+                    process(processor, x_rV[i, : self._vocab_size], ids, int(num_prompt[slot]))
         if masks is not None:
             self._mask(x_rV[:, : self._vocab_size], *self._upload(*masks))
-        ruled = [(i, self._rules[int(slots_r[i])]) for i in self.rows.having(Trait.RULES, slots_r).tolist()]
-
-        tokens, num_prompt = self._tables.tokens, self.rows.num_prompt
         for i, rules in ruled:
             with _caught(failures, i):
                 rules.apply(x_rV[i, : self._vocab_size], int(positions_r[i] - num_prompt[slots_r[i]]))
@@ -305,8 +319,21 @@ class Sampler(ABC):
         return failures
 
 
+def process(processor: LogitsProcessor, x_V: Tensor, ids: list[int], num_prompt: int) -> None:
+    """Changes logits in place by a request's own function. Raises what that raises, ValueError if it returns no logits.
+    Waits for the device."""
+    if not x_V.amax().isfinite():
+        return  # `Status` says so
+    y_V: Any = processor(ids[:num_prompt], ids[num_prompt:], x_V.clone())
+    is_like_x = isinstance(y_V, Tensor) and (y_V.shape, y_V.dtype, y_V.device) == (x_V.shape, x_V.dtype, x_V.device)
+    if not is_like_x or not (y_V < torch.inf).all():
+        like = f"{x_V.dtype} {list(x_V.shape)} on {x_V.device}"
+        raise ValueError(f"expected {like} below infinity, got {y_V!r:.200}")
+    x_V.copy_(y_V)
+
+
 @contextmanager
-def _caught(failures: Failures, row: int) -> Iterator[None]:
+def _caught(failures: Failures, row: int, what: str = "sampling") -> Iterator[None]:
     """Turns an exception into the row's failure; one of the device concerns all rows and is raised."""
     try:
         yield
@@ -314,4 +341,4 @@ def _caught(failures: Failures, row: int) -> Iterator[None]:
         raise
     except Exception as exc:
         logger.exception("a request's sampling failed")
-        failures.setdefault(row, f"sampling failed: {type(exc).__name__}: {exc}")
+        failures.setdefault(row, f"{what} failed: {type(exc).__name__}: {exc}")
