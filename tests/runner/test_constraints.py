@@ -208,7 +208,7 @@ def test_a_bad_request_fails_alone(
         step = begin(constraints, {0: (known, [1]), 1: (0, [])})
         assert (step.result().bits_CW[:2] == -1).all()
         assert allowed(step.result().bits_CW[2])[0] in [i for i in range(VOCAB - 40) if i != END]
-        accepted = step.accept([[5], []])
+        accepted = step.accept([[5], ids("no")[:1]])
         assert accepted.complete == {}
         assert message in accepted.failed[0]
         assert set(accepted.failed) == {0}
@@ -221,6 +221,20 @@ def test_tokens_that_no_mask_allowed(constraints: Constraints) -> None:
     step = begin(constraints, {0: (0, [])})
     step.result()
     assert "does not allow" in step.accept([ids("]")]).failed[0]
+
+
+def test_a_row_without_a_token_has_ended(constraints: Constraints) -> None:
+    """Its next step is in flight already, and must not wait for a token that never comes."""
+    take(constraints, 0, PERSON)
+    take(constraints, 1, GrammarSpec("choice", '["no"]'))
+    first = begin(constraints, {0: (0, []), 1: (0, [])})
+    first.result()
+    second = begin(constraints, {0: (1, []), 1: (1, [])})
+    assert first.accept([[], ids("no")[:1]]) == Accepted({}, {})
+    bits_CW = second.masks.result(5).bits_CW
+    assert (bits_CW[0] == -1).all()
+    assert allowed(bits_CW[1]) == ids("no")[1:]
+    assert second.accept([[5], ids("no")[1:]]) == Accepted({1: 1}, {})
 
 
 def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:

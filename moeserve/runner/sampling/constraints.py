@@ -44,12 +44,19 @@ class Accepted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """The request in a slot. matcher: in the making until its grammar is compiled. failure: why it must fail."""
+    """The request in a slot. matcher: in the making until its grammar is compiled. failure: why it must fail.
+    ended: a step had no token for it."""
 
     slot: int
     num_prompt: int
     matcher: Future[Matcher]
     failure: str = ""
+    ended: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether its matcher stays as it is."""
+        return self.ended or bool(self.failure)
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -155,7 +162,7 @@ class Constraints:
                 with row.request.caught():
                     matcher = row.request.matcher.result()
                     self._moved.wait_for(lambda row=row: self._latest is not step or row.is_due)  # type: ignore[misc]
-                    if self._latest is step and not row.request.failure:
+                    if self._latest is step and not row.request.over:
                         row.rewind()
                         filled.append((row, matcher, first))
                 first += 1 + len(row.drafts)
@@ -181,7 +188,7 @@ class MaskedRow:
     @property
     def is_due(self) -> bool:
         """Whether the matcher has had all known tokens, or never will."""
-        return bool(self.request.failure) or self.request.matcher.result().num_tokens >= self.known
+        return self.request.over or self.request.matcher.result().num_tokens >= self.known
 
     def rewind(self) -> None:
         """Takes back what the matcher has had of this step, which runs again."""
@@ -214,15 +221,17 @@ class StepMasks:
         return self.masks.result()
 
     def accept(self, tokens_S: Sequence[Sequence[int] | I32]) -> Accepted:
-        """Takes the tokens that were kept, of each of `begin`'s rows; none of a row that failed. From any thread, in
-        the order of steps."""
+        """Takes the tokens that were kept, of each of `begin`'s rows; none of a row that failed, whose request ends.
+        From any thread, in the order of steps."""
         self.result()
         accepted = Accepted({}, {})
         with self._moved:
             for row in self.rows:
                 request = row.request
+                tokens = list(map(int, tokens_S[row.index]))
+                request.ended |= not tokens
                 with request.caught():
-                    if not request.failure and (kept := row.accept(list(map(int, tokens_S[row.index])))):
+                    if not request.over and (kept := row.accept(tokens)):
                         accepted.complete[request.slot] = kept
                 if request.failure:
                     accepted.failed[request.slot] = request.failure
