@@ -216,14 +216,19 @@ class StepExecutor:
 
         def collect() -> StepResult:
             """Waits for the step's results and returns them."""
-            fetched, elapsed_us = wait(), self._elapsed_us(start, end)
-            idle_us = 0 if before is None else self._elapsed_us(before, start)
-            for transport in self.peers.checked:
-                transport.check()  # raises PeerLost if a rank was lost meanwhile
-            result = outputs.result(fetched, elapsed_us, idle_us)
-            if self.proposer is None and masks is None:
-                return result
-            return self._settled(plan, outputs.slots_S, result, masks)
+            try:
+                fetched, elapsed_us = wait(), self._elapsed_us(start, end)
+                idle_us = 0 if before is None else self._elapsed_us(before, start)
+                for transport in self.peers.checked:
+                    transport.check()  # raises PeerLost if a rank was lost meanwhile
+                result = outputs.result(fetched, elapsed_us, idle_us)
+                if self.proposer is None and masks is None:
+                    return result
+                return self._settled(plan, outputs.slots_S, result, masks)
+            except BaseException as error:
+                if masks is not None:
+                    masks.lose(error)
+                raise
 
         return collect
 

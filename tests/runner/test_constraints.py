@@ -18,6 +18,7 @@ import torch
 
 import moeserve
 from moeserve.engine.plan import NewRequest, decode_plan, encode_plan
+from moeserve.errors import PeerLost
 from moeserve.kernels.bitmask import apply_bitmask as triton_bitmask
 from moeserve.ops import native_rows
 from moeserve.runner.dummy import dummy_plan
@@ -176,6 +177,35 @@ def test_a_step_that_will_never_be_accepted_holds_nobody_up(constraints: Constra
     constraints.close()
 
 
+def test_nobody_waits_for_tokens_of_a_request_that_failed_in_sampling(constraints: Constraints) -> None:
+    for slot in range(2):
+        take(constraints, slot, GrammarSpec("choice", '["no", "yes"]'))
+    letter = ids("n")
+    first = begin(constraints, {0: (0, []), 1: (0, [])})
+    second = begin(constraints, {0: (len(letter), []), 1: (len(letter), [])})
+    for _ in range(2):
+        assert first.accept([[], letter]) == Accepted({}, {})  # again: as if another rank had to run it again
+    bits_CW = second.masks.result(5).bits_CW
+    assert (bits_CW[0] == -1).all()
+    assert allowed(bits_CW[1]) == ids("o")
+    assert second.accept([[5], ids("o")]) == Accepted({1: 1}, {})
+
+
+def test_a_lost_step_ends_the_one_that_waits_for_it(constraints: Constraints) -> None:
+    take(constraints, 0, GrammarSpec("choice", '["no", "yes"]'))
+    letter = ids("n")
+    for _ in range(2):
+        lost = begin(constraints, {0: (0, [])})
+        assert set(letter) < set(allowed(lost.masks.result(5).bits_CW[0]))
+        behind = begin(constraints, {0: (len(letter), [])})
+        lost.lose(PeerLost("rank 1 is gone"))
+        with pytest.raises(PeerLost, match="rank 1"):
+            behind.masks.result(5)
+    again = begin(constraints, {0: (0, [])})
+    assert again.accept([letter]) == Accepted({}, {})
+    assert allowed(begin(constraints, {0: (len(letter), [])}).masks.result(5).bits_CW[0]) == ids("o")
+
+
 def test_a_slot_that_changes_hands_while_a_step_is_in_flight(constraints: Constraints) -> None:
     take(constraints, 0, WORDS)
     take(constraints, 1, WORDS)
@@ -208,7 +238,7 @@ def test_a_bad_request_fails_alone(
         step = begin(constraints, {0: (known, [1]), 1: (0, [])})
         assert (step.result().bits_CW[:2] == -1).all()
         assert allowed(step.result().bits_CW[2])[0] in [i for i in range(VOCAB - 40) if i != END]
-        accepted = step.accept([[5], ids("no")[:1]])
+        accepted = step.accept([[5], ids("n")])
         assert accepted.complete == {}
         assert message in accepted.failed[0]
         assert set(accepted.failed) == {0}

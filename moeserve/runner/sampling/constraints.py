@@ -44,19 +44,14 @@ class Accepted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """The request in a slot. matcher: in the making until its grammar is compiled. failure: why it must fail.
-    ended: a step had no token for it."""
+    """The request in a slot. matcher: in the making until its grammar is compiled. failure: why it must fail. ended: it
+    failed elsewhere, so that steps in flight for it wait in vain."""
 
     slot: int
     num_prompt: int
     matcher: Future[Matcher]
     failure: str = ""
     ended: bool = False
-
-    @property
-    def over(self) -> bool:
-        """Whether its matcher stays as it is."""
-        return self.ended or bool(self.failure)
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -113,7 +108,7 @@ class Constraints:
         if not rows:
             return None
         with self._moved:
-            self._latest = step = StepMasks(rows, self._moved)
+            self._latest = step = StepMasks(rows, self._moved, self._latest)
             self._moved.notify_all()
         step.masks = self._submit(lambda: self._fill(step))
         return step
@@ -157,15 +152,20 @@ class Constraints:
         bits_CW = np.full((len(rows_C), -(-self._model[1] // 32)), -1, np.int32)  # what a request that fails gets
         filled: list[tuple[MaskedRow, Matcher, int]] = []
         first = 0
+        before, step.before = step.before, None
+        lost: BaseException | None = None
         with self._moved:
             for row in step.rows:
                 with row.request.caught():
                     matcher = row.request.matcher.result()
-                    self._moved.wait_for(lambda row=row: self._latest is not step or row.is_due)  # type: ignore[misc]
-                    if self._latest is step and not row.request.over:
+                    while self._latest is step and not row.is_due and (lost := before and before.lost) is None:
+                        self._moved.wait()
+                    if self._latest is step and not row.request.failure and matcher.num_tokens >= row.known:
                         row.rewind()
                         filled.append((row, matcher, first))
                 first += 1 + len(row.drafts)
+            if lost is not None:
+                raise lost
             if filled:
                 assert self._grammars is not None
                 asked = [(matcher, first, row.drafts) for row, matcher, first in filled]
@@ -188,7 +188,9 @@ class MaskedRow:
     @property
     def is_due(self) -> bool:
         """Whether the matcher has had all known tokens, or never will."""
-        return self.request.over or self.request.matcher.result().num_tokens >= self.known
+        return (
+            bool(self.request.failure) or self.request.ended or self.request.matcher.result().num_tokens >= self.known
+        )
 
     def rewind(self) -> None:
         """Takes back what the matcher has had of this step, which runs again."""
@@ -209,11 +211,16 @@ class MaskedRow:
 
 
 class StepMasks:
-    """The masks of one step, in the making. A step that runs again has new ones; the old ones are forgotten."""
+    """The masks of one step, in the making. A step that runs again has new ones; the old ones are forgotten.
 
-    def __init__(self, rows: list[MaskedRow], moved: threading.Condition) -> None:
+    before: those of the step before, until they are of no use. lost: why that step has no result.
+    """
+
+    def __init__(self, rows: list[MaskedRow], moved: threading.Condition, before: StepMasks | None) -> None:
         self.rows = rows
         self.masks: Future[Masks]
+        self.before = before
+        self.lost: BaseException | None = None
         self._moved = moved
 
     def result(self) -> Masks:
@@ -228,12 +235,18 @@ class StepMasks:
         with self._moved:
             for row in self.rows:
                 request = row.request
-                tokens = list(map(int, tokens_S[row.index]))
-                request.ended |= not tokens
+                request.ended = request.ended or not len(tokens_S[row.index])
                 with request.caught():
-                    if not request.over and (kept := row.accept(tokens)):
-                        accepted.complete[request.slot] = kept
+                    if not (request.failure or request.ended):
+                        if kept := row.accept(list(map(int, tokens_S[row.index]))):
+                            accepted.complete[request.slot] = kept
                 if request.failure:
                     accepted.failed[request.slot] = request.failure
             self._moved.notify_all()
         return accepted
+
+    def lose(self, error: BaseException) -> None:
+        """Says that the step has no tokens. The masks of the step behind it, which wait for them, raise the error."""
+        with self._moved:
+            self.lost = error
+            self._moved.notify_all()
