@@ -86,9 +86,9 @@ async def run(asked: argparse.Namespace) -> dict[str, Any]:
     spec = read_model_spec(folder)
     source = RandomRequests(Tokenizer.load(folder), ChatTemplate.load(folder), spec.vocab_size, asked.seed)
     requests = [source.request(i) for i in range(asked.requests)]
-    shared = {"max_model_len": MAX_PROMPT + MAX_TOKENS + 16, "max_num_seqs": 64}
-    quiet = {"enable_prefix_caching": False, "threads": min(2, len(os.sched_getaffinity(0)))}
-    disturbed = {"dp": asked.dp, "dbo": asked.dbo, "threads": 1, "kv_cache_bytes": asked.kv_cache_bytes}
+    shared: dict[str, Any] = {"max_model_len": MAX_PROMPT + MAX_TOKENS + 16, "max_num_seqs": 64}
+    quiet: dict[str, Any] = {"enable_prefix_caching": False, "threads": min(2, len(os.sched_getaffinity(0)))}
+    disturbed: dict[str, Any] = {"dp": asked.dp, "dbo": asked.dbo, "threads": 1, "kv_cache_bytes": asked.kv_cache_bytes}
     async with AsyncEngine(asked.model, **shared, **quiet) as engine:
         expected, seconds = await Load(engine, requests, 0, random.Random(asked.seed)).run()
     gc.collect()
@@ -182,19 +182,19 @@ class Load:
         """SIGKILL for an engine as soon as so many requests are done, once the one before is back."""
         for at in self.kill_at:
             group = self.engine.fleet
-            while self.done < at or not group.view.complete:
+            while self.done < at or not group.view.complete:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             pids = [engine.pid for engine in group.engines if engine.pid is not None]
             os.kill(self.rng.choice(pids), signal.SIGKILL)
             self.killed += 1
-            while group.view.complete:
+            while group.view.complete:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
 
 def compared(requests: Sequence[Request], expected: Sequence[Answers], found: Sequence[Answers]) -> dict[str, Any]:
     """Counts sequences, and requests that were lost."""
     counts = dict.fromkeys(("tokens", "lost", "different_tokens", "different_logprobs", "different_otherwise"), 0)
-    examples = []
+    examples: list[str] = []
     for i, (request, want, got) in enumerate(zip(requests, expected, found, strict=True)):
         counts["tokens"] += sum(len(answer.tokens) for answer in got.sequences)
         faults = differences(request, want, got)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -193,19 +194,13 @@ class StepExecutor:
         self._move_blocks(plan)
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
-        before, start, masks = self._last_end, self._mark(), None
+        before, start = self._last_end, self._mark()
+        masks = None
         if len(plan.slots_R):
             host = HostRows.of(plan)
             drafts = self._write_drafts(plan, host.drafts_S) if host.drafts_S is not None else None
             masks = self._begin_masks(plan, host, drafts)
-            shape = self.graphs.shape(plan) if self.graphs else None
-            if self.graphs and shape:
-                step = self.graphs.inputs(shape, plan, host)
-                hidden_TD = self.graphs.run(shape, step, plan.agreed)
-            else:
-                step = self.step_inputs(plan, host)
-                hidden_TD = self._forward(step, plan.agreed, plan.split_at)
-            outputs = self._sample(plan, host, step, hidden_TD, masks)
+            outputs = self._sample(plan, host, *self._hidden(plan, host), masks)
         elif plan.agreed is not None:  # experts compute for other ranks
             self.ubatches.serve(self.model, plan.agreed)
             outputs = StepOutputs(plan.step, np.zeros(0, np.int64), {}, self.ubatches.take_meter())
@@ -216,7 +211,7 @@ class StepExecutor:
 
         def collect() -> StepResult:
             """Waits for the step's results and returns them."""
-            try:
+            with nullcontext() if masks is None else masks.lost_by_errors():
                 fetched, elapsed_us = wait(), self._elapsed_us(start, end)
                 idle_us = 0 if before is None else self._elapsed_us(before, start)
                 for transport in self.peers.checked:
@@ -225,12 +220,17 @@ class StepExecutor:
                 if self.proposer is None and masks is None:
                     return result
                 return self._settled(plan, outputs.slots_S, result, masks)
-            except BaseException as error:
-                if masks is not None:
-                    masks.lose(error)
-                raise
 
         return collect
+
+    def _hidden(self, plan: StepPlan, host: HostRows) -> tuple[StepInputs, Tensor]:
+        """Returns the inputs of a step's forward pass, and what it computes: hidden states [T, D], padding included."""
+        shape = self.graphs.shape(plan) if self.graphs else None
+        if self.graphs and shape:
+            step = self.graphs.inputs(shape, plan, host)
+            return step, self.graphs.run(shape, step, plan.agreed)
+        step = self.step_inputs(plan, host)
+        return step, self._forward(step, plan.agreed, plan.split_at)
 
     def _write_drafts(self, plan: StepPlan, drafts_S: I32) -> Tensor:
         """Writes the drafts of a plan's rows behind their known tokens, also when the plan is launched again. Returns

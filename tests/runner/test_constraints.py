@@ -198,7 +198,8 @@ def test_a_lost_step_ends_the_one_that_waits_for_it(constraints: Constraints) ->
         lost = begin(constraints, {0: (0, [])})
         assert set(letter) < set(allowed(lost.masks.result(5).bits_CW[0]))
         behind = begin(constraints, {0: (len(letter), [])})
-        lost.lose(PeerLost("rank 1 is gone"))
+        with pytest.raises(PeerLost), lost.lost_by_errors():
+            raise PeerLost("rank 1 is gone")
         with pytest.raises(PeerLost, match="rank 1"):
             behind.masks.result(5)
     again = begin(constraints, {0: (0, [])})

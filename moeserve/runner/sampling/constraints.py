@@ -158,7 +158,9 @@ class Constraints:
             for row in step.rows:
                 with row.request.caught():
                     matcher = row.request.matcher.result()
-                    while self._latest is step and not row.is_due and (lost := before and before.lost) is None:
+                    while self._latest is step and not row.is_due:
+                        if before is not None and (lost := before.lost) is not None:
+                            break
                         self._moved.wait()
                     if self._latest is step and not row.request.failure and matcher.num_tokens >= row.known:
                         row.rewind()
@@ -237,16 +239,22 @@ class StepMasks:
                 request = row.request
                 request.ended = request.ended or not len(tokens_S[row.index])
                 with request.caught():
-                    if not (request.failure or request.ended):
-                        if kept := row.accept(list(map(int, tokens_S[row.index]))):
-                            accepted.complete[request.slot] = kept
+                    over = request.failure or request.ended
+                    if not over and (kept := row.accept(list(map(int, tokens_S[row.index])))):
+                        accepted.complete[request.slot] = kept
                 if request.failure:
                     accepted.failed[request.slot] = request.failure
             self._moved.notify_all()
         return accepted
 
-    def lose(self, error: BaseException) -> None:
-        """Says that the step has no tokens. The masks of the step behind it, which wait for them, raise the error."""
-        with self._moved:
-            self.lost = error
-            self._moved.notify_all()
+    @contextmanager
+    def lost_by_errors(self) -> Iterator[None]:
+        """Around what gets the step's tokens. After an error there are none, and the masks of the step behind it, which
+        wait for them, raise the error as well."""
+        try:
+            yield
+        except BaseException as error:
+            with self._moved:
+                self.lost = error
+                self._moved.notify_all()
+            raise
