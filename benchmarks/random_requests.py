@@ -13,9 +13,9 @@ from moeserve.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 64
 MAX_PROMPT = 240
-ANIMALS = "fox cat dog bear bird mouse frog rabbit owl duck".split()
-NAMES = "Lily Tom Ben Mia Sam Anna Max Sue Tim Lucy".split()
-THINGS = "lantern ball box tree hat boat apple kite drum stone".split()
+ANIMALS = ["fox", "cat", "dog", "bear", "bird", "mouse", "frog", "rabbit", "owl", "duck"]
+NAMES = ["Lily", "Tom", "Ben", "Mia", "Sam", "Anna", "Max", "Sue", "Tim", "Lucy"]
+THINGS = ["lantern", "ball", "box", "tree", "hat", "boat", "apple", "kite", "drum", "stone"]
 STORIES = (
     "Once upon a time, there was a {animal} named {name}. {name} had a {thing}.",
     "One day {name} and the {animal} went to the park to find a {thing}.",

@@ -4,7 +4,7 @@
     python -m benchmarks.speculation --what edits plain    # some of it
     python -m benchmarks.speculation --layers 2 --rounds 1 --tokens 32 --no-save     # a trial
 
-edits    1.5b model, batch 1: answers repeat a file in the prompt, and 1 token in 50, 20 or 10 is another one than there.
+edits    1.5b model, batch 1: answers repeat a file in the prompt, and 1 token in 50, 20 or 10 is another than there.
          The model is made so that drafts are right as often as that (benchmarks/speculation_model.py): the time per
          token at that acceptance is measured, the acceptance of real answers is not. Goal: 1.8 with 1 edit in 20.
 plain    the same model, batch 1, text that does not repeat: random prompts and tokens ("random"), and tokens out of
@@ -16,7 +16,7 @@ demo     the demo model, batch 1: stories at temperature 0.8, by its MTP head if
          n-grams and suffixes; and, greedy, a story that the prompt holds already.
 
 All engines of a model are loaded at once; those that wait use no CPU. All answer the same requests in every round and
-must give the same tokens. The prompts are in the prefix cache before the time is taken. Ratios are to the engine without
+must give the same tokens. Prompts are in the prefix cache before the time is taken. Ratios are to the engine without
 speculation in the same round, the median over the rounds. acceptance: right drafts / verified ones, by place.
 """
 
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -122,7 +123,7 @@ def edits(right: float, batch: int, tokens: int) -> Callable[[int], list[tuple[l
 def plain(
     batch: int, tokens: int, allowed: int | None = None
 ) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
-    """Random prompts of 512 tokens; at temperature 2 the answers are random too. allowed: of how many tokens both are."""
+    """Random prompts of 512 tokens; at temperature 2 answers are random too. allowed: of how many tokens both are."""
 
     def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
         rng = random.Random(f"plain {number}")
@@ -146,7 +147,11 @@ def with_schemas(batch: int, tokens: int) -> Callable[[int], list[tuple[list[int
         rng = random.Random(f"schemas {number}")
         made: list[tuple[list[int] | str, SamplingParams]] = []
         for i in range(batch):
-            names = {f"name_{number}_{i}": {"type": "string"}, "count": {"type": "integer"}, "kind": {"enum": ["a", "b"]}}
+            names = {
+                f"name_{number}_{i}": {"type": "string"},
+                "count": {"type": "integer"},
+                "kind": {"enum": ["a", "b"]},
+            }
             record = {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
             schema = {"type": "array", "items": record, "minItems": tokens}
             params = SamplingParams(
@@ -179,7 +184,9 @@ def demo_cases(tokens: int) -> list[Case]:
     ]
 
 
-def measure(model: str, cases: Sequence[Case], asked: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+def measure(
+    model: str, cases: Sequence[Case], asked: argparse.Namespace, settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the ratios and samples of each case."""
     results = {}
     with ExitStack() as stack:
@@ -190,7 +197,7 @@ def measure(model: str, cases: Sequence[Case], asked: argparse.Namespace, settin
                     speculate = None if name == OFF else name
                     engines[name] = stack.enter_context(LLM(model, speculate=speculate, **settings))
             results[case.name] = one_case(case, engines, asked.rounds)
-            shown = {name: row.get("ratio") for name, row in results[case.name].items()}
+            shown = {name: row.get("ratio", row) for name, row in results[case.name].items()}
             print(case.name, shown, file=sys.stderr, flush=True)
     return results
 
@@ -217,7 +224,7 @@ def one_case(case: Case, engines: Mapping[str, LLM], rounds: int) -> dict[str, A
         found[name] |= {"ratios": [round(ratio, 3) for ratio in ratios], "samples": rates[name]}
         if not case.twice and name != OFF:
             found[name] |= acceptance(before[name], drafts_of(engines[name]))
-    return found if case.twice else found | {"same_tokens": {"all": same}}
+    return found if case.twice else found | {"same_tokens": {"with all": same}}
 
 
 def without_grammar(params: SamplingParams) -> SamplingParams:
@@ -230,9 +237,7 @@ def without_grammar(params: SamplingParams) -> SamplingParams:
 
 def rate_of(llm: LLM, requests: Sequence[tuple[list[int] | str, SamplingParams]]) -> tuple[float, list[list[int]]]:
     """Returns tokens per second, and the tokens. The prompts are computed before, and grammars compiled."""
-    prompts: list[Any] = [
-        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt, _ in requests
-    ]
+    prompts: list[Any] = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt, _ in requests]
     first = [
         SamplingParams(max_tokens=1, seed=0, structured_outputs=params.structured_outputs) for _, params in requests
     ]
@@ -251,7 +256,9 @@ def drafts_of(llm: LLM) -> tuple[list[int], list[int]]:
 
 def acceptance(before: tuple[list[int], list[int]], after: tuple[list[int], list[int]]) -> dict[str, Any]:
     """Returns what the case itself added: how many drafts were verified, and which share of them was right."""
-    verified, right = ([a - b for a, b in zip(new, old + [0] * len(new), strict=False)] for old, new in zip(before, after, strict=True))
+    verified, right = (
+        [a - b for a, b in zip_longest(new, old, fillvalue=0)] for old, new in zip(before, after, strict=True)
+    )
     shares = [round(r / v, 3) if v else None for r, v in zip(right, verified, strict=True)]
     total = sum(verified)
     return {"drafts": total, "acceptance": round(sum(right) / total, 3) if total else None, "by_place": shares}

@@ -78,7 +78,11 @@ def write_model(folder: Path, layers: int = CONFIG["num_hidden_layers"]) -> Path
         "lm_head.weight": head_VH.bfloat16(),
         "model.norm.weight": torch.ones(hidden).bfloat16(),
     }
-    widths = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
+    widths = {
+        "q": config["num_attention_heads"],
+        "k": config["num_key_value_heads"],
+        "v": config["num_key_value_heads"],
+    }
     for layer in (f"model.layers.{i}." for i in range(layers)):
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{layer}{name}.weight"] = torch.ones(hidden).bfloat16()
