@@ -1,0 +1,268 @@
+"""Tokens per second with speculation and without, in turns; and what grammars cost.
+
+    python -m benchmarks.speculation                       # everything: about half an hour on two cores
+    python -m benchmarks.speculation --what edits plain    # some of it
+    python -m benchmarks.speculation --layers 2 --rounds 1 --tokens 32 --no-save     # a trial
+
+edits    1.5b model, batch 1: answers repeat a file in the prompt, and 1 token in 50, 20 or 10 is another than there.
+         The model is made so that drafts are right as often as that (benchmarks/speculation_model.py): the time per
+         token at that acceptance is measured, the acceptance of real answers is not. Goal: 1.8 with 1 edit in 20.
+plain    the same model, batch 1, text that does not repeat: random prompts and tokens ("random"), and tokens out of
+         only 40 ("misleading"), where n-grams occur again by chance and what followed them does not. Goal: auto 0.97.
+batches  the same model, batches of 8 and 32 with auto, edits and random. Goal: 0.97.
+grammar  the same model, batch 32, a JSON schema of its own for each request beside requests of as many tokens without.
+         Goal: 0.97.
+demo     the demo model, batch 1: stories at temperature 0.8, by its MTP head if it has one (goal: 1.4 with the best),
+         n-grams and suffixes; and, greedy, a story that the prompt holds already.
+
+All engines of a model are loaded at once; those that wait use no CPU. All answer the same requests in every round and
+must give the same tokens. Prompts are in the prefix cache before the time is taken. Ratios are to the engine without
+speculation in the same round, the median over the rounds. acceptance: right drafts / verified ones, by place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common import end_as_asked, parser, save
+from benchmarks.speculation_model import CONFIG, LOOP, temperature_of, write_model
+from moeserve import LLM, SamplingParams, StructuredOutputsParams
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.models.hf_config import read_model_spec
+
+OFF = "off"
+EDITS = {"1 edit in 50": 0.98, "1 edit in 20": 0.95, "1 edit in 10": 0.9}
+STORIES = ("Once upon a time, there was a little", "One day, a girl named Lily", "Tom and his dog", "The old fox said")
+WHAT = ("edits", "plain", "batches", "grammar", "demo")
+
+
+@dataclass(frozen=True)
+class Case:
+    """make: prompt and parameters of each request of a round. engines: names of those compared, the base first."""
+
+    name: str
+    engines: Sequence[str]
+    make: Callable[[int], list[tuple[list[int] | str, SamplingParams]]]
+    twice: bool = False  # the same engine with and without grammar
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
+    args.add_argument("--model", type=Path, help="where the 1.5b model is or will be [a temporary folder]")
+    args.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer for a trial [%(default)s]")
+    args.add_argument("--rounds", type=int, default=5)
+    args.add_argument("--tokens", type=int, default=128, help="of each answer [%(default)s]")
+    asked = args.parse_args()
+    end_as_asked()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
+        if set(asked.what) - {"demo"}:
+            model = asked.model or Path(folder, "model")
+            if not (model / "model.safetensors").is_file():
+                write_model(model, asked.layers)
+            cases = [case for what in asked.what if what != "demo" for case in cases_of(what, asked.tokens)]
+            settings = {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_bytes": 3 << 30, "packed_cache": folder}
+            results |= measure(str(model), cases, asked, settings)
+        if "demo" in asked.what:
+            results |= measure("demo", demo_cases(asked.tokens), asked, {})
+    save("speculation", asked, results)
+
+
+def cases_of(what: str, tokens: int) -> list[Case]:
+    if what == "edits":
+        engines = (OFF, "ngram:4", "ngram:8", "suffix", "auto")
+        return [Case(f"edits: {name}", engines, edits(right, 1, tokens)) for name, right in EDITS.items()]
+    if what == "plain":
+        engines = (OFF, "ngram:4", "auto")
+        return [
+            Case("plain: random", engines, plain(1, tokens)),
+            Case("plain: misleading", engines, plain(1, tokens, allowed=40)),
+        ]
+    if what == "batches":
+        return [
+            case
+            for batch in (8, 32)
+            for case in (
+                Case(f"batch {batch}: 1 edit in 20", (OFF, "auto"), edits(0.95, batch, tokens // 2)),
+                Case(f"batch {batch}: random", (OFF, "auto"), plain(batch, tokens // 2)),
+            )
+        ]
+    return [Case("grammar: batch 32", (OFF,), with_schemas(32, tokens // 2), twice=True)]
+
+
+def edits(right: float, batch: int, tokens: int) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
+    """Prompts that hold the whole loop, from another token on each."""
+
+    def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
+        rng = random.Random(f"edits {number}")
+        starts = [rng.randrange(LOOP) for _ in range(batch)]
+        temperature = temperature_of(right)
+        return [
+            (
+                [(start + i) % LOOP for i in range(LOOP)],
+                SamplingParams(temperature=temperature, seed=rng.randrange(2**40), max_tokens=tokens, ignore_eos=True),
+            )
+            for start in starts
+        ]
+
+    return make
+
+
+def plain(
+    batch: int, tokens: int, allowed: int | None = None
+) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
+    """Random prompts of 512 tokens; at temperature 2 answers are random too. allowed: of how many tokens both are."""
+
+    def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
+        rng = random.Random(f"plain {number}")
+        made: list[tuple[list[int] | str, SamplingParams]] = []
+        for _ in range(batch):
+            ids = [rng.randrange(LOOP, CONFIG["eos_token_id"]) for _ in range(allowed or 512)]
+            params = SamplingParams(
+                temperature=2.0, seed=rng.randrange(2**40), max_tokens=tokens, ignore_eos=True,
+                allowed_token_ids=ids if allowed else None,
+            )  # fmt: skip
+            made.append((rng.choices(ids, k=512) if allowed else ids, params))
+        return made
+
+    return make
+
+
+def with_schemas(batch: int, tokens: int) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
+    """Arrays too long to end in so many tokens, of records with a string, a number and a choice."""
+
+    def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
+        rng = random.Random(f"schemas {number}")
+        made: list[tuple[list[int] | str, SamplingParams]] = []
+        for i in range(batch):
+            names = {
+                f"name_{number}_{i}": {"type": "string"},
+                "count": {"type": "integer"},
+                "kind": {"enum": ["a", "b"]},
+            }
+            record = {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
+            schema = {"type": "array", "items": record, "minItems": tokens}
+            params = SamplingParams(
+                temperature=2.0, seed=rng.randrange(2**40), max_tokens=tokens, ignore_eos=True,
+                structured_outputs=StructuredOutputsParams(json=schema),
+            )  # fmt: skip
+            made.append(([rng.randrange(CONFIG["eos_token_id"]) for _ in range(64)], params))
+        return made
+
+    return make
+
+
+def demo_cases(tokens: int) -> list[Case]:
+    has_mtp = read_model_spec(resolve_model_dir("demo")).mtp is not None
+    if not has_mtp:
+        print("the demo model has no MTP head: mtp is left out", file=sys.stderr)
+    heads = ("mtp:1", "mtp:2", "mtp:3") if has_mtp else ()
+
+    def stories(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
+        params = SamplingParams(temperature=0.8, seed=number, max_tokens=2 * tokens, ignore_eos=True)
+        return [(STORIES[number % len(STORIES)], params)]
+
+    def again(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
+        params = SamplingParams(temperature=0.0, max_tokens=2 * tokens, ignore_eos=True)
+        return [(STORIES[number % len(STORIES)] + f" {number}" * 2, params)]
+
+    return [
+        Case("demo: stories", (OFF, *heads, "auto", "ngram:4", "suffix"), stories),
+        Case("demo: greedy", (OFF, *heads, "auto", "ngram:4", "suffix"), again),
+    ]
+
+
+def measure(
+    model: str, cases: Sequence[Case], asked: argparse.Namespace, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the ratios and samples of each case."""
+    results = {}
+    with ExitStack() as stack:
+        engines: dict[str, LLM] = {}
+        for case in cases:
+            for name in case.engines:
+                if name not in engines:
+                    speculate = None if name == OFF else name
+                    engines[name] = stack.enter_context(LLM(model, speculate=speculate, **settings))
+            results[case.name] = one_case(case, engines, asked.rounds)
+            shown = {name: row.get("ratio", row) for name, row in results[case.name].items()}
+            print(case.name, shown, file=sys.stderr, flush=True)
+    return results
+
+
+def one_case(case: Case, engines: Mapping[str, LLM], rounds: int) -> dict[str, Any]:
+    names = [OFF, "grammar"] if case.twice else list(case.engines)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    before = {name: drafts_of(engines[name]) for name in case.engines}
+    same = True
+    for number in range(-1, rounds):  # the first one warms up
+        requests, answers = case.make(number), {}
+        first = (number + 1) % len(names)
+        for name in names[first:] + names[:first]:
+            llm = engines[OFF if case.twice else name]
+            mine = [(prompt, without_grammar(params)) for prompt, params in requests] if name == OFF else requests
+            rate, answers[name] = rate_of(llm, mine)
+            if number >= 0:
+                rates[name].append(rate)
+        same = same and (case.twice or all(answer == answers[OFF] for answer in answers.values()))
+    found: dict[str, Any] = {}
+    for name in names:
+        ratios = [rate / base for rate, base in zip(rates[name], rates[OFF], strict=True)]
+        found[name] = {"tokens_per_s": round(median(rates[name]), 1), "ratio": round(median(ratios), 3)}
+        found[name] |= {"ratios": [round(ratio, 3) for ratio in ratios], "samples": rates[name]}
+        if not case.twice and name != OFF:
+            found[name] |= acceptance(before[name], drafts_of(engines[name]))
+    return found if case.twice else found | {"same_tokens": {"with all": same}}
+
+
+def without_grammar(params: SamplingParams) -> SamplingParams:
+    if params.structured_outputs is None:
+        return params
+    return SamplingParams(
+        temperature=params.temperature, seed=params.seed, max_tokens=params.max_tokens, ignore_eos=True
+    )
+
+
+def rate_of(llm: LLM, requests: Sequence[tuple[list[int] | str, SamplingParams]]) -> tuple[float, list[list[int]]]:
+    """Returns tokens per second, and the tokens. The prompts are computed before, and grammars compiled."""
+    prompts: list[Any] = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt, _ in requests]
+    first = [
+        SamplingParams(max_tokens=1, seed=0, structured_outputs=params.structured_outputs) for _, params in requests
+    ]
+    llm.generate(prompts, first, use_tqdm=False)
+    began = time.perf_counter()
+    done = llm.generate(prompts, [params for _, params in requests], use_tqdm=False)
+    seconds = time.perf_counter() - began
+    tokens = [list(answer.outputs[0].token_ids) for answer in done]
+    assert all(len(row) == params.max_tokens for row, (_, params) in zip(tokens, requests, strict=True))
+    return sum(map(len, tokens)) / seconds, tokens
+
+
+def drafts_of(llm: LLM) -> tuple[list[int], list[int]]:
+    return list(llm.stats.drafts), list(llm.stats.accepted_drafts)
+
+
+def acceptance(before: tuple[list[int], list[int]], after: tuple[list[int], list[int]]) -> dict[str, Any]:
+    """Returns what the case itself added: how many drafts were verified, and which share of them was right."""
+    verified, right = (
+        [a - b for a, b in zip_longest(new, old, fillvalue=0)] for old, new in zip(before, after, strict=True)
+    )
+    shares = [round(r / v, 3) if v else None for r, v in zip(right, verified, strict=True)]
+    total = sum(verified)
+    return {"drafts": total, "acceptance": round(sum(right) / total, 3) if total else None, "by_place": shares}
+
+
+if __name__ == "__main__":
+    main()
