@@ -182,12 +182,12 @@ class Load:
         """SIGKILL for an engine as soon as so many requests are done, once the one before is back."""
         for at in self.kill_at:
             group = self.engine.fleet
-            while self.done < at or not group.view.complete:
+            while self.done < at or not group.view.complete:  # noqa: ASYNC110  (states change without an event)
                 await asyncio.sleep(0.01)
             pids = [engine.pid for engine in group.engines if engine.pid is not None]
             os.kill(self.rng.choice(pids), signal.SIGKILL)
             self.killed += 1
-            while group.view.complete:
+            while group.view.complete:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
 
