@@ -82,7 +82,7 @@ def main() -> None:
 
 def cases_of(what: str, tokens: int) -> list[Case]:
     if what == "edits":
-        engines = (OFF, "ngram:4", "ngram:8", "suffix", "auto")
+        engines: tuple[str, ...] = (OFF, "ngram:4", "ngram:8", "suffix", "auto")
         return [Case(f"edits: {name}", engines, edits(right, 1, tokens)) for name, right in EDITS.items()]
     if what == "plain":
         engines = (OFF, "ngram:4", "auto")
