@@ -22,7 +22,7 @@ from moeserve.ops.inputs import StepInputs
 from moeserve.runner.graphs import GraphManager
 from moeserve.runner.kv_cache import KVCache
 from moeserve.runner.peers import Peers
-from moeserve.runner.sampling.constraints import Constraints, StepMasks
+from moeserve.runner.sampling.constraints import Constraints, StepMasks, losing
 from moeserve.runner.sampling.logprobs import PromptRows, prompt_logprobs, prompt_messages, to_messages
 from moeserve.runner.sampling.sampler import Sampled, Sampler, Status, Trait
 from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
@@ -216,7 +216,7 @@ class StepExecutor:
 
         def collect() -> StepResult:
             """Waits for the step's results and returns them."""
-            try:
+            with losing(masks):
                 fetched, elapsed_us = wait(), self._elapsed_us(start, end)
                 idle_us = 0 if before is None else self._elapsed_us(before, start)
                 for transport in self.peers.checked:
@@ -225,10 +225,6 @@ class StepExecutor:
                 if self.proposer is None and masks is None:
                     return result
                 return self._settled(plan, outputs.slots_S, result, masks)
-            except BaseException as error:
-                if masks is not None:
-                    masks.lose(error)
-                raise
 
         return collect
 

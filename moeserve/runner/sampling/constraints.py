@@ -158,8 +158,9 @@ class Constraints:
             for row in step.rows:
                 with row.request.caught():
                     matcher = row.request.matcher.result()
-                    while self._latest is step and not row.is_due and (lost := before and before.lost) is None:
-                        self._moved.wait()
+                    while self._latest is step and not row.is_due and lost is None:
+                        if before is None or (lost := before.lost) is None:
+                            self._moved.wait()
                     if self._latest is step and not row.request.failure and matcher.num_tokens >= row.known:
                         row.rewind()
                         filled.append((row, matcher, first))
@@ -188,7 +189,9 @@ class MaskedRow:
     @property
     def is_due(self) -> bool:
         """Whether the matcher has had all known tokens, or never will."""
-        return bool(self.request.failure) or self.request.ended or self.request.matcher.result().num_tokens >= self.known
+        return (
+            bool(self.request.failure) or self.request.ended or self.request.matcher.result().num_tokens >= self.known
+        )
 
     def rewind(self) -> None:
         """Takes back what the matcher has had of this step, which runs again."""
@@ -235,9 +238,9 @@ class StepMasks:
                 request = row.request
                 request.ended = request.ended or not len(tokens_S[row.index])
                 with request.caught():
-                    if not (request.failure or request.ended):
-                        if kept := row.accept(list(map(int, tokens_S[row.index]))):
-                            accepted.complete[request.slot] = kept
+                    going = not (request.failure or request.ended)
+                    if going and (kept := row.accept(list(map(int, tokens_S[row.index])))):
+                        accepted.complete[request.slot] = kept
                 if request.failure:
                     accepted.failed[request.slot] = request.failure
             self._moved.notify_all()
@@ -248,3 +251,14 @@ class StepMasks:
         with self._moved:
             self.lost = error
             self._moved.notify_all()
+
+
+@contextmanager
+def losing(masks: StepMasks | None) -> Iterator[None]:
+    """Says that a step has no tokens if getting them raises an error."""
+    try:
+        yield
+    except BaseException as error:
+        if masks is not None:
+            masks.lose(error)
+        raise
