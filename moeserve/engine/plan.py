@@ -88,6 +88,7 @@ class StepPlan:
     stores: tuple[BlockMove, ...] = ()  # device block -> store host block, run first
     loads: tuple[BlockMove, ...] = ()  # store host block -> device block
     num_drafts_R: I32 | None = None  # None: there are no drafts in this step
+    drafts_N: I32 | None = None  # None: each rank's own proposer has them
     propose: bool = False
     split_at: int = 0  # tokens of the first micro-batch, if the step runs in two
     agreed: Agreed | None = None  # None: this engine serves alone

@@ -319,7 +319,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             self.proposer = lookup(limits.max_num_seqs, self.speculation.num_drafts, self.upload)
         else:
             drafter = replace(self.drafter, caches=self.kv.draft_layers)
-            parts = self.groups, self.tables, self.sampler, self.upload, self.tp
+            parts = self.groups, self.tables, self.sampler, self.upload
             self.proposer = ModelProposer(self.speculation.num_drafts, drafter, *parts)
 
     def make_tables(self) -> Tables:

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -145,6 +146,10 @@ class GroupedRunner(ThreadedRunner):
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._newest = plan
+        if self.team is not None and plan.num_drafts_R is not None:
+            # What this rank guesses goes for all: a proposer that has had a step which runs again, because it failed on
+            # another rank, guesses something else than the others.
+            plan = replace(plan, drafts_N=self.runner.drafts_of(plan).cpu().numpy())
         asked = [] if self.team is None else self.team.ask(Run(encode_plan(plan)))
         collect = super()._begin(plan)
 
@@ -203,6 +208,6 @@ class _SlowestProgress:
 
 
 def checksum(result: StepResult) -> int:
-    """Returns a checksum of a step's tokens and of its drafts' numbers, which is equal on all ranks of an engine."""
-    arrays = result.tokens_N, result.counts_S, result.drafts_S
+    """Returns a checksum of a step's tokens, which is equal on all ranks of an engine."""
+    arrays = result.tokens_N, result.counts_S
     return zlib.crc32(b"".join(array.tobytes() for array in arrays if array is not None))

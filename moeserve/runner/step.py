@@ -198,7 +198,7 @@ class StepExecutor:
         masks = None
         if len(plan.slots_R):
             host = HostRows.of(plan)
-            drafts = self._write_drafts(plan, host.drafts_S) if host.drafts_S is not None else None
+            drafts = self._write_drafts(plan) if host.drafts_S is not None else None
             masks = self._begin_masks(plan, host, drafts)
             outputs = self._sample(plan, host, *self._hidden(plan, host), masks)
         elif plan.agreed is not None:  # experts compute for other ranks
@@ -232,14 +232,23 @@ class StepExecutor:
         step = self.step_inputs(plan, host)
         return step, self._forward(step, plan.agreed, plan.split_at)
 
-    def _write_drafts(self, plan: StepPlan, drafts_S: I32) -> Tensor:
-        """Writes the drafts of a plan's rows behind their known tokens, also when the plan is launched again. Returns
-        them, one row's after the other."""
+    @torch.inference_mode()
+    def drafts_of(self, plan: StepPlan) -> Tensor:
+        """Returns the drafts of a plan that has some, int32, one row's after the other."""
+        if plan.drafts_N is not None:
+            return self.upload(plan.drafts_N)[0]
+        num_R = plan.num_drafts_R
+        assert num_R is not None
         assert self.proposer is not None
-        slots_S, ends_S = plan.slots_R[plan.samples_R], (plan.starts_R + plan.counts_R)[plan.samples_R]
-        slots_N = np.repeat(slots_S, drafts_S).astype(np.int64)
-        offsets = self.tables.token_offsets(slots_N, ranges(ends_S - drafts_S, drafts_S))
-        drafts = self.proposer.drafts(slots_N, ranges(np.zeros_like(drafts_S), drafts_S))
+        slots_N = np.repeat(plan.slots_R, num_R).astype(np.int64)
+        return self.proposer.drafts(slots_N, ranges(np.zeros_like(num_R), num_R))
+
+    def _write_drafts(self, plan: StepPlan) -> Tensor:
+        """Writes the drafts of a plan's rows behind their known tokens, and returns them."""
+        num_R, drafts = plan.num_drafts_R, self.drafts_of(plan)
+        assert num_R is not None
+        places = ranges(plan.starts_R + plan.counts_R - num_R, num_R)
+        offsets = self.tables.token_offsets(np.repeat(plan.slots_R, num_R).astype(np.int64), places)
         self.tables.append(self.upload(offsets)[0], drafts)
         return drafts
 

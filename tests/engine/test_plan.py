@@ -105,6 +105,7 @@ def test_every_field_of_a_plan_travels() -> None:
         stores=(BlockMove(1, 2),),
         loads=(BlockMove(3, 4),),
         num_drafts_R=one,
+        drafts_N=one,
         propose=True,
         split_at=1,
         agreed=Agreed(1),

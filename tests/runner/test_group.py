@@ -4,6 +4,7 @@ micro-batches."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 from moeserve.comm.world import World
-from moeserve.engine.plan import Agreed, BlockMove
+from moeserve.engine.plan import Agreed, BlockMove, decode_plan
+from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import EngineDied, PeerLost
-from moeserve.messages import Placed, PlacementTable, Traced
+from moeserve.messages import Placed, PlacementTable, Submit, Traced
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
-from moeserve.runner.commands import CommandDone
+from moeserve.runner.commands import CommandDone, Run
 from moeserve.runner.group import GroupedRunner, checksum
 from moeserve.sampling import TokenSampling
 from tests.runner.engines import Engine, Group, alone, runner_of
@@ -358,6 +360,47 @@ async def test_ranks_of_an_engine_that_sample_different_tokens_are_the_end() -> 
     with pytest.raises(EngineDied, match="step 2 failed before"):
         await grouped.start(driver.plan([(request, 1)])).result()
     grouped.close()
+
+
+class Again:
+    """A team of one worker that now and then runs a step twice, as if the first time another rank was lost."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.rng = runner, random.Random(0)
+
+    def ask(self, what: Run) -> list[Future[CommandDone]]:
+        plan = decode_plan(what.plan)
+        if self.rng.random() < 0.3:
+            self.runner.execute(plan)
+        future: Future[CommandDone] = Future()
+        future.set_result(CommandDone(1, value=checksum(self.runner.execute(plan))))
+        return [future]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("speculate", ["ngram:4", "suffix:6"])
+async def test_ranks_verify_the_leaders_drafts_wherever_their_own_proposers_are(path: Path, speculate: str) -> None:
+    leader, other = (runner_of(path, World(), grouped=False, speculate=speculate) for _ in range(2))
+    for runner in leader, other:
+        runner.prepare()
+    grouped = GroupedRunner(leader, Again(other))  # type: ignore[arg-type]
+    grouped._lost = None
+    scheduler = Scheduler(leader.limits, leader.groups)
+    for rid in range(3):
+        sampling = TokenSampling(seed=rid, max_tokens=90, allowed_ids=(5, 6))
+        scheduler.submit(Submit(rid=rid, tokens=np.full(9, 5, "<i4").tobytes(), num_prompt=9, sampling=sampling))
+    right = 0
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        output = scheduler.update_from_output(plan, await grouped.start(plan).result())
+        assert output.record is not None
+        right += sum(output.record.num_accepted)
+    assert right > 20
+    grouped.close()
+    other.close()
 
 
 def test_blocks_are_not_saved_again_when_a_step_is_run_again() -> None:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.engine.plan import I32
@@ -60,9 +59,8 @@ class Drafter:
 
 
 class ModelProposer(Proposer):
-    """Guesses num_drafts tokens for every row that samples; all ranks have the guesses of the first. The host waits for
-    how many drafts were right: positions of the next ones follow from that, and noise from positions on the host. tp:
-    the engine's ranks."""
+    """Guesses num_drafts tokens for every row that samples. The host waits for how many drafts were right: positions of
+    the next ones follow from that, and noise is made from positions on the host."""
 
     def __init__(
         self,
@@ -72,14 +70,13 @@ class ModelProposer(Proposer):
         tables: Tables,
         sampler: Sampler,
         upload: Upload,
-        tp: TensorParallel = ALONE,
     ) -> None:
         super().__init__(num_drafts)
         self._drafts_SK = torch.zeros(tables.slots, num_drafts, dtype=torch.int32, device=tables.arena.device)
         self._next_SK = self._drafts_SK.clone()  # of steps that may be launched again with the drafts before
         self._collected: deque[I64] = deque()  # slots of steps whose results came, from any thread
         self._drafter, self._groups, self._tables = drafter, groups, tables
-        self._sampler, self._upload, self._tp = sampler, upload, tp
+        self._sampler, self._upload = sampler, upload
         self._ubatch = UBatch()
         self._full = next(i for i, group in enumerate(groups) if group.rule == FULL)
 
@@ -122,9 +119,6 @@ class ModelProposer(Proposer):
             self._next_SK[:, i].index_copy_(0, slots, drafts_S)
             if changed and i + 1 < self.num_drafts:  # penalties and rules read them in the next round
                 self._tables.append(offsets_KS[i + 1], drafts_S)
-        # Of rows that write to one entry, as to the null block, the last may be another one on each rank.
-        mine_SK = self._next_SK.index_select(0, slots)
-        self._next_SK.index_copy_(0, slots, self._tp.gather_columns(mine_SK, 0)[:, : self.num_drafts])
 
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
         """See `Proposer`."""
