@@ -1,8 +1,8 @@
 """The seam of speculation: what may guess a request's next tokens.
 
 A proposer's guesses (drafts) are the input of the next step's row, which computes them all and samples at each; those
-that equal what is sampled are kept. So drafts never change a token: a proposer may guess whatever it likes, and all
-ranks of an engine must only make the same guesses, as they do from equal tokens.
+that equal what is sampled are kept. So drafts never change a token: a proposer may guess whatever it likes.
+All ranks of an engine verify what the first one guesses.
 
 S rows that sample, N tokens that are sampled, or drafts; T tokens of the step.
 """
