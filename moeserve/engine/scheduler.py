@@ -378,7 +378,9 @@ class Scheduler:
             batch.scheduled[slots] = kept
             self.policy.update(slots, num_drafts, counts - 1)
             some = num_drafts > 0
-            both = zip(num_drafts[some].tolist(), (counts[some] - 1).tolist(), strict=True)
+            new = batch.known[slots] - (plan.starts_R + plan.counts_R)[live_R & plan.samples_R] + num_drafts
+            right = np.minimum(counts - 1, new)  # those behind the end of an answer are no part of it
+            both = zip(num_drafts[some].tolist(), right[some].tolist(), strict=True)
             verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
         if result.drafts_S is not None:
             batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from moeserve.engine.blocks import STATES_HELD
-from moeserve.engine.scheduler import share
+from moeserve.engine.plan import StepResult
+from moeserve.engine.scheduler import Scheduler, share
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason
 from tests.engine.fake_model import POISON, oracle
@@ -436,3 +437,17 @@ def test_starting_over_computes_everything_anew_and_finds_nothing_old() -> None:
     harness.scheduler.audit()
     harness.run()
     harness.check_answers()
+
+
+@pytest.mark.parametrize(("tokens", "emitted", "kept"), [([5, 6, 7, 8, 9], 5, 4), ([5, 6, EOS, 8, 9], 3, 3)])
+def test_right_drafts_behind_the_end_of_an_answer_do_not_count(tokens: list[int], emitted: int, kept: int) -> None:
+    scheduler = Scheduler(limits_of(num_drafts=4), FULL, eos_ids=(EOS,))
+    scheduler.submit(submit_of(1, prompt_of(4), max_tokens=30, stop_ids=(EOS,)))
+    for new in [5], tokens:
+        plan = scheduler.plan()
+        assert plan is not None
+        counts, drafts = np.array([len(new)], np.int32), np.array([4], np.int32)
+        result = StepResult(plan.step, np.array(new, np.int32), counts_S=counts, drafts_S=drafts)
+        output = scheduler.update_from_output(plan, result)
+    assert len(output.finish) == emitted
+    assert output.drafts == {1: (4, kept)}

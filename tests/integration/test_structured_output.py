@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from moeserve import LLM, SamplingParams, StructuredOutputsParams
-from moeserve.errors import InvalidRequest
+from moeserve.errors import InvalidRequest, RequestFailed
 from tests.text.schemas import generated
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
@@ -136,6 +136,8 @@ def test_offline():
         assert one(llm, StructuredOutputsParams(regex="[a-z ]{30}"), stop="e")[0].outputs[0].stop_reason == "e"
         with pytest.raises(InvalidRequest, match="not"):
             one(llm, StructuredOutputsParams(json={"not": {}}))
+        with pytest.raises(RequestFailed, match="no token is left"):  # its next step is planned already
+            one(llm, letters, allowed_token_ids=[50])
         plain = one(llm, None, temperature=0, logprobs=2)[0].outputs[0]
         held = one(llm, StructuredOutputsParams(regex="(.|\n)*"), temperature=0, logprobs=2)[0].outputs[0]
         assert held.text == plain.text

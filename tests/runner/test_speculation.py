@@ -90,6 +90,7 @@ def serve(runner: Any, submits: Sequence[Submit], num_blocks: int | None = None)
         assert output.record is not None
         verified, right = verified + sum(output.record.num_drafts), right + sum(output.record.num_accepted)
         rids, tokens = np.frombuffer(output.rids, "<i8").tolist(), np.frombuffer(output.tokens, "<i4").tolist()
+        assert all(kept <= min(num, rids.count(rid)) for rid, (num, kept) in output.drafts.items())
         for rid, token, finish in zip(rids, tokens, output.finish, strict=True):
             answer = answers[rid]
             assert not answer.finish
