@@ -156,7 +156,7 @@ class Engine:
             answer = self.answers[rid]
             assert not answer.finish, f"request {rid} goes on after its end"
             answer.tokens += [token] if token >= 0 else []
-            answer.logprobs += [msg.logprobs[rid]] if rid in msg.logprobs else []
+            answer.logprobs += [msg.logprobs[rid].pop(0)] if msg.logprobs.get(rid) else []
             answer.finish = FinishReason.NAMES[finish]
 
 

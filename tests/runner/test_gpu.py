@@ -54,7 +54,10 @@ def test_interpreted() -> None:
 
 
 def logprobs_of(result: StepResult) -> list[Logprobs]:
-    return [*result.logprobs.values(), *(row for rows in result.prompt_logprobs.values() for row in rows.rows)]
+    return [
+        *(row for rows in result.logprobs.values() for row in rows),
+        *(row for rows in result.prompt_logprobs.values() for row in rows.rows),
+    ]
 
 
 @pytest.mark.full("graphs")

@@ -40,7 +40,7 @@ def test_they_describe_the_raw_logits_of_each_token(sampling: TokenSampling) -> 
     assert sampling.logprobs is not None
     for one, n in ((request, sampling.logprobs), (neighbour, 5)):
         for result, logits, token in zip(one.results, one.logits, one.output, strict=True):
-            check(result.logprobs[one.slot], logits, token, n)
+            check(result.logprobs[one.slot][0], logits, token, n)
     assert all(silent.slot not in result.logprobs for result in silent.results)
 
 
