@@ -20,6 +20,7 @@ from moeserve.server.app import HttpCall
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Message, OpenName, Sampling, chat_messages, chat_tools, check_chars
 from moeserve.text import harmony
+from moeserve.text.answer_format import Part
 from moeserve.text.tokenizer import unshield
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class AnswerMessage:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         return message
 
-    def _delta(self, part: harmony.Part) -> protocol.ChoiceDelta:
+    def _delta(self, part: Part) -> protocol.ChoiceDelta:
         if part.kind == "content":
             return protocol.ChoiceDelta(content=part.text)
         if part.kind == "reasoning":

@@ -9,8 +9,9 @@ downloads a vocabulary of its own, while all that answers need of it is this par
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from moeserve.text.answer_format import Part
 from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY
 
 _ENDS = HARMONY[-3:]
@@ -18,13 +19,6 @@ _MAX_NAME = 63  # characters of a control token
 _CONTROL = re.compile(f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}){CONTROL_END}")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-
-
-class Part(NamedTuple):
-    """A piece of an answer. kind: "call" begins a tool call, whose name is `text`; "arguments" belong to the last."""
-
-    kind: Literal["content", "reasoning", "call", "arguments"]
-    text: str
 
 
 class HarmonyParser:
