@@ -190,6 +190,7 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
     log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
     log_requests: bool = _opt(False, "one log line per finished request", flag=None)
+    ui: bool = _opt(True, "serve a page for people at /", flag=None)
     sse_ping_s: float = _opt(
         15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None, low=0.1, high=3600
     )
