@@ -4,6 +4,7 @@ import { el, svg, tooltip } from "./dom.js";
 import { WINDOW_S } from "./feed.js";
 
 const WIDTH = 300, HEIGHT = 56; // of the drawing; CSS stretches it
+const LEAST_S = 40; // a page that was just opened shows less time
 
 /** A chart. series: [{name, of: values => number or null}], stacked on each other if asked. */
 export class Chart {
@@ -16,7 +17,7 @@ export class Chart {
     this.lines = series.map((_, at) => svg("path", { class: `line s${at}` }));
     this.marks = svg("path", { class: "marks" });
     this.cursor = svg("path", { class: "cursor" });
-    this.svg = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 }, ...this.areas, ...this.lines, this.marks, this.cursor);
+    this.svg = svg("svg", { class: stacked ? "stacked" : "", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 }, ...this.areas.toReversed(), ...this.lines, this.marks, this.cursor);
     const legend = series.length > 1 ? el("span", { className: "legend" }, ...series.map(({ name }, at) => el("span", { className: `key s${at}` }, name))) : null;
     this.node = el("figure", { className: "chart card", title: help }, el("figcaption", {}, el("span", { className: "title" }, title), this.value, this.small, legend), el("div", { className: "plot" }, this.svg, this.top));
     host.append(this.node);
@@ -33,12 +34,13 @@ export class Chart {
   draw(samples, marks) {
     this.samples = samples;
     this.end = samples.at(-1)?.t ?? 0;
+    this.span = Math.min(WINDOW_S, Math.max(LEAST_S, this.end - (samples[0]?.t ?? 0)));
     const tops = samples.map(({ values }) => {
       const numbers = this.read(values);
       return this.stacked ? numbers.reduce((a, b) => a + (b ?? 0), 0) : Math.max(...numbers.map((number) => number ?? 0));
     });
     const max = Math.max(this.least, ...tops) || 1;
-    const x = (t) => WIDTH * (1 - (this.end - t) / WINDOW_S), y = (value) => HEIGHT - 1 - (HEIGHT - 6) * (value / max);
+    const x = (t) => this.x(t), y = (value) => HEIGHT - 1 - (HEIGHT - 6) * (value / max);
     for (let at = 0; at < this.series.length; at++) {
       let line = "", area = "", run = [];
       const flush = () => {
@@ -57,12 +59,16 @@ export class Chart {
       this.lines[at].setAttribute("d", line);
       this.areas[at].setAttribute("d", area);
     }
-    this.marks.setAttribute("d", marks.filter((t) => t > this.end - WINDOW_S).map((t) => `M${x(t).toFixed(1)},0V${HEIGHT}`).join(""));
+    this.marks.setAttribute("d", marks.filter((t) => t > this.end - this.span).map((t) => `M${x(t).toFixed(1)},0V${HEIGHT}`).join(""));
     const last = samples.at(-1)?.values;
     this.value.textContent = last ? this.tell(last) : "–";
     this.small.textContent = last ? this.note(last) : "";
     this.top.textContent = this.format(max);
     this.svg.setAttribute("aria-label", `${this.title}: ${this.value.textContent}`);
+  }
+
+  x(t) {
+    return WIDTH * (1 - (this.end - t) / this.span);
   }
 
   read(values) {
@@ -86,12 +92,12 @@ export class Chart {
   }
 
   point(share, px, py) {
-    const t = this.end - WINDOW_S * (1 - share);
+    const t = this.end - this.span * (1 - share);
     const near = this.samples?.reduce((best, each) => (Math.abs(each.t - t) < Math.abs(best.t - t) ? each : best), this.samples[0]);
     if (!near || Math.abs(near.t - t) > 4) return this.leave();
     const numbers = this.read(near.values);
     const rows = this.series.map(({ name }, at) => el("tr", {}, el("td", {}, name), el("td", { className: "num" }, numbers[at] == null ? "–" : this.format(numbers[at]))));
-    this.cursor.setAttribute("d", `M${(WIDTH * (1 - (this.end - near.t) / WINDOW_S)).toFixed(1)},0V${HEIGHT}`);
+    this.cursor.setAttribute("d", `M${this.x(near.t).toFixed(1)},0V${HEIGHT}`);
     const ago = Math.round(this.end - near.t);
     tooltip(el("table", {}, el("caption", {}, ago ? `${ago} s ago` : "now"), el("tbody", {}, ...rows)), px, py);
   }

@@ -69,14 +69,15 @@ export class EngineView {
   }
 
   drawEngines() {
-    const fresh = this.feed.state === "ready" ? this.feed.experts : null;
+    const fresh = this.feed.freshExperts;
     const counted = this.feed.samples.at(-1)?.values?.engines;
     const known = new Map((fresh?.engines ?? []).map((each) => [each.engine, each]));
     if (!counted) return;
     const rows = counted.map((engine) => {
       const more = known.get(engine.engine) ?? {};
-      const state = more.state && (more.state === "serving") === (engine.state === "serving") ? more.state : engine.state;
-      const kind = state === "serving" ? "good" : ["lost", "gone", "not serving"].includes(state) ? "bad" : "warn";
+      const plain = more.state ?? (engine.up ? "serving" : "not serving");
+      const ago = this.feed.replacedAgo(engine.engine), state = plain === "serving" && ago !== null ? `replaced ${ago} s ago` : plain;
+      const kind = state === "serving" ? "good" : plain === "serving" || !["lost", "gone", "not serving"].includes(plain) ? "warn" : "bad";
       const cells = [engine.running, engine.waiting, engine.steps.toLocaleString(), more.mean_step_s ? `${(1e3 * more.mean_step_s).toFixed(1)} ms` : "–",
         more.comm_s ? percent(more.overlap_efficiency) : "–", engine.restarts, more.pid ?? "–", more.host ?? "–"];
       return el("tr", { className: kind, "data-engine": engine.engine, "data-state": state }, el("th", { scope: "row" }, `engine ${engine.engine}`), el("td", { className: `badge ${kind}` }, state), ...cells.map((cell) => el("td", { className: "num" }, String(cell))));
@@ -97,7 +98,7 @@ export class EngineView {
     const where = shown.ep_sharded ? "sharded over all ranks" : "every engine has all";
     $("heat-note").textContent = `${shown.num_layers} layers × ${shown.num_experts} experts, ${where}; placement ${shown.placement.version}`;
     $("why").textContent = shown.rebalancing.why;
-    this.heat.update(shown);
+    this.heat.update(shown, (engine) => this.feed.replacedAgo(engine) !== null);
     this.drawEngines();
   }
 }

@@ -7,6 +7,7 @@ import { ApiError, events, request } from "./api.js";
 export const WINDOW_S = 180;
 const RATE_S = 3; // rates are means over this time
 const MAX_EVENTS = 100;
+const FRESH_MS = 10_000;
 
 export class Feed extends EventTarget {
   samples = []; // {t, values or null for a gap}, oldest first
@@ -16,8 +17,10 @@ export class Feed extends EventTarget {
   experts = null;
   noExperts = ""; // why there is nothing to show
   watching = false; // whether somebody looks at the engine
+  #expertsAt = 0;
   #raw = []; // readings of the counters, for rates
-  #engines = new Map(); // last known state by engine
+  replaced = new Map(); // when an engine was last seen to be another process than before, by engine
+  #engines = new Map(); // what was last known of each engine
   #placement = null;
   #model = "";
 
@@ -50,8 +53,9 @@ export class Feed extends EventTarget {
         this.dispatchEvent(new CustomEvent("model", { detail: this.#model }));
       }
       const metrics = parse(await (await request("metrics")).text());
-      this.#noteEngines(metrics);
-      this.#push(this.#measure(metrics));
+      const values = this.#measure(metrics);
+      if (!this.freshExperts) this.#noteEngines(values.engines);
+      this.#push(values);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       this.#push(null);
@@ -63,9 +67,11 @@ export class Feed extends EventTarget {
     const leave = new AbortController();
     const check = setInterval(() => (!this.watching || document.hidden) && leave.abort(), 500);
     try {
-      const response = await request("v1/experts?stream=true&interval_s=1", { signal: leave.signal });
+      const interval = (this.experts?.num_layers ?? 0) * (this.experts?.num_experts ?? 0) > 2000 ? 2 : 0.5;
+      const response = await request(`v1/experts?stream=true&interval_s=${interval}`, { signal: leave.signal });
       for await (const shown of events(response)) {
         this.experts = shown;
+        this.#expertsAt = Date.now();
         this.#noteExperts(shown);
         this.dispatchEvent(new Event("experts"));
       }
@@ -85,25 +91,44 @@ export class Feed extends EventTarget {
     this.dispatchEvent(new Event("state"));
   }
 
+  /** The experts' state, if it is of now. */
+  get freshExperts() {
+    return Date.now() - this.#expertsAt < 5000 ? this.experts : null;
+  }
+
+  /** Returns how many seconds ago an engine was replaced, null if that is no news. */
+  replacedAgo(engine) {
+    const ms = Date.now() - (this.replaced.get(engine) ?? -Infinity);
+    return ms < FRESH_MS ? Math.floor(ms / 1000) : null;
+  }
+
   /** Adds a line to the log. */
   note(kind, text) {
     this.log.unshift({ at: Date.now(), kind, text });
     this.log.length = Math.min(this.log.length, MAX_EVENTS);
   }
 
-  #noteEngines(metrics) {
-    const up = new Map(metrics.rows("engine_up").map(({ labels, value }) => [labels.engine, value > 0]));
-    for (const [engine, isUp] of up) {
+  /** Compares the engines, [{engine, up, restarts}], with what they were: a replacement may take less than a reading. */
+  #noteEngines(engines) {
+    const now = new Map(engines.map((each) => [each.engine, each]));
+    for (const [engine, { up, restarts, state }] of now) {
       const before = this.#engines.get(engine);
-      if (before === undefined && this.#engines.size && isUp) this.note("good", `engine ${engine} was added`);
-      if (before === true && !isUp) this.note("bad", `engine ${engine} is not serving`);
-      if (before === false && isUp) this.note("good", `engine ${engine} serves again`);
+      if (!before && this.#engines.size) this.note("info", `engine ${engine} was added`);
+      if (before && restarts > before.restarts) {
+        this.replaced.set(engine, Date.now());
+        this.note("bad", `engine ${engine} was lost; a new process takes its place`);
+      } else if (before?.up && !up) {
+        if (state === "waiting") this.note("info", `engine ${engine} waits for the others`);
+        else this.note("bad", `engine ${engine} ${state ? `is ${state}` : "does not serve"}`);
+      }
+      if (up && (before && !before.up || restarts > before?.restarts)) this.note("good", `engine ${engine} serves again`);
     }
-    for (const engine of this.#engines.keys()) if (!up.has(engine)) this.note("info", `engine ${engine} was removed`);
-    this.#engines = up;
+    for (const engine of this.#engines.keys()) if (!now.has(engine)) this.note("info", `engine ${engine} was removed`);
+    this.#engines = now;
   }
 
-  #noteExperts({ placement: { version }, rebalancing }) {
+  #noteExperts({ engines, placement: { version }, rebalancing }) {
+    this.#noteEngines(engines.map(({ engine, state, restarts }) => ({ engine, restarts, state, up: state === "serving" })));
     if (this.#placement !== null && version !== this.#placement) this.note("info", `placement ${version} is in force: ${rebalancing.why}`);
     this.#placement = version;
   }
@@ -134,7 +159,7 @@ export class Feed extends EventTarget {
     return {
       tokens: seconds ? grown("generation_tokens_total") / seconds : 0,
       prompt: seconds ? grown("prompt_tokens_total") / seconds : 0,
-      running: metrics.sum("num_requests_running"),
+      running: Math.min(metrics.sum("num_requests_running"), metrics.sum("num_requests_active")), // the first is of the last step
       waiting: metrics.sum("num_requests_waiting"),
       kv: metrics.sum("kv_cache_usage_perc"),
       hits: ratio(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),
@@ -147,7 +172,7 @@ export class Feed extends EventTarget {
       up: metrics.sum("engine_up"),
       engines: metrics.rows("engine_up").map(({ labels }) => ({
         engine: Number(labels.engine),
-        state: metrics.sum("engine_up", labels.engine) ? "serving" : "not serving",
+        up: metrics.sum("engine_up", labels.engine) > 0,
         running: metrics.sum("engine_requests_running", labels.engine),
         waiting: metrics.sum("engine_requests_waiting", labels.engine),
         steps: metrics.sum("engine_steps_total", labels.engine),

@@ -22,15 +22,15 @@ export class HeatMap {
     this.canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
-  /** Shows a state of /v1/experts. */
-  update(shown) {
+  /** Shows a state of /v1/experts. isNew: whether an engine was replaced a moment ago. */
+  update(shown, isNew) {
     this.shown = shown;
     const { placement: { experts: placed, experts_per_rank: perRank } } = shown;
     this.layers = placed.length;
     this.slots = placed[0]?.length ?? 0;
     this.perRank = perRank;
     this.ranks = perRank ? Math.ceil(this.slots / perRank) : 0;
-    const states = new Map(shown.engines.map(({ engine, state }) => [engine, state]));
+    const states = new Map(shown.engines.map(({ engine, state }) => [engine, state === "serving" && isNew(engine) ? "replaced" : state]));
     this.rankState = Array.from({ length: this.ranks }, (_, rank) => (shown.ep_sharded ? states.get(Math.floor(rank / shown.tp)) ?? "gone" : "serving"));
     this.copies = placed.map((row) => {
       const counts = new Array(shown.num_experts).fill(0);
@@ -118,10 +118,11 @@ export class HeatMap {
       const expert = this.shown.placement.experts[layer][slot], x = this.x(slot);
       const heat = mean ? this.rows(layer, slot) / mean : 0, lost = this.rankState[Math.floor(slot / this.perRank)] !== "serving";
       const pad = this.w > 8 ? 1 : 0.25;
-      draw.globalAlpha = lost ? 0.3 : 1;
-      draw.fillStyle = shade(heat);
+      draw.globalAlpha = lost ? 0.4 : 1;
+      const colour = shade(heat);
+      draw.fillStyle = `rgb(${colour.join()})`;
       draw.fillRect(x, y, this.w - pad, this.h - pad);
-      draw.fillStyle = heat > 1.4 === dark() ? "#0c1a2e" : heat > 1.4 || dark() ? "#fff" : "#1b2330";
+      draw.fillStyle = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] > 125 ? "#101820" : "#fff";
       if (this.copies[layer][expert] > 1) {
         const size = Math.min(7, this.w / 2, this.h / 2);
         draw.beginPath();
@@ -188,7 +189,8 @@ export class HeatMap {
   }
 }
 
+/** Returns the colour of a load, in times the mean, as [red, green, blue]. */
 function shade(heat) {
   const ramp = RAMPS[dark() ? "dark" : "light"], at = Math.min(heat, 2.999), low = Math.floor(at);
-  return `rgb(${ramp[low].map((value, i) => Math.round(value + (ramp[low + 1][i] - value) * (at - low))).join()})`;
+  return ramp[low].map((value, i) => Math.round(value + (ramp[low + 1][i] - value) * (at - low)));
 }
