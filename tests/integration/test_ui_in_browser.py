@@ -17,7 +17,7 @@ import pytest
 
 from tests.integration.conftest import Server, running_server
 from tests.server.conftest import live_server, make_tokenizer
-from tests.server.test_harmony import CALLS, answering
+from tests.server.test_harmony import CALLS, TOOLS, answering
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or ""
 browsers = pytest.importorskip("playwright.async_api")
@@ -102,12 +102,12 @@ async def test_escape_stops_and_errors_are_told(server: Server) -> None:
 
 async def test_tools_are_called_and_answered() -> None:
     async with answering(CALLS) as live, opened(live.url) as page:
-        await page.get_by_text("Use a tool").click()
-        await page.press("#prompt", "Enter")
+        await page.fill("[name=tools]", json.dumps(TOOLS))
+        await ask(page, "a fox")
         await page.wait_for_selector(DONE)
-        assert await page.locator("details.reasoning").get_attribute("open") is None
+        assert await page.locator("details.reasoning").first.get_attribute("open") is None
         await page.get_by_text("Reasoning", exact=True).click()
-        assert await page.inner_text(".reasoning .text") == "A fox 😀?"
+        assert await page.locator(".reasoning .text").first.inner_text() == "A fox 😀?"
         assert [await page.locator(".call strong").nth(i).inner_text() for i in range(2)] == ["find", "go"]
         assert json.loads(await page.locator(".call pre").first.inner_text()) == {"fox": 1}
         async with page.expect_request("**/v1/chat/completions") as sent:
@@ -132,7 +132,8 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab() -> None:
         assert "Once upon a time" in await page.inner_text(DONE)
         await page.locator(".curl summary").click()
         assert "right" not in await page.inner_text(".curl")
-        assert await page.evaluate("[sessionStorage['moeserve.key'], Object.values(localStorage).join().includes('right')]") == ["right", False]
+        assert await page.evaluate("sessionStorage['moeserve.key']") == "right"
+        assert "right" not in await page.evaluate("Object.values(localStorage).join()")
 
 
 async def test_a_killed_engine_is_seen_and_the_answer_goes_on(tmp_path: Path) -> None:
@@ -162,7 +163,8 @@ async def test_a_killed_engine_is_seen_and_the_answer_goes_on(tmp_path: Path) ->
 async def test_the_page_finds_a_server_that_comes_back(server: Server) -> None:
     async with opened(f"{server.url}/#engine", refusals=1) as page:
         await page.wait_for_selector("#state[data-state=ready]")
-        await page.context.route("**/readyz", lambda route: route.fulfill(status=503, json={"status": "draining", "phase": "draining", "percent": 100}))
+        draining = {"status": "draining", "phase": "draining", "percent": 100}
+        await page.context.route("**/readyz", lambda route: route.fulfill(status=503, json=draining))
         await page.wait_for_selector("#state[data-state=draining]")
         await page.context.unroute("**/readyz")
         await page.wait_for_selector("#state[data-state=ready]")
@@ -185,7 +187,8 @@ CONTRAST = """() => {
     const context = document.createElement("canvas").getContext("2d");
     context.fillStyle = colour;
     context.fillRect(0, 0, 1, 1);
-    const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((v) => ((v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((v) => linear(v / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const ground = (node) => {

@@ -78,6 +78,7 @@ export class HeatMap {
     const style = getComputedStyle(canvas);
     this.ink = style.color;
     this.bad = style.outlineColor;
+    this.warn = style.caretColor;
     draw.font = `11px ${style.fontFamily}`;
     draw.textBaseline = "middle";
     this.drawRanks();
@@ -92,10 +93,11 @@ export class HeatMap {
     for (let rank = 0; rank < this.ranks; rank++) {
       const x = this.x(rank * this.perRank), lost = this.rankState[rank] !== "serving";
       const share = all ? ` · ${Math.round(100 * loads[rank] / all)} %` : "";
-      draw.fillStyle = lost ? this.bad : this.ink;
+      const colour = !lost ? this.ink : ["lost", "gone", "replaced"].includes(this.rankState[rank]) ? this.bad : this.warn;
+      draw.fillStyle = colour;
       const text = [`rank ${rank} ${lost ? this.rankState[rank] : share}`, `${rank}${share}`, `${rank}`].find((each) => draw.measureText(each).width <= width + GAP / 2);
       if (text) draw.fillText(text, x, 9);
-      draw.strokeStyle = lost ? this.bad : this.ink;
+      draw.strokeStyle = colour;
       draw.globalAlpha = lost ? 1 : 0.35;
       draw.lineWidth = lost ? 2 : 1;
       draw.strokeRect(x - 2.5, TOP - 4.5, width + 4, this.layers * this.h + 7);

@@ -23,7 +23,7 @@ async function take() {
     $("trace-file").hidden = false;
   } catch (error) {
     const text = error instanceof ApiError ? error.message : String(error);
-    const hint = [401, 403].includes(error.status) ? " Enter an administrator's key with the button Key above." : "";
+    const hint = [401, 403].includes(error.status) ? " Enter an administrator's key with the button API key above." : "";
     host.replaceChildren(el("p", { className: "problem", role: "alert" }, `${text}.${hint}`));
   }
   button.disabled = false;
