@@ -29,13 +29,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence of a request. An entry of the server's log of requests is one, too, without links if the request
     asked for no receipt.
 
-    numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in JavaScript. sampling: as
+    index: of the sequence. numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in JavaScript. sampling: as
     the server resolved it, for this one sequence. marked: see `FrontEnd.generate`. marks: the first bytes of each
     token's digest, base64. public_key, signature: Ed25519, hexadecimal.
     """
 
     version: int = VERSION
     id: str
+    index: int = 0
     model: str
     created: int
     weights: str

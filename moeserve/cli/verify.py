@@ -130,7 +130,7 @@ def _verify(config: Config, receipts: list[Receipt], key: str | None, *, signed:
             wrong.append("request: link 0 is not of this request, these weights and numerics: one of them was changed")
         faults += len(wrong)
         for line in wrong:
-            print(f"{receipt.id}: {line}")
+            print(f"{_name(receipt)}: {line}")
     if readable:
         faults += asyncio.run(_compute(config, readable))
     print("not equal" if faults else "equal")
@@ -166,11 +166,15 @@ async def _compute(config: Config, receipts: list[Receipt]) -> int:
             except RequestError as error:
                 wrong = f"this engine does not take the request: {error}"
             if others := _other_numerics(receipt, ready):
-                print(f"{receipt.id}: numerics: {others}; bits are the same only where numerics are")
+                print(f"{_name(receipt)}: numerics: {others}; bits are the same only where numerics are")
             tokens = f"{len(receipt.token_ids)} tokens {'and their logits' if receipt.links else '(it has no logits)'}"
-            print(f"{receipt.id}: {wrong or f'{tokens} are equal'}")
+            print(f"{_name(receipt)}: {wrong or f'{tokens} are equal'}")
             faults += bool(wrong)
     return faults
+
+
+def _name(receipt: Receipt) -> str:
+    return f"{receipt.id} {receipt.index}"
 
 
 def _other_numerics(receipt: Receipt, ready: Ready) -> str:

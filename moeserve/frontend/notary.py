@@ -49,8 +49,8 @@ class Notary:
         if self.signer is None:
             raise InvalidRequest(NO_KEY, param="receipt", code="no_receipts")
         if not ready.numerics:
-            what = "results here depend on other requests, too, so nobody could compute a receipt again"
-            raise InvalidRequest(f"{what}: start the server with --determinism batch", param="receipt")
+            what = "this server's answers depend on more than the request, so nobody could compute them again"
+            raise InvalidRequest(f"{what}: start it with --determinism batch and wire: auto", param="receipt")
         try:
             digest, fingerprint = await asyncio.shield(asyncio.wrap_future(self._weights))
         except CheckpointError as error:
@@ -67,7 +67,9 @@ class Notary:
         receipt = self._receipt(sequence, last, ready)
         if asked and self.signer is not None:
             receipt = replace(receipt, weights=self._weights.result()[0])
-            receipt = self.signer.signed(with_chain(receipt, sequence.digests[: len(sequence.tokens)]))
+            digests = sequence.digests[: len(sequence.tokens)]
+            assert len(digests) == len(sequence.tokens), "a token without its digest"
+            receipt = self.signer.signed(with_chain(receipt, digests))
         if self._log is not None:
             self._thread.submit(self._write, receipt)
         return receipt if asked else None
@@ -76,6 +78,7 @@ class Notary:
         owner, sampling = sequence.owner, sequence.sampling
         return Receipt(
             id=owner.request_id,
+            index=sequence.index,
             model=self._model_name,
             created=int(time.time()),
             weights="",

@@ -142,9 +142,9 @@ class ModelRunnerBase(StepExecutor, ABC):
     @property
     def numerics(self) -> dict[str, str]:
         """All that decides the bits of a request's logits and tokens beside the request and the weights; empty where
-        they depend on other requests, too."""
+        they depend on other requests, or on where experts are."""
         ops, asked = self.model.ops, self.config
-        if not ops.exact:
+        if not ops.exact or asked.parallel.wire != "auto":
             return {}
         return {
             "moeserve": __version__,
@@ -155,7 +155,6 @@ class ModelRunnerBase(StepExecutor, ABC):
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": asked.model.quantization,
             "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
-            "wire": asked.parallel.wire,
         }
 
     def profile_run(self) -> int:

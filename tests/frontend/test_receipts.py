@@ -198,7 +198,7 @@ async def test_the_command_line_names_what_differs(
     answer = written("good", {"choices": [{"receipt": good}]})
     assert await asyncio.to_thread(verify, "verify", answer, "--speculate", "ngram:2", "--key", good.public_key) == (
         0,
-        [f"r: {len(good.token_ids)} tokens and their logits are equal", "equal"],
+        [f"r 0: {len(good.token_ids)} tokens and their logits are equal", "equal"],
     )
     code, lines = await asyncio.to_thread(verify, "verify", written("bad", bad))
     assert code == 1
@@ -212,7 +212,7 @@ async def test_the_command_line_names_what_differs(
     assert "computed" in said["request"] or "other logits" in said["request"]
 
     code, lines = await asyncio.to_thread(verify, "replay", str(log))
-    assert (code, lines) == (0, ["plain: 5 tokens (it has no logits) are equal", "equal"])
+    assert (code, lines) == (0, ["plain 0: 5 tokens (it has no logits) are equal", "equal"])
     code, lines = await asyncio.to_thread(verify, "replay", str(log), "--id", "r")
     assert (code, lines[-1]) == (0, "equal")
     assert await asyncio.to_thread(main.main, ["replay", str(log), "--id", "x"]) == 2
