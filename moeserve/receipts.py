@@ -13,6 +13,8 @@ import hashlib
 import re
 from array import array
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -23,13 +25,13 @@ LINK_TOKENS = 64
 MARK_BYTES = 4  # of a digest: enough to say at which token logits begin to differ; the links prove that they do not
 VERSION = 1
 _LINK = re.compile("[0-9a-f]{64}")
+_SEED = re.compile("-?[0-9]{1,19}")
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence of a request. An entry of the server's log of requests is one, too, without links if the request
-    asked for no receipt.
+    """One sequence of a request. A line of the log of requests is one, too, without links if none were asked for.
 
-    index: of the sequence. numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in JavaScript. sampling: as
+    numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in JavaScript. sampling: as
     the server resolved it, for this one sequence. marked: see `FrontEnd.generate`. marks: the first bytes of each
     token's digest, base64. public_key, signature: Ed25519, hexadecimal.
     """
@@ -54,55 +56,86 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     signature: str = ""
 
 
+class Computed(NamedTuple):
+    """An answer that was computed again. digests: of each token's logits."""
+
+    token_ids: list[int]
+    digests: list[bytes]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
 def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:
     """Returns the receipt with its chain. digests: of each token's logits."""
     links = [first_link(receipt)]
     for start in range(0, len(receipt.token_ids), LINK_TOKENS):
-        links.append(next_link(links[-1], receipt.token_ids, digests, start))
+        links.append(_next_link(links[-1], receipt.token_ids, digests, start))
     marks = base64.b64encode(b"".join(digest[:MARK_BYTES] for digest in digests)).decode()
     return replace(receipt, links=links, marks=marks)
 
 
 def first_link(receipt: Receipt) -> str:
     """Returns the digest of all that the answer follows from."""
-    question = replace(receipt, token_ids=[], finish_reason="", stop_reason=None, links=[], marks="")
-    return hashlib.sha256(signed_bytes(replace(question, public_key=""))).hexdigest()
+    question = replace(receipt, token_ids=[], finish_reason="", stop_reason=None, links=[], marks="", public_key="")
+    return hashlib.sha256(signed_bytes(question)).hexdigest()
 
 
-def next_link(link: str, token_ids: Sequence[int], digests: Sequence[bytes], start: int) -> str:
-    """Returns the link behind `link`, of up to LINK_TOKENS tokens from `start` on."""
-    ids = array("i", token_ids[start : start + LINK_TOKENS]).tobytes()
-    return hashlib.sha256(bytes.fromhex(link) + ids + b"".join(digests[start : start + LINK_TOKENS])).hexdigest()
-
-
-def check_form(receipt: Receipt) -> str:
-    """Returns what is wrong with the receipt as it stands; empty if it could be verified. Links are optional."""
-    num_tokens, most = len(receipt.token_ids), receipt.sampling.max_tokens
-    wanted = 1 + -(-num_tokens // LINK_TOKENS)
-    if not num_tokens or not receipt.seed.removeprefix("-").isdecimal():
-        return f"it has {num_tokens} tokens, and its seed is {receipt.seed[:80]!r}"
-    if receipt.finish_reason == "length" and most != num_tokens:
-        return f"it ends by length with {num_tokens} tokens, but max_tokens is {most}"
-    if receipt.links and len(receipt.links) != wanted:
-        return f"it has {len(receipt.links)} links; {num_tokens} tokens have {wanted}"
-    for number, link in enumerate(receipt.links):
-        if not _LINK.fullmatch(link):
-            return f"link {number} is no SHA-256 in hexadecimal"
-    try:
-        marks = marks_of(receipt)
-    except binascii.Error as error:
-        return f"its marks are not base64: {error}"
-    if receipt.links and not len(marks) == num_tokens == len(b"".join(marks)) / MARK_BYTES:
-        return f"it has {len(marks)} marks for {num_tokens} tokens"
-    return ""
-
-
-def marks_of(receipt: Receipt) -> list[bytes]:
-    """Returns each token's mark. Raises binascii.Error."""
-    marks = base64.b64decode(receipt.marks, validate=True)
-    return [marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES)]
+def _next_link(link: str, token_ids: Sequence[int], digests: Sequence[bytes], start: int) -> str:
+    tokens = slice(start, start + LINK_TOKENS)
+    content = bytes.fromhex(link) + array("i", token_ids[tokens]).tobytes() + b"".join(digests[tokens])
+    return hashlib.sha256(content).hexdigest()
 
 
 def signed_bytes(receipt: Receipt) -> bytes:
     """Returns what a signature is of: the receipt's JSON without the signature, with the keys of objects in order."""
     return b"moeserve receipt\n" + msgspec.json.encode(replace(receipt, signature=""), order="deterministic")
+
+
+def check_form(receipt: Receipt) -> str:
+    """Returns what is wrong with the receipt as it stands; empty if it can be computed again. Links are optional."""
+    num_tokens, num_links, most = len(receipt.token_ids), len(receipt.links), receipt.sampling.max_tokens
+    if not num_tokens or not _SEED.fullmatch(receipt.seed):
+        return f"it has {num_tokens} tokens, and its seed is {receipt.seed[:80]!r}"
+    if receipt.finish_reason == "length" and most != num_tokens:
+        return f"it ends by length with {num_tokens} tokens, but max_tokens is {most}"
+    if num_links and num_links != (wanted := 1 + -(-num_tokens // LINK_TOKENS)):
+        return f"it has {num_links} links; {num_tokens} tokens have {wanted}"
+    if wrong := [number for number, link in enumerate(receipt.links) if not _LINK.fullmatch(link)]:
+        return f"link {wrong[0]} is no SHA-256 in hexadecimal"
+    try:
+        num_bytes = len(base64.b64decode(receipt.marks, validate=True))
+    except binascii.Error as error:
+        return f"its marks are not base64: {error}"
+    if num_bytes != (wanted := MARK_BYTES * num_tokens * bool(num_links)):
+        return f"its marks have {num_bytes} bytes; those of {num_tokens} tokens have {wanted}"
+    return ""
+
+
+def difference(receipt: Receipt, found: Computed) -> str:
+    """Returns the first respect in which a computed answer is not that of a receipt of good form; empty if none."""
+    marks = base64.b64decode(receipt.marks)
+    for i, (said, computed) in enumerate(zip_longest(receipt.token_ids, found.token_ids)):
+        if computed is None:
+            return f"token {i} is {said} in the receipt; the computed answer ends before it"
+        place = slice(MARK_BYTES * i, MARK_BYTES * (i + 1))
+        moved = bool(marks) and marks[place] != found.digests[i][:MARK_BYTES]
+        if said != computed:
+            return f"token {i} is {said} in the receipt, {computed} computed{' from other logits' * moved}"
+        if moved and _holds(receipt, found, 1 + i // LINK_TOKENS):
+            return f"token {i} and its logits are equal; its mark was changed"
+        if moved:
+            return f"token {i} is {said} in both, but sampled from other logits"
+    for number in range(1, len(receipt.links)):
+        if not _holds(receipt, found, number):
+            last = min(number * LINK_TOKENS, len(found.token_ids)) - 1
+            return f"link {number} is not of tokens {(number - 1) * LINK_TOKENS} to {last}, though they are equal"
+    ends = receipt.finish_reason, receipt.stop_reason
+    if ends != (now := (found.finish_reason, found.stop_reason)):
+        return f"the last token ends the answer by {ends} in the receipt, by {now} computed"
+    return ""
+
+
+def _holds(receipt: Receipt, found: Computed, number: int) -> bool:
+    """Whether a link follows from the one before and what was computed."""
+    start = (number - 1) * LINK_TOKENS
+    return receipt.links[number] == _next_link(receipt.links[number - 1], found.token_ids, found.digests, start)

@@ -1,4 +1,4 @@
-"""`moeserve verify`, `moeserve replay` and `moeserve receipt-key`: answers that are computed again, and the key for it."""
+"""`moeserve verify` and `moeserve replay`: answers that are computed again; `moeserve receipt-key`, the key for them."""
 
 from __future__ import annotations
 
@@ -13,44 +13,67 @@ import msgspec
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.config import Config
 from moeserve.errors import ConfigError, RequestError
-from moeserve.receipts import VERSION, Receipt, check_form, first_link
+from moeserve.receipts import VERSION, Computed, Receipt, check_form, difference, first_link
 
 if TYPE_CHECKING:
-    from moeserve.messages import Ready
+    from moeserve.frontend.front_end import FrontEnd
 
 
 class Verify:
     """Verifies the receipt in a file, or those of a whole answer of the API."""
 
+    about = "a receipt, receipts, or a whole answer with receipts, as JSON"
+    chosen = "--key", "HEX", "public key that must have signed (GET /v1/receipt-key)"
+
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds the file and the model, and the flags of `moeserve serve` without help."""
-        parser.usage = "%(prog)s FILE [--model MODEL] [flags] [flags of `moeserve serve`]"
-        parser.add_argument("file", type=Path, metavar="FILE", help="receipt, or whole answer with receipts, as JSON")
-        parser.add_argument("--key", metavar="HEX", help="public key that must have signed (GET /v1/receipt-key)")
-        _add_engine(parser)
+        """Adds file and model, and the flags of `moeserve serve` without help."""
+        flag, metavar, text = cls.chosen
+        parser.usage = f"%(prog)s FILE [{flag} {metavar}] [--model MODEL] [flags of `moeserve serve`]"
+        parser.add_argument("file", type=Path, metavar="FILE", help=cls.about)
+        parser.add_argument(flag, metavar=metavar, dest="chosen", help=text)
+        parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory (default: demo)")
+        add_flags(parser, shown=False, model=False)
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
         """Prints what is equal and what is not; returns 0 if all is."""
-        return _verify(_config(args), read_receipts(args.file), args.key, signed=True)
-
-
-class Replay:
-    """Computes requests of a server's log again."""
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds the log, the request and the model, and the flags of `moeserve serve` without help."""
-        parser.usage = "%(prog)s FILE [--id ID] [--model MODEL] [flags of `moeserve serve`]"
-        parser.add_argument("file", type=Path, metavar="FILE", help="the server's request_log")
-        parser.add_argument("--id", metavar="ID", help="X-Request-Id of the request (default: the last one)")
-        _add_engine(parser)
+        config = resolve(args).config
+        config = replace(config, server=replace(config.server, receipt_key=None, request_log=None))
+        try:
+            faults = cls.faults(config, args.file, args.chosen)
+        except (OSError, msgspec.DecodeError, AttributeError) as error:
+            raise ConfigError(f"{args.file} is not what this command takes ({cls.about}): {error}") from None
+        print("not equal" if faults else "equal")
+        return 1 if faults else 0
 
     @classmethod
-    def run(cls, args: argparse.Namespace) -> int:
-        """Prints what is equal and what is not; returns 0 if all is."""
-        return _verify(_config(args), read_log(args.file, args.id), None, signed=False)
+    def faults(cls, config: Config, path: Path, key: str | None) -> int:
+        """Prints and counts the faults of receipts."""
+        content = msgspec.json.decode(path.read_bytes())
+        if isinstance(content, dict) and isinstance(content.get("choices"), list):
+            content = [choice["receipt"] for choice in content["choices"] if choice.get("receipt")]
+        receipts = msgspec.convert(content if isinstance(content, list) else [content], list[Receipt])
+        if not receipts:
+            raise ConfigError(f'{path} has an answer without a receipt: send the request with "receipt": true')
+        return sum(_seal_faults(receipt, key) for receipt in receipts) + _faults(config, receipts)
+
+
+class Replay(Verify):
+    """Computes a request of a server's log again."""
+
+    about = "the server's request_log"
+    chosen = "--id", "ID", "X-Request-Id of the request (default: that of the last line)"
+
+    @classmethod
+    def faults(cls, config: Config, path: Path, id: str | None) -> int:
+        """Prints and counts the faults of the log's lines about a request."""
+        with path.open("rb") as file:
+            lines = [msgspec.json.decode(line, type=Receipt) for line in file]
+        found = [line for line in lines if line.id == (lines[-1].id if id is None else id)]
+        if not found:
+            raise ConfigError(f"{path} has no request {id!r}; ids are the answers' X-Request-Id")
+        return _faults(config, found)
 
 
 class ReceiptKey:
@@ -66,95 +89,44 @@ class ReceiptKey:
         """Writes the private key and prints the public one."""
         from moeserve.frontend.signer import make_key
 
-        print(f"public key {make_key(args.file)}\nserve with it: moeserve serve --receipt-key {args.file}")
+        print(f"public key: {make_key(args.file)}")
         return 0
 
 
-def read_receipts(path: Path) -> list[Receipt]:
-    """Returns the receipts in a file. Raises ConfigError."""
-    try:
-        content = msgspec.json.decode(path.read_bytes())
-        if isinstance(content, dict) and isinstance(content.get("choices"), list):
-            content = [choice["receipt"] for choice in content["choices"] if choice.get("receipt")]
-        found = msgspec.convert(content if isinstance(content, list) else [content], list[Receipt])
-    except (OSError, msgspec.DecodeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no receipt and no answer of /v1/chat/completions: {error}") from None
-    if not found:
-        raise ConfigError(f'{path} has an answer without a receipt: send the request with "receipt": true')
-    return found
-
-
-def read_log(path: Path, id: str | None) -> list[Receipt]:
-    """Returns the sequences of one request of a log, of the last one if none is named. Raises ConfigError."""
-    found: list[Receipt] = []
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                entry = msgspec.json.decode(line, type=Receipt)
-                if id is None and found and found[0].id != entry.id:
-                    found.clear()
-                if id in (None, entry.id):
-                    found.append(entry)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} is no log of requests (server.request_log): {error}") from None
-    if not found:
-        raise ConfigError(f"{path} has no request {id!r}; its ids are the answers' X-Request-Id")
-    return found
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory (default: demo)")
-    add_flags(parser, shown=False, model=False)
-
-
-def _config(args: argparse.Namespace) -> Config:
-    config = resolve(args).config
-    return replace(config, server=replace(config.server, receipt_key=None, request_log=None))
-
-
-def _verify(config: Config, receipts: list[Receipt], key: str | None, *, signed: bool) -> int:
-    from moeserve.loader.model_dir import resolve_model_dir
-    from moeserve.loader.weights_digest import weights_digest
-
-    weights = weights_digest(resolve_model_dir(config.model.model))[0]
-    faults, readable = 0, []
-    for receipt in receipts:
-        wrong = _seals(receipt, key) if signed else []
-        if receipt.weights != weights:
-            wrong.append(f"weights: {receipt.weights or 'unknown'} there, {weights} in {config.model.model}")
-        elif form := check_form(receipt):
-            wrong.append(f"receipt: {form}")
-        else:
-            readable.append(receipt)
-        if receipt.links and receipt.links[0] != first_link(receipt):
-            wrong.append("request: link 0 is not of this request, these weights and numerics: one of them was changed")
-        faults += len(wrong)
-        for line in wrong:
-            print(f"{_name(receipt)}: {line}")
-    if readable:
-        faults += asyncio.run(_compute(config, readable))
-    print("not equal" if faults else "equal")
-    return 1 if faults else 0
-
-
-def _seals(receipt: Receipt, key: str | None) -> list[str]:
-    """Returns what is wrong with version, signature and key."""
+def _seal_faults(receipt: Receipt, key: str | None) -> int:
+    """Prints and counts what is wrong with version, signature and key."""
     from moeserve.frontend.signer import is_signed
 
-    wrong = []
-    if receipt.version != VERSION:
-        wrong.append(f"version: {receipt.version}; this moeserve knows {VERSION}")
-    if not is_signed(receipt):
-        wrong.append("signature: not of this receipt: it was changed, or never signed with the key that it names")
-    if key is not None and receipt.public_key != key.strip().lower():
-        wrong.append(f"key: {receipt.public_key or 'none'}, not {key}")
-    return wrong
+    checks = (
+        (receipt.version == VERSION, f"version: it is {receipt.version}; this moeserve knows {VERSION}"),
+        (is_signed(receipt), "signature: not of this receipt: it was changed, or its public key's owner did not sign"),
+        (key in (None, receipt.public_key), f"key: {receipt.public_key or 'none'}, not {key}"),
+    )
+    return sum(_say(receipt, wrong) for good, wrong in checks if not good)
+
+
+def _faults(config: Config, receipts: list[Receipt]) -> int:
+    """Prints and counts what differs; computes answers only if they are of these weights."""
+    from moeserve.loader.checkpoint import weights_digest
+    from moeserve.loader.model_dir import resolve_model_dir
+
+    weights, _ = weights_digest(resolve_model_dir(config.model.model))
+    faults, sound = 0, []
+    for receipt in receipts:
+        if receipt.links and receipt.links[0] != first_link(receipt):
+            faults += _say(receipt, "link 0 is not of this request, these weights and numerics: one was changed")
+        if receipt.weights != weights:
+            faults += _say(receipt, f"weights: {receipt.weights or 'unknown'}, but {config.model.model} has {weights}")
+        elif wrong := check_form(receipt):
+            faults += _say(receipt, f"form: {wrong}")
+        else:
+            sound.append(receipt)
+    return faults + (asyncio.run(_compute(config, sound)) if sound else 0)
 
 
 async def _compute(config: Config, receipts: list[Receipt]) -> int:
-    """Computes answers again, one after the other, prints how that went, and returns how many of them differ."""
+    """Computes answers again, one after the other; prints and counts those that differ."""
     from moeserve.frontend.open import open_front_end
-    from moeserve.frontend.verification import compute_again, difference
 
     faults = 0
     async with open_front_end(config, child=False) as front:
@@ -165,19 +137,32 @@ async def _compute(config: Config, receipts: list[Receipt]) -> int:
                 wrong = difference(receipt, await compute_again(front, receipt))
             except RequestError as error:
                 wrong = f"this engine does not take the request: {error}"
-            if others := _other_numerics(receipt, ready):
-                print(f"{_name(receipt)}: numerics: {others}; bits are the same only where numerics are")
-            tokens = f"{len(receipt.token_ids)} tokens {'and their logits' if receipt.links else '(it has no logits)'}"
-            print(f"{_name(receipt)}: {wrong or f'{tokens} are equal'}")
-            faults += bool(wrong)
+            if others := dict(receipt.numerics.items() - ready.numerics.items()):
+                _say(receipt, f"other numerics, so bits may differ: {others}, here {ready.numerics}")
+            what = "and their logits are equal" if receipt.links else "are equal; the request asked for no receipt"
+            faults += _say(receipt, wrong or f"{len(receipt.token_ids)} tokens {what}") * bool(wrong)
     return faults
 
 
-def _name(receipt: Receipt) -> str:
-    return f"{receipt.id} {receipt.index}"
+async def compute_again(front: FrontEnd, receipt: Receipt) -> Computed:
+    """Returns this engine's answer, up to the first token that is not the receipt's. Raises RequestError where the
+    engine takes no such request."""
+    wanted, params = receipt.token_ids, receipt.sampling
+    least = min(params.min_tokens, len(wanted))
+    params = msgspec.structs.replace(
+        params, n=1, seed=int(receipt.seed), max_tokens=len(wanted), min_tokens=least, receipt=True
+    )
+    found: list[int] = []
+    async with await front.generate(receipt.prompt_token_ids, params, marked=receipt.marked) as generation:
+        async for delta in generation:
+            found += delta.token_ids
+            if found != wanted[: len(found)]:
+                break
+        digests = generation.sequences[0].digests[: len(found)]
+    return Computed(found, digests, delta.finish_reason, delta.stop_reason)
 
 
-def _other_numerics(receipt: Receipt, ready: Ready) -> str:
-    names = sorted(receipt.numerics.keys() | ready.numerics.keys())
-    pairs = [(name, receipt.numerics.get(name), ready.numerics.get(name)) for name in names]
-    return ", ".join(f"{name} was {there}, is {here}" for name, there, here in pairs if there != here)
+def _say(receipt: Receipt, what: str) -> int:
+    """Prints a line about a receipt; returns 1, for counting."""
+    print(f"{receipt.id} {receipt.index}: {what}")
+    return 1

@@ -144,7 +144,7 @@ class StepOutputs:
 
 def digest(logits_V: NDArray[np.float32]) -> bytes:
     """Returns the SHA-256 of a row of logits, as little-endian fp32."""
-    return hashlib.sha256(np.ascontiguousarray(logits_V, "<f4")).digest()
+    return hashlib.sha256(np.ascontiguousarray(logits_V, "<f4").data).digest()
 
 
 class StepExecutor:

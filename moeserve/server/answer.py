@@ -236,7 +236,9 @@ class Chunks:
             out = self.frame(choice)
         if delta.finish_reason is not None:
             finish, stop = delta.finish_reason, delta.stop_reason
-            out += self.frame(self.last_choice(index=index, finish_reason=finish, stop_reason=stop, receipt=delta.receipt))
+            out += self.frame(
+                self.last_choice(index=index, finish_reason=finish, stop_reason=stop, receipt=delta.receipt)
+            )
         return out
 
     def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from moeserve.cli import main
+from moeserve.cli.verify import compute_again
 from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.frontend.async_engine import AsyncEngine
 from moeserve.frontend.notary import NO_KEY
 from moeserve.frontend.signer import Signer, is_signed, make_key
-from moeserve.frontend.verification import Computed, compute_again, difference
-from moeserve.loader.weights_digest import weights_digest
-from moeserve.receipts import Receipt, check_form, first_link, with_chain
+from moeserve.loader.checkpoint import weights_digest
+from moeserve.receipts import Computed, Receipt, check_form, difference, first_link, with_chain
 from moeserve.sampling import SamplingParams, StructuredOutputsParams
 
 DEMO = Path(__file__).parents[2] / "moeserve/assets/demo"
@@ -27,7 +27,9 @@ STORY = "Once upon a time there was a fox. "
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, receipt=True),
     SamplingParams(temperature=0.9, top_p=0.9, seed=5, n=2, max_tokens=70, logprobs=2, receipt=True),
-    SamplingParams(temperature=1.0, top_k=20, frequency_penalty=0.5, min_tokens=9, stop="e", max_tokens=64, receipt=True),
+    SamplingParams(
+        temperature=1.0, top_k=20, frequency_penalty=0.5, min_tokens=9, stop="e", max_tokens=64, receipt=True
+    ),
     SamplingParams(
         structured_outputs=StructuredOutputsParams(json={"type": "object", "properties": {"b": {"type": "integer"}}}),
         max_tokens=40,
@@ -54,7 +56,12 @@ async def receipts(engine: AsyncEngine, prompt: str, params: SamplingParams) -> 
 async def test_an_answer_is_equal_however_it_is_computed(key: str, tmp_path: Path) -> None:
     """In a crowd short of blocks, with drafts, chunks and cached prefixes; then alone, without any of them."""
     crowd = [(STORY * (3 + i % 3), PARAMS[i % len(PARAMS)]) for i in range(8)]
-    settings: dict[str, Any] = {"speculate": "mtp:2", "prefill_chunk": 17, "kv_cache_bytes": 2**20, "max_model_len": 256}
+    settings: dict[str, Any] = {
+        "speculate": "mtp:2",
+        "prefill_chunk": 17,
+        "kv_cache_bytes": 2**20,
+        "max_model_len": 256,
+    }
     async with AsyncEngine("demo", receipt_key=key, **settings) as engine:
         found = await asyncio.gather(*(receipts(engine, *one) for one in crowd))
         stats = engine.front.stats
@@ -108,7 +115,7 @@ def test_changes_are_named(made: tuple[Receipt, Computed]) -> None:
         (_with(receipt, "links", 2, link), "link 2 is not of tokens 64 to 127"),
         (_with(receipt, "links", 3, link), "link 3 is not of tokens 128 to 129"),
         (replace(receipt, marks=receipt.marks[:-8] + "AAAAAA=="), "token 129 and its logits are equal; its mark"),
-        (replace(receipt, finish_reason="stop", stop_reason=5), "token 129 ends the answer by stop at 5"),
+        (replace(receipt, finish_reason="stop", stop_reason=5), "the last token ends the answer by ('stop', 5) in the receipt, by ('length', None)"),
     ):
         assert not is_signed(changed)
         assert difference(changed, found).startswith(what)
@@ -116,7 +123,7 @@ def test_changes_are_named(made: tuple[Receipt, Computed]) -> None:
         (replace(receipt, token_ids=receipt.token_ids[:128]), "max_tokens is 130"),
         (replace(receipt, links=receipt.links[:2]), "it has 2 links"),
         (_with(receipt, "links", 1, "x"), "link 1 is no SHA-256"),
-        (replace(receipt, marks=receipt.marks[8:]), "marks for 130"),
+        (replace(receipt, marks=receipt.marks[8:]), "its marks have 514 bytes; those of 130 tokens have 520"),
         (replace(receipt, marks="%"), "base64"),
         (replace(receipt, seed="x"), "'x'"),
     ):
@@ -136,7 +143,9 @@ def test_other_computations_are_told_by_their_first_token(made: tuple[Receipt, C
     receipt, found = made
     ids, digests = found.token_ids, found.digests
     moved = [*digests[:99], bytes(32), *digests[100:]]
-    assert difference(receipt, found._replace(digests=moved)) == "token 99 is 1099 in both, but sampled from other logits"
+    assert (
+        difference(receipt, found._replace(digests=moved)) == "token 99 is 1099 in both, but sampled from other logits"
+    )
     other = found._replace(token_ids=[*ids[:3], 9], digests=[*digests[:3], bytes(32)])
     assert difference(receipt, other) == "token 3 is 1003 in the receipt, 9 computed from other logits"
     short = found._replace(token_ids=ids[:70], digests=digests[:70], finish_reason="stop")
@@ -163,7 +172,7 @@ def test_weights_are_told_apart_by_any_byte_and_not_by_files(tmp_path: Path) -> 
 
 
 def test_keys_are_refused_with_a_remedy(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="never overwritten"):
+    with pytest.raises(ConfigError, match="exists; a key needs a name of its own"):
         make_key(Path(key))
     assert Path(key).stat().st_mode & 0o777 == 0o600
     wrong = tmp_path / "wrong"
@@ -212,7 +221,7 @@ async def test_the_command_line_names_what_differs(
     assert "computed" in said["request"] or "other logits" in said["request"]
 
     code, lines = await asyncio.to_thread(verify, "replay", str(log))
-    assert (code, lines) == (0, ["plain 0: 5 tokens (it has no logits) are equal", "equal"])
+    assert (code, lines) == (0, ["plain 0: 5 tokens are equal; the request asked for no receipt", "equal"])
     code, lines = await asyncio.to_thread(verify, "replay", str(log), "--id", "r")
     assert (code, lines[-1]) == (0, "equal")
     assert await asyncio.to_thread(main.main, ["replay", str(log), "--id", "x"]) == 2
