@@ -1,4 +1,4 @@
-"""`moeserve verify` and `moeserve replay`: answers that are computed again; `moeserve receipt-key`, the key for them."""
+"""`moeserve verify` and `replay` compute answers again and compare; `moeserve receipt-key` makes the key for receipts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,20 @@ if TYPE_CHECKING:
     from moeserve.frontend.front_end import FrontEnd
 
 
+class _Choice(msgspec.Struct):
+    receipt: Receipt | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
 class Verify:
     """Verifies the receipt in a file, or those of a whole answer of the API."""
 
     about = "a receipt, receipts, or a whole answer with receipts, as JSON"
     chosen = "--key", "HEX", "public key that must have signed (GET /v1/receipt-key)"
+    sealed = True  # whether signatures are looked at
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -41,22 +50,25 @@ class Verify:
         config = resolve(args).config
         config = replace(config, server=replace(config.server, receipt_key=None, request_log=None))
         try:
-            faults = cls.faults(config, args.file, args.chosen)
-        except (OSError, msgspec.DecodeError, AttributeError) as error:
+            receipts = cls.read(args.file, args.chosen)
+        except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"{args.file} is not what this command takes ({cls.about}): {error}") from None
+        faults = sum(_seal_faults(receipt, args.chosen) for receipt in receipts) if cls.sealed else 0
+        faults += _faults(config, receipts)
         print("not equal" if faults else "equal")
         return 1 if faults else 0
 
     @classmethod
-    def faults(cls, config: Config, path: Path, key: str | None) -> int:
-        """Prints and counts the faults of receipts."""
-        content = msgspec.json.decode(path.read_bytes())
-        if isinstance(content, dict) and isinstance(content.get("choices"), list):
-            content = [choice["receipt"] for choice in content["choices"] if choice.get("receipt")]
-        receipts = msgspec.convert(content if isinstance(content, list) else [content], list[Receipt])
-        if not receipts:
-            raise ConfigError(f'{path} has an answer without a receipt: send the request with "receipt": true')
-        return sum(_seal_faults(receipt, key) for receipt in receipts) + _faults(config, receipts)
+    def read(cls, path: Path, chosen: str | None) -> list[Receipt]:
+        """Returns the receipts in a file."""
+        content = msgspec.json.decode(path.read_bytes(), type=_Answer | list[Receipt])
+        if isinstance(content, list):
+            return content
+        if found := [choice.receipt for choice in content.choices if choice.receipt is not None]:
+            return found
+        if not content.choices:
+            return [msgspec.json.decode(path.read_bytes(), type=Receipt)]
+        raise ConfigError(f'{path} has an answer without a receipt: send the request with "receipt": true')
 
 
 class Replay(Verify):
@@ -64,16 +76,16 @@ class Replay(Verify):
 
     about = "the server's request_log"
     chosen = "--id", "ID", "X-Request-Id of the request (default: that of the last line)"
+    sealed = False
 
     @classmethod
-    def faults(cls, config: Config, path: Path, id: str | None) -> int:
-        """Prints and counts the faults of the log's lines about a request."""
+    def read(cls, path: Path, chosen: str | None) -> list[Receipt]:
+        """Returns the log's lines about a request."""
         with path.open("rb") as file:
             lines = [msgspec.json.decode(line, type=Receipt) for line in file]
-        found = [line for line in lines if line.id == (lines[-1].id if id is None else id)]
-        if not found:
-            raise ConfigError(f"{path} has no request {id!r}; ids are the answers' X-Request-Id")
-        return _faults(config, found)
+        if found := [line for line in lines if line.id == (lines[-1].id if chosen is None else chosen)]:
+            return found
+        raise ConfigError(f"{path} has no request {chosen!r}; ids are the answers' X-Request-Id")
 
 
 class ReceiptKey:

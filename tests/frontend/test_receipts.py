@@ -115,7 +115,10 @@ def test_changes_are_named(made: tuple[Receipt, Computed]) -> None:
         (_with(receipt, "links", 2, link), "link 2 is not of tokens 64 to 127"),
         (_with(receipt, "links", 3, link), "link 3 is not of tokens 128 to 129"),
         (replace(receipt, marks=receipt.marks[:-8] + "AAAAAA=="), "token 129 and its logits are equal; its mark"),
-        (replace(receipt, finish_reason="stop", stop_reason=5), "the last token ends the answer by ('stop', 5) in the receipt, by ('length', None)"),
+        (
+            replace(receipt, finish_reason="stop", stop_reason=5),
+            "the last token ends the answer by ('stop', 5) in the receipt, by ('length', None)",
+        ),
     ):
         assert not is_signed(changed)
         assert difference(changed, found).startswith(what)
