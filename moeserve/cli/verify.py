@@ -1,4 +1,4 @@
-"""`moeserve verify` and `replay` compute answers again and compare; `moeserve receipt-key` makes the key for receipts."""
+"""`moeserve verify` and `replay` compute answers again and compare; `moeserve receipt-key` makes a key for receipts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
 from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs
 from moeserve.runner.ubatches import Meter, UBatchRunner
 
-
 T = TypeVar("T")
 
 
