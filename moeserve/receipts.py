@@ -7,8 +7,6 @@ the digests of the raw logits that each of them was sampled from. docs/receipts.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import re
 from array import array
@@ -22,7 +20,7 @@ from msgspec.structs import replace
 from moeserve.sampling import SamplingParams
 
 LINK_TOKENS = 64
-MARK_BYTES = 4  # of a digest: enough to say at which token logits begin to differ; the links prove that they do not
+MARK = 8  # digits of a digest: enough to say at which token logits begin to differ; the links prove that they do not
 VERSION = 1
 _LINK = re.compile("[0-9a-f]{64}")
 _SEED = re.compile("-?[0-9]{1,19}")
@@ -32,8 +30,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence of a request. A line of the log of requests is one, too, without links if none were asked for.
 
     numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in JavaScript. sampling: as
-    the server resolved it, for this one sequence. marked: see `FrontEnd.generate`. marks: the first bytes of each
-    token's digest, base64. public_key, signature: Ed25519, hexadecimal.
+    the server resolved it, for this one sequence. marked: see `FrontEnd.generate`. marks: the first MARK
+    digits of each token's digest. public_key, signature: Ed25519, hexadecimal.
     """
 
     version: int = VERSION
@@ -70,8 +68,7 @@ def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:
     links = [first_link(receipt)]
     for start in range(0, len(receipt.token_ids), LINK_TOKENS):
         links.append(_next_link(links[-1], receipt.token_ids, digests, start))
-    marks = base64.b64encode(b"".join(digest[:MARK_BYTES] for digest in digests)).decode()
-    return replace(receipt, links=links, marks=marks)
+    return replace(receipt, links=links, marks="".join(digest.hex()[:MARK] for digest in digests))
 
 
 def first_link(receipt: Receipt) -> str:
@@ -102,23 +99,17 @@ def check_form(receipt: Receipt) -> str:
         return f"it has {num_links} links; {num_tokens} tokens have {wanted}"
     if wrong := [number for number, link in enumerate(receipt.links) if not _LINK.fullmatch(link)]:
         return f"link {wrong[0]} is no SHA-256 in hexadecimal"
-    try:
-        num_bytes = len(base64.b64decode(receipt.marks, validate=True))
-    except binascii.Error as error:
-        return f"its marks are not base64: {error}"
-    if num_bytes != (wanted := MARK_BYTES * num_tokens * bool(num_links)):
-        return f"its marks have {num_bytes} bytes; those of {num_tokens} tokens have {wanted}"
+    if len(receipt.marks) != (wanted := MARK * num_tokens * bool(num_links)):
+        return f"its marks have {len(receipt.marks)} digits; those of {num_tokens} tokens have {wanted}"
     return ""
 
 
 def difference(receipt: Receipt, found: Computed) -> str:
     """Returns the first respect in which a computed answer is not that of a receipt of good form; empty if none."""
-    marks = base64.b64decode(receipt.marks)
     for i, (said, computed) in enumerate(zip_longest(receipt.token_ids, found.token_ids)):
         if computed is None:
             return f"token {i} is {said} in the receipt; the computed answer ends before it"
-        place = slice(MARK_BYTES * i, MARK_BYTES * (i + 1))
-        moved = bool(marks) and marks[place] != found.digests[i][:MARK_BYTES]
+        moved = bool(receipt.links) and receipt.marks[MARK * i : MARK * (i + 1)] != found.digests[i].hex()[:MARK]
         if said != computed:
             return f"token {i} is {said} in the receipt, {computed} computed{' from other logits' * moved}"
         if moved and _holds(receipt, found, 1 + i // LINK_TOKENS):
