@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
+from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
-from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 

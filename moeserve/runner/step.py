@@ -201,9 +201,10 @@ class StepExecutor:
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Starts one step and returns a function that waits for the device and returns the result.
 
-        Call `propose` next, on CPUs once the result is there: the engine plans meanwhile. Raises PeerLost when a rank is
-        gone. The same plan may then be launched again, before any later one: its writes to tables have the same outcome
-        once more, and its moves of blocks are not repeated.
+        Call `propose` next, on CPUs once the result is there: the engine plans meanwhile.
+
+        Raises PeerLost when a rank is gone. The same plan may then be launched again, before any later one: its writes
+        to tables have the same outcome once more, and its moves of blocks are not repeated.
         """
         self._verified = None
         for request in plan.new_requests:
