@@ -176,5 +176,5 @@ async def compute_again(front: FrontEnd, receipt: Receipt) -> Computed:
 
 def _say(receipt: Receipt, what: str) -> int:
     """Prints a line about a receipt; returns 1, for counting."""
-    print(f"{receipt.id} {receipt.index}: {what}")
+    print(f"{receipt.id or 'receipt'} {receipt.index}: {what}")
     return 1
