@@ -69,6 +69,7 @@ ROUTES = (
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
     Route("POST", "/v1/detokenize", *_DETOKENIZE),
+    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, None, protocol.TokenizerInfo),
     Route("GET", "/livez", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/ping", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/readyz", status.readyz, None, StatusResponse, probe=True),

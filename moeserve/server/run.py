@@ -119,8 +119,9 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: a
     if ready is not None:
         context.started = True
         seconds = time.monotonic() - context.began
-        log.info("ready in %.1f s", seconds)
-        if context.config.log_format == "text":
+        if context.config.log_format == "json":
+            log.info("ready in %.1f s", seconds)
+        else:
             sys.stdout.write("\n".join(_ready_lines(context, front, ready, sock, seconds)) + "\n")
             sys.stdout.flush()
         cause = await _unless(stop, front.died())
