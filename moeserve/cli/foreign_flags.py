@@ -1,7 +1,7 @@
 """The flags of `vllm serve` and SGLang as settings of ours: `assets/foreign_flags.yaml` is the table.
 
-A flag is taken with a note that says what it became, granted with a note that says why there is nothing to set, or refused
-with the way that there is here. None is ignored silently.
+A flag is taken with a note that says what it became, granted with a note that says why there is nothing to set, or
+refused with the way that there is here. None is ignored silently.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from moeserve.cli.batch_file import BatchLine, open_output, read_done, read_input
 from moeserve.cli.connect import add_url_flag, client_of, run_async
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.client import AsyncClient
 from moeserve.config import Config
 from moeserve.errors import ConfigError, RequestError, Unreachable
+from moeserve.server.batch_file import BatchLine, open_output, read_done, read_input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

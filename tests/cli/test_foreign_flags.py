@@ -43,7 +43,11 @@ def asked(*words: str) -> ResolvedSettings:
         (["--enforce-eager"], "device.graphs", "off"),
         (["--uvicorn-log-level", "critical"], "server.log_level", "error"),
         (["--model", "org/x"], "model.model", "org/x"),
-        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'], "scheduler.speculate", "ngram:3"),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
+            "scheduler.speculate",
+            "ngram:3",
+        ),
         (["-sc", '{"model": "/d", "num_speculative_tokens": 3}'], "scheduler.speculate", "model:/d:3"),
         (["-sc", '{"method": "eagle3", "model": "/d"}'], "scheduler.speculate", "eagle:/d"),
         (["-sc", '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'], "scheduler.speculate", "mtp:1"),

@@ -13,7 +13,7 @@ import pytest
 from moeserve import errors
 from moeserve.cli import main
 from moeserve.cli.config import Check
-from moeserve.cli.main import COMMANDS, build_parser
+from moeserve.cli.main import COMMANDS
 from moeserve.version import __version__
 
 HEAVY = ("torch", "transformers", "aiohttp", "numpy", "tokenizers", "jinja2", "yaml", "zmq", "asyncio", "argparse")
