@@ -109,7 +109,7 @@ class DraftPolicy:
         self._accepted_K += (hit.sum(0) - count * self._accepted_K) / (count + 64)
 
     def note(self, num_tokens: int, num_rows: int, num_drafts: int, device_us: int, proposed: bool = False) -> None:
-        """Takes the time of a step; those with prompts are ignored. proposed: a model proposed drafts in this step."""
+        """Takes the time of a step and of the drafting before it, if a model proposed; steps with prompts are ignored."""
         accepted, self._num_accepted = self._num_accepted, 0
         if not self._auto or not num_rows or num_tokens != num_rows + num_drafts or device_us <= 0:
             return
