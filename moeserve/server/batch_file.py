@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -12,7 +12,8 @@ from moeserve.errors import ConfigError
 
 ID_PREFIX = "batch_req_"
 _BEGINNING = b'{"id":"' + ID_PREFIX.encode()  # of each result line, also of one that an earlier run left unfinished
-URLS = ("/v1/chat/completions", "/v1/completions")
+Url = Literal["/v1/chat/completions", "/v1/completions"]
+URLS = get_args(Url)
 Key = tuple[str, str | None]  # id and custom_id of a result line
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from moeserve.errors import Conflict, InvalidRequest
 from moeserve.server.app import HttpCall
-from moeserve.server.batch_file import BatchLine, open_output, read_done, read_input
+from moeserve.server.batch_file import BatchLine, Url, open_output, read_done, read_input
 from moeserve.server.file_objects import Batch, BatchError, BatchErrors, BatchList, BatchState, FileObject
 from moeserve.server.file_store import FileStore, page
 from moeserve.server.files import store_of
@@ -42,7 +42,7 @@ class BatchRequest(Struct, kw_only=True):
     """The file to answer. endpoint: of every line in it."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Url
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: dict[str, Any] | None = None
@@ -212,7 +212,7 @@ async def create_batch(call: HttpCall) -> web.StreamResponse:
     if request.output_expires_after is not None:
         what = "output_expires_after: files stay until they are deleted"
         raise InvalidRequest(what, param="output_expires_after", code="unsupported_parameter")
-    file = store.find(owner, request.input_file_id, FileObject)
+    file = store.find(owner, request.input_file_id, FileObject, param="input_file_id")
     store.new_part(owner)  # raises if there may be no more records
     now, front = int(time.time()), call.context.front
     batch = Batch(

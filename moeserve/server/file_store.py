@@ -64,12 +64,12 @@ class FileStore:
         """Yields the owners that have something, as `owner_key` names them."""
         yield from self._records
 
-    def find(self, owner: str, id: str, kind: type[T]) -> T:
+    def find(self, owner: str, id: str, kind: type[T], param: str = "id") -> T:
         """Returns a record. Raises NotFound, also for what belongs to others."""
         found = self._records.get(owner, {}).get(id)
         if not isinstance(found, kind):
             what = "file" if kind is FileObject else "batch"
-            raise NotFound(f"there is no {what} {shorten(id)!r}", param="id")
+            raise NotFound(f"there is no {what} {shorten(id)!r}", param=param)
         return found
 
     def all(self, owner: str, kind: type[T]) -> list[T]:

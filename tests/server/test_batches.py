@@ -138,7 +138,7 @@ async def test_a_file_that_is_no_batch_fails_before_anything_runs(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input_file_id": "file-nowhere"}, "id"),
+        ({"input_file_id": "file-nowhere"}, "input_file_id"),
         ({"endpoint": "/v1/embeddings"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
