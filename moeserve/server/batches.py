@@ -80,7 +80,8 @@ class Batches:
             raise Conflict(f"the batch is {batch.status} already")
         if batch.status != "cancelling":
             self._enter(owner, batch, "cancelling")
-            self._tasks[batch.id].cancel()
+            if batch.id in self._tasks:  # not in a server that is stopping: the next one ends it
+                self._tasks[batch.id].cancel()
 
     async def stop(self) -> None:
         """Stops all batches; the next server on these files goes on with them."""
@@ -145,7 +146,7 @@ class Batches:
         async def worker(output: BinaryIO, errors: BinaryIO) -> None:
             """Asks for one line after the other until none is left."""
             for line in waiting:  # shared: each worker takes the next line that nobody has
-                if line.number % CHECK_EVERY == 1 and self.store.room() <= 0:
+                if line.number % CHECK_EVERY == 1 and await asyncio.to_thread(self.store.room) <= 0:
                     raise _Full("there is no room for more results; delete files and send the batch again")
                 async with slots:
                     status, result = await self._ask_line(owner, line)
@@ -213,7 +214,7 @@ async def create_batch(call: HttpCall) -> web.StreamResponse:
         what = "output_expires_after: files stay until they are deleted"
         raise InvalidRequest(what, param="output_expires_after", code="unsupported_parameter")
     file = store.find(owner, request.input_file_id, FileObject, param="input_file_id")
-    store.new_part(owner)  # raises if there may be no more records
+    store.admit()
     now, front = int(time.time()), call.context.front
     batch = Batch(
         id=f"batch_{uuid.uuid4().hex}",

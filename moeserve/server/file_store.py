@@ -80,10 +80,14 @@ class FileStore:
         """Returns where the bytes of a file are, whose id is known to be one of ours."""
         return self._folder / owner / f"{id}.data"
 
-    def new_part(self, owner: str) -> Path:
-        """Returns a path for the bytes of a file that is on its way. Raises PayloadTooLarge when the store is full."""
+    def admit(self) -> None:
+        """Raises PayloadTooLarge if there may be no more files or batches."""
         if sum(map(len, self._records.values())) >= MAX_RECORDS:
             raise PayloadTooLarge(f"the server keeps {MAX_RECORDS:,} files and batches already; delete some")
+
+    def new_part(self, owner: str) -> Path:
+        """Returns a path for the bytes of a file that is on its way. Raises what `admit` raises."""
+        self.admit()
         (self._folder / owner).mkdir(mode=0o700, exist_ok=True)
         return self._folder / owner / f"{uuid.uuid4().hex}.part"
 

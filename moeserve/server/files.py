@@ -45,7 +45,7 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
     store, owner = store_of(call)
     if call.request.content_type != "multipart/form-data":
         raise UnsupportedMedia("the Content-Type must be multipart/form-data, with the fields purpose and file")
-    part, room = store.new_part(owner), store.room()
+    part, room = store.new_part(owner), await asyncio.to_thread(store.room)
     if (call.request.content_length or 0) > room + FRAMING_BYTES:
         raise _no_room(room)
     try:
