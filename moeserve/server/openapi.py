@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _ASSETS = files("moeserve") / "assets" / "docs"
 _REF = "#/components/schemas/{name}"
+_AT_THE_END = {"stop_reason"}  # fields that are written, but where a choice goes on
 _DONE = {"const": "[DONE]", "description": "the last event of OpenAI's streams"}
 _STATUSES = {
     400: "A field is missing, of the wrong type, or out of its range; `param` names it",
@@ -51,7 +52,8 @@ def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) ->
         if kind := vars(protocol).get(name):  # an answer: lists the fields that are never left out
             partial = kind.__struct_config__.omit_defaults
             fields = msgspec.structs.fields(kind)
-            schema["required"] = [f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT]
+            written = {f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT}
+            schema["required"] = sorted(written - _AT_THE_END)
     if vocab_size is not None:
         for schema in _token_ids(components):
             schema["maximum"] = vocab_size - 1
