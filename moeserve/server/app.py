@@ -211,7 +211,8 @@ class App:
         path = route.path if route else "other"
         self.context.responses[path, status] += 1
         if call.unknown:
-            log.warning("request %s: unknown fields ignored: %s", call.id, shorten_line(", ".join(call.unknown)))
+            log.warning("request %s: unknown fields ignored; its Warning header names them", call.id)
+            log.debug("request %s: %s", call.id, shorten_line(", ".join(call.unknown)))
         if self.context.config.log_requests and (route is None or not route.probe):
             counts = call.counts
             tokens = "" if counts is None else f", {counts.prompt_tokens}+{counts.completion_tokens} tokens"

@@ -240,7 +240,7 @@ def test_where_templates_come_from(tmp_path, byte_level):
 def test_a_conversation_that_makes_a_template_endless_is_refused_alone(byte_level):
     template = ChatTemplate(
         "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + HOSTILE["nested loops"] + "{% endif %}"
-        "{% if messages[0].content == 'grow' %}" + HOSTILE["many values"] + "{% endif %}"
+        "{% if messages[0].content == 'grow' %}" + HOSTILE["times"] + "{% endif %}"
     )
     for said, why in (("loop", "took too long"), ("grow", "needed too much memory")):
         with pytest.raises(InvalidRequest, match=f"exceeds its limits on these messages: it {why}"):
