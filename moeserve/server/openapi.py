@@ -103,8 +103,10 @@ def _operation(route: Route, shapes: dict[Any, Any], examples: dict[str, Any]) -
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": text}]
     if route.query is not None:
         (_, components) = msgspec.json.schema_components([route.query])
-        shown = components[route.query.__name__]["properties"].items()
-        operation["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in shown]
+        for name, schema in components[route.query.__name__]["properties"].items():
+            if schema.get("type") == "boolean":  # `?x` alone means true
+                schema = {"anyOf": [schema, {"const": ""}]}
+            operation.setdefault("parameters", []).append({"name": name, "in": "query", "schema": schema})
     if route.takes is not None:
         content: dict[str, Any] = {"schema": shapes[route.takes]}
         if examples:

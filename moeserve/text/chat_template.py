@@ -33,16 +33,19 @@ MAX_KWARG_CHARS = 4096
 
 
 class ChatTemplate:
-    """A compiled template. origin: the file that it came from, for error messages; for_tools: its variant for tools."""
+    """A template. origin: the file that it came from, for error messages; for_tools: its variant for tools.
+
+    takes_tools: whether it shows the model tools that it may call; takes_calls: whether it shows earlier calls.
+    """
 
     def __init__(self, source: str, *, origin: str = "chat template", for_tools: str | None = None) -> None:
         """Raises CheckpointError for a template that does not compile or reaches outside the sandbox."""
         self.source = source
-        self._for_tools = source if for_tools is None else for_tools
-        self._origin = origin
-        if max(len(source), len(self._for_tools)) > MAX_TEMPLATE_CHARS:
+        self.source_for_tools = for_tools or source
+        if max(len(source), len(self.source_for_tools)) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(f"{origin}: refused: it has more than {MAX_TEMPLATE_CHARS:,} characters")
-        self._probe()
+        self.takes_tools = "tools" in self._probe(origin).split()
+        self.takes_calls = "tool_calls" in self.source_for_tools
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | str | None = None) -> ChatTemplate | None:
@@ -98,29 +101,18 @@ class ChatTemplate:
         return tokenizer.encode_prompt(self.render(tokenizer, messages, **options))
 
     def _run(self, variables: dict[str, Any]) -> tuple[str, str]:
-        """Returns what became of the template, and its text or why there is none, as `template_sandbox` does."""
-        source = self.source if variables.get("tools") is None else self._for_tools
-        asked = source, {"tools": None, "documents": None} | variables
-        try:
-            line = msgspec.json.encode(asked)
-        except (TypeError, UnicodeEncodeError) as error:  # from Python only: objects of other kinds, half a surrogate pair
-            return "fails", str(error)
-        sandbox = _SANDBOXES.get()
-        try:
-            return msgspec.json.decode(sandbox.ask(line), type=tuple[str, str])
-        except SandboxDied as death:
-            return "limit", f"it {death}"
-        finally:
-            _SANDBOXES.put(sandbox)
+        source = self.source if variables.get("tools") is None else self.source_for_tools
+        return _ask(source, {"tools": None, "documents": None} | variables)
 
-    def _probe(self) -> None:
-        """Renders the simplest conversation. Raises CheckpointError if that leaves the sandbox."""
-        messages = [{"role": "user", "content": "hi"}]
-        cases: list[list[str] | None] = [None] if self._for_tools == self.source else [None, []]
-        for tools in cases:
-            outcome, why = self._run({"messages": messages, "add_generation_prompt": True, "tools": tools})
+    def _probe(self, origin: str) -> str:
+        """Returns the names of the template's variables. Raises CheckpointError if the simplest conversation leaves the
+        sandbox."""
+        asked = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
+        found = [self._run(asked), self._run(asked | {"tools": []}), _ask(self.source_for_tools, None)]
+        for outcome, why in found:
             if outcome in ("syntax", "limit"):  # otherwise it may reject this conversation; requests will tell
-                raise CheckpointError(f"{self._origin}: refused: {why[:500]}. Pass another with --chat-template")
+                raise CheckpointError(f"{origin}: refused: {why[:500]}. Pass another with --chat-template")
+        return found[-1][1]
 
 
 def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
@@ -167,6 +159,21 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 _SANDBOXES: LifoQueue[SandboxProcess] = LifoQueue()  # one that is slow leaves another for the rest
+
+
+def _ask(source: str, variables: dict[str, Any] | None) -> tuple[str, str]:
+    """Returns what became of a template, and its text or why there is none, as `template_sandbox` does."""
+    try:
+        line = msgspec.json.encode((source, variables))
+    except (TypeError, UnicodeEncodeError) as error:  # from Python only: objects of other kinds, half a surrogate pair
+        return "fails", str(error)
+    sandbox = _SANDBOXES.get()
+    try:
+        return msgspec.json.decode(sandbox.ask(line), type=tuple[str, str])
+    except SandboxDied as death:
+        return "limit", f"it {death}"
+    finally:
+        _SANDBOXES.put(sandbox)
 
 
 @atexit.register

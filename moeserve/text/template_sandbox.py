@@ -3,8 +3,9 @@
     python -m moeserve.text.template_sandbox CPU_S
 
 Reads JSON lines on standard input, each a template's source and its variables; answers each with a line: a list of what
-became of it ("text", "syntax", "limit", "rejects" or "fails") and the text, or why there is none. The environment keeps
-templates from Python's internals; what takes more than CPU_S seconds or MAX_MEMORY ends the process.
+became of it ("text", "syntax", "limit", "rejects" or "fails") and the text, or why there is none; for null instead of
+variables, "names" and those that the template reads. The environment keeps templates from Python's internals; what takes
+more than CPU_S seconds or MAX_MEMORY ends the process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -103,9 +105,11 @@ def _compile(source: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(source)
 
 
-def render(source: str, variables: Mapping[str, Any]) -> tuple[str, str]:
+def render(source: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
     """Returns what became of a template, and its text or why there is none."""
     try:
+        if variables is None:
+            return "names", " ".join(find_undeclared_variables(_ENVIRONMENT.parse(source)))
         text = _compile(source).render(variables)
         text.encode()  # unpaired surrogates are no text
         return ("text", text) if len(text) <= MAX_CHARS else ("limit", f"more than {MAX_CHARS:,} characters")

@@ -254,3 +254,12 @@ def test_integers_of_any_size_and_half_a_surrogate_pair(byte_level):
     assert template.render(byte_level, [message]) == json.dumps(message)
     with pytest.raises(InvalidRequest, match="fails on these messages"):
         template.render(byte_level, [{"role": "user", "content": "\ud800"}])
+
+
+def test_what_a_template_shows():
+    plain = ChatTemplate("{% set tools = 1 %}{{ messages[0].content }}{{ tools }}")
+    assert not plain.takes_tools
+    assert not plain.takes_calls
+    mine = ChatTemplate("x", for_tools="{{ tools|tojson }}{{ messages[0].tool_calls }}")
+    assert mine.takes_tools
+    assert mine.takes_calls
