@@ -40,7 +40,10 @@ _STATUSES = {
 }
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}}
 _REQUEST_ID = {"X-Request-Id": {"description": "names the request in the server's log", "schema": {"type": "string"}}}
-_SCHEMES = {"bearer": {"type": "http", "scheme": "bearer"}, "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"}}
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+}
 
 
 @cache
@@ -165,5 +168,7 @@ def page() -> tuple[bytes, str]:
     for tag, body in re.findall(r"<(style|script)>(.*?)</\1>", text, re.DOTALL):
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
         allowed[tag] = f"{tag}-src 'sha256-{digest}'"
-    policy = f"default-src 'none'; connect-src 'self'; {'; '.join(allowed.values())}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; connect-src 'self'; {'; '.join(allowed.values())}; base-uri 'none'; form-action 'none'"
+    )
     return text.encode(), f"{policy}; frame-ancestors 'none'"

@@ -27,7 +27,7 @@ from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
 from moeserve.server.app import App, Context
 from moeserve.server.auth import Auth
-from moeserve.server.http import HttpServer, watch
+from moeserve.server.http import HttpServer, raise_file_limit, watch
 from moeserve.server.routes import ROUTES
 from moeserve.version import __version__
 
@@ -44,6 +44,7 @@ OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
 def serve(config: Config) -> int:
     """Runs until a signal comes; returns the exit code. Raises ConfigError or EngineDied if the server cannot go on."""
     set_up_logging(config.server.log_level, config.server.log_format)
+    raise_file_limit()
     auth = Auth(config.server)
     sock = bind(config.server)
 

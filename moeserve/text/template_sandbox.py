@@ -3,9 +3,9 @@
     python -m moeserve.text.template_sandbox CPU_S
 
 Reads JSON lines on standard input, each a template's source and its variables; answers each with a line: a list of what
-became of it ("text", "syntax", "limit", "rejects" or "fails") and the text, or why there is none; for null instead of
-variables, "names" and those that the template reads. The environment keeps templates from Python's internals; what takes
-more than CPU_S seconds or MAX_MEMORY ends the process.
+became of it ("text", "syntax", "limit", "rejects" or "fails") and the text, or why there is none; where null stands for
+the variables, "names" and those that the template reads. The environment keeps templates from Python's internals; what
+takes more than CPU_S seconds or MAX_MEMORY ends the process.
 """
 
 from __future__ import annotations

@@ -72,8 +72,6 @@ def _refs(node: object) -> list[str]:
     return [ref for value in node for ref in _refs(value)] if isinstance(node, list) else []
 
 
-
-
 async def test_openapi_tells_failures_by_status(live):
     _, spec = await live.get("/openapi.json")
     chat = spec["paths"][CHAT]["post"]["responses"]

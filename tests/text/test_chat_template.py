@@ -136,6 +136,7 @@ def test_kwargs_are_scalars_under_free_names(byte_level, chatml, kwargs):
 
 
 NESTED = "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
+GROWING = "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [ITEM] %}{% endfor %}"
 HOSTILE = {
     "class": "{{ ''.__class__.__mro__ }}",
     "attr filter": "{{ ''|attr('__class__') }}",
@@ -164,8 +165,8 @@ HOSTILE = {
     "indent of other lines": "{{ ('a\\r' * 200)|indent(30000000) }}",
     "mutation": "{{ messages.append(1) }}",
     "include": "{% include '/etc/passwd' %}",
-    "many values": "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + ['a' * 60000000 ~ i] %}{% endfor %}",
-    "slices": "{% set a = 'a' * 60000000 %}{% set n = namespace(l=[]) %}{% for i in range(99) %}{% set n.l = n.l + [a[i:]] %}{% endfor %}",
+    "many values": GROWING.replace("ITEM", "'a' * 60000000 ~ i"),
+    "slices": "{% set a = 'a' * 60000000 %}" + GROWING.replace("ITEM", "a[i:]"),
     "captured": "{% set a = 'a' * 60000000 %}{% set x %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}",
     "shared lists": NESTED + "{{ n.l|string|length }}",
     "shared lists as JSON": NESTED + "{{ n.l|tojson|length }}",
