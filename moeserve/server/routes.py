@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -78,6 +78,7 @@ ROUTES = (
     Route("GET", "/metrics", status.metrics),
     Route("GET", "/openapi.json", _openapi),
 )
+METRICS_ROUTES = tuple(replace(route, probe=True) for route in ROUTES if route.probe or route.path == "/metrics")
 
 
 @cache
