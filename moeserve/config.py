@@ -191,7 +191,7 @@ class ServerConfig:
     )
     max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may", flag=None)
     max_queue_wait: float = _opt(
-        2.0, "seconds that a new request may be expected to wait before its turn; above, 503; 0: any", flag=None
+        2.0, "seconds that a request may be expected to wait where every place is taken, else 503; 0: any", flag=None
     )
     request_timeout: float | None = _opt(
         None, "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)",

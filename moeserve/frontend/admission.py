@@ -22,7 +22,7 @@ class Admission:
     """Bounds the number of sequences, and the wait of the last one.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no bound at all. max_wait_s:
-    longest predicted wait; 0 for any. unread_tokens: of prompts without a first token, kept by the front end.
+    longest predicted wait where every place is taken; 0 for any. unread_tokens: of prompts without a first token, kept by the front end.
     """
 
     def __init__(self, stats: FrontStats, max_queued: int | None, max_wait_s: float = 0.0) -> None:
@@ -52,7 +52,8 @@ class Admission:
                 f"{num_live} sequences run or wait; no more are taken now",
                 retry_after_s=min(max(1.0, excess * self._seconds_per_end), MAX_RETRY_AFTER_S),
             )
-        limits = [limit for limit in (self._max_wait_s or None, within_s) if limit is not None]
+        full = num_live + num_more > self._places(ready)
+        limits = [limit for limit in (self._max_wait_s if full else 0, within_s) if limit]
         if limits and num_live and (wait_s := self.wait_s(num_live + num_more, ready)) > min(limits):
             raise Overloaded(
                 f"a new request would wait {wait_s:.1f} s for its turn, and may wait {min(limits):g} s",
@@ -61,12 +62,16 @@ class Admission:
 
     def wait_s(self, num_live: int, ready: Ready) -> float:
         """Returns the predicted wait of the last of so many sequences, in seconds."""
-        places, last = ready.max_num_seqs, self._stats.last
         num_engines = sum(engine.last is not None for engine in self._stats.engines.values()) or 1
-        if last is not None and last.num_waiting and last.num_free_blocks * KV_FULL < last.num_blocks:
-            places = min(places, last.num_running)
         reading_s = self.unread_tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
-        return reading_s / num_engines + max(0, num_live - places) * self._seconds_per_end
+        return reading_s / num_engines + max(0, num_live - self._places(ready)) * self._seconds_per_end
+
+    def _places(self, ready: Ready) -> int:
+        """Returns how many sequences can run at once."""
+        last = self._stats.last
+        if last is not None and last.num_waiting and last.num_free_blocks * KV_FULL < last.num_blocks:
+            return min(ready.max_num_seqs, last.num_running)
+        return ready.max_num_seqs
 
     def step(self, record: StepRecord) -> None:
         """Notes how fast a step read prompts, if it did."""
