@@ -124,7 +124,8 @@ class StepResult:
     drafts_S: I32 | None = None
     complete: dict[int, int] = field(default_factory=dict)
     device_us: int = 0
-    idle_us: int = 0  # from the end of the step before to the start of this one
+    idle_us: int = 0  # from the end of the step before, and its drafting, to the start of this one
+    drafting_us: int = 0  # of the step before: a model guessed these drafts
     comm_us: int = 0
     exposed_comm_us: int = 0
     load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step

@@ -24,7 +24,7 @@ from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
-from moeserve.engine.speculation import DraftPolicy
+from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
@@ -82,6 +82,7 @@ class Scheduler:
         self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
         self._speculates = limits.num_drafts > 0
         self._drafting = False  # whether any row may have drafts
+        self._proposed = False  # whether a model guessed behind the last settled step
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
         self._blocked: tuple[Request | None, int] = (None, 0)  # a head that did not fit, and the room there was
@@ -389,9 +390,10 @@ class Scheduler:
             batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
         self._drafting = bool(batch.drafts[batch.order].any())
         total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
-        proposed = plan.propose and self.limits.draft_model
-        took_us = result.device_us + min(result.idle_us, result.device_us)  # idle for longer: there was nothing to do
-        self.policy.note(plan.num_tokens, len(plan.slots_R), total, took_us, proposed)
+        # Drafting overlaps with the host's work. Idle for longer than a step: there was nothing to do.
+        took_us = result.device_us + result.drafting_us + min(result.idle_us, result.device_us)
+        self.policy.note(plan.num_tokens, len(plan.slots_R), total, took_us, self._proposed)
+        self._proposed = plan.propose and self.limits.draft_model
         return verified
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:

@@ -58,7 +58,7 @@ class StepOutputs:
             found += self.prompt.rows
         return found
 
-    def result(self, fetched: Sequence[Tensor], device_us: int, idle_us: int) -> StepResult:
+    def result(self, fetched: Sequence[Tensor], device_us: int, idle_us: int, drafting_us: int) -> StepResult:
         """Returns the step's result. fetched: the tensors of `tensors()`, on the host."""
         arrays = iter([tensor.numpy() for tensor in fetched])
         load_LE = self.meter.load_LE
@@ -95,6 +95,7 @@ class StepOutputs:
             counts_S,
             device_us=device_us,
             idle_us=idle_us,
+            drafting_us=drafting_us,
             comm_us=comm_us,
             exposed_comm_us=exposed_us,
             load_LE=load_LE if load_LE.size else None,
@@ -157,7 +158,9 @@ class StepExecutor:
     def __init__(self) -> None:
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
         self._moved_step = -1  # the last step that moved blocks
-        self._last_end: Any = None  # of the step before; None before the first
+        self._last_end: Any = None  # of the step before and its drafting; None before the first
+        self._verified: Verified | None = None  # the last step, until `propose`
+        self._drafting: tuple[Any, Any] | None = None  # begin and end of the last `propose`
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Starts copying tensors to the host and returns a function that waits for the copies."""
@@ -177,15 +180,19 @@ class StepExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Executes one step and waits for its result."""
-        return self.launch(plan)()
+        result = self.launch(plan)()
+        self.propose()
+        return result
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Starts one step and returns a function that waits for the device and returns the result.
 
-        Raises PeerLost when a rank is gone. The same plan may then be launched again, before any later one: its writes
-        to tables have the same outcome once more, and its moves of blocks are not repeated.
+        Call `propose` next, on CPUs once the result is there: the engine plans meanwhile. Raises PeerLost when a rank is
+        gone. The same plan may then be launched again, before any later one: its writes to tables have the same outcome
+        once more, and its moves of blocks are not repeated.
         """
+        self._verified = None
         for request in plan.new_requests:
             self._add(request)
         for group, diff in enumerate(plan.diffs):
@@ -195,6 +202,7 @@ class StepExecutor:
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
         before, start = self._last_end, self._mark()
+        drafting, self._drafting = self._drafting, None
         masks = None
         if len(plan.slots_R):
             host = HostRows.of(plan)
@@ -214,14 +222,25 @@ class StepExecutor:
             with nullcontext() if masks is None else masks.lost_by_errors():
                 fetched, elapsed_us = wait(), self._elapsed_us(start, end)
                 idle_us = 0 if before is None else self._elapsed_us(before, start)
+                drafting_us = 0 if drafting is None else self._elapsed_us(*drafting)
                 for transport in self.peers.checked:
                     transport.check()  # raises PeerLost if a rank was lost meanwhile
-                result = outputs.result(fetched, elapsed_us, idle_us)
+                result = outputs.result(fetched, elapsed_us, idle_us, drafting_us)
                 if self.proposer is None and masks is None:
                     return result
                 return self._settled(plan, outputs.slots_S, result, masks)
 
         return collect
+
+    @torch.inference_mode()
+    def propose(self) -> None:
+        """Lets the proposer read the step that was launched last, and guess what follows. Raises PeerLost."""
+        if self.proposer is None or self._verified is None:
+            return
+        begin = self._mark()
+        self.proposer.launch(self._verified)
+        self._last_end = self._mark()
+        self._drafting = begin, self._last_end
 
     def _hidden(self, plan: StepPlan, host: HostRows) -> tuple[StepInputs, Tensor]:
         """Returns the inputs of a step's forward pass, and what it computes: hidden states [T, D], padding included."""
@@ -321,11 +340,11 @@ class StepExecutor:
             outputs.prompt = prompt_logprobs(
                 asking, plan, host, self.sampler.rows, self.tables, self.upload, hidden_TD, self.model.logits
             )
+        reads_steps = self.proposer is not None and self.proposer.reads_steps
         if not len(slots_S):
-            if self.proposer is not None:
-                self.proposer.launch(
-                    Verified(plan, host, step, hidden_TD, slots_S, step.sample_N, step.sample_N, taps_TN)
-                )
+            if reads_steps:
+                none_N = step.sample_N
+                self._verified = Verified(plan, host, step, hidden_TD, slots_S, none_N, none_N, taps_TN)
             return outputs
         slots_N = slots_S if host.drafts_S is None else np.repeat(slots_S, host.drafts_S + 1)
         positions_N = host.positions_T[host.sample_N] + 1
@@ -342,12 +361,12 @@ class StepExecutor:
             right_N = self.tables.arena.index_select(0, offsets_N) == tokens_N
             outputs.accepted_S = count_accepted(right_N, host.drafts_S, self.upload)
         self.tables.append(offsets_N, tokens_N)
-        if self.proposer is not None:
+        if reads_steps:
             accepted_S, last_S = outputs.accepted_S, step.sample_N
             if accepted_S is None or host.drafts_S is None:
                 accepted_S = torch.ones_like(last_S)
             else:
                 (first_S,) = self.upload((host.drafts_S + 1).cumsum() - host.drafts_S - 1)
                 last_S = last_S.index_select(0, first_S) + accepted_S - 1
-            self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN))
+            self._verified = Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN)
         return outputs
