@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.common import parser, save
 
-WORDS = "the fox found a lantern in the old harbour and nobody knew why it was still warm".split()
+WORDS = ["the", "fox", "found", "a", "lantern", "in", "old", "harbour", "and", "nobody", "knew", "why", "it", "was"]
 
 
 @dataclass
@@ -111,7 +111,8 @@ async def ask(session: aiohttp.ClientSession, phase: Phase, kind: str, end_s: fl
     """Sends one request and notes how it ended."""
     phase.sent += 1
     prompt = " ".join(random.choices(WORDS, k=random.randint(20, 200)))
-    body = {"prompt": prompt, "max_tokens": random.randint(64, 192), "ignore_eos": True, "stream": True}
+    num_tokens = random.randint(64, 192)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     if kind == "malformed":
         body["temperature"] = "warm"
     begun_s, tokens = time.monotonic(), 0
@@ -134,7 +135,7 @@ async def ask(session: aiohttp.ClientSession, phase: Phase, kind: str, end_s: fl
         return
     if time.monotonic() <= end_s:
         phase.ends["200"] += 1
-        phase.tokens += body["max_tokens"]
+        phase.tokens += num_tokens
     else:
         phase.ends["late"] += 1
 

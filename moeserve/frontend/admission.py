@@ -22,7 +22,8 @@ class Admission:
     """Bounds the number of sequences, and the wait of the last one.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no bound at all. max_wait_s:
-    longest predicted wait where every place is taken; 0 for any. unread_tokens: of prompts without a first token, kept by the front end.
+    longest predicted wait where every place is taken; 0 for any. unread_tokens: of prompts without a first token, kept
+    by the front end.
     """
 
     def __init__(self, stats: FrontStats, max_queued: int | None, max_wait_s: float = 0.0) -> None:

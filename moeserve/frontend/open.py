@@ -32,8 +32,8 @@ async def open_front_end(
     """Yields a running front end while the engine still loads (await `wait_ready()`).
 
     child: the engine gets a supervised process; otherwise it runs on this loop with a thread. Several ranks (dp, tp)
-    always have processes. max_queued, max_wait_s: see `Admission`. Raises ConfigError at once for errors that the model's
-    files show.
+    always have processes. max_queued, max_wait_s: see `Admission`. Raises ConfigError at once for errors that the
+    model's files show.
     """
     model_dir = resolve_model_dir(config.model.model)
     check_parallel(config, read_model_spec(model_dir))

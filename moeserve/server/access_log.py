@@ -9,8 +9,7 @@ import logging
 import sys
 import time
 from datetime import UTC, datetime
-from io import BufferedIOBase, RawIOBase
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import msgspec
 
@@ -78,7 +77,7 @@ class AccessLog:
     def __init__(self, path: str) -> None:
         self.path = path
         self._broken = False
-        self._file: RawIOBase | BufferedIOBase = sys.stdout.buffer
+        self._file: BinaryIO = sys.stdout.buffer
         self.reopen()
 
     def reopen(self) -> None:
@@ -86,7 +85,7 @@ class AccessLog:
         if self.path == "-":
             return
         try:
-            file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open)
+            file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open)
         except OSError as error:
             raise ConfigError(f"access_log {self.path}: {error.strerror}") from error
         self.close()

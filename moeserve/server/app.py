@@ -65,7 +65,7 @@ class Context:
     observers: list[Observer] = field(default_factory=list)  # called with every request that is over, but for probes
 
     def __post_init__(self) -> None:
-        self.cors = Cors(self.config)
+        self.cors = Cors(self.config) if self.config.allowed_origins else None
 
     @property
     def state(self) -> str:
@@ -142,7 +142,9 @@ class HttpCall:
 
     def headers(self) -> dict[str, str]:
         """Returns the headers of every answer to this request."""
-        headers = {"X-Request-Id": self.id, "Server": SERVER} | self.context.cors.headers(self.request)
+        headers = {"X-Request-Id": self.id, "Server": SERVER}
+        if self.context.cors is not None:
+            headers |= self.context.cors.headers(self.request)
         if self.caller.rates is not None:
             headers |= self.caller.rates.headers()
         if self.unknown:
@@ -222,7 +224,8 @@ class App:
         route: Route | None = None
         try:
             check_headers(request)
-            if (preflight := self.context.cors.preflight(request)) is not None:
+            cors = self.context.cors
+            if cors is not None and (preflight := cors.preflight(request)) is not None:
                 return preflight
             route, call.tail = self._match(request)
             if self.context.auth.has_keys and (route is None or not route.probe):

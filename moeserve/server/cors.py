@@ -34,8 +34,6 @@ class Cors:
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
         """Returns the headers that let the page read this answer; none for a page that may not."""
-        if not self._origins:
-            return {}
         if self._any:
             return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": EXPOSED}
         origin = request.headers.get("Origin", "")

@@ -20,33 +20,11 @@ from moeserve.server.app import Context
 
 PREFIX = "moeserve:"
 VLLM_PREFIX = "vllm:"
-VLLM_NAMES = frozenset(
-    {
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "prompt_tokens",
-        "generation_tokens",
-        "prefix_cache_queries",
-        "prefix_cache_hits",
-        "num_preemptions",
-        "request_success",
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "request_prefill_time_seconds",
-        "request_decode_time_seconds",
-        "request_prompt_tokens",
-        "request_generation_tokens",
-        "request_max_num_generation_tokens",
-        "iteration_tokens_total",
-        "spec_decode_num_drafts",
-        "spec_decode_num_draft_tokens",
-        "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens_per_pos",
-    }
-)
+VLLM_NAMES = (  # their beginnings
+    "num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_", "prompt_tokens",
+    "generation_tokens", "prefix_cache_", "time_to_first_token_", "inter_token_latency_", "e2e_request_latency_",
+    "request_", "iteration_tokens_", "spec_decode_",
+)  # fmt: skip
 MAX_SERIES = 4096  # layers x experts; beyond it, rows per expert are in /v1/experts only
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -79,7 +57,7 @@ class _Collector(Collector):
 
 def _as_vllms(metric: Metric, engine: str) -> Metric:
     """Returns a metric under vLLM's name and with its labels, if vLLM has it."""
-    if metric.name.removeprefix(PREFIX) in VLLM_NAMES:
+    if metric.name.removeprefix(PREFIX).startswith(VLLM_NAMES):
         metric.name = metric.name.replace(PREFIX, VLLM_PREFIX, 1)
         metric.samples = [
             sample._replace(name=sample.name.replace(PREFIX, VLLM_PREFIX, 1), labels=sample.labels | {"engine": engine})

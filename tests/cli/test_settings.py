@@ -102,7 +102,10 @@ def test_a_bad_flag_is_named_with_what_it_takes(argv: list[str], words: list[str
     ("env", "words"),
     [
         ({"MOESERVE_PORT": "x"}, ["environment MOESERVE_PORT", "whole number"]),
-        ({"MOESERVE_ENABLE_PREFIX_CACHING": "perhaps"}, ["environment MOESERVE_ENABLE_PREFIX_CACHING", "true or false"]),
+        (
+            {"MOESERVE_ENABLE_PREFIX_CACHING": "perhaps"},
+            ["environment MOESERVE_ENABLE_PREFIX_CACHING", "true or false"],
+        ),
         ({"MOESERVE_PORT": "tcp://10.0.0.1:8000"}, ["Kubernetes", "enableServiceLinks"]),
     ],
 )

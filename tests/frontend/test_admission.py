@@ -46,7 +46,7 @@ def test_what_would_wait_too_long_is_refused_with_the_time_until_it_would_not() 
     assert caught.value.retry_after_s == pytest.approx(6 * 0.25 - 1, rel=0.02)
     found.unread_tokens = 1000  # takes 5 s, but a place is free
     found.check(3, 1, READY)
-    with pytest.raises(Overloaded, match="may wait 0.1 s"):
+    with pytest.raises(Overloaded, match=r"may wait 0\.1 s"):
         found.check(3, 1, READY, within_s=0.1)
     with pytest.raises(DeadlineExceeded):
         found.check(0, 1, READY, within_s=-0.1)

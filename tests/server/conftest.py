@@ -137,7 +137,11 @@ class ScriptedEngine:
             await asyncio.sleep(0)
 
     def _step(self) -> None:
-        tokens, finish, extra = [], [], {"started": [], "cached": {}, "logprobs": {}, "prompt_logprobs": {}, "errors": {}}
+        tokens, finish, extra = (
+            [],
+            [],
+            {"started": [], "cached": {}, "logprobs": {}, "prompt_logprobs": {}, "errors": {}},
+        )
         rids = list(self.rows)
         for rid in rids:
             row = self.rows[rid]

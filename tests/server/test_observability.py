@@ -16,10 +16,23 @@ from moeserve.cluster.link import Resized
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/observability"
 ASK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
-VLLMS_BOARD = """e2e_request_latency_seconds_bucket inter_token_latency_seconds_bucket kv_cache_usage_perc num_requests_running
-    time_to_first_token_seconds_bucket num_requests_waiting prompt_tokens_total generation_tokens_total request_success_total
-    request_prompt_tokens_bucket request_generation_tokens_bucket request_queue_time_seconds_sum request_prefill_time_seconds_sum
-    request_decode_time_seconds_sum request_max_num_generation_tokens_sum""".split()  # all that its 12 panels read
+VLLMS_BOARD = [  # all that its 12 panels read
+    "e2e_request_latency_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "kv_cache_usage_perc",
+    "num_requests_running",
+    "time_to_first_token_seconds_bucket",
+    "num_requests_waiting",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum",
+    "request_decode_time_seconds_sum",
+    "request_max_num_generation_tokens_sum",
+]
 
 
 def expressions() -> list[str]:
@@ -70,7 +83,9 @@ def test_the_commands_in_these_files_exist(name):
     from moeserve.cli.main import build_parser
 
     known = set(build_parser("serve")._option_string_actions)
-    lines = [line for line in (FOLDER / name).read_text().splitlines() if "moeserve serve" in line or "moeserve /" in line]
+    lines = [
+        line for line in (FOLDER / name).read_text().splitlines() if "moeserve serve" in line or "moeserve /" in line
+    ]
     assert lines
     for line in lines:
         _, _, arguments = line.partition("moeserve serve" if "moeserve serve" in line else " moeserve /")
