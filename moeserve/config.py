@@ -197,6 +197,12 @@ class ServerConfig:
         None, "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)",
         flag=None, low=0.001,
     )  # fmt: skip
+    receipt_key: str | None = _opt(None, "file with the key that signs receipts (docs/receipts.md)", flag=None)
+    request_log: str | None = _opt(
+        None,
+        "file for finished requests, prompts and answers included, for `moeserve replay` (default: none)",
+        flag=None,
+    )
     max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
     strict: bool = _opt(False, "refuse unknown request fields instead of warning", flag=None)
@@ -213,6 +219,7 @@ class ServerConfig:
     otel_endpoint: str | None = _opt(
         None, "OTLP collector that gets a span per request, e.g. http://HOST:4318", flag=None
     )
+    ui: bool = _opt(True, "serve a page for people at /", flag=None)
     sse_ping_s: float = _opt(
         15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None, low=0.1, high=3600
     )

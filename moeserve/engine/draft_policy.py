@@ -110,7 +110,8 @@ class DraftPolicy:
         self._accepted_K += (hit.sum(0) - count * self._accepted_K) / (count + 64)
 
     def note(self, num_tokens: int, num_rows: int, num_drafts: int, device_us: int, proposed: bool = False) -> None:
-        """Takes the time of a step and of the drafting before it, if a model proposed; steps with prompts are ignored."""
+        """Takes the time of a step and of the drafting before it; those with prompts are ignored. proposed: there was
+        such drafting, by a model."""
         accepted, self._num_accepted = self._num_accepted, 0
         if not self._auto or not num_rows or num_tokens != num_rows + num_drafts or device_us <= 0:
             return
@@ -139,7 +140,8 @@ class DraftPolicy:
             self._first_us[bucket, num] = us
             self._plain_us[bucket] = np.median(self._first_us[bucket, : num + 1])
         else:
-            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (np.clip(us, known / _OUTLIER, _OUTLIER * known) - known)
+            near = np.clip(us, known / _OUTLIER, _OUTLIER * known)
+            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (near - known)
 
     def _costs(self, bucket: np.intp) -> tuple[float, float]:
         """Returns what drafts add to the time of a step without any: at all, and per token and row."""

@@ -30,7 +30,7 @@ from moeserve.server.app import App, Context
 from moeserve.server.auth import Auth
 from moeserve.server.http import HttpServer, watch
 from moeserve.server.reload import Reloads
-from moeserve.server.routes import METRICS_ROUTES, ROUTES, Route
+from moeserve.server.routes import METRICS_ROUTES, PAGES, ROUTES, Route
 from moeserve.server.tls import GOODBYE_S, HANDSHAKE_S, tls_of
 from moeserve.version import __version__
 
@@ -125,7 +125,7 @@ async def listening(
     async with AsyncExitStack() as stack:
         for observer in context.observers:
             stack.callback(observer.close)
-        await stack.enter_async_context(_accepting(sock, context, ROUTES))
+        await stack.enter_async_context(_accepting(sock, context, ROUTES + PAGES if context.config.ui else ROUTES))
         if metrics_sock is not None:
             await stack.enter_async_context(_accepting(metrics_sock, context, METRICS_ROUTES))
         timers = [
@@ -251,6 +251,7 @@ def _ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.s
         f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; {ready.max_num_seqs} sequences at once",
         *_ranks(front),
         f"  keys     {'required' if context.auth.required else 'none needed'}; routes: {url}/openapi.json",
+        *([f"  page     {url}/ to talk to it and to watch it"] if context.config.ui else []),
         *[f"  note     {note}" for note in ready.notes],
         "",
     ]
