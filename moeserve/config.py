@@ -47,7 +47,7 @@ class ModelConfig:
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     generation_config: Literal["auto", "none"] = _opt(
-        "auto", "auto: the model's sampling defaults apply; none: moeserve's"
+        "auto", "auto: the model's sampling defaults apply; none: moeserve's", flag=None
     )
     skip_tokenizer_init: bool = _opt(False, "token ids in, token ids out; no text", flag=None)
     logits_processors: tuple[str, ...] = _opt(
@@ -59,7 +59,7 @@ class ModelConfig:
 class CacheConfig:
     """The KV cache and the prefix cache."""
 
-    block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64", low=1)
+    block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64", flag=None, low=1)
     kv_cache_dtype: Literal["auto", "int8"] = _opt(
         "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded", flag=None
     )
@@ -122,7 +122,9 @@ class DeviceConfig:
         "attention; auto: the faster one for each step",
         flag=None,
     )
-    compile: bool = _opt(False, "fuse the operations between attention and experts with torch.compile (CUDA)")
+    compile: bool = _opt(
+        False, "fuse the operations between attention and experts with torch.compile (CUDA)", flag=None
+    )
     null_runner: bool = _opt(False, "benchmarks only: made-up tokens instead of a model", flag=None)
     null_step_ms: float = _opt(0.0, "benchmarks only: milliseconds per step of the null runner", flag=None)
 
@@ -179,17 +181,28 @@ class ServerConfig:
     host: str = _opt("127.0.0.1", "address to listen on")
     port: int = _opt(8000, "port to listen on; 0: any free one", high=65535)
     api_key: tuple[str, ...] = _opt((), "require one of these keys (better: --api-key-file)")
-    api_key_file: str | None = _opt(None, "file with one key per line")
+    api_key_file: str | None = _opt(None, "file with a key per line, or YAML with names and rates (docs/operations.md)")
+    ssl_certfile: str | None = _opt(None, "PEM certificate chain: serve HTTPS; read again when it changes")
+    ssl_keyfile: str | None = _opt(None, "its PEM key (default: in --ssl-certfile)")
+    allowed_origins: tuple[str, ...] = _opt((), "origins whose web pages may call the server (CORS), or *")
+    allow_credentials: bool = _opt(False, "let these pages send cookies, for a proxy that needs them", flag=None)
     admin_key_file: str | None = _opt(
         None, "file with the keys for administrative routes (default: those routes are off)"
     )
+    max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may", flag=None)
+    max_queue_wait: float = _opt(
+        2.0, "seconds that a request may be expected to wait where every place is taken, else 503; 0: any", flag=None
+    )
+    request_timeout: float | None = _opt(
+        None, "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)",
+        flag=None, low=0.001,
+    )  # fmt: skip
     receipt_key: str | None = _opt(None, "file with the key that signs receipts (docs/receipts.md)", flag=None)
     request_log: str | None = _opt(
         None,
         "file for finished requests, prompts and answers included, for `moeserve replay` (default: none)",
         flag=None,
     )
-    max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may")
     max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
     files_dir: str | None = _opt(
         None, "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)", flag=None
@@ -199,7 +212,17 @@ class ServerConfig:
     strict: bool = _opt(False, "refuse unknown request fields instead of warning", flag=None)
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
     log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
-    log_requests: bool = _opt(False, "one log line per finished request", flag=None)
+    metrics_names: Literal["moeserve", "vllm"] = _opt(
+        "moeserve", "names in /metrics; vllm: as vLLM's dashboards and routers expect them"
+    )
+    metrics_port: int | None = _opt(
+        None, "port that serves /metrics and the probes without a key (default: /metrics on --port alone)",
+        flag=None, low=1, high=65535,
+    )  # fmt: skip
+    access_log: str | None = _opt(None, "file that gets a JSON line per finished request; '-': stdout", flag=None)
+    otel_endpoint: str | None = _opt(
+        None, "OTLP collector that gets a span per request, e.g. http://HOST:4318", flag=None
+    )
     ui: bool = _opt(True, "serve a page for people at /", flag=None)
     sse_ping_s: float = _opt(
         15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None, low=0.1, high=3600

@@ -120,6 +120,18 @@ class Overloaded(RequestError, http_status=503, type="server_error", code="serve
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(Overloaded, http_status=429, code="rate_limit_exceeded"):
+    """The caller's key has used up its rate. kind: what of, requests or tokens."""
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.type = kind
+
+
+class DeadlineExceeded(RequestError, http_status=504, type="server_error", code="deadline_exceeded"):
+    """The request did not finish within the time that its sender, or the server's settings, gave it."""
+
+
 class RequestFailed(RequestError, http_status=500, type="server_error", code="internal_error"):
     """A fault inside this one request."""
 

@@ -195,6 +195,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rids: bytes  # int64
     tokens: bytes  # int32
     finish: bytes  # uint8, FinishReason
+    started: list[int] = []  # the requests (rids) that this was the first step of
     cached: dict[int, int] = {}  # rid -> prompt tokens found in the prefix cache, sent once, with its first token
     stop_ids: dict[int, int] = {}  # rid -> the stop token that ended it (not an end-of-text token)
     logprobs: dict[int, list[Logprobs]] = {}

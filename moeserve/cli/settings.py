@@ -32,7 +32,7 @@ TITLES = {
     "server": "HTTP server",
 }
 SECRET = ("api_key",)
-FILES = ("chat_template", "api_key_file", "admin_key_file", "cluster_key_file")
+FILES = ("chat_template", "api_key_file", "admin_key_file", "cluster_key_file", "ssl_certfile", "ssl_keyfile")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class PlanBuilder:
     budget: int
     rows: list[tuple[Slots, I32, I32]] = field(default_factory=list)  # slots, starts, counts
     new_requests: list[NewRequest] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)  # rids
     num_preempted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -280,6 +281,7 @@ class Scheduler:
             self.waiting.pop()
             if head.num_cached is None:
                 head.num_cached = min(hit.num_blocks * self.limits.block_size, head.num_prompt)
+                builder.started.append(head.rid)
                 builder.prompt_tokens += head.num_prompt
                 builder.cached_tokens += head.num_cached
             slot = kv_manager.admit(head, hit)
@@ -355,6 +357,7 @@ class Scheduler:
             rids=rids.astype("<i8", copy=False).tobytes(),
             tokens=tokens.astype("<i4", copy=False).tobytes(),
             finish=finish.tobytes(),
+            started=in_flight.builder.started,
             cached=cached,
             stop_ids=stop_ids,
             logprobs=logprobs,

@@ -30,7 +30,8 @@ from moeserve.errors import (
     RequestFailed,
     place_of,
 )
-from moeserve.frontend.generation import Admission, Generation, Sequence, check_request, submission, token_sampling
+from moeserve.frontend.admission import Admission
+from moeserve.frontend.generation import Generation, Sequence, check_request, submission, token_sampling
 from moeserve.frontend.grammars import GrammarAdmission
 from moeserve.frontend.notary import Notary
 from moeserve.frontend.serving_state import ServingState
@@ -69,7 +70,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
     """The actor that owns all running sequences; its inbox is that of the engine link.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
-    processors: the names of logits processors. notary: makes receipts; without one, only the digests for them are made.
+    max_wait_s: see `Admission`. processors: the names of logits processors. notary: makes receipts; without one, only
+    the digests for them are made.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         chat_template: ChatTemplate | None,
         defaults: dict[str, Any],
         max_queued: int | None,
+        max_wait_s: float = 0.0,
         processors: Collection[str] = (),
         notary: Notary | None = None,
     ) -> None:
@@ -97,7 +100,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.fleet = link if isinstance(link, Fleet) and not link.single else None  # where there may be several engines
         self.watch = Watch(link, self.fleet, self.stats)
         self._link = link
-        self._admission = Admission(max_queued)
+        self._admission = Admission(self.stats, max_queued, max_wait_s)
         self._grammars = GrammarAdmission(tokenizer)
         self._processors = processors
         self._rids = itertools.count(1)
@@ -150,6 +153,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             generation.sequences.append(sequence)
         self._sequences |= {sequence.rid: sequence for sequence in generation.sequences}
         self.stats.num_active = len(self._sequences)
+        self._admission.unread_tokens += len(prompt) * len(samplings)
         try:
             for sequence in generation.sequences:
                 self._link.send(submission(sequence))
@@ -174,15 +178,16 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
         return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
-    def admit(self, num_sequences: int) -> Ready:
-        """Raises Overloaded unless so many more sequences may come now, InvalidRequest if they never may.
+    def admit(self, num_sequences: int, within_s: float | None = None) -> Ready:
+        """Raises Overloaded unless so many more sequences may come now and would have their turn `within_s` seconds,
+        InvalidRequest if they never may.
 
         `generate` calls this; call it earlier only to save work on a prompt that would be refused.
         """
         if self.ready is None or self.state != "ready":
             raise self.refusal()
         try:
-            self._admission.check(len(self._sequences), num_sequences, self.ready)
+            self._admission.check(len(self._sequences), num_sequences, self.ready, within_s)
         except Overloaded:
             self.stats.rejected += 1
             raise
@@ -256,6 +261,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         now = monotonic()
         if out.record is not None:
             self.stats.step(out.record)
+            self._admission.step(out.record)
+            self._note_starts(out.started, now - out.record.device_us / 1e6)
         rids = memoryview(out.rids).cast("q")
         tokens = memoryview(out.tokens).cast("i")
         sequences = self._sequences
@@ -306,12 +313,23 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
         sequence.owner.push(delta)
 
+    def _note_starts(self, rids: list[int], began_s: float) -> None:
+        """Notes when these sequences stopped waiting. began_s: when their first step began."""
+        for rid in rids:
+            sequence = self._sequences.get(rid)
+            if sequence is not None and sequence.started_at is None:  # a replay does not start again
+                sequence.started_at = max(began_s, sequence.owner.submitted_at)
+                self.stats.queue_s.add(sequence.started_at - sequence.owner.submitted_at)
+
     def _count_token(self, sequence: Sequence, now: float) -> None:
         stats = self.stats
         stats.generation_tokens += 1
         if sequence.first_at is None:
             sequence.first_at = now
+            self._admission.unread_tokens -= len(sequence.owner.prompt_token_ids)
             stats.ttft_s.add(now - sequence.owner.submitted_at)
+            if sequence.started_at is not None:
+                stats.prefill_s.add(now - sequence.started_at)
         else:
             stats.itl_s.add(now - sequence.last_at)
         sequence.last_at = now
@@ -385,7 +403,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
         owner.num_live -= 1
         self.stats.num_active = len(self._sequences)
         self.stats.end(reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens))
-        self._admission.ended(now, len(self._sequences))
+        if sequence.first_at is None:
+            self._admission.unread_tokens -= len(owner.prompt_token_ids)
+        else:
+            self.stats.decode_s.add(sequence.last_at - sequence.first_at)
+        if not owner.num_live:
+            self.stats.request_longest.add(max(len(s.tokens) for s in owner.sequences))
+        assert self.ready is not None
+        self._admission.ended(now, len(self._sequences), self.ready)
         if not self._sequences:
             self._idle.set()
 

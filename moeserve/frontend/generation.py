@@ -1,7 +1,7 @@
 """A request in the front end, from its check to its deltas.
 
 `Generation` is the running request: an async iterator of deltas over n sequences, each with its text state. Before it
-come `Admission`, `check_request` and `token_sampling`; `submission` makes the message to the engine.
+come `check_request` and `token_sampling`; `submission` makes the message to the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moeserve.errors import ContextLengthExceeded, InvalidRequest, Overloaded, RequestError
+from moeserve.errors import ContextLengthExceeded, InvalidRequest, RequestError
 from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
 from moeserve.receipts import Receipt
@@ -22,7 +22,6 @@ from moeserve.sampling import GrammarSpec, SamplingParams, TokenSampling
 from moeserve.text.stop import StopMatcher
 from moeserve.text.tokenizer import Detokenizer
 
-MAX_RETRY_AFTER_S = 60.0
 _SEED_MASK = 2**63 - 1
 
 
@@ -62,6 +61,7 @@ class Sequence:
     detok: Detokenizer | None = None
     stops: StopMatcher | None = None
     tokens: list[int] = field(default_factory=list)
+    started_at: float | None = None  # when its first step began
     digests: list[bytes] = field(default_factory=list)  # of the tokens' logits, if asked for; maybe of more
     first_at: float | None = None
     last_at: float = 0.0
@@ -185,10 +185,14 @@ class Generation:
                 self._waiter = None
         return self._pending.pop(next(iter(self._pending)))
 
-    async def aclose(self) -> None:
-        """Aborts the sequences that still run; the engine frees them before its next step. Idempotent."""
+    def abort(self) -> None:
+        """Ends the sequences that still run; the engine frees them before its next step. Idempotent."""
         if self.num_live:
             self._abort(self)
+
+    async def aclose(self) -> None:
+        """Does what `abort` does; for `aclosing`."""
+        self.abort()
 
     async def __aenter__(self) -> Generation:
         return self
@@ -275,34 +279,3 @@ def submission(sequence: Sequence) -> Submit:
         priority=owner.priority,
         salt=owner.salt,
     )
-
-
-class Admission:
-    """Bounds the number of sequences, and estimates when others may come back.
-
-    max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit.
-    """
-
-    def __init__(self, max_queued: int | None) -> None:
-        self._max_queued = max_queued
-        self._seconds_per_end = 0.1  # moving average
-        self._last_end_s = 0.0
-
-    def check(self, num_live: int, num_more: int, ready: Ready) -> None:
-        """Raises Overloaded unless num_more sequences may come now, InvalidRequest if they never may."""
-        if self._max_queued is None:
-            return
-        capacity = ready.max_num_seqs + self._max_queued
-        if num_more > capacity:
-            raise InvalidRequest(f"{num_more} sequences in one request; this server takes at most {capacity} at once")
-        if (excess := num_live + num_more - capacity) > 0:
-            raise Overloaded(
-                f"{num_live} sequences run or wait; no more are taken now",
-                retry_after_s=min(max(1.0, excess * self._seconds_per_end), MAX_RETRY_AFTER_S),
-            )
-
-    def ended(self, now_s: float, num_live: int) -> None:
-        """Notes the end of one sequence; num_live are left."""
-        if self._last_end_s:
-            self._seconds_per_end += 0.05 * (now_s - self._last_end_s - self._seconds_per_end)
-        self._last_end_s = now_s if num_live else 0.0  # idle time says nothing about speed

@@ -27,18 +27,21 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_front_end(config: Config, *, child: bool, max_queued: int | None = None) -> AsyncIterator[FrontEnd]:
+async def open_front_end(
+    config: Config, *, child: bool, max_queued: int | None = None, max_wait_s: float = 0.0
+) -> AsyncIterator[FrontEnd]:
     """Yields a running front end while the engine still loads (await `wait_ready()`).
 
     child: the engine gets a supervised process; otherwise it runs on this loop with a thread. Several ranks (dp, tp)
-    always have processes. Raises ConfigError at once for errors that the model's files show.
+    always have processes. max_queued, max_wait_s: see `Admission`. Raises ConfigError at once for errors that the
+    model's files show.
     """
     model_dir = resolve_model_dir(config.model.model)
     check_parallel(config, read_model_spec(model_dir))
     link: EngineLink = Fleet(config) if child or config.parallel.num_ranks > 1 else LocalEngine(config)
     await link.start()  # first, because it takes longest
     try:
-        front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued)
+        front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued, max_wait_s)
         life = asyncio.create_task(front.run(), name=front.name)
         try:
             yield front
@@ -49,7 +52,9 @@ async def open_front_end(config: Config, *, child: bool, max_queued: int | None 
         await link.close(5.0)
 
 
-def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queued: int | None) -> FrontEnd:
+def _read_text_side(
+    config: Config, model_dir: Path, link: EngineLink, max_queued: int | None, max_wait_s: float
+) -> FrontEnd:
     asked = config.model
     if read_model_spec(model_dir).num_experts:
         import moeserve.cluster.rebalancing  # noqa: F401  (slow: here, so that the loop stays free)
@@ -72,6 +77,7 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queue
         chat_template=template,
         defaults=defaults,
         max_queued=max_queued,
+        max_wait_s=max_wait_s,
         processors=all_entries(asked.logits_processors).keys(),
         notary=Notary(name, model_dir, config.server.receipt_key, config.server.request_log),
     )

@@ -81,8 +81,12 @@ class FrontStats:
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_S))
     itl_s: Histogram = field(default_factory=lambda: Histogram(ITL_S))
     e2e_s: Histogram = field(default_factory=lambda: Histogram(E2E_S))
+    queue_s: Histogram = field(default_factory=lambda: Histogram(E2E_S))
+    prefill_s: Histogram = field(default_factory=lambda: Histogram(E2E_S))
+    decode_s: Histogram = field(default_factory=lambda: Histogram(E2E_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    request_longest: Histogram = field(default_factory=lambda: Histogram(TOKENS))  # of a request's n answers
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     num_active: int = 0  # sequences that the front end is waiting for
 

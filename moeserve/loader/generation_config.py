@@ -29,7 +29,8 @@ def generation_defaults(model_dir: Path) -> dict[str, Any]:
         SamplingParams(**defaults).check(vocab_size=1)
     except InvalidRequest as error:
         raise CheckpointError(
-            f"{model_dir / _FILE}: {error.message}; correct or remove it, or start with --generation-config none"
+            f"{model_dir / _FILE}: {error.message}; correct or remove it, or set "
+            "`model: {generation_config: none}` in --config"
         ) from None
     return defaults
 

@@ -40,7 +40,7 @@ def make_runner(
             "torch and a driver, or use --device cpu."
         )
     if config.device.compile and not on_cuda:
-        raise ConfigError("compile is for CUDA; on CPUs native kernels do it all: leave --compile out")
+        raise ConfigError("compile is for CUDA; on CPUs native kernels do it all: leave `compile` out")
     if config.device.compile and config.device.exact:
         raise ConfigError(
             f"compile with determinism={config.device.determinism}: generated code does not promise that bits do not "

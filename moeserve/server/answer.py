@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from moeserve import protocol
-from moeserve.errors import RequestError
+from moeserve.errors import DeadlineExceeded, RequestError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta, Generation
 from moeserve.protocol import CachedTokens, PredictedTokens, Usage
@@ -112,6 +112,12 @@ class RunningRequest:
             generation.fail(_Aborted("aborted"))
         return num_open
 
+    def expire(self) -> None:
+        """Ends the request, whose time is over, with an error."""
+        for generation in self.generations:
+            generation.abort()
+            generation.fail(DeadlineExceeded("the request did not finish in the time that it was given"))
+
     async def aclose(self) -> None:
         """Aborts what still runs; there is no reader any more."""
         for pump in self._pumps:
@@ -135,9 +141,11 @@ async def running_request(
     marked: see `FrontEnd.generate`. The request is known under its id meanwhile. Raises what `FrontEnd.generate`
     raises for the first refused prompt.
     """
-    front.admit(len(prompts) * params.n)
+    left_s = call.time_left_s()
+    front.admit(len(prompts) * params.n, within_s=left_s)
+    call.charge(sum(map(len, prompts)))
     generations: list[Generation] = []
-    options: dict[str, Any] = {"priority": request.priority or 0, "salt": call.salt(request.cache_salt)}
+    options: dict[str, Any] = {"priority": call.priority(request.priority), "salt": call.salt(request.cache_salt)}
     if (constraint := request.constraint()) is not None:
         options["grammar_param"] = constraint[1]
     try:
@@ -148,6 +156,7 @@ async def running_request(
             await generation.aclose()
         raise
     running = RunningRequest(generations, params.n, call.caller.owner)
+    timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, running.expire)
     same_id = call.context.running.setdefault(call.id, [])
     same_id.append(running)
     try:
@@ -156,6 +165,9 @@ async def running_request(
         same_id.remove(running)
         if not same_id:
             del call.context.running[call.id]
+        if timer is not None:
+            timer.cancel()
+        call.settle(generations)
         await running.aclose()
 
 
@@ -274,7 +286,9 @@ async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Chunks)
     except Exception as error:
         if isinstance(error, ConnectionError) or not stream.started:
             raise
-        event = b"data: " + error_body(as_request_error(error, call.id), call.id) + b"\n\n"
+        shown = as_request_error(error, call.id)
+        call.error = shown.code or shown.type
+        event = b"data: " + error_body(shown, call.id) + b"\n\n"
         await stream.send(event + DONE)
     finally:
         streams.discard(stream)

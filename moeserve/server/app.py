@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,13 +23,17 @@ from moeserve.config import ServerConfig
 from moeserve.errors import InvalidRequest, ModelNotFound, NotFound, Overloaded, RequestError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
+from moeserve.server.access_log import Observer, answered
 from moeserve.server.auth import OPEN, Auth, Caller
+from moeserve.server.cors import Cors
 from moeserve.server.errors import SERVER, HttpError, as_request_error, error_response, shorten, shorten_line
 from moeserve.server.http import check_headers, request_id_of
 from moeserve.server.requests import BodyRoom, convert, decode, read_json, unknown_fields
+from moeserve.server.tls import Tls
 from moeserve.version import __version__
 
 if TYPE_CHECKING:
+    from moeserve.frontend.generation import Generation
     from moeserve.server.answer import Counts, RunningRequest
     from moeserve.server.batches import Batches
     from moeserve.server.http import SseStream
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TIMEOUT_HEADER = "X-Request-Timeout"
+MAX_TIMEOUT_S = 86_400.0
 CLIENT_GONE = 499  # in the log and in the metrics only, because the reader has left
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -57,6 +64,11 @@ class Context:
     streams: set[SseStream] = field(default_factory=set)
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (route, status) -> how many
     batches: Batches | None = None  # and the files; None: they are off
+    tls: Tls | None = None
+    observers: list[Observer] = field(default_factory=list)  # called with every request that is over, but for probes
+
+    def __post_init__(self) -> None:
+        self.cors = Cors(self.config) if self.config.allowed_origins else None
 
     @property
     def state(self) -> str:
@@ -105,6 +117,9 @@ class HttpCall:
     tail: str = ""  # what follows a route that ends in a slash
     unknown: list[str] = field(default_factory=list)  # request fields that mean nothing to us
     counts: Counts | None = None  # of a generating request
+    first_at: float | None = None  # when its first token came
+    error: str = ""  # the code of the error that it was answered with
+    began: float = field(default_factory=time.monotonic)
 
     async def read(self, kind: type[R]) -> R:
         """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413, 415 or 503."""
@@ -134,6 +149,10 @@ class HttpCall:
     def headers(self) -> dict[str, str]:
         """Returns the headers of every answer to this request."""
         headers = {"X-Request-Id": self.id, "Server": SERVER}
+        if self.context.cors is not None:
+            headers |= self.context.cors.headers(self.request)
+        if self.caller.rates is not None:
+            headers |= self.caller.rates.headers()
         if self.unknown:
             names = ", ".join(self.unknown).encode("ascii", "replace").decode().replace('"', "'")
             headers["Warning"] = f'299 moeserve "unknown fields ignored: {names}"'
@@ -147,6 +166,38 @@ class HttpCall:
             content_type="application/json",
             headers=self.headers() | headers,
         )
+
+    def priority(self, asked: int | None) -> int:
+        """Returns the place in line: what was asked for, but none before that of the caller's key."""
+        own = self.caller.priority
+        if own is None or asked is None:
+            return (own if asked is None else asked) or 0
+        return max(own, asked)
+
+    def charge(self, num_prompt_tokens: int) -> None:
+        """Counts a generating request against the rates of its key. Raises RateLimited."""
+        if self.caller.rates is not None:
+            self.caller.rates.take(num_prompt_tokens)
+
+    def settle(self, generations: Sequence[Generation]) -> None:
+        """Notes what a generating request has come to."""
+        sequences = [sequence for generation in generations for sequence in generation.sequences]
+        self.first_at = min((s.first_at for s in sequences if s.first_at is not None), default=None)
+        if self.caller.rates is not None:
+            self.caller.rates.spend(sum(len(sequence.tokens) for sequence in sequences))
+
+    def time_left_s(self) -> float | None:
+        """Returns the seconds until the request must be over; None for no limit. Raises InvalidRequest."""
+        limits = [limit] if (limit := self.context.config.request_timeout) is not None else []
+        if (asked := self.request.headers.get(TIMEOUT_HEADER)) is not None:
+            try:
+                limits.append(float(asked))
+            except ValueError:
+                limits.append(math.nan)
+            if not 0 < limits[-1] <= MAX_TIMEOUT_S:
+                what = f"{TIMEOUT_HEADER} must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}"
+                raise InvalidRequest(what, param=TIMEOUT_HEADER)
+        return self.began + min(limits) - time.monotonic() if limits else None
 
     def salt(self, asked: str | None) -> str:
         """Returns the salt that keeps prefix-cache hits, which can be timed, inside one key's requests."""
@@ -175,11 +226,13 @@ class App:
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request: by its route, or with an error of the API's shape."""
-        began = time.monotonic()
         call = HttpCall(self.context, request, request_id_of(request))
         route: Route | None = None
         try:
             check_headers(request)
+            cors = self.context.cors
+            if cors is not None and (preflight := cors.preflight(request)) is not None:
+                return preflight
             route, call.tail = self._match(request)
             if self.context.auth.has_keys and (route is None or not route.probe):
                 call.caller = self.context.auth.check(request.headers)
@@ -187,11 +240,14 @@ class App:
                 raise self._no_route(request)
             response = await route.handler(call)
         except (ConnectionError, asyncio.CancelledError):
-            self._count(route, CLIENT_GONE, call, began)
+            self._count(route, CLIENT_GONE, call)
             raise
         except Exception as error:
-            response = error_response(as_request_error(error, call.id), call.id)
-        self._count(route, response.status, call, began)
+            shown = as_request_error(error, call.id)
+            call.error = shown.code or shown.type
+            response = error_response(shown, call.id)
+            response.headers.update(call.headers())
+        self._count(route, response.status, call)
         return response
 
     async def answer(self, call: HttpCall) -> web.StreamResponse:
@@ -220,13 +276,13 @@ class App:
             return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
         return HttpError(405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods)
 
-    def _count(self, route: Route | None, status: int, call: HttpCall, began: float) -> None:
+    def _count(self, route: Route | None, status: int, call: HttpCall) -> None:
         path = route.label if route else "other"
         self.context.responses[path, status] += 1
         if call.unknown:
             log.warning("request %s: unknown fields ignored; its Warning header names them", call.id)
             log.debug("request %s: %s", call.id, shorten_line(", ".join(call.unknown)))
-        if self.context.config.log_requests and (route is None or not route.probe):
-            counts = call.counts
-            tokens = "" if counts is None else f", {counts.prompt_tokens}+{counts.completion_tokens} tokens"
-            log.info("request %s %s %d, %.1f ms%s", call.id, path, status, 1e3 * (time.monotonic() - began), tokens)
+        if self.context.observers and (route is None or not route.probe):
+            record = answered(call, path, status)
+            for observer in self.context.observers:
+                observer(record, call)

@@ -1,23 +1,29 @@
-"""API keys: who sends a request, and what an administrator's key allows."""
+"""API keys: who sends a request, and what that key allows."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from moeserve.config import ServerConfig
 from moeserve.errors import ConfigError, Unauthorized
+from moeserve.server.keys import KeyEntry, digest_of, read_keys
+from moeserve.server.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. owner: names the key without revealing it; "" when the server is open."""
+    """The sender of a request. owner: names the key without revealing it; "" when the server is open.
+
+    name: the owner for people. rates, priority: what the key file says of this key.
+    """
 
     owner: str = ""
     is_admin: bool = False
+    name: str = ""
+    rates: Rates | None = None
+    priority: int | None = None
 
 
 OPEN = Caller()
@@ -26,47 +32,53 @@ OPEN = Caller()
 class Auth:
     """The keys, kept and compared as SHA-256 digests, all of them each time, so that timing tells nothing.
 
-    With user keys every route but the probes needs one; without, the server is open. The constructor raises ConfigError
-    for a key file that cannot be read or holds no key.
+    With user keys every route but the probes needs one; without, the server is open. The constructor and `reload` raise
+    ConfigError for a key file that cannot be read or holds no key. paths: the files that `reload` reads.
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        keys = [*config.api_key, *_read_keys(config.api_key_file, "--api-key-file")]
-        self._user = [_digest(key) for key in keys]
-        self._admin = [_digest(key) for key in _read_keys(config.admin_key_file, "--admin-key-file")]
-        self.required = bool(keys)
-        self.has_admins = bool(self._admin)
-        self.has_keys = self.required or self.has_admins
-        self.several_owners = len(keys) > 1  # whether their requests must be kept apart
-        if not all(keys):
+        self._config = config
+        self._callers: dict[bytes, Caller] = {}
+        self.paths = [path for path in (config.api_key_file, config.admin_key_file) if path is not None]
+        if not all(config.api_key):
             raise ConfigError("--api-key: an empty key protects nothing")
+        self.reload()
+
+    def reload(self) -> None:
+        """Reads the key files. What a key has used of its rates stays known as long as its limits do."""
+        config = self._config
+        users: Sequence[KeyEntry] = [KeyEntry(key=key) for key in dict.fromkeys(config.api_key)]
+        admins: Sequence[KeyEntry] = []
+        if config.api_key_file is not None:
+            users = [*users, *read_keys(config.api_key_file, "--api-key-file")]
+        if config.admin_key_file is not None:
+            admins = read_keys(config.admin_key_file, "--admin-key-file")
+        known = self._callers
+        self._callers = {entry.digest: _caller(entry, known, is_admin=False) for entry in users}
+        self._callers |= {entry.digest: _caller(entry, known, is_admin=True) for entry in admins}
+        self.required = bool(users)
+        self.has_admins = bool(admins)
+        self.has_keys = self.required or self.has_admins
+        self.several_owners = len(users) > 1  # whether their requests must be kept apart
 
     def check(self, headers: Mapping[str, str]) -> Caller:
         """Returns the caller. Raises Unauthorized unless the request carries a known key or none is needed."""
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
-        digest = _digest(key)
-        is_admin = sum(hmac.compare_digest(known, digest) for known in self._admin) > 0  # any() would stop at a match
-        is_user = sum(hmac.compare_digest(known, digest) for known in self._user) > 0
-        if is_admin or is_user:
-            return Caller(digest.hex()[:16], is_admin)
+        digest = digest_of(key)
+        callers = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
+        if callers:
+            return callers[0]
         if not self.required:
             return OPEN
         raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`")
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def _read_keys(path: str | None, flag: str) -> list[str]:
-    if path is None:
-        return []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{flag} {path}: no key in it; one per line is expected")
-    return keys
+def _caller(entry: KeyEntry, known: Mapping[bytes, Caller], *, is_admin: bool) -> Caller:
+    owner = entry.digest.hex()[:16]
+    limits = entry.requests_per_minute, entry.tokens_per_minute
+    before = known.get(entry.digest)
+    rates = before.rates if before is not None else None
+    if rates is None or rates.limits != limits:
+        rates = Rates(*limits)
+    return Caller(owner, is_admin, entry.name or owner, rates if any(limits) else None, entry.priority)

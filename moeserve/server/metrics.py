@@ -1,6 +1,7 @@
-"""GET /metrics for Prometheus: the front end's counters under vLLM's names where the meaning is the same.
+"""GET /metrics for Prometheus: the front end's counters, named like vLLM's where the meaning is the same.
 
-Labels: `engine` is an engine's data-parallel rank.
+Labels: `engine` is an engine's data-parallel rank. With `--metrics-names vllm` what vLLM has too begins with vllm: and
+carries its label `engine`, so that dashboards and routers made for vLLM read it; sums over several engines say "all".
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from moeserve.frontend.stats import FrontStats, Histogram
 from moeserve.server.app import Context
 
 PREFIX = "moeserve:"
+VLLM_PREFIX = "vllm:"
+VLLM_NAMES = (  # their beginnings
+    "num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_", "prompt_tokens",
+    "generation_tokens", "prefix_cache_", "time_to_first_token_", "inter_token_latency_", "e2e_request_latency_",
+    "request_", "iteration_tokens_", "spec_decode_",
+)  # fmt: skip
 MAX_SERIES = 4096  # layers x experts; beyond it, rows per expert are in /v1/experts only
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -42,7 +49,21 @@ class _Collector(Collector):
         answers = list(context.responses.items())
         yield _family(Counter, "http_responses", "answers by route and status", ["route", "status"], answers)
         if context.front is not None:
-            yield from _front_metrics(context.front)
+            metrics = _front_metrics(context.front)
+            several = context.front.fleet is not None
+            vllm = context.config.metrics_names == "vllm"
+            yield from (_as_vllms(metric, "all" if several else "0") for metric in metrics) if vllm else metrics
+
+
+def _as_vllms(metric: Metric, engine: str) -> Metric:
+    """Returns a metric under vLLM's name and with its labels, if vLLM has it."""
+    if metric.name.removeprefix(PREFIX).startswith(VLLM_NAMES):
+        metric.name = metric.name.replace(PREFIX, VLLM_PREFIX, 1)
+        metric.samples = [
+            sample._replace(name=sample.name.replace(PREFIX, VLLM_PREFIX, 1), labels=sample.labels | {"engine": engine})
+            for sample in metric.samples
+        ]
+    return metric
 
 
 def _family(
@@ -109,8 +130,12 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
         ("time_to_first_token_seconds", "from submission to the first token", stats.ttft_s),
         ("inter_token_latency_seconds", "between two tokens of a sequence", stats.itl_s),
         ("e2e_request_latency_seconds", "from submission to the end", stats.e2e_s),
+        ("request_queue_time_seconds", "from submission to a sequence's first step", stats.queue_s),
+        ("request_prefill_time_seconds", "from a sequence's first step to its first token", stats.prefill_s),
+        ("request_decode_time_seconds", "from a sequence's first token to its last", stats.decode_s),
         ("request_prompt_tokens", "prompt tokens of a sequence", stats.request_prompt_tokens),
         ("request_generation_tokens", "tokens given out for a sequence", stats.request_generation_tokens),
+        ("request_max_num_generation_tokens", "tokens of a request's longest answer", stats.request_longest),
         ("iteration_tokens_total", "tokens of an engine step", stats.step_tokens),
     ):
         yield _histogram(suffix, help, histogram, name)

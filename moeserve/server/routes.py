@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -109,5 +109,6 @@ ROUTES = (
     Route("GET", "/openapi.json", _openapi),
     Route("GET", "/docs", _docs, probe=True, media="text/html"),
 )
+METRICS_ROUTES = tuple(replace(route, probe=True) for route in ROUTES if route.probe or route.path == "/metrics")
 # for people, so /openapi.json leaves them out
 PAGES = (Route("GET", "/", ui.page, probe=True), Route("GET", "/ui/", ui.asset, probe=True))

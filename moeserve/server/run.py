@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,13 +26,16 @@ from moeserve.errors import AddressInUse, ConfigError, Overloaded
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
+from moeserve.server.access_log import AccessLog, Observer
 from moeserve.server.app import App, Context
 from moeserve.server.auth import Auth
 from moeserve.server.batches import Batches
 from moeserve.server.file_store import FileStore
 from moeserve.server.http import HttpServer, raise_file_limit, watch
 from moeserve.server.inside import ask
-from moeserve.server.routes import PAGES, ROUTES
+from moeserve.server.reload import Reloads
+from moeserve.server.routes import METRICS_ROUTES, PAGES, ROUTES
+from moeserve.server.tls import GOODBYE_S, HANDSHAKE_S, tls_of
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
@@ -49,12 +52,31 @@ def serve(config: Config) -> int:
     """Runs until a signal comes; returns the exit code. Raises ConfigError or EngineDied if the server cannot go on."""
     set_up_logging(config.server.log_level, config.server.log_format)
     raise_file_limit()
-    auth = Auth(config.server)
+    context = Context(config.server, Auth(config.server), tls=tls_of(config.server))
+    context.observers += _observers(config)
     sock = bind(config.server)
-
-    open_it = partial(open_front_end, config, child=True, max_queued=config.server.max_queued_requests)
+    metrics_sock = None if config.server.metrics_port is None else bind(config.server, config.server.metrics_port)
+    open_it = partial(
+        open_front_end,
+        config,
+        child=True,
+        max_queued=config.server.max_queued_requests,
+        max_wait_s=config.server.max_queue_wait,
+    )
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(run(Context(config.server, auth), sock, open_it))
+        return runner.run(run(context, sock, open_it, metrics_sock))
+
+
+def _observers(config: Config) -> list[Observer]:
+    """Returns the settings' access log and spans. Raises ConfigError."""
+    found: list[Observer] = []
+    if config.server.access_log is not None:
+        found.append(AccessLog(config.server.access_log))
+    if config.server.otel_endpoint is not None:
+        from moeserve.server.otel import spans_to  # here, because its library is an extra
+
+        found.append(spans_to(config.server.otel_endpoint, config.model.served_model_name or config.model.model))
+    return found
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -66,9 +88,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Returns a listening socket: clients may connect from now on. Raises AddressInUse or ConfigError."""
-    host, port = config.host, config.port
+def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
+    """Returns a socket that listens on `port`, or on the configured one: clients may connect from now on.
+
+    Raises AddressInUse or ConfigError.
+    """
+    host, port = config.host, config.port if port is None else port
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
@@ -87,27 +112,59 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 @asynccontextmanager
-async def listening(sock: socket.socket, context: Context) -> AsyncIterator[None]:
-    """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
-    app = App(context, ROUTES + PAGES if context.config.ui else ROUTES)
-    server = HttpServer(app)
-    context.batches = await _batches(app, server)
-    acceptor = await asyncio.get_running_loop().create_server(server, sock=sock, backlog=BACKLOG)
-    timers = [
-        asyncio.create_task(server.watch_heads(), name="slow heads"),
-        asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams"),
-    ]
+async def listening(
+    sock: socket.socket, context: Context, metrics_sock: socket.socket | None = None
+) -> AsyncIterator[None]:
+    """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off.
+
+    metrics_sock: answers what needs no key there, metrics included.
+    """
+    reloads = Reloads()
+    if context.auth.paths:
+        reloads.add(context.auth.paths, context.auth.reload)
+    for observer in context.observers:
+        if isinstance(observer, AccessLog):
+            reloads.add([], observer.reopen)  # its file changes with each line
+    if context.tls is not None:
+        reloads.add(context.tls.paths, context.tls.reload)
+    async with AsyncExitStack() as stack:
+        for observer in context.observers:
+            stack.callback(observer.close)
+        app = App(context, ROUTES + PAGES if context.config.ui else ROUTES)
+        server = HttpServer(app)
+        context.batches = await _batches(app, server)
+        await stack.enter_async_context(_accepting(sock, context, server))
+        if context.batches is not None:
+            stack.push_async_callback(context.batches.close)
+        if metrics_sock is not None:
+            await stack.enter_async_context(_accepting(metrics_sock, context, HttpServer(App(context, METRICS_ROUTES))))
+        timers = [
+            asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams"),
+            asyncio.create_task(reloads.run(), name="reloads"),
+        ]
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+            await asyncio.gather(*timers, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _accepting(sock: socket.socket, context: Context, server: HttpServer) -> AsyncIterator[None]:
+    tls: dict[str, Any] = {}
+    if context.tls is not None:
+        tls = {"ssl": context.tls.context, "ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": GOODBYE_S}
+    acceptor = await asyncio.get_running_loop().create_server(server, sock=sock, backlog=BACKLOG, **tls)
+    heads = asyncio.create_task(server.watch_heads(), name="slow heads")
     try:
         yield
     finally:
-        if context.batches is not None:
-            await context.batches.close()
-        for timer in timers:
-            timer.cancel()
+        heads.cancel()
         acceptor.close()
         server.pre_shutdown()
         await server.shutdown(0.5)
-        await asyncio.gather(*timers, return_exceptions=True)
+        await asyncio.gather(heads, return_exceptions=True)
 
 
 async def _batches(app: App, server: HttpServer) -> Batches | None:
@@ -128,10 +185,12 @@ async def _batches(app: App, server: HttpServer) -> Batches | None:
     return Batches(store, partial(ask, app, server()), num_slots)
 
 
-async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> int:
+async def run(
+    context: Context, sock: socket.socket, open_it: OpenFrontEnd, metrics_sock: socket.socket | None = None
+) -> int:
     """Runs the server on one loop, from listening to the last answer; returns the exit code."""
     stop = _stop_signals()
-    async with listening(sock, context):
+    async with listening(sock, context, metrics_sock):
         log.info("listening on %s", _hello(context, sock))
         async with open_it() as front:
             context.front = front
@@ -193,12 +252,13 @@ def _stop_signals() -> asyncio.Event:
     return asked
 
 
-def _base_url(sock: socket.socket) -> str:
+def _base_url(sock: socket.socket, context: Context) -> str:
     """Returns a URL under which this machine reaches the server."""
+    scheme = "http" if context.tls is None else "https"
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _hello(context: Context, sock: socket.socket) -> str:
@@ -206,12 +266,12 @@ def _hello(context: Context, sock: socket.socket) -> str:
     warning = ""
     if not context.auth.required and context.config.host not in _OPEN_HOSTS:
         warning = "; ANYONE who reaches this address may use it: set --api-key-file"
-    return f"{_base_url(sock)} (moeserve {__version__}; loading the model){warning}"
+    return f"{_base_url(sock, context)} (moeserve {__version__}; loading the model){warning}"
 
 
 def _ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float) -> list[str]:
     """Returns the lines for people, printed once the model is ready. seconds: how long the start took."""
-    url, model = _base_url(sock), front.model_name
+    url, model = _base_url(sock, context), front.model_name
     tokens = (ready.num_blocks - 1) * ready.block_size
     lines = [
         "",

@@ -69,7 +69,7 @@ def test_precedence_is_flag_variable_file_default(tmp_path: Path) -> None:
         (["--memory-utilization=0.5"], "cache.memory_utilization", 0.5),
         (["--api-key", "a", "--api-key", "b"], "server.api_key", ("a", "b")),
         (["--dtype", "bfloat16"], "model.dtype", "bfloat16"),
-        (["--max-queued-requests", "0"], "server.max_queued_requests", 0),
+        (["--allowed-origins", "https://a.b"], "server.allowed_origins", ("https://a.b",)),
     ],
 )
 def test_flags(argv: list[str], path: str, value: object) -> None:
@@ -102,7 +102,10 @@ def test_a_bad_flag_is_named_with_what_it_takes(argv: list[str], words: list[str
     ("env", "words"),
     [
         ({"MOESERVE_PORT": "x"}, ["environment MOESERVE_PORT", "whole number"]),
-        ({"MOESERVE_COMPILE": "perhaps"}, ["environment MOESERVE_COMPILE", "true or false"]),
+        (
+            {"MOESERVE_ENABLE_PREFIX_CACHING": "perhaps"},
+            ["environment MOESERVE_ENABLE_PREFIX_CACHING", "true or false"],
+        ),
         ({"MOESERVE_PORT": "tcp://10.0.0.1:8000"}, ["Kubernetes", "enableServiceLinks"]),
     ],
 )

@@ -120,7 +120,8 @@ async def test_async_client_of_the_package_streams(server):
 
 def test_the_package_retries_when_we_are_full(tmp_path):
     """A server with room for one: the second request gets 503 and Retry-After, and succeeds once the first is done."""
-    flags = ["--max-num-seqs", "1", "--max-queued-requests", "0"]
+    (tmp_path / "config.yaml").write_text("server: {max_queued_requests: 0}")
+    flags = ["--max-num-seqs", "1", "--config", str(tmp_path / "config.yaml")]
     with running_server(tmp_path / "log", *flags) as server:
         url = server.url + "/v1"
         with (

@@ -52,7 +52,7 @@ def test_without_the_file_nothing_applies(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_out_of_range_is_refused(key: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key}.*--generation-config none"):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key}.*generation_config: none"):
         generation_defaults(write(tmp_path, **{key: value}))
 
 

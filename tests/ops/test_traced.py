@@ -1,4 +1,4 @@
-"""`--compile`: the same model, one trace for all layers that are alike, and nothing compiled twice."""
+"""`compile`: the same model, one trace for all layers that are alike, and nothing compiled twice."""
 
 from __future__ import annotations
 

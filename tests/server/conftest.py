@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +34,11 @@ from moeserve.messages import (
     StepRecord,
     Submit,
 )
+from moeserve.server.access_log import Observer
 from moeserve.server.app import Context
 from moeserve.server.auth import Auth
 from moeserve.server.run import bind, listening
+from moeserve.server.tls import tls_of
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
 
@@ -136,7 +138,11 @@ class ScriptedEngine:
             await asyncio.sleep(0)
 
     def _step(self) -> None:
-        tokens, finish, extra = [], [], {"cached": {}, "logprobs": {}, "prompt_logprobs": {}, "errors": {}}
+        tokens, finish, extra = (
+            [],
+            [],
+            {"started": [], "cached": {}, "logprobs": {}, "prompt_logprobs": {}, "errors": {}},
+        )
         rids = list(self.rows)
         for rid in rids:
             row = self.rows[rid]
@@ -151,6 +157,7 @@ class ScriptedEngine:
             if token == self.end and sampling.bad_seqs:
                 token = self.script[0]
             if row.emitted == 0:
+                extra["started"].append(rid)
                 extra["cached"][rid] = 2
                 self._prompt_logprobs(row.submit, extra["prompt_logprobs"])
             if sampling.logprobs is not None:
@@ -252,7 +259,12 @@ class Live:
 
 @asynccontextmanager
 async def live_server(
-    tokenizer: Tokenizer, *, ready: bool = True, defaults: dict[str, Any] | None = None, **settings: Any
+    tokenizer: Tokenizer,
+    *,
+    ready: bool = True,
+    defaults: dict[str, Any] | None = None,
+    observers: Sequence[Observer] = (),
+    **settings: Any,
 ) -> AsyncIterator[Live]:
     config = ServerConfig(port=0, **settings)
     engine = ScriptedEngine(tokenizer)
@@ -264,8 +276,9 @@ async def live_server(
         chat_template=ChatTemplate(TEMPLATE),
         defaults=defaults or {},
         max_queued=config.max_queued_requests,
+        max_wait_s=config.max_queue_wait,
     )
-    context = Context(config, Auth(config), front if ready else None)
+    context = Context(config, Auth(config), front if ready else None, tls=tls_of(config), observers=list(observers))
     sock = bind(config)
     port = sock.getsockname()[1]
     if ready:
@@ -277,7 +290,7 @@ async def live_server(
             if ready:
                 await front.wait_ready()
                 context.started = True
-            yield Live(f"http://127.0.0.1:{port}", port, context, engine, front, session)
+            yield Live(f"http{'s' if context.tls else ''}://127.0.0.1:{port}", port, context, engine, front, session)
     finally:
         for task in tasks:
             task.cancel()

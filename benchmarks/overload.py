@@ -1,0 +1,144 @@
+"""Ten times overload: goodput, time to first token and memory, beside a server that is just full.
+
+python -m benchmarks.overload --url http://127.0.0.1:8000 --places 8 --pid PID
+
+places: the server's --max-num-seqs. First as many clients as places ask without a pause, so that nothing waits: that
+is its capacity. Then requests come a tenth faster than that, whether or not earlier ones are answered: that is
+saturation, with the queue that the server allows. Then they come at ten times that rate; a tenth is malformed, a tenth
+leaves after half a second. pid: of the server, whose memory is read. Goodput: tokens of answers that came to an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import psutil
+
+from benchmarks.common import parser, save
+
+WORDS = ["the", "fox", "found", "a", "lantern", "in", "old", "harbour", "and", "nobody", "knew", "why", "it", "was"]
+
+
+@dataclass
+class Phase:
+    """What the requests of one phase came to."""
+
+    seconds: float
+    sent: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0  # of whole answers
+    ttft_s: list[float] = field(default_factory=list)
+    retry_after_s: list[float] = field(default_factory=list)
+    rss_mib: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the numbers to print."""
+        ordered = sorted(self.ttft_s)
+        percentile = {f"ttft_p{p}_ms": round(1e3 * ordered[len(ordered) * p // 100], 1) for p in (50, 99)}
+        rate = {"answers_per_s": self.ends["200"] / self.seconds, "tokens_per_s": self.tokens / self.seconds}
+        memory = {"rss_mib": [round(self.rss_mib[0]), round(self.rss_mib[-1])]} if self.rss_mib else {}
+        return {"sent": self.sent, "ends": dict(self.ends)} | rate | percentile | memory
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--url", default="http://127.0.0.1:8000")
+    flags.add_argument("--places", type=int, default=8, help="the server's --max-num-seqs [8]")
+    flags.add_argument("--pid", type=int, default=0, help="the server's process, for its memory")
+    flags.add_argument("--seconds", type=float, default=60.0, help="of overload; saturation is half as long [60]")
+    flags.add_argument("--times", type=float, default=10.0, help="overload over saturation [10]")
+    args = flags.parse_args()
+    phases = asyncio.run(measure(args.url, args.places, args.seconds, args.times, args.pid))
+    found = {name: phase.summary() for name, phase in phases.items()}
+    over = found["overload"]
+    for name in ("capacity", "saturation"):
+        other = found[name]
+        found[f"overload / {name}"] = {
+            key: round(over[key] / other[key], 3) for key in ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")
+        }
+    save("overload", args, found)
+
+
+async def measure(url: str, places: int, seconds: float, times: float, pid: int) -> dict[str, Phase]:
+    """Returns the three phases by name."""
+    random.seed(1)
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        await closed(session, Phase(3.0), places)  # the server has measured nothing before
+        process = psutil.Process(pid) if pid else None
+        full, busy, over = Phase(seconds / 2), Phase(seconds), Phase(seconds)
+        await closed(session, full, places)
+        rate = full.ends["200"] / full.seconds
+        await opened(session, busy, 1.1 * rate, process)
+        await opened(session, over, times * rate, process, good=8)
+    return {"capacity": full, "saturation": busy, "overload": over}
+
+
+async def closed(session: aiohttp.ClientSession, phase: Phase, places: int) -> None:
+    """Keeps every place taken, and no more."""
+    end_s = time.monotonic() + phase.seconds
+
+    async def client() -> None:
+        while time.monotonic() < end_s:
+            await ask(session, phase, "whole", end_s)
+
+    await asyncio.gather(*[client() for _ in range(places)])
+
+
+async def opened(
+    session: aiohttp.ClientSession, phase: Phase, rate: float, process: psutil.Process | None, good: int = 10
+) -> None:
+    """Sends requests at a rate, at random times; `good` of ten want their whole answer."""
+    begun_s, due_s = time.monotonic(), 0.0
+    end_s = begun_s + phase.seconds
+    async with asyncio.TaskGroup() as group:
+        while due_s < phase.seconds:
+            await asyncio.sleep(max(0.0, begun_s + due_s - time.monotonic()))
+            bad = (10 - good) / 2
+            kind = random.choices(["whole", "malformed", "leaves"], [good, bad, bad])[0]
+            group.create_task(ask(session, phase, kind, end_s))
+            due_s += random.expovariate(rate)
+            if process is not None and phase.sent % 50 == 0:
+                phase.rss_mib.append(process.memory_info().rss / 2**20)
+
+
+async def ask(session: aiohttp.ClientSession, phase: Phase, kind: str, end_s: float) -> None:
+    """Sends one request and notes how it ended."""
+    phase.sent += 1
+    prompt = " ".join(random.choices(WORDS, k=random.randint(20, 200)))
+    num_tokens = random.randint(64, 192)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    if kind == "malformed":
+        body["temperature"] = "warm"
+    begun_s, tokens = time.monotonic(), 0
+    try:
+        async with asyncio.timeout(0.5 if kind == "leaves" else None):
+            async with session.post("/v1/completions", json=body) as response:
+                if response.status != 200:
+                    phase.ends[str(response.status)] += 1
+                    if response.status == 503:
+                        phase.retry_after_s.append(float(response.headers["Retry-After-Ms"]) / 1e3)
+                    await response.read()
+                    return
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        if not tokens:
+                            phase.ttft_s.append(time.monotonic() - begun_s)
+                        tokens += 1
+    except TimeoutError:
+        phase.ends["left"] += 1
+        return
+    if time.monotonic() <= end_s:
+        phase.ends["200"] += 1
+        phase.tokens += num_tokens
+    else:
+        phase.ends["late"] += 1
+
+
+if __name__ == "__main__":
+    main()

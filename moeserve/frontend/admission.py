@@ -1,0 +1,91 @@
+"""Admission: whether one more request may wait, by the wait that is predicted for it.
+
+A new sequence waits for two things: for the prompts before it to be read, at the rate at which prompts were read
+lately; and, if every place in the engine is taken, for so many sequences to end, at the rate at which they ended while
+all places were taken. Both rates are measured; a server that has measured nothing yet predicts the second with a guess
+and the first as nothing. A request whose wait would be longer than it may be is refused at once: it would not be served
+sooner by waiting here, and those that were admitted before it start in time.
+"""
+
+from __future__ import annotations
+
+from moeserve.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from moeserve.frontend.stats import FrontStats
+from moeserve.messages import Ready, StepRecord
+
+MAX_RETRY_AFTER_S = 60.0
+KV_FULL = 8  # with less than an eighth of the blocks free, they limit the sequences that run, and not their number
+_KEPT = 0.95  # weight of what was measured before one more step, or one more end
+
+
+class Admission:
+    """Bounds the number of sequences, and the wait of the last one.
+
+    max_queued: sequences that may wait beyond those that the engine runs at once; None for no bound at all. max_wait_s:
+    longest predicted wait where every place is taken; 0 for any. unread_tokens: of prompts without a first token, kept
+    by the front end.
+    """
+
+    def __init__(self, stats: FrontStats, max_queued: int | None, max_wait_s: float = 0.0) -> None:
+        self._stats = stats
+        self._max_queued = max_queued
+        self._max_wait_s = max_wait_s
+        self.unread_tokens = 0
+        self._read_tokens = 0.0  # prompt tokens of late, cached ones included, and the seconds that they took
+        self._read_s = 0.0
+        self._seconds_per_end = 0.1  # moving average
+        self._last_end_s = 0.0
+
+    def check(self, num_live: int, num_more: int, ready: Ready, within_s: float | None = None) -> None:
+        """Raises Overloaded unless num_more sequences may come now, InvalidRequest if they never may.
+
+        within_s: the time that the request has; DeadlineExceeded if that is over.
+        """
+        if within_s is not None and within_s <= 0:
+            raise DeadlineExceeded("the request's time was over before it could start")
+        if self._max_queued is None:
+            return
+        capacity = ready.max_num_seqs + self._max_queued
+        if num_more > capacity:
+            raise InvalidRequest(f"{num_more} sequences in one request; this server takes at most {capacity} at once")
+        if (excess := num_live + num_more - capacity) > 0:
+            raise Overloaded(
+                f"{num_live} sequences run or wait; no more are taken now",
+                retry_after_s=min(max(1.0, excess * self._seconds_per_end), MAX_RETRY_AFTER_S),
+            )
+        full = num_live + num_more > self._places(ready)
+        limits = [limit for limit in (self._max_wait_s if full else 0, within_s) if limit]
+        if limits and num_live and (wait_s := self.wait_s(num_live + num_more, ready)) > min(limits):
+            raise Overloaded(
+                f"a new request would wait {wait_s:.1f} s for its turn, and may wait {min(limits):g} s",
+                retry_after_s=min(wait_s - min(limits), MAX_RETRY_AFTER_S),
+            )
+
+    def wait_s(self, num_live: int, ready: Ready) -> float:
+        """Returns the predicted wait of the last of so many sequences, in seconds."""
+        num_engines = sum(engine.last is not None for engine in self._stats.engines.values()) or 1
+        reading_s = self.unread_tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
+        return reading_s / num_engines + max(0, num_live - self._places(ready)) * self._seconds_per_end
+
+    def _places(self, ready: Ready) -> int:
+        """Returns how many sequences can run at once."""
+        last = self._stats.last
+        if last is not None and last.num_waiting and last.num_free_blocks * KV_FULL < last.num_blocks:
+            return min(ready.max_num_seqs, last.num_running)
+        return ready.max_num_seqs
+
+    def step(self, record: StepRecord) -> None:
+        """Notes how fast a step read prompts, if it did."""
+        read = record.num_tokens - record.num_requests + record.cached_tokens
+        if read > record.num_requests:  # others are decoding steps, with a few drafts
+            self._read_tokens = _KEPT * self._read_tokens + read
+            self._read_s = _KEPT * self._read_s + record.device_us / 1e6
+
+    def ended(self, now_s: float, num_live: int, ready: Ready) -> None:
+        """Notes the end of one sequence; num_live are left."""
+        if num_live + 1 < ready.max_num_seqs:
+            self._last_end_s = 0.0  # a place was free: the time to the next end says nothing about a wait
+            return
+        if self._last_end_s:
+            self._seconds_per_end += (1 - _KEPT) * (now_s - self._last_end_s - self._seconds_per_end)
+        self._last_end_s = now_s

@@ -1,0 +1,134 @@
+"""Key files: names, digests, rates and priorities, and new ones while the server runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import pytest
+
+from moeserve.config import ServerConfig
+from moeserve.errors import ConfigError, RateLimited, Unauthorized
+from moeserve.server import rates
+from moeserve.server.auth import Auth
+from moeserve.server.rates import Rates
+from moeserve.server.reload import Reloads
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+
+
+def auth_of(path, text: str) -> Auth:
+    path.write_text(text)
+    return Auth(ServerConfig(api_key_file=str(path)))
+
+
+def test_names_digests_and_lines(tmp_path):
+    digest = hashlib.sha256(b"b").hexdigest()
+    auth = auth_of(
+        tmp_path / "keys.yaml", f"keys:\n- {{name: alice, key: a}}\n- {{name: bob, sha256: {digest}, priority: 5}}\n"
+    )
+    assert [auth.check({"X-Api-Key": key}).name for key in "ab"] == ["alice", "bob"]
+    assert auth.check({"X-Api-Key": "b"}).priority == 5
+    auth = auth_of(tmp_path / "keys.json", '{"keys": [{"name": "alice", "key": "a"}]}')
+    assert auth.check({"Authorization": "Bearer a"}).name == "alice"
+    auth = auth_of(tmp_path / "keys", f"a\nsha256:{digest}\n")
+    assert auth.check({"X-Api-Key": "b"}).name == digest[:16]
+    for wrong in (digest, f"sha256:{digest}"):
+        with pytest.raises(Unauthorized):
+            auth.check({"X-Api-Key": wrong})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("keys: [", "not valid YAML"),
+        ("[]", "object"),
+        ("keys: []", "keys"),
+        ("keys: [{name: x}]", "exactly one"),
+        ("keys: [{key: s3cret, sha256: " + "a" * 64 + "}]", "exactly one"),
+        ("keys: [{key: s3cret}, {key: s3cret}]", "keys 1 and 2 are the same"),
+        ("keys: [{key: s3cret, rate: 1}]", "rate"),
+        ("keys: [{key: s3cret, tokens_per_minute: 0}]", "tokens_per_minute"),
+        ("keys: [{sha256: abc}]", "sha256"),
+        ("keys: [{key: s3cret, name: a/b}]", "name"),
+        ('keys: [{key: "s3cret}]', "not valid YAML"),
+    ],
+)
+def test_bad_key_files_are_explained_without_showing_keys(tmp_path, text, words):
+    with pytest.raises(ConfigError) as caught:
+        auth_of(tmp_path / "keys.yaml", text)
+    assert "--api-key-file" in str(caught.value)
+    assert words in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+async def test_the_next_request_is_too_many(launch, tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{name: a, key: a, requests_per_minute: 2, tokens_per_minute: 1000}, {key: b}]")
+    async with launch(api_key_file=str(path)) as live:
+        for left in ("1", "0"):
+            status, body, response = await live.post(CHAT, ASK, X_Api_Key="a")
+            assert status == 200
+            assert response.headers["x-ratelimit-limit-requests"] == "2"
+            assert response.headers["x-ratelimit-remaining-requests"] == left
+            assert response.headers["x-ratelimit-reset-requests"].endswith("s")
+        used = 2 * body["usage"]["total_tokens"]
+        assert 1000 - int(response.headers["x-ratelimit-remaining-tokens"]) in range(used - 1, used + 2)
+        status, body, response = await live.post(CHAT, ASK, X_Api_Key="a")
+        assert (status, body["error"]["type"], body["error"]["code"]) == (429, "requests", "rate_limit_exceeded")
+        assert 28 <= int(response.headers["Retry-After"]) <= 46
+        assert response.headers["x-ratelimit-remaining-requests"] == "0"
+        status, _, response = await live.post(CHAT, ASK, X_Api_Key="b")
+        assert status == 200
+        assert not [name for name in response.headers if name.lower().startswith("x-ratelimit")]
+
+
+def test_answers_are_paid_for_afterwards(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(rates, "monotonic", lambda: now[0])
+    mine = Rates(None, 600)
+    for bucket in mine._buckets.values():
+        bucket._at_s = 0.0
+    mine.take(100)
+    mine.spend(700)  # 200 below zero
+    assert mine.headers()["X-RateLimit-Remaining-Tokens"] == "0"
+    assert mine.headers()["X-RateLimit-Reset-Tokens"] == "1m20s"
+    with pytest.raises(RateLimited) as caught:
+        mine.take(100)
+    assert caught.value.retry_after_s == pytest.approx(30)
+    assert caught.value.type == "tokens"
+    now[0] = 30.0
+    mine.take(100)
+    with pytest.raises(RateLimited, match="601 tokens"):
+        mine.take(601)
+
+
+async def test_a_keys_requests_wait_in_its_place(launch, tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{key: low, priority: 5}, {key: any}]")
+    async with launch(api_key_file=str(path)) as live:
+        for key, asked, given in (("low", None, 5), ("low", -9, 5), ("low", 7, 7), ("any", None, 0), ("any", -9, -9)):
+            await live.post(CHAT, ASK | {"priority": asked}, X_Api_Key=key)
+            assert live.engine.told[-1].priority == given
+
+
+def test_keys_change_without_a_restart(tmp_path, caplog):
+    path = tmp_path / "keys.yaml"
+    auth = auth_of(path, "keys: [{key: a, requests_per_minute: 1}]")
+    reloads = Reloads()
+    reloads.add(auth.paths, auth.reload)
+    auth.check({"X-Api-Key": "a"}).rates.take(1)
+    os.utime(path, ns=(1, 1))
+    path.write_text("keys: [{key: a, requests_per_minute: 1}, {key: b}]")
+    reloads.check()
+    assert auth.check({"X-Api-Key": "b"}).owner
+    with pytest.raises(RateLimited):  # what was used stays used
+        auth.check({"X-Api-Key": "a"}).rates.take(1)
+    path.write_text("keys: [")
+    reloads.check(force=True)
+    assert "not reloaded" in caplog.text
+    assert auth.check({"X-Api-Key": "b"}).owner
+    path.unlink()
+    reloads.check()
+    assert auth.check({"X-Api-Key": "b"}).owner
