@@ -2,8 +2,8 @@
 
 A new sequence waits for two things: for the prompts before it to be read, at the rate at which prompts were read
 lately; and, if every place in the engine is taken, for so many sequences to end, at the rate at which they ended while
-all places were taken. Both rates are measured; a server that has measured nothing yet predicts the second with a guess
-and the first as nothing. A request whose wait would be longer than it may be is refused at once: it would not be served
+all places were taken. Both rates are measured; a server that has measured nothing yet
+predicts nothing. A request whose wait would be longer than it may be is refused at once: it would not be served
 sooner by waiting here, and those that were admitted before it start in time.
 """
 
@@ -33,7 +33,7 @@ class Admission:
         self.unread_tokens = 0
         self._read_tokens = 0.0  # prompt tokens of late, cached ones included, and the seconds that they took
         self._read_s = 0.0
-        self._seconds_per_end = 0.1  # moving average
+        self._seconds_per_end = 0.0  # moving average; 0: not measured yet
         self._last_end_s = 0.0
 
     def check(self, num_live: int, num_more: int, ready: Ready, within_s: float | None = None) -> None:
@@ -87,5 +87,6 @@ class Admission:
             self._last_end_s = 0.0  # a place was free: the time to the next end says nothing about a wait
             return
         if self._last_end_s:
-            self._seconds_per_end += (1 - _KEPT) * (now_s - self._last_end_s - self._seconds_per_end)
+            seconds = now_s - self._last_end_s
+            self._seconds_per_end += (1 - _KEPT if self._seconds_per_end else 1) * (seconds - self._seconds_per_end)
         self._last_end_s = now_s
