@@ -65,7 +65,7 @@ def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) ->
     paths: dict[str, dict[str, Any]] = {}
     names: set[str] = set()
     for route in routes:
-        path = route.path + "{id}" if route.path.endswith("/") else route.path
+        path = f"{route.path}{{id}}{route.suffix}" if route.path.endswith("/") else route.path
         name = route.handler.__name__.strip("_")
         if name in names:  # a handler with several paths
             name = path.strip("/").replace("/", "_")

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
-from moeserve.server import admin, chat, completions, openapi, status, tokenize, trace, ui
+from moeserve.server import admin, batches, chat, completions, file_objects, files, openapi, status, tokenize, trace, ui
 from moeserve.server.app import HttpCall
 
 _CHAT = "/v1/chat/completions"
@@ -23,7 +23,10 @@ _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokeni
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL as its argument.
+    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL, up to `suffix`, as its
+    argument.
+
+    Of routes that fit, the first one counts.
 
     takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events, or a union
     of such; query: the struct of the URL's parameters; error: the struct of failures. media: the type of an answer
@@ -40,6 +43,12 @@ class Route:
     probe: bool = False
     media: str = "application/json"
     error: type[msgspec.Struct] = ErrorResponse
+    suffix: str = ""
+
+    @property
+    def label(self) -> str:
+        """The operation's path in metrics and logs."""
+        return f"{self.path}{{id}}{self.suffix}" if self.suffix else self.path
 
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
@@ -80,6 +89,16 @@ ROUTES = (
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
     Route("POST", "/v1/detokenize", *_DETOKENIZE),
+    Route("POST", "/v1/files", files.upload_file, None, file_objects.FileObject),
+    Route("GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery),
+    Route("GET", "/v1/files/", files.file_content, suffix="/content", media="application/octet-stream"),
+    Route("GET", "/v1/files/", files.retrieve_file, None, file_objects.FileObject),
+    Route("DELETE", "/v1/files/", files.delete_file, None, files.Deleted),
+    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, file_objects.Batch),
+    Route("GET", "/v1/batches", batches.list_batches, None, file_objects.BatchList, query=batches.BatchesQuery),
+    Route("POST", "/v1/batches/", batches.cancel_batch, None, file_objects.Batch, suffix="/cancel"),
+    Route("GET", "/v1/batches/", batches.retrieve_batch, None, file_objects.Batch),
+    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, None, protocol.TokenizerInfo),
     Route("GET", "/livez", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/ping", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/readyz", status.readyz, None, StatusResponse, probe=True),
