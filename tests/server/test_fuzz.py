@@ -118,6 +118,7 @@ def requests(draw: st.DrawFn) -> Asked:
         path += draw(
             st.text(max_size=20).map(quote).map(str.encode) | harmless.map(lambda data: data.replace(b" ", b"+"))
         )
+        path += route.suffix.encode()
     elif draw(st.integers(0, 19)) == 0:
         path += draw(st.sampled_from([b"/", b"//", b"/%2e%2e", b"%00", b";a", b"a" * 9000]))
     known = list(route.query.__struct_fields__) if route.query else []
