@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
+from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
-from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
@@ -342,7 +342,7 @@ class Scheduler:
         live = batch.occupancy[in_flight.slots] == in_flight.occupancy
         slots, tokens, finish, stop_ids = append_tokens(batch, plan, in_flight.slots, live, result, self.eos_ids)
         cached = unsent_hits(batch, slots)
-        logprobs, prompt_logprobs = logprobs_of(batch, in_flight.slots[live], result)
+        logprobs, prompt_logprobs, digests = logprobs_of(batch, in_flight.slots[live], result)
         drafts = self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
         rids = batch.rid[slots]
         for row in np.flatnonzero(finish).tolist():
@@ -359,6 +359,7 @@ class Scheduler:
             stop_ids=stop_ids,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            digests=digests,
             drafts=drafts,
             errors=errors,
             record=self._record(in_flight, result),

@@ -32,7 +32,7 @@ from moeserve.server.batches import Batches
 from moeserve.server.file_store import FileStore
 from moeserve.server.http import HttpServer, watch
 from moeserve.server.inside import ask
-from moeserve.server.routes import ROUTES
+from moeserve.server.routes import PAGES, ROUTES
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def bind(config: ServerConfig) -> socket.socket:
 @asynccontextmanager
 async def listening(sock: socket.socket, context: Context) -> AsyncIterator[None]:
     """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
-    app = App(context, ROUTES)
+    app = App(context, ROUTES + PAGES if context.config.ui else ROUTES)
     server = HttpServer(app)
     context.batches = await _batches(app, server)
     acceptor = await asyncio.get_running_loop().create_server(server, sock=sock, backlog=BACKLOG)
@@ -220,6 +220,7 @@ def _ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.s
         f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; {ready.max_num_seqs} sequences at once",
         *_ranks(front),
         f"  keys     {'required' if context.auth.required else 'none needed'}; routes: {url}/openapi.json",
+        *([f"  page     {url}/ to talk to it and to watch it"] if context.config.ui else []),
         *[f"  note     {note}" for note in ready.notes],
         "",
     ]
