@@ -44,11 +44,6 @@ class Route:
     probe: bool = False
     suffix: str = ""
 
-    @property
-    def label(self) -> str:
-        """The operation's path in metrics and logs."""
-        return f"{self.path}{{id}}{self.suffix}" if self.suffix else self.path
-
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
     """Return this document."""
