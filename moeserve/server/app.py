@@ -277,7 +277,7 @@ class App:
         return HttpError(405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods)
 
     def _count(self, route: Route | None, status: int, call: HttpCall) -> None:
-        path = route.label if route else "other"
+        path = "other" if route is None else f"{route.path}{{id}}{route.suffix}" if route.suffix else route.path
         self.context.responses[path, status] += 1
         if call.unknown:
             log.warning("request %s: unknown fields ignored; its Warning header names them", call.id)

@@ -45,11 +45,6 @@ class Route:
     error: type[msgspec.Struct] = ErrorResponse
     suffix: str = ""
 
-    @property
-    def label(self) -> str:
-        """The operation's path in metrics and logs."""
-        return f"{self.path}{{id}}{self.suffix}" if self.suffix else self.path
-
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
     """Return this document."""
@@ -98,7 +93,7 @@ ROUTES = (
     Route("GET", "/v1/batches", batches.list_batches, None, file_objects.BatchList, query=batches.BatchesQuery),
     Route("POST", "/v1/batches/", batches.cancel_batch, None, file_objects.Batch, suffix="/cancel"),
     Route("GET", "/v1/batches/", batches.retrieve_batch, None, file_objects.Batch),
-    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, None, protocol.TokenizerInfo),
+    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, None, tokenize.TokenizerInfo),
     Route("GET", "/livez", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/ping", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/readyz", status.readyz, None, StatusResponse, probe=True),

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.protocol import Detokenized, Tokenized, TokenizerInfo
+from moeserve.protocol import Answer, Detokenized, Tokenized
 from moeserve.sampling import TokenId
 from moeserve.server.app import HttpCall
 from moeserve.server.chat import ReasoningEffort, chat_prompt
@@ -41,6 +41,21 @@ class DetokenizeRequest(Struct, kw_only=True):
 
     tokens: list[TokenId]
     model: str | None = None
+
+
+class TokenizerInfo(Answer, kw_only=True):
+    """The tokenizer in the fields of tokenizer_config.json, as clients that count tokens by HTTP read it."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    pad_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+    model_max_length: int
+    chat_template: str | None = None
 
 
 async def tokenize(call: HttpCall) -> web.StreamResponse:
