@@ -342,7 +342,7 @@ class Scheduler:
         live = batch.occupancy[in_flight.slots] == in_flight.occupancy
         slots, tokens, finish, stop_ids = append_tokens(batch, plan, in_flight.slots, live, result, self.eos_ids)
         cached = unsent_hits(batch, slots)
-        logprobs, prompt_logprobs = logprobs_of(batch, in_flight.slots[live], result)
+        logprobs, prompt_logprobs, digests = logprobs_of(batch, in_flight.slots[live], result)
         drafts = self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
         rids = batch.rid[slots]
         for row in np.flatnonzero(finish).tolist():
@@ -359,6 +359,7 @@ class Scheduler:
             stop_ids=stop_ids,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            digests=digests,
             drafts=drafts,
             errors=errors,
             record=self._record(in_flight, result),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
 from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs
 from moeserve.runner.ubatches import Meter, UBatchRunner
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class StepOutputs:
@@ -51,7 +54,7 @@ class StepOutputs:
         if isinstance(self.meter.load_LE, Tensor):
             found.append(self.meter.load_LE)
         if self.sampled is not None:
-            found += [self.sampled.tokens_S, self.sampled.status_S, *(self.sampled.logprobs or ())]
+            found += [self.sampled.tokens_S, self.sampled.status_S, *(self.sampled.logprobs or ()), *self.sampled.raw]
         if self.accepted_S is not None:
             found.append(self.accepted_S)
         if self.prompt is not None:
@@ -66,10 +69,11 @@ class StepOutputs:
             load_LE = next(arrays).astype(np.int64)
         failed, tokens_N, counts_S = dict(self.failed), np.zeros(0, dtype=np.int32), None
         logprobs: dict[int, list[Logprobs]] = {}
+        digests: dict[int, list[bytes]] = {}
         if (sampled := self.sampled) is not None:
             tokens_N, status_N = next(arrays), next(arrays)
             of_logprobs = [*islice(arrays, 3)] if sampled.logprobs is not None else None
-            kept_N = None
+            raw, kept_N = [*islice(arrays, len(sampled.raw))], None
             if self.drafts_S is not None:
                 counts_S = next(arrays).astype(np.int32)
             if status_N.any() or sampled.failures:
@@ -79,7 +83,10 @@ class StepOutputs:
                 kept_N = ranges(first_S, counts_S)
                 tokens_N = tokens_N[kept_N]
             if of_logprobs is not None:
-                logprobs = self._logprobs(sampled, to_messages(sampled.logprob_counts, *of_logprobs), kept_N, failed)
+                rows = to_messages(sampled.logprob_counts, *of_logprobs)
+                logprobs = self._by_slot(sampled.logprob_rows_P, rows, kept_N, failed)
+            if raw:
+                digests = self._by_slot(sampled.raw_rows_Q, [*map(digest, raw)], kept_N, failed)
         prompt: dict[int, PromptLogprobs] = {}
         if self.prompt is not None:
             prompt, damaged = prompt_messages(self.prompt.spans, *islice(arrays, 3))
@@ -99,6 +106,7 @@ class StepOutputs:
             comm_us=comm_us,
             exposed_comm_us=exposed_us,
             load_LE=load_LE if load_LE.size else None,
+            digests=digests,
             events=self.meter.events,
         )
 
@@ -121,17 +129,22 @@ class StepOutputs:
                 counts_S[row] = min(counts_S[row], max(1, n - first_S[row]))
         return tokens_N, counts_S
 
-    def _logprobs(
-        self, sampled: Sampled, rows: Sequence[Logprobs], kept_N: I64 | None, failed: dict[int, str]
-    ) -> dict[int, list[Logprobs]]:
-        """Returns the logprobs of kept tokens by slot."""
+    def _by_slot(
+        self, rows_P: I64, values: Sequence[T], kept_N: I64 | None, failed: dict[int, str]
+    ) -> dict[int, list[T]]:
+        """Returns what some rows have, of kept tokens and by slot."""
         slots_N = self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
         kept = None if kept_N is None else set(kept_N.tolist())
-        logprobs: dict[int, list[Logprobs]] = {}
-        for n, row in zip(sampled.logprob_rows_P.tolist(), rows, strict=True):
+        found: dict[int, list[T]] = {}
+        for n, value in zip(rows_P.tolist(), values, strict=True):
             if (slot := int(slots_N[n])) not in failed and (kept is None or n in kept):
-                logprobs.setdefault(slot, []).append(row)
-        return logprobs
+                found.setdefault(slot, []).append(value)
+        return found
+
+
+def digest(logits_V: NDArray[np.float32]) -> bytes:
+    """Returns the SHA-256 of a row of logits, as little-endian fp32."""
+    return hashlib.sha256(np.ascontiguousarray(logits_V, "<f4").data).digest()
 
 
 class StepExecutor:

@@ -65,6 +65,7 @@ ROUTES = (
     Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
     Route("POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=trace.TraceQuery),
     Route("GET", "/v1/experts", status.experts, None, _EXPERTS, _EXPERTS, status.WatchQuery),
+    Route("GET", "/v1/receipt-key", status.receipt_key, None, protocol.ReceiptKey),
     Route("POST", "/tokenize", *_TOKENIZE),
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
