@@ -141,7 +141,7 @@ async function answer() {
     if (error.name === "AbortError") turn.stopped = true;
     else turn.error = error instanceof ApiError ? { ...error, message: error.message } : { message: String(error) };
   }
-  if (!turn.finish) delete turn.tool_calls; // cut off: their arguments are not whole
+  turn.cut = !turn.finish || ["length", "abort", "error"].includes(turn.finish);
   turn.endedAt = performance.now();
   turn.ended = true;
   running = null;
@@ -155,8 +155,8 @@ async function answer() {
 
 function spoken(turn) {
   if (turn.stopped) return "Stopped.";
-  const calls = (turn.tool_calls ?? []).map((call) => `The model calls ${call.function.name}.`);
-  return [turn.content, ...calls].join(" ");
+  const called = (turn.tool_calls ?? []).map((call) => `The model calls ${call.function.name}.`);
+  return [turn.content, ...called].join(" ");
 }
 
 function busy(is) {
@@ -164,14 +164,15 @@ function busy(is) {
   $("stop").hidden = !is;
 }
 
-const sendable = (turn) => turn.role !== "assistant" || turn.content || turn.tool_calls;
+const calls = (turn) => (turn.cut ? undefined : turn.tool_calls); // those that were cut off are not whole
+const sendable = (turn) => turn.role !== "assistant" || turn.content || calls(turn);
 
 /** Returns a turn as the API takes it. */
 function asMessage(turn) {
   if (turn.role === "user") return { role: "user", content: turn.content };
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.tool_call_id, content: turn.content };
   const message = { role: "assistant", content: turn.content };
-  if (turn.tool_calls) Object.assign(message, { tool_calls: turn.tool_calls, content: turn.content || null });
+  if (calls(turn)) Object.assign(message, { tool_calls: turn.tool_calls, content: turn.content || null });
   if (turn.reasoning) message.reasoning_content = turn.reasoning;
   return message;
 }

@@ -63,7 +63,7 @@ export class Feed extends EventTarget {
   }
 
   async #watch() {
-    if (!this.watching || this.state !== "ready") return;
+    if (!this.watching || this.noExperts || this.state !== "ready") return;
     const leave = new AbortController();
     const check = setInterval(() => (!this.watching || document.hidden) && leave.abort(), 500);
     try {

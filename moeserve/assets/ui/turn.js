@@ -93,7 +93,7 @@ export class AnswerView {
   }
 
   askForResults() {
-    if (this.turn.answered) {
+    if (this.turn.answered || this.turn.cut) {
       this.calls.replaceChildren(...this.turn.tool_calls.map((call) => callCard(call)));
       return;
     }
