@@ -22,6 +22,7 @@ _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"/[ \n]{0,4}/"
 _SLOT = re.compile(r"\{(\w+)\}")
 _ANYTHING: dict[str, Any] = {"type": "object"}
+_OTHERS = ["array", "boolean", "null", "number", "object"]
 _OF_TEXT = ("pattern", "format", "minLength", "maxLength")  # keywords that are not kept for text without quotes
 
 
@@ -117,11 +118,14 @@ class AnswerGrammar:
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         if self._calls.content == "python":
             if _is_open(schema):
-                return self._listed({}, schema, default=f"/[A-Za-z_]\\w*/ {self._literal('=')} %json {{}}")
+                return self._listed({}, schema, default=f"/[A-Za-z_][A-Za-z0-9_]*/ {self._literal('=')} %json {{}}")
             written = {key: f"{self._literal(key + '=')} {json_rule(_within(value, shared))}" for key, value in schema["properties"].items()}
             return self._listed(written, schema)
+        parameter = self._calls.parameter
+        assert parameter is not None
         if _is_open(schema):
-            return f"({self._parameter('', {}, shared)})*"
+            json_too = f" | {self._parameter('', {'type': _OTHERS}, shared)}" if "{type}" in parameter.write or parameter.write_text else ""
+            return f"({self._parameter('', {}, shared)}{json_too})*"
         required = schema.get("required") or ()
         written = {key: self._parameter(key, value, shared) for key, value in schema["properties"].items()}
         return " ".join(text if key in required else f"({text})?" for key, text in written.items()) or '""'
@@ -150,10 +154,9 @@ class AnswerGrammar:
         is_text = not types or "string" in types
         write = parameter.write_text if parameter.write_text and is_text else parameter.write
         before, after = write.split("{value}")
-        kind = "string" if is_text else next(iter(sorted(types)))
-        before = before.replace("{type}", kind)
         name = self._literal(key) if key else '/[^<>"\\n]+/'
-        head = self._fill(before, key=name)
+        kind = "string" if is_text else "|".join(sorted({"number" if t == "integer" else t for t in types}))
+        head = self._fill(before, key=name, type=f"/{kind}/")
         if not is_text:
             return f"{head} {json_rule(_within(schema, shared))} {self._literal(after)}"
         if texts := _texts(schema):
@@ -183,7 +186,7 @@ class AnswerGrammar:
             self._rules += [
                 f'bare: bare_object | "[" (bare ("," bare)*)? "]" | {text} | {scalar}',
                 'bare_object: "{" (member ("," member)*)? "}"',
-                r'member: /[^:,\[\]{}<\n]+/ ":" bare',
+                r'member: /[^:,\[\]{}<"\n]+/ ":" bare',
             ]
         return "bare_object" if types == {"object"} else "bare"
 

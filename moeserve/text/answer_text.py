@@ -67,22 +67,28 @@ def without_controls(text: str, kept: Collection[str] = ()) -> str:
 class AnswerText:
     """What came of an answer and is not taken yet. Methods that are generators yield where they need more.
 
-    taken: what was taken since somebody emptied it, for text that turns out to be malformed.
+    taken: what was taken since somebody put a list there, for text that turns out to be malformed.
     """
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
         self.ended = False
-        self.taken: list[str] = []
+        self.taken: list[str] | None = None
 
     def feed(self, text: str, *, final: bool) -> None:
         """Appends to the text. final: nothing follows."""
         self._text, self._at, self.ended = self._text[self._at :] + text, 0, final
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything was taken."""
+        return self._at == len(self._text)
+
     def take(self, end: int) -> str:
         """Takes the text up to a position."""
         text, self._at = self._text[self._at : end], end
-        self.taken.append(text)
+        if self.taken is not None:
+            self.taken.append(text)
         return text
 
     def take_rest(self) -> None:

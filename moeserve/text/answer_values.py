@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from moeserve.text.answer_text import AnswerText, Emit, Malformed, Stops, Unfinished, Wait, plain
@@ -160,12 +161,23 @@ def typed(raw: str, schema: Any, text: bool | None) -> str:
         parsed = json.loads(word, parse_constant=_refuse)
         json.dumps(parsed, allow_nan=False)
     except (ValueError, RecursionError):
-        return json.dumps(raw, ensure_ascii=False)
+        return (types & {"object", "array"} and _of_python(word)) or json.dumps(raw, ensure_ascii=False)
     kind = _KINDS.get(type(parsed), "null")
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     if kind == "number" and "number" not in types and "integer" in types and parsed == int(parsed):
         return str(int(parsed))
     return word if fits or "string" not in types else json.dumps(raw, ensure_ascii=False)
+
+
+def _of_python(word: str) -> str:
+    """Returns the JSON of a value in Python's syntax, "" if it is none."""
+    text, pieces = AnswerText(), list[str]()
+    text.feed(word, final=True)
+    with suppress(Malformed):
+        for _ in value(text, PYTHON, pieces.append):
+            pass
+        return "".join(pieces) if text.is_empty else ""
+    return ""
 
 
 _KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
