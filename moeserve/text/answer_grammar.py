@@ -115,22 +115,31 @@ class AnswerGrammar:
             return self._bare(schema)
         if self._calls.content not in ("tags", "python"):
             return json_rule(schema)
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         if self._calls.content == "python":
             if _is_open(schema):
                 return self._listed({}, schema, default=f"/[A-Za-z_][A-Za-z0-9_]*/ {self._literal('=')} %json {{}}")
-            written = {key: f"{self._literal(key + '=')} {json_rule(_within(value, shared))}" for key, value in schema["properties"].items()}
+            written = {
+                key: f"{self._literal(key + '=')} {json_rule(_within(value, shared))}"
+                for key, value in schema["properties"].items()
+            }
             return self._listed(written, schema)
         parameter = self._calls.parameter
         assert parameter is not None
         if _is_open(schema):
-            json_too = f" | {self._parameter('', {'type': _OTHERS}, shared)}" if "{type}" in parameter.write or parameter.write_text else ""
+            json_too = (
+                f" | {self._parameter('', {'type': _OTHERS}, shared)}"
+                if "{type}" in parameter.write or parameter.write_text
+                else ""
+            )
             return f"({self._parameter('', {}, shared)}{json_too})*"
         required = schema.get("required") or ()
         written = {key: self._parameter(key, value, shared) for key, value in schema["properties"].items()}
         return " ".join(text if key in required else f"({text})?" for key, text in written.items()) or '""'
 
-    def _listed(self, written: Mapping[str, str], schema: Mapping[str, Any], default: str = "", comma: str = ", ") -> str:
+    def _listed(
+        self, written: Mapping[str, str], schema: Mapping[str, Any], default: str = "", comma: str = ", "
+    ) -> str:
         """Returns the Lark of a list with commas: what is required comes, in order, the rest may. default: of any."""
         comma = self._literal(comma)
         if default:
@@ -162,7 +171,7 @@ class AnswerGrammar:
         if texts := _texts(schema):
             return f"{head} ({' | '.join(map(self._literal, texts))}) {self._literal(after)}"
         if kept := [word for word in _OF_TEXT if types == {"string"} and word in schema]:
-            what = f"{', '.join(kept)} of {key!r} cannot be enforced, since {self._syntax.about} write texts without quotes"
+            what = f"{', '.join(kept)} of {key!r} cannot be enforced: texts have no quotes in this format"
             raise InvalidRequest(what, param="tools", code="invalid_grammar")
         return f"{head} {self._until(after)}"
 
@@ -206,7 +215,7 @@ class AnswerGrammar:
     def _until(self, mark: str) -> str:
         """Returns the Lark of any text and the mark behind it."""
         if special := special_in(mark, self._special):
-            before, after = mark.split(special, 1)
+            before = mark.partition(special)[0]
             if not before.strip():
                 return f"TEXT {self._literal(mark[len(before) :])}"
         name = f"until_{len(self._rules)}"

@@ -32,8 +32,8 @@ class Span(Struct, forbid_unknown_fields=True):
 class Parameter(Struct, forbid_unknown_fields=True):
     """A parameter between tags: `open`, what `header` matches (groups key and text), `end`, the value, `close`.
 
-    newlines: one at each end of the value belongs to the tags. escaped: keys and names are written as in XML. write: how a model writes one, with {key}, {value}
-    and {type}; write_text: the same for texts, where they differ.
+    newlines: one at each end of the value belongs to the tags. escaped: keys and names are written as in XML.
+    write: how a model writes one, with {key}, {value} and {type}; write_text: the same for texts, where they differ.
     """
 
     open: str
@@ -51,8 +51,8 @@ class Calls(Struct, forbid_unknown_fields=True):
 
     open: marks before a call; "" for calls without one, which begin with the character `bare`.
     content: json, an object with name and arguments, or a list of such; object: `header` (group name), the mark
-    `arguments`, then an object; tags: `header` (a group `empty` says that nothing follows), `arguments` if there is such
-    a mark, then parameters; python: a list of calls in Python's syntax.
+    `arguments`, then an object; tags: `header` (a group `empty` says that nothing follows), the mark `arguments` if
+    there is one, then parameters; python: a list of calls in Python's syntax.
     close: after a call; may be missing at the end of the text where the content shows its own end.
     write: how a model writes one call, with {name}, {index} and {arguments}; before, between, after: what it writes
     around them.
@@ -124,7 +124,9 @@ class Reading:
         outer = [self.section_open, *calls.open]
         self.dropped = syntax.dropped
         self.in_content = self._stops(self.think_open, *outer, *syntax.dropped)
-        self.in_reasoning = self._stops(self.think_close, *([*outer, *syntax.dropped] if syntax.call_ends_reasoning else []))
+        self.in_reasoning = self._stops(
+            self.think_close, *([*outer, *syntax.dropped] if syntax.call_ends_reasoning else [])
+        )
         self.in_section = self._stops(*calls.open, self.section_close)
         self.after_call = self._stops(*calls.open, self.section_close)
         self.call_close = calls.close

@@ -45,9 +45,8 @@ class Stops:
 
 def _prefixes(text: str) -> str:
     """Returns a regex of the beginnings of a text."""
-    *rest, last = text
-    pattern = re.escape(last)
-    for char in reversed(rest):
+    pattern = re.escape(text[-1])
+    for char in reversed(text[:-1]):
         pattern = f"{re.escape(char)}(?:{pattern})?"
     return pattern
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -38,8 +39,19 @@ TOOLS = [
 ]
 ARGUMENTS = {"city": 'Zürich "<x>"\n\\ 5', "days": 3, "where": {"hot": True}}
 SPECIAL = {  # tokens that are special in models of a format
-    "deepseek_v3": ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"],
-    "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ],
     "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
     "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
@@ -139,9 +151,15 @@ def test_reasoning_is_split_off(formats, name):
     opened = answer.removeprefix(span.open)
     assert read(formats[name], [marked(opened, name)], prompt=f"...{span.open}\n") == wanted
     closed = f"Hello\n{call}"
-    assert read(formats[name], [marked(closed, name)], prompt=f"...{span.open}\n\n{span.close}\n\n")[:2] == ("Hello", "")
+    assert read(formats[name], [marked(closed, name)], prompt=f"...{span.open}\n\n{span.close}\n\n")[:2] == (
+        "Hello",
+        "",
+    )
     middle = f"...{span.open} so far"
-    assert read(formats[name], [marked(f"well{span.close}Hi", name)], prompt=middle, continued=True)[:2] == ("Hi", "well")
+    assert read(formats[name], [marked(f"well{span.close}Hi", name)], prompt=middle, continued=True)[:2] == (
+        "Hi",
+        "well",
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -150,11 +168,15 @@ def test_any_split_gives_the_same(formats, name):
     call = write(name, [("weather", ARGUMENTS)])
     seeds = [call, f"Hi {call} {call}", call[: len(call) * 2 // 3], call[5:], f"{call[:-9]} x {call}"]
     seeds += [f"{span.open}a {span.close} b {call}"] if span else []
-    marks = sorted({*call.replace('"', ' " ').split(), "<", "{", "}", " ", "\\", *([span.open, span.close] if span else [])})
+    marks = sorted(
+        {*call.replace('"', ' " ').split(), "<", "{", "}", " ", "\\", *([span.open, span.close] if span else [])}
+    )
 
     @settings(max_examples=60, deadline=None, database=None)
     @given(
-        st.one_of(st.sampled_from(seeds), st.lists(st.sampled_from([*marks, "weather", "x"]), max_size=14).map("".join)),
+        st.one_of(
+            st.sampled_from(seeds), st.lists(st.sampled_from([*marks, "weather", "x"]), max_size=14).map("".join)
+        ),
         st.lists(st.integers(0, 400), max_size=12),
         st.booleans(),
     )
@@ -162,7 +184,7 @@ def test_any_split_gives_the_same(formats, name):
         text = marked(answer, name)
         whole = read(formats[name], [text], eager=eager)
         edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-        assert read(formats[name], [text[a:b] for a, b in zip(edges, edges[1:], strict=False)], eager=eager) == whole
+        assert read(formats[name], [text[a:b] for a, b in pairwise(edges)], eager=eager) == whole
         assert read(formats[name], list(text), eager=eager) == whole
         if not eager:
             assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[2])
@@ -172,7 +194,7 @@ def test_any_split_gives_the_same(formats, name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_plain_text_stays_as_it_is(formats, name):
-    for text in ["", "Hello.\n\nA list:\n - a < b, {x} [y] 1\n", "日本語 \\ \"q\" </x>"]:
+    for text in ["", "Hello.\n\nA list:\n - a < b, {x} [y] 1\n", '日本語 \\ "q" </x>']:
         answer = f"<|channel|>final<|message|>{text}" if name == "harmony" else text
         assert read(formats[name], list(marked(answer, name))) == (text, "", [])
 
@@ -185,7 +207,11 @@ def test_a_call_that_is_cut_off_is_no_call(formats, name):
 
 
 def test_text_that_only_looks_like_a_call_is_content(formats):
-    for answer in ["<tool_call>nothing</tool_call>", '<tool_call>{"name": 5}</tool_call>', "<tool_call>[1]</tool_call> x"]:
+    for answer in [
+        "<tool_call>nothing</tool_call>",
+        '<tool_call>{"name": 5}</tool_call>',
+        "<tool_call>[1]</tool_call> x",
+    ]:
         assert read(formats["hermes"], [marked(answer, "hermes")]) == (answer, "", [])
     typed = "<tool_call>{}</tool_call>"  # not the special token
     assert read(formats["hermes"], [typed]) == (typed, "", [])
@@ -212,12 +238,36 @@ def test_arguments_come_while_they_are_written_if_asked(formats):
 @pytest.mark.parametrize(
     ("name", "answer", "arguments"),
     [
-        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\n5\n</parameter>\n</function>\n</tool_call>", {"city": "5", "days": 5}),
-        ("qwen3_coder", "<function=weather>\n<parameter=city>\na\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>", {"city": "a", "days": 1}),
-        ("qwen3_coder", "<function=weather><parameter=city>a </parameter> and </function> b</parameter></function>", {"city": "a </parameter> and </function> b"}),
-        ("glm45", "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>soon</arg_value>\n</tool_call>", {"days": "soon"}),
-        ("glm47", "<tool_call>weather<arg_key>where</arg_key><arg_value>{'hot': True}</arg_value></tool_call>", {"where": {"hot": True}}),
-        ("pythonic", "[weather(city='it\\'s \\n', where={'hot': True, 'l': [1, -2.5]})]", {"city": "it's \n", "where": {"hot": True, "l": [1, -2.5]}}),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\n5\n</parameter>\n</function>\n</tool_call>",
+            {"city": "5", "days": 5},
+        ),
+        (
+            "qwen3_coder",
+            "<function=weather>\n<parameter=city>\na\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>",
+            {"city": "a", "days": 1},
+        ),
+        (
+            "qwen3_coder",
+            "<function=weather><parameter=city>a </parameter> and </function> b</parameter></function>",
+            {"city": "a </parameter> and </function> b"},
+        ),
+        (
+            "glm45",
+            "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>soon</arg_value>\n</tool_call>",
+            {"days": "soon"},
+        ),
+        (
+            "glm47",
+            "<tool_call>weather<arg_key>where</arg_key><arg_value>{'hot': True}</arg_value></tool_call>",
+            {"where": {"hot": True}},
+        ),
+        (
+            "pythonic",
+            "[weather(city='it\\'s \\n', where={'hot': True, 'l': [1, -2.5]})]",
+            {"city": "it's \n", "where": {"hot": True, "l": [1, -2.5]}},
+        ),
         ("mistral_v3", '[TOOL_CALLS] [{"arguments": {"city": "x"}, "name": "weather"}]', {"city": "x"}),
         ("llama3_json", '{"type": "function", "name": "weather", "parameters": "{\\"days\\": 1}"}', {"days": 1}),
         ("hermes", '<tool_call>{"name": "weather", "arguments": null}</tool_call>', {}),
@@ -250,17 +300,17 @@ def test_hostile_answers_take_linear_time(formats, name):
 
 
 TEMPLATES = {  # what distinguishes the templates of models
-    "hermes": 'return a json object <tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>',
-    "qwen3_coder": "<tool_call>\\n<function=example>\\n<parameter=p>\\nv\\n</parameter>\\n</function>\\n</tool_call> {{ arguments }}",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ type }}<｜tool▁sep｜>{{ name }}\\n```json\\n{{ arguments }}",
+    "hermes": '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>',
+    "qwen3_coder": "<tool_call>\\n<function=example>\\n<parameter=p>\\nv\\n</parameter> {{ arguments }}",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ type }}<｜tool▁sep｜>{{ name }}\\n```json\\n{{ args }}",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }}",
     "deepseek_v32": "<｜DSML｜function_calls>\n<｜DSML｜invoke name=",
     "deepseek_v4": "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=",
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call.id }}<|tool_call_argument_begin|>{{ arguments }}",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ args }}",
     "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{{ arguments }}",
     "glm47": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{{ arguments }}",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="tool">\n<parameter name="p">',
-    "llama3_json": '{{- "Environment: ipython\\n" }} {"name": function name, "parameters": dictionary}. \'"parameters": \'',
+    "llama3_json": '{{- "Environment: ipython\\n" }} {"name": function name, "parameters": dictionary}.',
     "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
     "mistral": "[TOOL_CALLS]' + name + '[ARGS]' + arguments",
     "mistral_v3": '[TOOL_CALLS] [{"name": ..., "arguments": ...}]',
@@ -279,7 +329,7 @@ def test_a_template_shows_its_format(name, template):
 def test_formats_by_name():
     assert isinstance(find_format("", tokenizer_with(SPECIAL["harmony"])), HarmonyFormat)
     assert isinstance(find_format("<tool_call>", tokenizer_with([]), "glm45"), DataFormat)
-    with pytest.raises(ConfigError, match="unknown; one of deepseek_v3, .*harmony, hermes"):
+    with pytest.raises(ConfigError, match=r"unknown; one of deepseek_v3, .*harmony, hermes"):
         find_format("", tokenizer_with([]), "gpt")
     with pytest.raises(ConfigError, match="harmony"):
         find_format("", tokenizer_with([]), "harmony")

@@ -42,7 +42,9 @@ class Walk:
     """Answers drawn from a grammar: tokens of marks often, printable ones sometimes."""
 
     def __init__(self, name: str) -> None:
-        self.tokenizer = tokenizer_with([*SPECIAL.get(name, []), *([] if name == "harmony" else ["</think>", "<think>"])])
+        self.tokenizer = tokenizer_with(
+            [*SPECIAL.get(name, []), *([] if name == "harmony" else ["</think>", "<think>"])]
+        )
         self.format = find_format("", self.tokenizer, name)
         self.ends = [self.tokenizer.backend.token_to_id("<eos>"), *self.format.stop_ids]
         self.grammars = Grammars(self.tokenizer, self.tokenizer.backend.get_vocab_size(), self.ends)
@@ -50,7 +52,10 @@ class Walk:
     def answer(self, spec: GrammarSpec, seed: int) -> str | None:
         """Returns an answer, None if it became too long."""
         matcher, rng, text = self.grammars.matcher(spec), np.random.default_rng(seed), ""
-        mask, detokenizer = np.zeros((1, self.grammars.mask_words), np.int32), Detokenizer(self.tokenizer.marked_pieces, [])
+        mask, detokenizer = (
+            np.zeros((1, self.grammars.mask_words), np.int32),
+            Detokenizer(self.tokenizer.marked_pieces, []),
+        )
         for _ in range(500):
             matcher.fill(mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
@@ -58,7 +63,11 @@ class Walk:
             ends = [token for token in allowed if token in self.ends]
             if ends and (len(ends) == len(allowed) or rng.random() < 0.5):
                 return text + detokenizer.flush()
-            closing = [i for i in allowed if i >= 256 or self.tokenizer.token_text(int(i)) in '"}'] if rng.random() < 0.3 else []
+            closing = (
+                [i for i in allowed if i >= 256 or self.tokenizer.token_text(int(i)) in '"}']
+                if rng.random() < 0.3
+                else []
+            )
             printable = [i for i in allowed if i >= 256 or self.tokenizer.token_text(int(i)).isprintable()]
             token = int(rng.choice([i for i in closing or printable or allowed if i not in self.ends] or allowed))
             matcher.accept([token])
@@ -121,7 +130,9 @@ def test_what_models_write_is_allowed_and_else_not(walk):
 
 
 def test_structured_output_follows_the_reasoning(walk):
-    inner = GrammarSpec("json_schema", '{"type": "object", "properties": {"<|end|>": {"enum": [1]}}, "required": ["<|end|>"]}')
+    inner = GrammarSpec(
+        "json_schema", '{"type": "object", "properties": {"<|end|>": {"enum": [1]}}, "required": ["<|end|>"]}'
+    )
     for grammar, wanted in ((inner, '{"<|end|>": 1'), (GrammarSpec("choice", '["yes", "no"]'), "yes")):
         spec = walk.format.after_reasoning(grammar)
         content = wanted + "}" if wanted[0] == "{" else wanted
@@ -146,11 +157,16 @@ def test_reasoning_may_come_before_what_is_demanded():
     opened = walk.format.constraint(TOOLS, required=True, prompt="...<think>\n")
     assert walk.allows(opened, f"well</think>\n\n{call}")
     assert not walk.allows(opened, call)
-    assert walk.allows(walk.format.after_reasoning(GrammarSpec("regex", "a+"), prompt="...<think>\n"), "b</think>\n\naa")
+    assert walk.allows(
+        walk.format.after_reasoning(GrammarSpec("regex", "a+"), prompt="...<think>\n"), "b</think>\n\naa"
+    )
 
 
 def test_schemas_that_cannot_be_kept_are_refused():
-    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}},
+    }
     properties = tool["function"]["parameters"]["properties"]
     properties["x"] = {"type": "string", "pattern": "a+"}
     with pytest.raises(InvalidRequest, match="pattern of 'x' cannot be enforced"):
