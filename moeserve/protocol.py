@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
+from moeserve.receipts import Receipt
+
 
 def written(default: Any) -> Any:
     """Declares a field that is written to JSON even where it has its default.
@@ -123,6 +125,7 @@ class ChatChoice(Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = written(None)
     stop_reason: int | str | None = written(None)
     token_ids: list[int] | None = None
+    receipt: Receipt | None = None
 
 
 class Generated(Answer, kw_only=True, omit_defaults=True):
@@ -168,6 +171,7 @@ class ChatChunkChoice(OpenChatChoice, kw_only=True, omit_defaults=True):
     """A choice in any chunk; `stop_reason` is written where the choice ends."""
 
     stop_reason: int | str | None = written(None)
+    receipt: Receipt | None = None
 
 
 class ChatCompletionChunk(Generated, kw_only=True, omit_defaults=True):
@@ -193,6 +197,7 @@ class CompletionChoice(OpenCompletionChoice, kw_only=True, omit_defaults=True):
     """One whole text, or its last chunk."""
 
     stop_reason: int | str | None = written(None)
+    receipt: Receipt | None = None
 
 
 class Completion(Generated, kw_only=True, omit_defaults=True):
@@ -200,6 +205,15 @@ class Completion(Generated, kw_only=True, omit_defaults=True):
 
     choices: list[CompletionChoice] = written([])
     usage: Usage | None = None
+
+
+class ReceiptKey(Answer, kw_only=True):
+    """The key that signs receipts, and what all of them say. numerics: see `Receipt`."""
+
+    algorithm: str = "ed25519"
+    public_key: str = ""
+    weights: str = ""
+    numerics: dict[str, str] = {}
 
 
 class ErrorBody(Struct):
@@ -252,6 +266,21 @@ class Detokenized(Answer, kw_only=True):
     """The text of token ids."""
 
     prompt: str
+
+
+class TokenizerInfo(Answer, kw_only=True):
+    """The tokenizer in the fields of tokenizer_config.json, as clients that count tokens by HTTP read it."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    pad_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+    model_max_length: int
+    chat_template: str | None = None
 
 
 class RenderedPrompt(Answer, kw_only=True):

@@ -30,6 +30,7 @@ from moeserve.errors import (
 )
 from moeserve.frontend.generation import Admission, Generation, Sequence, check_request, submission, token_sampling
 from moeserve.frontend.grammars import GrammarAdmission
+from moeserve.frontend.notary import Notary
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
@@ -64,7 +65,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
     """The actor that owns all running sequences; its inbox is that of the engine link.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
-    processors: the names of logits processors.
+    processors: the names of logits processors. notary: makes receipts; without one, only the digests for them are made.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         defaults: dict[str, Any],
         max_queued: int | None,
         processors: Collection[str] = (),
+        notary: Notary | None = None,
     ) -> None:
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
@@ -86,6 +88,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.defaults = defaults
+        self.notary = notary
         self.stats = FrontStats()
         self.fleet = link if isinstance(link, Fleet) and not link.single else None  # where there may be several engines
         self.watch = Watch(link, self.fleet, self.stats)
@@ -128,8 +131,11 @@ class FrontEnd(Actor[FromEngine], ServingState):
             facts = ready.vocab_size, ready.eos_token_ids
             grammar = await self._grammars.check(asked, grammar_param, *facts, marked=marked)
             ready = self.admit(params.n)  # again: others came meanwhile
+        if params.receipt and self.notary is not None:
+            await self.notary.weights(ready)
+            ready = self.admit(params.n)
         samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
-        generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt)
+        generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt, marked)
         for index, sampling in enumerate(samplings):
             sequence = Sequence(next(self._rids), index, generation, sampling)
             if self.tokenizer is not None:
@@ -215,6 +221,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if self.failure is None:
             self._give_up(EngineDied("the engine was closed"))
         await self._grammars.close()
+        if self.notary is not None:
+            await self.notary.close()
 
     def handle(self, msg: FromEngine) -> None:
         """Acts on one message of the engine or of its link."""
@@ -250,6 +258,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         for rid, piece in out.prompt_logprobs.items():
             if rid in sequences:
                 sequences[rid].owner.add_prompt_rows(piece)
+        for rid, digests in out.digests.items():
+            if rid in sequences:
+                sequences[rid].digests += digests
         for rid, token, finish in zip(rids, tokens, out.finish, strict=True):
             sequence = sequences.get(rid)
             if sequence is None:  # aborted here, or ended by a stop string, while the engine still computed it
@@ -283,6 +294,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             delta.prompt_logprobs = sequence.owner.take_prompt_rows()
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
+            if self.notary is not None and self.ready is not None:
+                delta.receipt = self.notary.end(sequence, delta, self.ready)
             if not finish:
                 self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
         sequence.owner.push(delta)

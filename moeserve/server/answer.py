@@ -170,7 +170,7 @@ async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[
         into.token_ids += delta.token_ids
         into.logprobs += delta.logprobs
         into.prompt_logprobs = into.prompt_logprobs or delta.prompt_logprobs
-        into.finish_reason, into.stop_reason = delta.finish_reason, delta.stop_reason
+        into.finish_reason, into.stop_reason, into.receipt = delta.finish_reason, delta.stop_reason, delta.receipt
     for (prompt, index), pieces in texts.items():
         found[prompt][index].text = "".join(pieces)
     return found
@@ -236,7 +236,9 @@ class Chunks:
             out = self.frame(choice)
         if delta.finish_reason is not None:
             finish, stop = delta.finish_reason, delta.stop_reason
-            out += self.frame(self.last_choice(index=index, finish_reason=finish, stop_reason=stop))
+            out += self.frame(
+                self.last_choice(index=index, finish_reason=finish, stop_reason=stop, receipt=delta.receipt)
+            )
         return out
 
     def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:

@@ -50,6 +50,7 @@ class ChatRequest(Sampling, kw_only=True):
     safety_identifier: OpenName | None = None
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    receipt: bool | None = None
 
 
 async def chat_completions(call: HttpCall) -> web.StreamResponse:
@@ -87,6 +88,7 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             token_ids=sequence.token_ids if request.return_token_ids else None,
+            receipt=sequence.receipt,
         )
         answer.choices.append(choice)
     if request.return_token_ids:
@@ -103,6 +105,7 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
     given["max_tokens"] = asked if asked is None else min(asked, MAX_INT)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    given["receipt"] = bool(request.receipt)
     given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(**defaults | given)
 
@@ -184,7 +187,7 @@ class ChatChunks(Chunks):
         if not self._plain and delta.token_ids:
             choices = choices or [protocol.OpenChatChoice(index=index)]
             self._add_tokens(choices[0], delta)
-        end = Delta(index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        end = Delta(index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason, receipt=delta.receipt)
         return b"".join(map(self.frame, choices)) + super().frames(prompt, end)
 
     def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> protocol.ChatLogprobs:

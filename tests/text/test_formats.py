@@ -172,7 +172,7 @@ def test_any_split_gives_the_same(formats, name):
         {*call.replace('"', ' " ').split(), "<", "{", "}", " ", "\\", *([span.open, span.close] if span else [])}
     )
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
     @given(
         st.one_of(
             st.sampled_from(seeds), st.lists(st.sampled_from([*marks, "weather", "x"]), max_size=14).map("".join)
@@ -302,7 +302,7 @@ def test_hostile_answers_take_linear_time(formats, name):
 TEMPLATES = {  # what distinguishes the templates of models
     "hermes": '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>',
     "qwen3_coder": "<tool_call>\\n<function=example>\\n<parameter=p>\\nv\\n</parameter> {{ arguments }}",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ type }}<｜tool▁sep｜>{{ name }}\\n```json\\n{{ args }}",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ x }}<｜tool▁sep｜>{{ name }}\\n```json\\n{{ args }}",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }}",
     "deepseek_v32": "<｜DSML｜function_calls>\n<｜DSML｜invoke name=",
     "deepseek_v4": "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=",
