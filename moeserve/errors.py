@@ -9,7 +9,9 @@ Messages carry the offending values and the remedy. `assert` is only for our own
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -71,6 +73,13 @@ def invalid_request(error: msgspec.ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{param} {message}".lstrip(), param=param or None)
 
 
+def place_of(error: BaseException) -> str:
+    """Returns what an exception is and where it was raised, on one line, without its text: that may quote a request."""
+    frames = traceback.extract_tb(error.__traceback__)[-8:]
+    places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
+    return " < ".join([type(error).__name__, *places])
+
+
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """The prompt alone does not fit into the model's context."""
 
@@ -113,6 +122,10 @@ class Overloaded(RequestError, http_status=503, type="server_error", code="serve
 
 class RequestFailed(RequestError, http_status=500, type="server_error", code="internal_error"):
     """A fault inside this one request."""
+
+
+class ConstraintFailed(RequestFailed, http_status=400, type="invalid_request_error", code="constraint_failed"):
+    """What the request allows its answer to be left no token to choose, or costs too much to enforce."""
 
 
 class EngineLost(RequestError, http_status=503, type="server_error", code="engine_lost"):

@@ -205,6 +205,11 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     record: StepRecord | None = None
 
 
+# How errors of a step begin that are the request's own doing.
+NO_TOKEN_LEFT = "no token is left to choose"
+GRAMMAR_FAILED = "structured output"
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The engine does not take this request. Never sent after its first token."""
 

@@ -18,7 +18,9 @@ MAX_N = 128
 MAX_INT = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature below this means argmax
 MAX_CHOICES = 5_000
+TOKEN_ID = "token-id"  # the format of such integers in /openapi.json, where the vocabulary bounds them
 
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT, extra_json_schema={"format": TOKEN_ID})]
 NumSequences = Annotated[int, Meta(ge=1, le=MAX_N)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -31,8 +33,9 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[Sequence[StopString], Meta(max_length=16)]
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-LogitBias = dict[int, Annotated[float, Meta(ge=-100, le=100)]]
-AllowedTokens = Annotated[Sequence[int], Meta(min_length=1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[dict[TokenId, Bias], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]+$"}})]
+AllowedTokens = Annotated[Sequence[TokenId], Meta(min_length=1)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[Sequence[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 BadWords = Annotated[Sequence[NonEmpty], Meta(max_length=128)]
@@ -106,7 +109,7 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
     n: NumSequences = 1
     seed: Seed | None = None
     stop: StopString | StopStrings = ()
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[TokenId] = ()
     ignore_eos: bool = False
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = 16
     allowed_token_ids: AllowedTokens | None = None

@@ -20,6 +20,7 @@ from moeserve.actor.actor import Actor
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
 from moeserve.errors import (
+    ConstraintFailed,
     EngineDied,
     EngineLost,
     InvalidRequest,
@@ -27,6 +28,7 @@ from moeserve.errors import (
     Overloaded,
     RequestError,
     RequestFailed,
+    place_of,
 )
 from moeserve.frontend.generation import Admission, Generation, Sequence, check_request, submission, token_sampling
 from moeserve.frontend.grammars import GrammarAdmission
@@ -35,6 +37,8 @@ from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
 from moeserve.messages import (
+    GRAMMAR_FAILED,
+    NO_TOKEN_LEFT,
     Abort,
     Drain,
     ExpertLoad,
@@ -268,7 +272,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             try:
                 self._advance(sequence, token, finish, out, now)
             except Exception as error:  # in its text, say; the other sequences go on
-                log.exception("request %s failed", sequence.owner.request_id)
+                log.error("request %s failed: %s", sequence.owner.request_id, place_of(error))
                 self._fail(sequence.owner, RequestFailed(f"{type(error).__name__}: {error}"))
         if self._unsent_aborts:
             self._stop_computing([])
@@ -278,7 +282,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         rid = sequence.rid
         if finish == FinishReason.ERROR:
             self._end(sequence, "error")
-            self._fail(sequence.owner, RequestFailed(out.errors.get(rid, "the request failed inside the engine")))
+            why = out.errors.get(rid, "the request failed inside the engine")
+            own_doing = why.startswith((NO_TOKEN_LEFT, GRAMMAR_FAILED))
+            self._fail(sequence.owner, (ConstraintFailed if own_doing else RequestFailed)(why))
             return
         delta = sequence.advance(token, finish, out.stop_ids.get(rid))
         if token >= 0:

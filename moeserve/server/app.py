@@ -25,7 +25,7 @@ from moeserve.messages import Phase, Ready
 from moeserve.server.auth import OPEN, Auth, Caller
 from moeserve.server.errors import SERVER, HttpError, as_request_error, error_response, shorten, shorten_line
 from moeserve.server.http import check_headers, request_id_of
-from moeserve.server.requests import convert, decode, read_json, unknown_fields
+from moeserve.server.requests import BodyRoom, convert, decode, read_json, unknown_fields
 from moeserve.version import __version__
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Context:
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.monotonic)
     running: dict[str, list[RunningRequest]] = field(default_factory=dict)  # by id, which two requests may share
+    bodies: BodyRoom = field(default_factory=BodyRoom)
     streams: set[SseStream] = field(default_factory=set)
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (route, status) -> how many
     batches: Batches | None = None  # and the files; None: they are off
@@ -106,10 +107,13 @@ class HttpCall:
     counts: Counts | None = None  # of a generating request
 
     async def read(self, kind: type[R]) -> R:
-        """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413 or 415."""
-        request, unknown = decode(await read_json(self.request, self.context.config.max_request_bytes), kind)
+        """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413, 415 or 503."""
+        request, unknown = decode(await self._body(), kind)
         self.note_unknown(unknown)
         return request
+
+    async def _body(self) -> dict[str, Any]:
+        return await read_json(self.request, self.context.config.max_request_bytes, self.context.bodies)
 
     def query(self, kind: type[R]) -> R:
         """Returns the parameters of the URL as a struct; `?x` alone means true. Raises InvalidRequest."""
@@ -220,7 +224,8 @@ class App:
         path = route.label if route else "other"
         self.context.responses[path, status] += 1
         if call.unknown:
-            log.warning("request %s: unknown fields ignored: %s", call.id, shorten_line(", ".join(call.unknown)))
+            log.warning("request %s: unknown fields ignored; its Warning header names them", call.id)
+            log.debug("request %s: %s", call.id, shorten_line(", ".join(call.unknown)))
         if self.context.config.log_requests and (route is None or not route.probe):
             counts = call.counts
             tokens = "" if counts is None else f", {counts.prompt_tokens}+{counts.completion_tokens} tokens"

@@ -199,6 +199,7 @@ async def render(call: HttpCall) -> web.StreamResponse:
     """Show the prompt that a conversation becomes, as text and as token ids."""
     request = await call.read(ChatRequest)
     front, ready = call.context.serving(request.model)
+    chat_params(request, front.defaults).check(ready.vocab_size)
     text, prompt = await chat_prompt(front, ready, request)
     return call.answer(protocol.RenderedPrompt(prompt=text, prompt_token_ids=prompt))
 

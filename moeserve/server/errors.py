@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from moeserve.errors import Overloaded, RequestError, RequestFailed
+from moeserve.errors import Overloaded, RequestError, RequestFailed, place_of
 from moeserve.protocol import ErrorBody, ErrorResponse
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 SERVER = "moeserve"  # the Server header: no versions
 MAX_ECHO = 64  # characters of a user's value that may come back in a message
 MAX_MESSAGE = 600
+_TEXT = re.compile(r"(\w+(?:Error|Exception)): .*", re.DOTALL)  # of an exception
 _QUOTED = re.compile(r"'([^']{65,})'|`([^`]{65,})`")
 
 
@@ -49,12 +50,16 @@ def error_body(error: RequestError, request_id: str) -> bytes:
 
 
 def as_request_error(error: BaseException, request_id: str) -> RequestError:
-    """Returns our own errors as they are; others are bugs of ours: logged, and answered with a plain 500."""
+    """Returns our own errors as they are; others are bugs of ours: logged, and answered with a plain 500.
+
+    The texts of exceptions, which may quote a request, are logged at level debug only.
+    """
     if isinstance(error, RequestError):
         if error.http_status == 500:
-            log.error("request %s failed: %s", request_id, shorten_line(error.message))
+            log.error("request %s failed: %s", request_id, shorten_line(_TEXT.sub(r"\1", error.message)))
         return error
-    log.error("request %s failed", request_id, exc_info=error)
+    log.error("request %s failed: %s", request_id, place_of(error))
+    log.debug("request %s failed", request_id, exc_info=error)
     return RequestFailed("internal server error")
 
 

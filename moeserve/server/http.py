@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ KEEPALIVE_S = 75.0
 MAX_PATH_BYTES = 8190
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 16 * 1024
+MAX_FILES = 65_536
+RESERVED_FILES = 128  # that are not for connections: engines, checkpoints, logs
 STALL_S = 30.0  # a reader of events that takes nothing for so long is gone
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -51,9 +54,20 @@ def check_headers(request: web.BaseRequest) -> None:
 
 
 class Connection(RequestHandler):
-    """One client connection. head_since: when an unfinished request head began to arrive."""
+    """One client connection. head_since: when an unfinished request head began to arrive; the first one is awaited from
+    the start, so that nobody stays without a word."""
 
     head_since: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is open and no request of it is being answered."""
+        return self.transport is not None and not self._messages and not self._request_in_progress
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
+        super().connection_made(transport)
+        self.head_since = self._loop.time()
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio; notes whether a request's head is on its way."""
@@ -96,10 +110,22 @@ def _parse_error(error: BaseException | None) -> HttpError:
     return HttpError(400, "invalid_http", "this is not an HTTP/1.1 request")
 
 
+def raise_file_limit() -> None:
+    """Lets this process open as many files as it may, up to MAX_FILES: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class HttpServer(web.Server):
-    """aiohttp's server with a `Connection` for each client."""
+    """aiohttp's server with a `Connection` for each client.
+
+    Where the process may open no more files, the oldest connection that is idle makes room for a new one.
+    """
 
     def __init__(self, handler: Handler) -> None:
+        self._room = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES, 16)
         super().__init__(
             handler,
             handler_cancellation=True,
@@ -114,6 +140,10 @@ class HttpServer(web.Server):
 
     def __call__(self) -> RequestHandler:
         """Returns the protocol of a new connection."""
+        if len(self._connections) >= self._room:
+            idle = [one for one in self._connections if isinstance(one, Connection) and one.idle]
+            for connection in idle[: len(self._connections) - self._room + 1]:
+                connection.force_close()
         return Connection(self, loop=self._loop, **self._kwargs)
 
     async def watch_heads(self, timeout_s: float = HEAD_TIMEOUT_S) -> None:

@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,7 +20,14 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from moeserve import sampling
-from moeserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMedia, invalid_request
+from moeserve.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    UnsupportedMedia,
+    invalid_request,
+)
 from moeserve.sampling import MAX_INT, SamplingParams
 from moeserve.server.errors import HttpError, shorten
 from moeserve.server.structured import StructuredFields
@@ -28,6 +36,8 @@ from moeserve.text.tokenizer import Tokenizer
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and arrays in one body
 LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
+SMALL_BODY = 64 * 1024  # bytes; such a body always has room
+MAX_BODIES = 256 * 2**20  # bytes of all larger bodies that are being read or parsed
 MAX_UNKNOWN = 5  # names that are told
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
 # Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes for each of its own.
@@ -118,7 +128,7 @@ class Sampling(StructuredFields, kw_only=True):
     repetition_penalty: sampling.RepetitionPenalty | None = None
     seed: sampling.Seed | None = None
     stop: sampling.StopString | sampling.StopStrings | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[sampling.TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: sampling.MinTokens | None = None
@@ -179,12 +189,20 @@ _ROLES = ("system", "developer", "user", "assistant")
 _TOOL_FIELDS = ("tool_calls", "tool_call_id")
 
 
-async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
-    """Returns the JSON object in the body. Raises a RequestError of status 400, 408, 413 or 415."""
+@dataclass
+class BodyRoom:
+    """What large bodies take of the memory that they share, in bytes, until they are parsed."""
+
+    taken: int = 0
+
+
+async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) -> dict[str, Any]:
+    """Returns the JSON object in the body. Raises a RequestError of status 400, 408, 413, 415 or, without room, 503."""
     _check_media_type(request)
     _check_size(request.content_length or 0, max_bytes)
     await continue_body(request)
     body = bytearray()
+    taken = 0
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(READ_TIMEOUT_S) as limit:
@@ -192,13 +210,21 @@ async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
                 before = len(body) >> 20
                 body += chunk
                 _check_size(len(body), max_bytes)
+                if len(body) > SMALL_BODY:
+                    room.taken += len(chunk)
+                    taken += len(chunk)
+                    if room.taken > max(MAX_BODIES, max_bytes):
+                        raise Overloaded("too many large bodies arrive at once", retry_after_s=2)
                 if len(body) >> 20 > before:
                     limit.reschedule(loop.time() + READ_TIMEOUT_S)
     except TimeoutError as error:
         raise HttpError(408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
     except web.RequestPayloadError as error:
         raise InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
-    return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
+    else:
+        return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
+    finally:
+        room.taken -= taken
 
 
 async def continue_body(request: web.BaseRequest) -> None:

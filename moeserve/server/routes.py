@@ -1,10 +1,9 @@
-"""The route table, and GET /openapi.json, which is made from it and from the structs of requests and answers."""
+"""The route table, from which GET /openapi.json and GET /docs are made."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -12,11 +11,9 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
-from moeserve.server import admin, batches, chat, completions, file_objects, files, status, tokenize, trace, ui
+from moeserve.server import admin, batches, chat, completions, file_objects, files, openapi, status, tokenize, trace, ui
 from moeserve.server.app import HttpCall
-from moeserve.version import __version__
 
-_REF = "#/components/schemas/{name}"
 _CHAT = "/v1/chat/completions"
 _EXPERTS = protocol.ExpertStatus
 _CHUNK = protocol.ChatCompletionChunk
@@ -31,8 +28,9 @@ class Route:
 
     Of routes that fit, the first one counts.
 
-    takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events; query:
-    the struct of the URL's parameters. probe: needs no key.
+    takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events, or a union
+    of such; query: the struct of the URL's parameters; error: the struct of failures. media: the type of an answer
+    that is no struct. probe: needs no key.
     """
 
     method: str
@@ -40,9 +38,11 @@ class Route:
     handler: Callable[[HttpCall], Awaitable[web.StreamResponse]]
     takes: type[msgspec.Struct] | None = None
     gives: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
+    event: Any = None
     query: type[msgspec.Struct] | None = None
     probe: bool = False
+    media: str = "application/json"
+    error: type[msgspec.Struct] = ErrorResponse
     suffix: str = ""
 
     @property
@@ -53,7 +53,17 @@ class Route:
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
     """Return this document."""
-    return web.Response(body=_document(), content_type="application/json", headers=call.headers())
+    front, keyed = call.context.front, call.context.auth.required
+    vocab_size = front.ready.vocab_size if front is not None and front.ready is not None else None
+    body = openapi.document(ROUTES, vocab_size, keyed=keyed)
+    return web.Response(body=body, content_type="application/json", headers=call.headers())
+
+
+async def _docs(call: HttpCall) -> web.StreamResponse:
+    """Show this document as a page."""
+    body, policy = openapi.page()
+    headers = call.headers() | {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+    return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
 
 
 ROUTES = (
@@ -81,7 +91,7 @@ ROUTES = (
     Route("POST", "/v1/detokenize", *_DETOKENIZE),
     Route("POST", "/v1/files", files.upload_file, None, file_objects.FileObject),
     Route("GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery),
-    Route("GET", "/v1/files/", files.file_content, suffix="/content"),
+    Route("GET", "/v1/files/", files.file_content, suffix="/content", media="application/octet-stream"),
     Route("GET", "/v1/files/", files.retrieve_file, None, file_objects.FileObject),
     Route("DELETE", "/v1/files/", files.delete_file, None, files.Deleted),
     Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, file_objects.Batch),
@@ -95,72 +105,9 @@ ROUTES = (
     Route("GET", "/health", status.readyz, None, StatusResponse, probe=True),
     Route("GET", "/startupz", status.startupz, None, StatusResponse, probe=True),
     Route("GET", "/version", status.version, None, protocol.VersionResponse),
-    Route("GET", "/metrics", status.metrics),
+    Route("GET", "/metrics", status.metrics, media="text/plain"),
     Route("GET", "/openapi.json", _openapi),
+    Route("GET", "/docs", _docs, probe=True, media="text/html"),
 )
 # for people, so /openapi.json leaves them out
 PAGES = (Route("GET", "/", ui.page, probe=True), Route("GET", "/ui/", ui.asset, probe=True))
-
-
-@cache
-def _document() -> bytes:
-    kinds = {kind for route in ROUTES for kind in (route.takes, route.gives, route.event) if kind is not None}
-    _, components = msgspec.json.schema_components({*kinds, ErrorResponse}, ref_template=_REF)
-    for name, schema in components.items():
-        if kind := vars(protocol).get(name):  # an answer: lists the fields that are never left out
-            partial = kind.__struct_config__.omit_defaults
-            fields = msgspec.structs.fields(kind)
-            schema["required"] = [f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT]
-    paths: dict[str, dict[str, Any]] = {}
-    names: set[str] = set()
-    for route in ROUTES:
-        path = f"{route.path}{{id}}{route.suffix}" if route.path.endswith("/") else route.path
-        name = route.handler.__name__.strip("_")
-        if name in names:  # a handler with several paths
-            name = path.strip("/").replace("/", "_")
-        names.add(name)
-        paths.setdefault(path, {})[route.method.lower()] = {"operationId": name} | _operation(route)
-    spec = {
-        "openapi": "3.1.0",
-        "info": {"title": "moeserve", "version": __version__, "license": {"name": "Apache-2.0"}},
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{}, {"bearer": []}],
-    }
-    return msgspec.json.encode(spec)
-
-
-def _operation(route: Route) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if route.gives is not None:
-        content["application/json"] = _schema(route.gives)
-    else:
-        content["application/json" if route.path.endswith(".json") else "text/plain"] = {"schema": {}}
-    if route.event is not None:
-        content["text/event-stream"] = _schema(route.event)  # of each event's data; the last one is [DONE]
-    operation: dict[str, Any] = {
-        "summary": (route.handler.__doc__ or "").strip().partition("\n")[0],
-        "responses": {
-            "200": {"description": "OK", "content": content},
-            "default": {"description": "Error", "content": {"application/json": _schema(ErrorResponse)}},
-        },
-    }
-    if route.probe:
-        operation["security"] = []
-        operation["responses"]["503"] = {"description": "Not now", "content": content}
-    if route.path.endswith("/"):
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if route.query is not None:
-        (_, components) = msgspec.json.schema_components([route.query])
-        shown = components[route.query.__name__]["properties"].items()
-        operation["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in shown]
-    if route.takes is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": _schema(route.takes)}}
-    return operation
-
-
-def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    return {"schema": {"$ref": _REF.format(name=kind.__name__)}}

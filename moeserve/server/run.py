@@ -30,7 +30,7 @@ from moeserve.server.app import App, Context
 from moeserve.server.auth import Auth
 from moeserve.server.batches import Batches
 from moeserve.server.file_store import FileStore
-from moeserve.server.http import HttpServer, watch
+from moeserve.server.http import HttpServer, raise_file_limit, watch
 from moeserve.server.inside import ask
 from moeserve.server.routes import PAGES, ROUTES
 from moeserve.version import __version__
@@ -48,6 +48,7 @@ OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
 def serve(config: Config) -> int:
     """Runs until a signal comes; returns the exit code. Raises ConfigError or EngineDied if the server cannot go on."""
     set_up_logging(config.server.log_level, config.server.log_format)
+    raise_file_limit()
     auth = Auth(config.server)
     sock = bind(config.server)
 

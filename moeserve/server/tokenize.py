@@ -11,6 +11,7 @@ from msgspec import Struct
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.protocol import Detokenized, Tokenized, TokenizerInfo
+from moeserve.sampling import TokenId
 from moeserve.server.app import HttpCall
 from moeserve.server.chat import ReasoningEffort, chat_prompt
 from moeserve.server.requests import Message
@@ -38,7 +39,7 @@ class TokenizeRequest(Struct, kw_only=True):
 class DetokenizeRequest(Struct, kw_only=True):
     """Token ids whose text is wanted."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 

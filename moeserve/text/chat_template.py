@@ -1,33 +1,24 @@
 """Renders chat messages as prompt text by the model's own Jinja template (`template_files` finds it).
 
-Templates come with checkpoints and so may be anybody's code: `_Sandbox` bounds what they reach, their time and their
-memory. Rendering may still take seconds, so call it in a thread.
+Templates come with checkpoints and so may be anybody's code: they run in a process of their own (`template_sandbox`),
+which bounds what they reach, their time and their memory. Rendering may take seconds, so call it in a thread.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from datetime import datetime
+import atexit
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+import msgspec
 
 from moeserve.errors import CheckpointError, InvalidRequest
+from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.template_files import MAX_TEMPLATE_CHARS, find_templates
-from moeserve.text.tokenizer import MARK, Tokenizer
+from moeserve.text.tokenizer import Tokenizer
 
-_NOT_ASCII = re.compile(f"[^\0-~{MARK}]+")
 _CONTINUE = "\ufdd3"  # ends the message to be continued while the template works on it
 # fmt: off
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, the first that is there counts
@@ -35,40 +26,26 @@ _RESERVED = frozenset((
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
     "conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
 ))
-_FILTERS = (
-    "abs", "capitalize", "count", "d", "default", "dictsort", "escape", "e", "first", "float", "int", "items", "last",
-    "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "round", "safe", "select",
-    "selectattr", "sort", "string", "sum", "title", "trim", "unique", "upper",
-)
-_TEXT_METHODS = frozenset((
-    "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdecimal", "isdigit",
-    "islower", "isnumeric", "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition", "removeprefix",
-    "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines",
-    "startswith", "strip", "swapcase", "title", "upper",
-))
 # fmt: on
-MAX_CHARS = 64 * 2**20  # of any text that a template makes
-MAX_SECONDS = 5.0  # of one rendering
-MAX_INDENT = 64
+MAX_SECONDS = 2.0  # of one rendering
 MAX_KWARGS = 32
 MAX_KWARG_CHARS = 4096
 
 
 class ChatTemplate:
-    """A compiled template. origin: the file that it came from, for error messages; for_tools: its variant for tools."""
+    """A template. origin: the file that it came from, for error messages; for_tools: its variant for tools.
+
+    takes_tools: whether it shows the model tools that it may call; takes_calls: whether it shows earlier calls.
+    """
 
     def __init__(self, source: str, *, origin: str = "chat template", for_tools: str | None = None) -> None:
         """Raises CheckpointError for a template that does not compile or reaches outside the sandbox."""
         self.source = source
-        try:
-            if max(len(source), len(for_tools or "")) > MAX_TEMPLATE_CHARS:
-                raise SecurityError(f"a chat template has at most {MAX_TEMPLATE_CHARS:,} characters")
-            self._template = _ENVIRONMENT.from_string(source)
-            self._for_tools = self._template if for_tools is None else _ENVIRONMENT.from_string(for_tools)
-            self._probe()
-        except (jinja2.TemplateError, OverflowError, RecursionError) as error:
-            line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise CheckpointError(f"{origin}{line}: refused: {error}. Pass another with --chat-template") from error
+        self.source_for_tools = for_tools or source
+        if max(len(source), len(self.source_for_tools)) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(f"{origin}: refused: it has more than {MAX_TEMPLATE_CHARS:,} characters")
+        self.takes_tools = "tools" in self._probe(origin).split()
+        self.takes_calls = "tool_calls" in self.source_for_tools
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | str | None = None) -> ChatTemplate | None:
@@ -107,15 +84,10 @@ class ChatTemplate:
         variables = {name: shield(v) if isinstance(v, str) else v for name, v in (kwargs or {}).items()}
         variables |= tokenizer.special_tokens
         variables |= {"tools": _shield_all(tools, shield), "add_generation_prompt": add_generation_prompt}
-        try:
-            text = self._run(variables | {"messages": shielded})
-        except Exception as error:  # a template is a program: it may fail in any way on these messages
-            what = f"fails on these messages ({type(error).__name__})"
-            if isinstance(error, SecurityError | OverflowError):
-                what = f"exceeds its limits: {str(error)[:200]}"
-            elif type(error) is jinja2.TemplateError:  # by raise_exception()
-                what = f"rejects these messages: {str(error)[:200]}"
-            raise InvalidRequest(f"the model's chat template {what}", param="messages") from error
+        outcome, text = self._run(variables | {"messages": shielded})
+        if outcome != "text":
+            what = {"rejects": "rejects", "limit": "exceeds its limits on"}.get(outcome, "fails on")
+            raise InvalidRequest(f"the model's chat template {what} these messages: {text[:200]}", param="messages")
         if not continue_final_message:
             return text
         text, found, rest = text.rpartition(_CONTINUE)
@@ -128,25 +100,19 @@ class ChatTemplate:
         """Returns the token ids of `render`, which takes the same options."""
         return tokenizer.encode_prompt(self.render(tokenizer, messages, **options))
 
-    def _run(self, variables: dict[str, Any]) -> str:
-        token = _deadline_s.set(time.monotonic() + MAX_SECONDS)
-        try:
-            template = self._template if variables.get("tools") is None else self._for_tools
-            return _join(template.generate({"tools": None, "documents": None} | variables))
-        finally:
-            _deadline_s.reset(token)
+    def _run(self, variables: dict[str, Any]) -> tuple[str, str]:
+        source = self.source if variables.get("tools") is None else self.source_for_tools
+        return _ask(source, {"tools": None, "documents": None} | variables)
 
-    def _probe(self) -> None:
-        """Renders the simplest conversation. Raises SecurityError or OverflowError if that leaves the sandbox."""
-        messages = [{"role": "user", "content": "hi"}]
-        cases: list[list[str] | None] = [None] if self._for_tools is self._template else [None, []]
-        for tools in cases:
-            try:
-                self._run({"messages": messages, "add_generation_prompt": True, "tools": tools})
-            except (SecurityError, OverflowError):
-                raise
-            except Exception:  # it may reject this conversation; requests will tell
-                continue
+    def _probe(self, origin: str) -> str:
+        """Returns the names of the template's variables. Raises CheckpointError if the simplest conversation leaves the
+        sandbox."""
+        asked = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
+        found = [self._run(asked), self._run(asked | {"tools": []}), _ask(self.source_for_tools, None)]
+        for outcome, why in found:
+            if outcome in ("syntax", "limit"):  # otherwise it may reject this conversation; requests will tell
+                raise CheckpointError(f"{origin}: refused: {why[:500]}. Pass another with --chat-template")
+        return found[-1][1]
 
 
 def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
@@ -192,173 +158,29 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"{shown!r} is longer than {MAX_KWARG_CHARS} characters", param=param)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Besides Python's internals and changes of values, denies results and renderings that are too large or slow.
-
-    Filters and text methods that could make large values of small ones do not exist here. Raises SecurityError.
-    """
-
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _Bounded().visit(super()._parse(source, name, filename))
-        return tree
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Runs an operator, unless its result would be too large."""
-        _check_time()
-        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
-        if operator == "**" or (operator == "%" and isinstance(left, str)):
-            raise SecurityError(f"the {operator} operator is not available")
-        if operator == "+":
-            _check_size(sum(sizes))
-        elif operator == "*":
-            number = max((abs(side) for side in (left, right) if isinstance(side, int | float)), default=0)
-            if number > 2**53:
-                raise SecurityError("numbers too large for *")
-            _check_size(sizes[0] * number if sizes else 0)
-        return super().call_binop(context, operator, left, right)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Returns whether a template may read this attribute: of strings, only those in _TEXT_METHODS."""
-        if isinstance(obj, str):
-            return attr in _TEXT_METHODS
-        return not isinstance(obj, bytes | int | float) and super().is_safe_attribute(obj, attr, value)
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Raises SecurityError; jinja2's own Undefined would fail only when used."""
-        raise SecurityError(f"access to attribute {attribute[:64]!r} of {type(obj).__name__!r} is unsafe")
-
-    def wrap_str_format(self, value: Any) -> None:
-        """Returns None, so that `is_safe_attribute` decides on str.format, and denies it."""
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function or method; str.join and str.replace are bounded."""
-        _check_time()
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-        if isinstance(owner, str) and name == "join":
-            return _join(args[0], owner)
-        if isinstance(owner, str) and name == "replace":
-            return _replace(owner, *args)
-        return super().call(__context, __obj, *args, **kwargs)
+_SANDBOXES: LifoQueue[SandboxProcess] = LifoQueue()  # one that is slow leaves another for the rest
 
 
-class _Bounded(NodeTransformer):
-    """Makes loops look at the clock in each iteration, and `a ~ b` a join, which looks at sizes."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        """Makes a loop look at the clock."""
-        self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "_timed", [], [], None, None)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
-        """Replaces `a ~ b` by a join."""
-        self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """A namespace without names such as `__class__`, which Python itself would look up."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a namespace cannot have the name {str(name)[:64]!r}")
-        super().__setitem__(name, value)
+def _ask(source: str, variables: dict[str, Any] | None) -> tuple[str, str]:
+    """Returns what became of a template, and its text or why there is none, as `template_sandbox` does."""
+    try:
+        line = msgspec.json.encode((source, variables))
+    except (TypeError, UnicodeEncodeError) as error:  # from Python only: objects of other kinds, half a surrogate pair
+        return "fails", str(error)
+    sandbox = _SANDBOXES.get()
+    try:
+        return msgspec.json.decode(sandbox.ask(line), type=tuple[str, str])
+    except SandboxDied as death:
+        return "limit", f"it {death}"
+    finally:
+        _SANDBOXES.put(sandbox)
 
 
-def _namespace(*args: Any, **values: Any) -> _Namespace:
-    space = _Namespace()
-    for name, value in dict(*args, **values).items():
-        space[name] = value
-    return space
+@atexit.register
+def _close() -> None:
+    while not _SANDBOXES.empty():
+        _SANDBOXES.get().close()
 
 
-class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks training targets, rendered as its body."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns the body's nodes."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_deadline_s: ContextVar[float] = ContextVar("template_deadline_s")
-
-
-def _check_time() -> None:
-    if time.monotonic() > _deadline_s.get():
-        raise SecurityError(f"more than {MAX_SECONDS:g} s of rendering")
-
-
-def _check_size(size: float) -> None:
-    if size > MAX_CHARS:
-        raise SecurityError(f"a value of more than {MAX_CHARS:,} characters")
-
-
-def _timed(values: Any) -> Iterator[Any]:
-    for value in () if values is None else values:
-        _check_time()
-        yield value
-
-
-def _join(values: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
-    texts: list[str] = []
-    size = 0
-    for value in values:
-        text = str(value if attribute is None else _ENVIRONMENT.getitem(value, attribute))
-        size += len(text) + len(d)
-        _check_size(size)
-        texts.append(text)
-    return d.join(texts)
-
-
-def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
-    text = str(value)
-    _check_size(len(text) + text.count(old) * max(len(new) - len(old), 0))
-    return text.replace(old, new, count)
-
-
-def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
-    if width > MAX_INDENT:
-        raise SecurityError(f"an indent of more than {MAX_INDENT}")
-    _check_size(len(text) + width * len(text.splitlines()))
-    return str(jinja2.filters.do_indent(text, width, first, blank))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Returns JSON as transformers does: the filter of jinja2 escapes HTML. Marks stay marks."""
-    if indent is not None and indent > MAX_INDENT:
-        raise SecurityError(f"an indent of more than {MAX_INDENT}")
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(str(message))
-
-
-def _environment() -> _Sandbox:
-    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
-    env.filters = {name: env.filters[name] for name in _FILTERS}
-    env.filters |= {"tojson": _tojson, "join": _join, "replace": _replace, "indent": _indent, "_timed": _timed}
-    env.globals = {
-        name: env.globals[name] for name in ("range", "dict", "cycler", "joiner")
-    }  # range is bounded by jinja2
-    env.globals |= {
-        "namespace": _namespace,
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda layout: datetime.now().strftime(layout[:256]),
-    }
-    return env
-
-
-_ENVIRONMENT = _environment()
+for _ in range(2):
+    _SANDBOXES.put(SandboxProcess("moeserve.text.template_sandbox", str(MAX_SECONDS)))

@@ -17,6 +17,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from moeserve.errors import CheckpointError, InvalidRequest, RequestError, RequestFailed
+from moeserve.messages import GRAMMAR_FAILED
 from moeserve.sampling import GrammarSpec
 from moeserve.text.grammar_sandbox import limits
 from moeserve.text.grammar_source import grammar_source, special_tokens
@@ -148,7 +149,7 @@ class Matcher:
             self._start_alone()
             if not self._advance(tokens):
                 why = self.state.get_error() or f"the grammar does not allow one of the tokens {list(tokens)[:8]}"
-                raise RequestFailed(f"structured output: after {len(self._tokens)} tokens: {why[:300]}")
+                raise RequestFailed(f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {why[:300]}")
         self._tokens += tokens
 
     def rewind(self, num_tokens: int) -> None:
@@ -166,7 +167,7 @@ class Matcher:
         if not self.state.is_error():
             return False
         if self._alone:
-            raise RequestFailed(f"structured output: after {len(self._tokens)} tokens: {self.state.get_error()[:300]}")
+            raise RequestFailed(f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {self.state.get_error()[:300]}")
         self._start_alone()
         return True
 

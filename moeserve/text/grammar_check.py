@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import moeserve
 from moeserve.sampling import GrammarSpec
 from moeserve.text.grammar_source import grammar_source, special_tokens
 from moeserve.text.json_schema import GrammarFault, parse_json, subschemas
+from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_VERDICTS = 256
@@ -47,10 +43,10 @@ class GrammarChecker:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._special = special_tokens(tokenizer)
         named = [(token_id, name) for name, token_id in self._special.items()]
-        self._vocabulary = json.dumps({"vocab_size": vocab_size, "special": named, "ends": list(end_ids)})
+        vocabulary = json.dumps({"vocab_size": vocab_size, "special": named, "ends": list(end_ids)})
+        self._sandbox = SandboxProcess("moeserve.text.grammar_sandbox", hello=vocabulary.encode() + b"\n")
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[GrammarSpec, GrammarFault | None] = OrderedDict()
-        self._process: subprocess.Popen[str] | None = None
 
     def check(self, spec: GrammarSpec, param: str) -> None:
         """Raises InvalidRequest for a grammar that cannot be used. param: the field of the request that holds it."""
@@ -73,7 +69,7 @@ class GrammarChecker:
     def close(self) -> None:
         """Ends the process."""
         with self._lock:
-            self._end()
+            self._sandbox.close()
 
     def _fault(self, spec: GrammarSpec) -> GrammarFault | None:
         try:
@@ -101,44 +97,13 @@ class GrammarChecker:
 
     def _compile(self, spec: GrammarSpec) -> str:
         """Returns llguidance's error, "" for none. Raises GrammarFault if the process died of it."""
-        source = json.dumps(grammar_source(spec, self._special))
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "moeserve.text.grammar_sandbox"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # a panic's backtrace
-                text=True,
-                cwd=Path(moeserve.__file__).parents[1],  # so that it finds this package and nothing of the user's
-            )
-            self._send(self._vocabulary)
-        self._send(source)
-        assert self._process.stdout is not None
-        if answer := self._process.stdout.readline():
-            return _plain(json.loads(answer))
-        ended_by = self._end()
-        if ended_by == -signal.SIGPROF:
-            raise GrammarFault("it takes too long to compile; make it smaller")
-        raise GrammarFault("it is too large or nested too deeply to compile")
-
-    def _send(self, line: str) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died; whoever reads sees it
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-
-    def _end(self) -> int | None:
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
-        return process.wait()
+        try:
+            answer = self._sandbox.ask(json.dumps(grammar_source(spec, self._special)).encode())
+        except SandboxDied as death:
+            if death.too_long:
+                raise GrammarFault("it takes too long to compile; make it smaller") from None
+            raise GrammarFault("it is too large or nested too deeply to compile") from None
+        return _plain(json.loads(answer))
 
 
 def _plain(error: str) -> str:

@@ -68,8 +68,8 @@ class _Row:
 class ScriptedEngine:
     """An EngineLink that answers every request with the story's tokens, one per step, then the end token.
 
-    `gate` cleared: no step is made. `refuse`: says so to every request. `break_after`: fails a request with an error
-    after that many tokens. Requests sampled with a bad word never stop.
+    `gate` cleared: no step is made. `refuse`: says so to every request. `break_after`: fails a request with the
+    error `why` after that many tokens. Requests sampled with a bad word never stop.
     """
 
     tokenizer: Tokenizer
@@ -77,6 +77,7 @@ class ScriptedEngine:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     refuse: str = ""
     break_after: int | None = None
+    why: str = "secret detail /home/x"
     told: list[EngineIn] = field(default_factory=list)
     rows: dict[int, _Row] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,7 +144,7 @@ class ScriptedEngine:
             if self.break_after == row.emitted:
                 tokens.append(-1)
                 finish.append(FinishReason.ERROR)
-                extra["errors"][rid] = "secret detail /home/x"
+                extra["errors"][rid] = self.why
                 del self.rows[rid]
                 continue
             token = self.script[row.emitted % len(self.script)]

@@ -234,5 +234,7 @@ async def test_it_is_in_the_openapi_document(live):
     assert [one["name"] for one in operation["parameters"]] == ["stream", "interval_s"]
     content = operation["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
-    assert all(kind["schema"]["$ref"].endswith("/ExpertStatus") for kind in content.values())
+    event = content["text/event-stream"]["itemSchema"]["properties"]["data"]["anyOf"][0]["contentSchema"]
+    for schema in (content["application/json"]["schema"], event):
+        assert schema["$ref"].endswith("/ExpertStatus")
     assert "traceEvents" in json.dumps(document["components"]["schemas"]["TraceFile"])

@@ -182,13 +182,6 @@ async def test_a_stalled_reader_is_dropped_and_others_go_on(live):
     watcher.cancel()
 
 
-async def test_many_idle_connections_do_not_hurt(live):
-    idle = [await asyncio.open_connection("127.0.0.1", live.port) for _ in range(300)]
-    assert (await live.get("/livez"))[0] == 200
-    for _, writer in idle:
-        writer.close()
-
-
 class _Stream:
     """An SseStream whose reader takes nothing (`stuck`) or everything."""
 

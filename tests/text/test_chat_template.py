@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from queue import LifoQueue
 
 import pytest
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
 from moeserve.text import chat_template
 from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.sandbox_process import SandboxProcess
 from moeserve.text.tokenizer import unshield
 
 CHATS = [
@@ -133,6 +135,8 @@ def test_kwargs_are_scalars_under_free_names(byte_level, chatml, kwargs):
     assert len(caught.value.message) < 200
 
 
+NESTED = "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
+GROWING = "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [ITEM] %}{% endfor %}"
 HOSTILE = {
     "class": "{{ ''.__class__.__mro__ }}",
     "attr filter": "{{ ''|attr('__class__') }}",
@@ -161,13 +165,26 @@ HOSTILE = {
     "indent of other lines": "{{ ('a\\r' * 200)|indent(30000000) }}",
     "mutation": "{{ messages.append(1) }}",
     "include": "{% include '/etc/passwd' %}",
+    "many values": GROWING.replace("ITEM", "'a' * 60000000 ~ i"),
+    "slices": "{% set a = 'a' * 60000000 %}" + GROWING.replace("ITEM", "a[i:]"),
+    "captured": "{% set a = 'a' * 60000000 %}{% set x %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}",
+    "shared lists": NESTED + "{{ n.l|string|length }}",
+    "shared lists as JSON": NESTED + "{{ n.l|tojson|length }}",
+    "shared lists compared": NESTED + "{% set a = n.l %}" + NESTED + "{{ a == n.l }}",
+    "time format": "{{ strftime_now('%c' * 9999999) }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
 }
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.5)
+    """Renders in one process, which has half a second for each."""
+    sandbox = SandboxProcess("moeserve.text.template_sandbox", "0.5")
+    sandboxes = LifoQueue()
+    sandboxes.put(sandbox)
+    monkeypatch.setattr(chat_template, "_SANDBOXES", sandboxes)
+    yield
+    sandbox.close()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -218,3 +235,32 @@ def test_where_templates_come_from(tmp_path, byte_level):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError, match="neither"):
         ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_conversation_that_makes_a_template_endless_is_refused_alone(byte_level):
+    template = ChatTemplate(
+        "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + HOSTILE["nested loops"] + "{% endif %}"
+        "{% if messages[0].content == 'grow' %}" + HOSTILE["times"] + "{% endif %}"
+    )
+    for said, why in (("loop", "took too long"), ("grow", "needed too much memory")):
+        with pytest.raises(InvalidRequest, match=f"exceeds its limits on these messages: it {why}"):
+            template.render(byte_level, [{"role": "user", "content": said}])
+        assert template.render(byte_level, [{"role": "user", "content": "fine"}]) == "fine"
+
+
+def test_integers_of_any_size_and_half_a_surrogate_pair(byte_level):
+    template = ChatTemplate("{{ messages[0]|tojson }}")
+    message = {"role": "user", "content": "a", "name": 2**70}
+    assert template.render(byte_level, [message]) == json.dumps(message)
+    with pytest.raises(InvalidRequest, match="fails on these messages"):
+        template.render(byte_level, [{"role": "user", "content": "\ud800"}])
+
+
+def test_what_a_template_shows():
+    plain = ChatTemplate("{% set tools = 1 %}{{ messages[0].content }}{{ tools }}")
+    assert not plain.takes_tools
+    assert not plain.takes_calls
+    mine = ChatTemplate("x", for_tools="{{ tools|tojson }}{{ messages[0].tool_calls }}")
+    assert mine.takes_tools
+    assert mine.takes_calls

@@ -380,8 +380,8 @@ def test_a_dead_sandbox_starts_again(byte_level):
     checker = GrammarChecker(byte_level, 1000, [0])
     for choice in ("a", "b"):
         checker.check(GrammarSpec("choice", json.dumps([choice])), "x")
-        checker._process.kill()
-        checker._process.wait()
+        checker._sandbox._process.kill()
+        checker._sandbox._process.wait()
     checker.close()
     checker.close()
 

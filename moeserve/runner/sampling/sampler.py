@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moeserve.engine.plan import NewRequest
 from moeserve.logits_processors import LogitsProcessor, ProcessorFactories
+from moeserve.messages import NO_TOKEN_LEFT
 from moeserve.runner.sampling.logprobs import LogprobRows, logprob_rows
 from moeserve.runner.tables import I64, Tables, Upload
 from moeserve.sampling import GREEDY_BELOW, TokenSampling
@@ -200,7 +201,7 @@ class Status:
         "",
         "the model's logits for this request are not finite numbers: the weights are damaged, or float16 is too "
         "narrow for this model (--dtype bfloat16 or float32)",
-        "no token is left to choose: logits processors, grammar, allowed_token_ids, logit_bias and the banned tokens "
+        f"{NO_TOKEN_LEFT}: logits processors, grammar, allowed_token_ids, logit_bias and the banned tokens "
         "exclude each other",
     )
 

@@ -1,0 +1,174 @@
+"""GET /openapi.json, made from the route table and the structs of requests and answers, and the page that shows it.
+
+A new route needs nothing here. Bounds of fields are those of the structs, and of the model: token ids end with its
+vocabulary. `assets/docs` has the page and the examples of requests, by operation.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moeserve import protocol
+from moeserve.sampling import TOKEN_ID
+from moeserve.version import __version__
+
+if TYPE_CHECKING:
+    from moeserve.server.routes import Route
+
+_ASSETS = files("moeserve") / "assets" / "docs"
+_REF = "#/components/schemas/{name}"
+_AT_THE_END = {"stop_reason"}  # fields that are written, but where a choice goes on
+_DONE = {"const": "[DONE]", "description": "the last event of OpenAI's streams"}
+_STATUSES = {
+    400: "A field is missing, of the wrong type, or out of its range; `param` names it",
+    401: "The API key is missing or wrong",
+    403: "The API key does not allow this",
+    404: "There is no such model or object",
+    408: "The body did not arrive in time",
+    409: "The server's present state does not allow this; the message says why",
+    413: "The body is too large",
+    415: "The body is not JSON in UTF-8",
+    503: "Loading, draining or overloaded: try again after `Retry-After` seconds",
+}
+_RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}}
+_REQUEST_ID = {"X-Request-Id": {"description": "names the request in the server's log", "schema": {"type": "string"}}}
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+}
+
+
+@cache
+def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) -> bytes:
+    """Returns the document as JSON. vocab_size: None while no model is loaded; keyed: whether requests need a key."""
+    kinds = {kind for route in routes for kind in (route.takes, route.gives, route.event, route.error) if kind}
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    for name, schema in components.items():
+        if kind := vars(protocol).get(name):  # an answer: lists the fields that are never left out
+            partial = kind.__struct_config__.omit_defaults
+            fields = msgspec.structs.fields(kind)
+            written = {f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT}
+            schema["required"] = sorted(written - _AT_THE_END)
+    if vocab_size is not None:
+        for schema in _token_ids(components):
+            schema["maximum"] = vocab_size - 1
+    shapes = dict(zip(kinds, schemas, strict=True))
+    examples: dict[str, dict[str, Any]] = msgspec.json.decode((_ASSETS / "examples.json").read_bytes())
+    paths: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
+    for route in routes:
+        path = f"{route.path}{{id}}{route.suffix}" if route.path.endswith("/") else route.path
+        name = route.handler.__name__.strip("_")
+        if name in names:  # a handler with several paths
+            name = path.strip("/").replace("/", "_")
+        names.add(name)
+        shown = _operation(route, shapes, examples.get(f"{route.method} {path}", {}))
+        paths.setdefault(path, {})[route.method.lower()] = {"operationId": name} | shown
+    keys: list[dict[str, list[str]]] = [{name: []} for name in _SCHEMES]
+    spec = {
+        "openapi": "3.2.0",
+        "info": {"title": "moeserve", "version": __version__, "license": {"name": "Apache-2.0"}},
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": _SCHEMES},
+        "security": keys if keyed else [{}, *keys],
+    }
+    return msgspec.json.encode(spec)
+
+
+def _token_ids(node: Any) -> Iterator[dict[str, Any]]:
+    """Yields the schemas of token ids, which carry the format TOKEN_ID."""
+    if isinstance(node, dict):
+        if node.get("format") == TOKEN_ID:
+            yield node
+        node = list(node.values())
+    for inner in node if isinstance(node, list) else ():
+        yield from _token_ids(inner)
+
+
+def _operation(route: Route, shapes: dict[Any, Any], examples: dict[str, Any]) -> dict[str, Any]:
+    summary, _, rest = (route.handler.__doc__ or "").strip().partition("\n")
+    operation: dict[str, Any] = {"summary": summary, "tags": [_tag(route)], "responses": _responses(route, shapes)}
+    if rest := " ".join(rest.split()):
+        operation["description"] = rest
+    if route.probe:
+        operation["security"] = []
+    if route.path.endswith("/"):
+        text = {"type": "string", "minLength": 1}
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": text}]
+    if route.query is not None:
+        (_, components) = msgspec.json.schema_components([route.query])
+        for name, schema in components[route.query.__name__]["properties"].items():
+            if schema.get("type") == "boolean":  # `?x` alone means true
+                schema = {"anyOf": [schema, {"const": ""}]}
+            operation.setdefault("parameters", []).append({"name": name, "in": "query", "schema": schema})
+    if route.takes is not None:
+        content: dict[str, Any] = {"schema": shapes[route.takes]}
+        if examples:
+            content["examples"] = {name: {"value": value} for name, value in examples.items()}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+    return operation
+
+
+def _tag(route: Route) -> str:
+    if route.path.startswith("/v1/admin/"):
+        return "administration"
+    return "state" if route.takes is None else "inference"
+
+
+def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
+    """Returns the answers by status: those that are likely each by itself, all others as `default`."""
+    content: dict[str, Any] = {route.media: {} if route.gives is None else {"schema": shapes[route.gives]}}
+    if route.event is not None:
+        content["text/event-stream"] = {"itemSchema": _event(shapes[route.event])}
+    error = {"headers": _REQUEST_ID, "content": {"application/json": {"schema": shapes[route.error]}}}
+    found: dict[str, Any] = {"200": {"description": "OK", "headers": _REQUEST_ID, "content": content}}
+    for status in sorted(_statuses(route)):
+        found[str(status)] = {"description": _STATUSES[status], **error}
+    if route.gives is protocol.StatusResponse:
+        found["503"] = {"description": "Not now", "headers": _REQUEST_ID | _RETRY_AFTER, "content": content}
+    elif "503" in found:
+        found["503"]["headers"] = _REQUEST_ID | _RETRY_AFTER
+    return found | {"default": {"description": "Another failure, in the same shape", **error}}
+
+
+def _statuses(route: Route) -> set[int]:
+    found = set() if route.probe else {401, 503}
+    if route.takes is not None:
+        found |= {400, 408, 413, 415}
+    if route.query is not None:
+        found.add(400)
+    if route.path.startswith("/v1/admin/"):
+        found |= {403, 409}
+    if route.path.endswith("/") or "model" in getattr(route.takes, "__struct_fields__", ()):
+        found.add(404)
+    return found
+
+
+def _event(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of one server-sent event whose data are JSON of `schema`."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    shown = {"event": {"type": "string"}, "data": {"anyOf": [data, _DONE]}}
+    return {"type": "object", "required": ["data"], "properties": shown}
+
+
+@cache
+def page() -> tuple[bytes, str]:
+    """Returns the page and the content security policy with which it runs its own script, and no other."""
+    text = (_ASSETS / "index.html").read_text(encoding="utf-8")
+    allowed = {}
+    for tag, body in re.findall(r"<(style|script)>(.*?)</\1>", text, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        allowed[tag] = f"{tag}-src 'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; connect-src 'self'; {'; '.join(allowed.values())}; base-uri 'none'; form-action 'none'"
+    )
+    return text.encode(), f"{policy}; frame-ancestors 'none'"

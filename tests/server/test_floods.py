@@ -1,0 +1,152 @@
+"""Many clients, slow ones and large bodies: the server answers others meanwhile, and gives everything back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+
+import pytest
+
+from moeserve.server import http, requests
+from moeserve.server.app import App
+from moeserve.server.http import HttpServer
+from moeserve.server.routes import ROUTES
+
+CHAT = "/v1/chat/completions"
+HEAD = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+@pytest.fixture
+async def patient(live):
+    """A function that serves with other limits on a port of its own."""
+    servers = []
+
+    async def start(**limits: float) -> int:
+        server = HttpServer(App(live.context, ROUTES))
+        server._room = limits.get("room", server._room)
+        acceptor = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        heads = asyncio.create_task(server.watch_heads(limits.get("head_s", 30.0)))
+        servers.append((server, acceptor, heads))
+        return acceptor.sockets[0].getsockname()[1]
+
+    yield start
+    for server, acceptor, heads in servers:
+        heads.cancel()
+        acceptor.close()
+        await server.shutdown(0.1)
+
+
+async def test_two_thousand_idle_connections(live):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2000 if hard >= 5000 else hard // 3
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 5000)), hard))
+    try:
+        idle = [await connect(live.port) for _ in range(wanted)]
+        async with asyncio.timeout(5):
+            assert (await live.get("/livez"))[0] == 200
+            assert (await live.post(CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}))[0] == 200
+        for _, writer in idle:
+            writer.transport.abort()
+        assert (await live.get("/livez"))[0] == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_the_oldest_idle_connection_makes_room(live, patient):
+    port = await patient(room=4)
+    live.engine.gate.clear()
+    reader, busy = await connect(port)
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).encode()
+    busy.write(HEAD.format(CHAT, len(body)).encode() + body)
+    async with asyncio.timeout(5):
+        while not live.engine.rows:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        idle = [await connect(port) for _ in range(3)]
+        late, writer = await connect(port)
+        writer.write(LIVEZ)
+        assert status_of(await late.readuntil(b"\r\n")) == 200
+        assert await idle[0][0].read() == b""  # it was closed
+        live.engine.gate.set()
+        assert status_of(await reader.readuntil(b"\r\n")) == 200
+    for one in (busy, writer, *[writer for _, writer in idle]):
+        one.close()
+
+
+async def test_who_says_nothing_or_one_byte_at_a_time_is_sent_away(patient):
+    port = await patient(head_s=0.3)
+    silent, nobody = await connect(port)
+    slow, writer = await connect(port)
+
+    async def drip() -> None:
+        for byte in LIVEZ * 100:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+
+    dripping = asyncio.create_task(drip())
+    async with asyncio.timeout(5):
+        for reader in (silent, slow):
+            assert status_of(await reader.read()) == 408
+    dripping.cancel()
+    for one in (nobody, writer):
+        one.close()
+
+
+async def test_a_slow_byte_of_a_body_wins_no_time(live, monkeypatch):
+    monkeypatch.setattr(requests, "READ_TIMEOUT_S", 0.3)
+    reader, writer = await connect(live.port)
+    writer.write(HEAD.format(CHAT, 1000).encode())
+
+    async def drip() -> None:
+        for _ in range(500):
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+
+    dripping = asyncio.create_task(drip())
+    async with asyncio.timeout(5):
+        assert status_of(await reader.readuntil(b"\r\n")) == 408
+    dripping.cancel()
+    writer.close()
+
+
+async def test_large_bodies_share_their_memory(launch, monkeypatch):
+    monkeypatch.setattr(requests, "MAX_BODIES", 300_000)
+    async with launch(max_request_bytes=200_000) as live:
+        waiting = []
+        for _ in range(2):  # two large bodies that do not end
+            reader, writer = await connect(live.port)
+            writer.write(HEAD.format(CHAT, 150_000).encode() + b" " * 140_000)
+            waiting.append((reader, writer))
+        async with asyncio.timeout(5):
+            while live.context.bodies.taken < 200_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            padded = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).encode()
+            status, answer, response = await live.post(CHAT, padded + b" " * 150_000)
+            assert (status, answer["error"]["code"]) == (503, "server_overloaded")
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await live.post(CHAT, padded))[0] == 200
+            for _, writer in waiting:
+                writer.transport.abort()
+            while live.context.bodies.taken:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            assert (await live.post(CHAT, padded + b" " * 150_000))[0] == 200
+        assert live.context.bodies.taken == 0
+
+
+def test_the_file_limit_is_raised_to_what_is_allowed():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        http.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, http.MAX_FILES), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
