@@ -108,8 +108,6 @@ def test_required_answers_are_calls(walk, parallel):
 def test_what_models_write_is_allowed_and_else_not(walk):
     name = walk.format.name
     good, other = write(name, [("f", {"n": 3, "unit": "c"})]), write(name, [("g", {"x": 1})])
-    if walk.format.name in ("harmony",) or "properties" in TOOLS[0]["function"]["parameters"]:
-        good = write(name, [("f", {"n": 3, "unit": "c"})])
     auto = walk.format.constraint(TOOLS)
     required = walk.format.constraint(TOOLS, required=True)
     for spec in (auto, required):
