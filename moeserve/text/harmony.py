@@ -8,11 +8,19 @@ downloads a vocabulary of its own, while all that answers need of it is this par
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
+from secrets import token_hex
 from typing import Literal
 
-from moeserve.text.answer_format import Part
-from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY
+from moeserve.sampling import GrammarSpec
+from moeserve.text.answer_format import Part, Tool
+from moeserve.text.answer_grammar import arguments_schema, is_free, json_rule, tool_name
+from moeserve.text.grammar_source import lark_of, special_tokens
+from moeserve.text.json_schema import GrammarFault
+from moeserve.text.structural_tag import literal
+from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY, Tokenizer
 
 _ENDS = HARMONY[-3:]
 _MAX_NAME = 63  # characters of a control token
@@ -26,10 +34,13 @@ class HarmonyParser:
 
     Takes the text of `Tokenizer.marked_pieces`, in which text that only looks like a control token differs from it.
     The analysis channel is reasoning; a message to `functions.NAME` is a call; everything else on the channels
-    commentary and final is content. in_message: the answer continues a message of the prompt.
+    commentary and final is content. in_message: the answer continues a message of the prompt. eager: calls come as they
+    are written; otherwise when they are complete.
     """
 
-    def __init__(self, *, in_message: bool = False) -> None:
+    def __init__(self, *, in_message: bool = False, eager: bool = True) -> None:
+        self._eager = eager
+        self._call: list[Part] | None = None  # that is not complete
         self._held = ""  # may be the beginning of a control token
         self._header: str | None = None if in_message else ""  # None inside a message
         self._kind: Literal["content", "reasoning", "arguments"] = "content"
@@ -48,24 +59,47 @@ class HarmonyParser:
         self._add(rest.removesuffix(CONTROL_BEGIN) if final else rest[:keep], parts)
         if final and self._header and not self._formatted:  # no harmony at all
             parts.append(Part("content", self._header))
+        if final:
+            self._end_call(parts, cut=True)
         return parts
 
     def _add(self, text: str, parts: list[Part]) -> None:
         if self._header is not None:
             self._header += text
         elif text:
-            parts.append(Part(self._kind, text))
+            (parts if self._call is None else self._call).append(Part(self._kind, text))
+
+    def _end_call(self, parts: list[Part], *, cut: bool) -> None:
+        """Lets a call out, if it is whole. cut: the text ends here; a part of a call is dropped."""
+        if self._call is None:
+            return
+        call, self._call = self._call, None
+        arguments = "".join(part.text for part in call[1:])
+        try:
+            whole = isinstance(json.loads(arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            whole = False
+        if whole:
+            parts += [call[0], Part("arguments", arguments or "{}")]
+        elif not cut:
+            parts.append(Part("content", arguments))
 
     def _control(self, name: str, parts: list[Part]) -> None:
         if name not in HARMONY and name != "<|constrain|>":
             return
         self._formatted = True
+        if self._header is None and name != "<|constrain|>":
+            self._end_call(parts, cut=False)
         if name == "<|message|>" and self._header is not None:
             channel, recipient = _CHANNEL.search(self._header), _RECIPIENT.search(self._header)
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
             if recipient and recipient[1].startswith("functions."):
                 self._kind = "arguments"
-                parts.append(Part("call", recipient[1].removeprefix("functions.")))
+                call = Part("call", recipient[1].removeprefix("functions."))
+                if self._eager:
+                    parts.append(call)
+                else:
+                    self._call = [call]
             elif recipient:  # a tool that nobody offered
                 self._kind = "reasoning"
             self._header = None
@@ -73,3 +107,60 @@ class HarmonyParser:
             self._header = ""
         elif name == "<|channel|>" or self._header is not None:
             self._header = (self._header or "") + name
+
+
+_GRAMMAR = """start: (message <|end|> <|start|> "assistant"){0,4} last
+message: <|channel|> CHANNELS <|message|> TEXT
+TEXT: /(.|\\n)*/
+"""
+_FINAL = '<|channel|> "final" <|message|>'
+_CALL, _JSON = "<|channel|>", '<|constrain|> "json" <|message|>'
+_TOKEN = re.compile(r"<\|\w+\|>")
+
+
+class HarmonyFormat:
+    """Harmony as an `AnswerFormat`. An answer has one call at most, since a call ends it."""
+
+    name = "harmony"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.stop_ids = tuple(tokenizer.harmony_stops or ())
+        self._special = special_tokens(tokenizer)
+
+    def parser(
+        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False, eager: bool = False
+    ) -> HarmonyParser:
+        """Returns the parser of one answer."""
+        return HarmonyParser(in_message=continued, eager=eager)
+
+    def constraint(
+        self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""
+    ) -> GrammarSpec | None:
+        """Returns what an answer must match, None for anything."""
+        if is_free(tools, required=required, parallel=True):
+            return None
+        calls = []
+        for i, tool in enumerate(tools):
+            schema = arguments_schema(tool, i, strict=required)
+            name = literal(f"commentary to=functions.{tool_name(tool)} ", {})
+            calls.append(f"{self._marked(_CALL)} {name} {self._marked(_JSON)} {json_rule(schema)}")
+        return self._spec(" | ".join(calls if required else [f"{self._marked(_FINAL)} TEXT", *calls]))
+
+    def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
+        """Returns the grammar of an answer whose final message matches `grammar`."""
+        try:
+            return self._spec(f"{self._marked(_FINAL)} %lark {{\n{lark_of(grammar, self._special)}\n}}", '"analysis"')
+        except GrammarFault as fault:
+            raise fault.as_request_error("grammar") from fault
+
+    def call_id(self, name: str, index: int) -> str:
+        """Returns an id for a call."""
+        return f"call_{token_hex(12)}"
+
+    def _spec(self, last: str, channels: str = '("analysis" | "commentary")') -> GrammarSpec:
+        """Returns the grammar of messages on `channels`, and of the last one."""
+        return GrammarSpec("answer", f"{self._marked(_GRAMMAR).replace('CHANNELS', channels)}last: {last}")
+
+    def _marked(self, lark: str) -> str:
+        """Returns Lark with the ids of the control tokens in it."""
+        return _TOKEN.sub(lambda found: f"<[{self._special[found[0]]}]>", lark)

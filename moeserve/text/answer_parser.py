@@ -1,0 +1,193 @@
+"""The parser of all formats whose syntax is data: one generator reads an answer from its beginning to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from moeserve.text.answer_bodies import BODIES, CallSink
+from moeserve.text.answer_format import Part, Tool
+from moeserve.text.answer_syntax import Reading
+from moeserve.text.answer_text import AnswerText, Malformed, Stops, Unfinished, Wait, plain, without_controls
+
+_SPACES = " \t\r\n"
+_SEPARATOR = Stops([";", ","])
+
+
+class DataParser:
+    """Splits one answer into its parts.
+
+    White space between the parts is dropped; inside content it stays. A call comes when it is complete (eager: as it
+    is written). Text that begins like a call and is none is content; a call that the end of the text cuts off is
+    dropped, since running it would be wrong and showing its markup would be, too.
+    """
+
+    def __init__(self, reading: Reading, tools: Sequence[Tool], *, reasons: bool, eager: bool) -> None:
+        self._reading, self._eager = reading, eager
+        functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)]
+        self._schemas = {str(function.get("name")): function.get("parameters") or {} for function in functions}
+        self._text = AnswerText()
+        self._parts: list[Part] = []
+        self._content = _Flow("content", self._parts)
+        self._num_calls = 0
+        self._shown: Collection[str] = ()  # control tokens that stay in content
+        self._run = self._answer(reasons)
+        self._over = False
+
+    def push(self, text: str, *, final: bool = False) -> list[Part]:
+        """Returns the parts that are certain after `text`. final: nothing follows."""
+        self._text.feed(text, final=final)
+        if not self._over:
+            self._over = next(self._run, True) is True
+        parts = joined(self._parts)
+        self._parts.clear()
+        return parts
+
+    def _answer(self, reasons: bool) -> Wait[None]:
+        text, reading = self._text, self._reading
+        stop = ""
+        if reasons or (yield from self._starts_reasoning()):
+            stop = yield from self._reasoning()
+        if not stop and "" in reading.openers:
+            yield from self._bare_calls()
+        while stop or (stop := (yield from text.until(reading.in_content, self._add_content))):
+            again = ""
+            if stop == reading.think_open and (self._content.is_empty or reading.think_is_special):
+                again = yield from self._reasoning()
+            elif stop == reading.section_open:
+                yield from self._section()
+            elif stop in reading.openers:
+                yield from self._call(stop)
+                if reading.section_open:  # whose opening is missing
+                    self._content.add((yield from text.space()))
+                    yield from text.next_of(reading.section_end)
+                if "" in reading.openers:
+                    yield from self._bare_calls()
+            elif stop not in reading.dropped:
+                self._content.add(stop)
+            stop = again
+        self._content.end(keep=not self._num_calls)
+
+    def _add_content(self, piece: str) -> None:
+        self._content.add(without_controls(piece, self._shown))
+
+    def _starts_reasoning(self) -> Wait[bool]:
+        if not self._reading.think_open:
+            return False
+        self._content.add((yield from self._text.space()))
+        return bool((yield from self._text.next_of(self._reading.think_start)))
+
+    def _reasoning(self) -> Wait[str]:
+        """Takes the reasoning and returns "", or the opening of a call that ended it."""
+        flow = _Flow("reasoning", self._parts)
+        flow.trim()
+        flow.add((yield from self._text.space()))
+        yield from self._text.next_of(self._reading.think_start)  # again, by the model
+        own = self._reading.special
+        stop = yield from self._text.until(
+            self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece, own))
+        )
+        flow.end(keep=not stop)
+        self._content.trim()
+        return "" if stop == self._reading.think_close else stop
+
+    def _section(self) -> Wait[None]:
+        """Takes the calls between a section's marks. Without a call, the section is text."""
+        text, reading, before = self._text, self._reading, self._num_calls
+        opening, held = reading.section_open, list[str]()
+        while True:
+            if reading.section_noise:
+                stop = yield from text.until(reading.in_section, held.append)
+            else:
+                held.append((yield from text.space()))
+                stop = yield from text.next_of(reading.in_section)
+            if not stop and not (yield from text.peek()):  # cut off
+                return
+            if not stop or stop == reading.section_close:
+                noise = plain("".join(held))
+                if self._num_calls == before and (noise.strip() or not stop):
+                    self._content.add(f"{opening}{noise}{stop}")
+                return
+            yield from self._call(stop)
+            opening, held = "", []
+
+    def _bare_calls(self) -> Wait[None]:
+        """Takes calls without a mark at their beginning."""
+        text = self._text
+        while True:
+            space = yield from text.space()
+            self._content.add(space)
+            separator = self._num_calls and (yield from text.next_of(_SEPARATOR))
+            if separator:
+                space = yield from text.space()
+            if (yield from text.peek()) not in tuple(self._reading.bare) or not (yield from self._call("")):
+                if separator:
+                    self._content.add(separator + space)
+                return
+
+    def _call(self, opener: str) -> Wait[bool]:
+        """Takes what follows the opening of a call, and returns whether it was one."""
+        text, reading = self._text, self._reading
+        text.taken = raw = [opener]
+        sink = CallSink(self._parts if self._eager else [], self._schemas, known=not opener)
+        shown = False
+        try:
+            yield from BODIES[reading.content](text, reading, sink)
+        except Unfinished:
+            text.take_rest()
+            shown = not opener  # what begins with no mark may be anything
+        except Malformed:
+            shown = True
+        else:
+            if not self._eager:
+                self._parts += sink.parts
+            self._num_calls += sink.count
+            return True
+        finally:
+            text.taken = None
+        if shown and not (self._eager and sink.count):
+            self._content.add(plain("".join(raw)))
+            self._shown = reading.special  # the rest of its marks may follow
+        return False
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Returns the parts with neighbours of one kind as one, but each call for itself."""
+    kinds = groupby(parts, lambda part: (part.kind, id(part) if part.kind == "call" else 0))
+    return [Part(kind, "".join(part.text for part in same)) for (kind, _), same in kinds]
+
+
+class _Flow:
+    """Text of one kind, whose white space at the end is held back until more comes."""
+
+    def __init__(self, kind: Any, parts: list[Part]) -> None:
+        self._kind, self._parts = kind, parts
+        self._space: list[str] = []
+        self._trim = False
+        self.is_empty = True
+
+    def trim(self) -> None:
+        """Drops white space before the first text."""
+        self._trim = True
+        if self.is_empty:
+            self._space.clear()
+
+    def add(self, piece: str) -> None:
+        """Adds a piece."""
+        text = piece.rstrip(_SPACES)
+        if text:
+            if self.is_empty and self._trim:
+                text = text.lstrip(_SPACES)
+            self._parts.append(Part(self._kind, "".join([*self._space, text])))
+            self._space.clear()
+            self.is_empty = False
+            piece = piece[len(piece.rstrip(_SPACES)) :]
+        if piece and not (self.is_empty and self._trim):
+            self._space.append(piece)
+
+    def end(self, *, keep: bool) -> None:
+        """Ends the text. keep: with the white space at its end."""
+        if keep and self._space:
+            self._parts.append(Part(self._kind, "".join(self._space)))
+        self._space.clear()
