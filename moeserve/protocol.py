@@ -45,12 +45,16 @@ class CachedTokens(Struct):
     cached_tokens: int | None = None
 
 
-class PredictedTokens(Struct):
-    """Drafts that speculation had verified for the request: right ones, which are tokens of the answer, and wrong ones,
-    which are not."""
+class CompletionDetails(Struct, omit_defaults=True):
+    """What the tokens of an answer were.
+
+    accepted_prediction_tokens, rejected_prediction_tokens: drafts that speculation had verified for the request, right
+    ones, which are tokens of the answer, and wrong ones, which are not. reasoning_tokens: those before the content.
+    """
 
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class Usage(Struct):
@@ -60,7 +64,7 @@ class Usage(Struct):
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: CachedTokens | None = None
-    completion_tokens_details: PredictedTokens | None = None
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class TopLogprob(Struct):

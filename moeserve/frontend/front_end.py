@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -50,6 +50,7 @@ from moeserve.messages import (
     Traced,
 )
 from moeserve.sampling import SamplingParams
+from moeserve.text.answer_format import AnswerParser
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.stop import StopMatcher, bad_sequences
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
@@ -109,13 +110,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
         priority: int = 0,
         salt: str = "",
         request_id: str = "",
-        marked: bool = False,
+        parser: Callable[[], AnswerParser] | None = None,
         grammar_param: str = "structured_outputs",
     ) -> Generation:
         """Admits, checks and submits a request. Raises RequestError before anything runs.
 
-        marked: special tokens are in the text, between marks, for a parser of the answer. grammar_param: the field
-        that errors in `params.structured_outputs` are said to be in.
+        parser: makes what reads each sequence's answer, in whose text the special tokens are between marks then.
+        grammar_param: the field that errors in `params.structured_outputs` are said to be in.
         """
         ready = self.admit(params.n)
         check_request(prompt, priority, ready)
@@ -126,7 +127,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if (asked := params.structured_outputs) is not None:
             params.check(ready.vocab_size)
             facts = ready.vocab_size, ready.eos_token_ids
-            grammar = await self._grammars.check(asked, grammar_param, *facts, marked=marked)
+            grammar = await self._grammars.check(asked, grammar_param, *facts, marked=parser is not None)
             ready = self.admit(params.n)  # again: others came meanwhile
         samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
         generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt)
@@ -134,7 +135,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
             sequence = Sequence(next(self._rids), index, generation, sampling)
             if self.tokenizer is not None:
                 pieces = self.tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
-                sequence.detok = Detokenizer(self.tokenizer.marked_pieces if marked else pieces, prompt)
+                sequence.detok = Detokenizer(self.tokenizer.marked_pieces if parser else pieces, prompt)
+            if parser is not None:
+                sequence.parser = parser()
             if params.stop_strings:
                 sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
             generation.sequences.append(sequence)

@@ -7,7 +7,7 @@ is encoded once. Only chunks with logprobs, token ids or running usage are built
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,14 @@ from moeserve import protocol
 from moeserve.errors import RequestError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta, Generation
-from moeserve.protocol import CachedTokens, PredictedTokens, Usage
+from moeserve.protocol import CachedTokens, CompletionDetails, Usage
 from moeserve.sampling import SamplingParams
 from moeserve.server.app import HttpCall
 from moeserve.server.errors import as_request_error, error_body
 from moeserve.server.http import DONE, SseStream
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Sampling, StreamOptions
+from moeserve.text.answer_format import AnswerParser
 
 _MARK = "\0"  # stands for the text of a chunk in its template
 
@@ -43,22 +44,28 @@ class Counts:
     cached_tokens: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    num_reasoning: int = 0
 
     def add(self, delta: Delta) -> None:
         """Counts the tokens of a delta."""
         self.completion_tokens += len(delta.token_ids)
         self.num_drafts += delta.num_drafts
         self.num_accepted += delta.num_accepted
+        self.num_reasoning += delta.num_reasoning
         if delta.cached_tokens is not None and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
 
     def usage(self) -> Usage:
         """Returns the counts in OpenAI's shape."""
         total = self.prompt_tokens + self.completion_tokens
-        drafts = None
+        details = CompletionDetails()
         if self.num_drafts:
-            drafts = PredictedTokens(self.num_accepted, self.num_drafts - self.num_accepted)
-        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), drafts)
+            details.accepted_prediction_tokens = self.num_accepted
+            details.rejected_prediction_tokens = self.num_drafts - self.num_accepted
+        if self.num_reasoning:
+            details.reasoning_tokens = self.num_reasoning
+        known = details if self.num_drafts or self.num_reasoning else None
+        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), known)
 
 
 class _Aborted(RequestError):
@@ -87,7 +94,10 @@ class RunningRequest:
                 yield prompt, delta
         except _Aborted:
             for prompt, index in sorted(self._open):
-                yield prompt, Delta(index, finish_reason="abort")
+                delta = Delta(index, finish_reason="abort")
+                if (sequence := self.generations[prompt].sequences[index]).parser is not None:
+                    sequence.read(delta)  # what it held back
+                yield prompt, delta
 
     async def _next(self) -> tuple[int, Delta]:
         if not self._pumps:
@@ -128,11 +138,11 @@ async def running_request(
     params: SamplingParams,
     request: Sampling,
     *,
-    marked: bool = False,
+    parser: Callable[[], AnswerParser] | None = None,
 ) -> AsyncIterator[RunningRequest]:
     """Runs all prompts or none inside the block, at whose end sequences that are still running are aborted.
 
-    marked: see `FrontEnd.generate`. The request is known under its id meanwhile. Raises what `FrontEnd.generate`
+    parser: see `FrontEnd.generate`. The request is known under its id meanwhile. Raises what `FrontEnd.generate`
     raises for the first refused prompt.
     """
     front.admit(len(prompts) * params.n)
@@ -142,7 +152,7 @@ async def running_request(
         options["grammar_param"] = constraint[1]
     try:
         for prompt in prompts:
-            generations.append(await front.generate(prompt, params, request_id=call.id, marked=marked, **options))
+            generations.append(await front.generate(prompt, params, request_id=call.id, parser=parser, **options))
     except BaseException:
         for generation in generations:
             await generation.aclose()
@@ -169,6 +179,8 @@ async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[
         into = found[prompt][delta.index]
         into.token_ids += delta.token_ids
         into.logprobs += delta.logprobs
+        into.parts += delta.parts
+        into.num_reasoning += delta.num_reasoning
         into.prompt_logprobs = into.prompt_logprobs or delta.prompt_logprobs
         into.finish_reason, into.stop_reason = delta.finish_reason, delta.stop_reason
     for (prompt, index), pieces in texts.items():

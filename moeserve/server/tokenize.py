@@ -11,8 +11,8 @@ from msgspec import Struct
 from moeserve.errors import InvalidRequest
 from moeserve.protocol import Detokenized, Tokenized
 from moeserve.server.app import HttpCall
-from moeserve.server.chat import ReasoningEffort, chat_prompt
-from moeserve.server.requests import Message
+from moeserve.server.chat_request import Message, ReasoningEffort, chat_tools
+from moeserve.server.conversation import chat_prompt
 
 MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
 
@@ -47,7 +47,7 @@ async def tokenize(call: HttpCall) -> web.StreamResponse:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if request.prompt is None:
-        _, tokens = await chat_prompt(front, ready, request)
+        _, tokens = await chat_prompt(front, ready, request, chat_tools(request.tools, request.tool_choice))
     else:
         if len(request.prompt) > MAX_CHARS:
             raise InvalidRequest(f"the prompt has more than {MAX_CHARS:,} characters; send it in parts", param="prompt")

@@ -19,6 +19,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -55,7 +56,10 @@ MAX_KWARG_CHARS = 4096
 
 
 class ChatTemplate:
-    """A compiled template. origin: the file that it came from, for error messages; for_tools: its variant for tools."""
+    """A compiled template. origin: the file that it came from, for error messages; for_tools: its variant for tools.
+
+    takes_tools: whether it shows the model tools that it may call; takes_calls: whether it shows earlier calls.
+    """
 
     def __init__(self, source: str, *, origin: str = "chat template", for_tools: str | None = None) -> None:
         """Raises CheckpointError for a template that does not compile or reaches outside the sandbox."""
@@ -65,6 +69,9 @@ class ChatTemplate:
                 raise SecurityError(f"a chat template has at most {MAX_TEMPLATE_CHARS:,} characters")
             self._template = _ENVIRONMENT.from_string(source)
             self._for_tools = self._template if for_tools is None else _ENVIRONMENT.from_string(for_tools)
+            variables = find_undeclared_variables(_ENVIRONMENT.parse(for_tools or source))
+            self.takes_tools = "tools" in variables
+            self.takes_calls = "tool_calls" in (for_tools or source)
             self._probe()
         except (jinja2.TemplateError, OverflowError, RecursionError) as error:
             line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""

@@ -1,0 +1,215 @@
+"""A running chat, whatever the API that asked for it: from a checked request to the parts of its answers.
+
+`async with conversation(call, request) as chat:` renders the prompt and runs it; then either `chat.pieces()` as they
+come, or `await chat.whole()`. Both say the same: the texts of the pieces of a choice, joined, are those of the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from moeserve.errors import InvalidRequest
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.generation import Delta
+from moeserve.messages import Ready
+from moeserve.sampling import SamplingParams
+from moeserve.server.answer import Counts, RunningRequest, collect, encode, running_request
+from moeserve.server.app import HttpCall
+from moeserve.server.chat_request import ChatRequest, Tools, chat_messages, chat_params, chat_tools
+from moeserve.server.requests import check_chars
+from moeserve.text import harmony
+from moeserve.text.answer_format import AnswerParser
+from moeserve.text.tokenizer import unshield
+
+if TYPE_CHECKING:
+    from moeserve.server.tokenize import TokenizeRequest
+
+
+class ChatPart(NamedTuple):
+    """A `Part` of an answer. number: of the tool call that it begins or belongs to, from 0; id: that call's."""
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+    number: int = -1
+    id: str = ""
+
+
+class Piece(NamedTuple):
+    """What is new of one choice. delta.finish_reason: "tool_calls" where a choice ends that called a tool."""
+
+    index: int
+    parts: list[ChatPart]
+    delta: Delta
+
+
+@dataclass
+class Call:
+    """A whole tool call. arguments: JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Whole:
+    """A whole choice. content, reasoning: None if the answer has none. delta: all its tokens in one."""
+
+    index: int
+    delta: Delta
+    content: str | None = None
+    reasoning: str | None = None
+    calls: list[Call] = field(default_factory=list)
+
+
+class Conversation:
+    """A chat that runs. prompt: its token ids; parsed: whether answers may have parts besides content.
+
+    tools: what the model may call. Errors come as RequestErrors, those of an engine's refusal before the first piece.
+    """
+
+    def __init__(
+        self, call: HttpCall, request: ChatRequest, front: FrontEnd, ready: Ready, prompt: list[int], tools: Tools
+    ) -> None:
+        self.front = front
+        self.ready = ready
+        self.prompt = prompt
+        self.tools = tools
+        self.params: SamplingParams = chat_params(request, front.defaults)
+        self.counts = Counts(len(prompt))
+        self.parser: Callable[[], AnswerParser] | None = None
+        self.running: RunningRequest
+        self._id = f"call_{call.id}"
+        self._num_calls = [0] * self.params.n
+
+    @property
+    def parsed(self) -> bool:
+        """Whether answers have parts; otherwise all their text is content."""
+        return self.parser is not None
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """Yields what is new until all choices have ended, and counts it. Raises RequestError."""
+        async with aclosing(self.running.deltas()) as deltas:
+            async for _, delta in deltas:
+                self.counts.add(delta)
+                yield self.piece(delta)
+
+    def piece(self, delta: Delta) -> Piece:
+        """Returns a delta, each of which has to come here once and in order, with its parts. Counts nothing."""
+        if self.parser is None:
+            return Piece(delta.index, [ChatPart("content", delta.text)] if delta.text else [], delta)
+        index, parts = delta.index, []
+        for kind, group in groupby(delta.parts, itemgetter(0)):
+            texts = [part.text for part in group]
+            for text in texts if kind == "call" else ["".join(texts)]:
+                if kind == "content" or kind == "reasoning":
+                    parts.append(ChatPart(kind, text))
+                    continue
+                self._num_calls[index] += kind == "call"
+                number = self._num_calls[index] - 1
+                parts.append(ChatPart(kind, text, number, f"{self._id}_{index}_{number}"))
+        if self._num_calls[index] and delta.finish_reason == "stop":
+            delta.finish_reason = "tool_calls"
+        return Piece(index, parts, delta)
+
+    async def whole(self) -> list[Whole]:
+        """Returns the choices once all have ended. Raises RequestError."""
+        (sequences,) = await collect(self.running, self.params.n, self.counts)
+        return [_whole(self.piece(sequence)) for sequence in sequences]
+
+
+def _whole(piece: Piece) -> Whole:
+    found = Whole(piece.index, piece.delta)
+    for part in piece.parts:
+        if part.kind == "content":
+            found.content = (found.content or "") + part.text
+        elif part.kind == "reasoning":
+            found.reasoning = (found.reasoning or "") + part.text
+        elif part.kind == "call":
+            found.calls.append(Call(part.id, part.text))
+        else:
+            found.calls[-1].arguments += part.text
+    return found
+
+
+@asynccontextmanager
+async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Conversation]:
+    """Runs a chat inside the block, at whose end what still runs is aborted. Raises RequestError before anything runs.
+
+    The call's counts become those of the chat.
+    """
+    front, ready = call.context.serving(request.model)
+    front.admit(request.n or 1)  # before any work on a prompt that may not run anyway
+    tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+    _, prompt = await chat_prompt(front, ready, request, tools)
+    chat = Conversation(call, request, front, ready, prompt, tools)
+    call.counts = chat.counts
+    params = chat.params
+    assert front.tokenizer is not None
+    if tools.offered and front.tokenizer.harmony_stops is None:
+        what = "tools: calls of this model cannot be told from text"
+        raise InvalidRequest(what, param="tools", code="unsupported_parameter")
+    if tools.choice in ("required", "named"):
+        what = "tool_choice: a tool cannot be enforced yet; ask for auto or none"
+        raise InvalidRequest(what, param="tool_choice", code="unsupported_parameter")
+    if any(tool.function.strict for tool in tools.offered):
+        what = "tools: strict: arguments cannot be constrained yet"
+        raise InvalidRequest(what, param="tools", code="unsupported_parameter")
+    if (stops := front.tokenizer.harmony_stops) is not None:
+        chat.parser = partial(harmony.HarmonyParser, in_message=bool(request.continue_final_message))
+        if not params.ignore_eos:
+            params = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
+    async with running_request(call, front, [prompt], params, request, parser=chat.parser) as chat.running:
+        yield chat
+
+
+async def chat_prompt(
+    front: FrontEnd, ready: Ready, request: ChatRequest | TokenizeRequest, tools: Tools
+) -> tuple[str, list[int]]:
+    """Returns the rendered prompt as people see it, and its ids; works in a thread, since both may take long."""
+    template, tokenizer = front.chat_template, front.tokenizer
+    if template is None or tokenizer is None:
+        raise InvalidRequest(
+            "this model has no chat template: use /v1/completions, or start the server with --chat-template",
+            param="messages",
+            code="no_chat_template",
+        )
+    messages = chat_messages(request.messages or [])
+    offered = tools.shown()
+    if offered and not template.takes_tools:
+        what = "tools: this model's chat template does not know tools; start the server with another --chat-template"
+        raise InvalidRequest(what, param="tools", code="unsupported_parameter")
+    for i, message in enumerate(messages):
+        if (message["role"] == "tool" or "tool_calls" in message) and not template.takes_calls:
+            what = f"messages[{i}]: this model's chat template does not know tool calls; write them as text"
+            raise InvalidRequest(what, param=f"messages[{i}]", code="unsupported_parameter")
+    continues = bool(request.continue_final_message)
+    adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    num_chars = sum(len(message.get("content", "")) for message in messages) + (len(encode(offered)) if offered else 0)
+    check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
+    kwargs = request.chat_template_kwargs or {}
+    if request.reasoning_effort is not None:
+        kwargs = {"reasoning_effort": request.reasoning_effort} | kwargs
+
+    def work() -> tuple[str, list[int]]:
+        """Renders and encodes the conversation, in this thread."""
+        text = template.render(
+            tokenizer,
+            messages,
+            tools=offered,
+            add_generation_prompt=adds,
+            continue_final_message=continues,
+            kwargs=kwargs,
+        )
+        return unshield(text), tokenizer.encode_prompt(text)
+
+    return await asyncio.to_thread(work)
