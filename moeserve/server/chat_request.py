@@ -62,18 +62,16 @@ class _Fields(Struct, kw_only=True):
 
 
 class Tools(Struct, kw_only=True):
-    """The tools of a request. offered: those that the model may call, which is what the template shows it.
+    """The tools of a request, as templates and formats take them.
 
-    choice: "none", "auto", "required", or "named", where `offered` is the one tool.
+    shown: those that the template shows the model; callable: those that it may call. choice: "named" means that the
+    one callable tool has to be called.
     """
 
-    offered: list[Tool] = []
     choice: Literal["none", "auto", "required", "named"] = "none"
+    shown: list[dict[str, Any]] = []
+    callable: list[dict[str, Any]] = []
     parallel: bool = True
-
-    def shown(self) -> list[dict[str, Any]] | None:
-        """Returns the tools as the template takes them, None if the model is to use none."""
-        return msgspec.to_builtins(self.offered) or None
 
 
 class Called(Struct, kw_only=True):
@@ -165,29 +163,29 @@ def chat_tools(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, *, parallel: bool | None = None
 ) -> Tools:
     """Returns what a request says about tools, checked. Raises InvalidRequest."""
-    known = convert({"tools": tools or []}, _Fields).tools
-    names = [tool.function.name for tool in known]
-    if len(set(names)) < len(names):
+    checked = convert({"tools": tools or []}, _Fields).tools
+    known: dict[str, dict[str, Any]] = {tool.function.name: msgspec.to_builtins(tool) for tool in checked}
+    if len(known) < len(checked):
         raise InvalidRequest("tools: two tools have the same name", param="tools")
-    found = Tools(offered=known, parallel=parallel is not False)
+    found = Tools(choice="auto", shown=[*known.values()], callable=[*known.values()], parallel=parallel is not False)
     match choice:
         case None | "auto":
-            found.choice = "auto" if known else "none"
+            return found if known else Tools()
         case "none":
             return Tools()
         case "required":
             found.choice = "required"
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
-            checked = _converted(allowed, _Allowed, "tool_choice.allowed_tools")
-            found.choice = checked.mode
-            found.offered = _chosen(known, [tool.function.name for tool in checked.tools])
+            subset = _converted(allowed, _Allowed, "tool_choice.allowed_tools")
+            found.choice = subset.mode
+            found.shown = found.callable = _chosen(known, [tool.function.name for tool in subset.tools])
         case dict():
             named = _converted(choice, _NamedTool, "tool_choice")
-            found.choice, found.offered = "named", _chosen(known, [named.function.name])
+            found.choice, found.callable = "named", _chosen(known, [named.function.name])
         case _:
             what = "tool_choice must be auto, none, required, or an object that names a function"
             raise InvalidRequest(what, param="tool_choice")
-    if found.choice == "required" and not known:
+    if not known:
         raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
     return found
 
@@ -201,13 +199,11 @@ def _converted(value: dict[str, Any], kind: type[msgspec.Struct], where: str) ->
         raise InvalidRequest(f"{param} {what}", param=param) from error
 
 
-def _chosen(known: list[Tool], names: list[str]) -> list[Tool]:
-    by_name = {tool.function.name: tool for tool in known}
+def _chosen(known: dict[str, dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
     for name in names:
-        if name not in by_name:
-            what = f"tool_choice: there is no tool {shorten(name)!r} in tools"
-            raise InvalidRequest(what, param="tool_choice")
-    return [by_name[name] for name in names]
+        if name not in known:
+            raise InvalidRequest(f"tool_choice: there is no tool {shorten(name)!r} in tools", param="tool_choice")
+    return [known[name] for name in dict.fromkeys(names)]
 
 
 def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
