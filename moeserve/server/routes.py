@@ -14,6 +14,7 @@ from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
 from moeserve.server import admin, chat, completions, status, tokenize, trace
 from moeserve.server.app import HttpCall
+from moeserve.server.chat_request import ChatRequest
 from moeserve.version import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -48,8 +49,8 @@ async def _openapi(call: HttpCall) -> web.StreamResponse:
 
 
 ROUTES = (
-    Route("POST", _CHAT, chat.chat_completions, chat.ChatRequest, protocol.ChatCompletion, _CHUNK),
-    Route("POST", f"{_CHAT}/render", chat.render, chat.ChatRequest, protocol.RenderedPrompt),
+    Route("POST", _CHAT, chat.chat_completions, ChatRequest, protocol.ChatCompletion, _CHUNK),
+    Route("POST", f"{_CHAT}/render", chat.render, ChatRequest, protocol.RenderedPrompt),
     Route(
         "POST",
         "/v1/completions",
