@@ -12,7 +12,7 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
-from moeserve.server import admin, chat, completions, status, tokenize, trace
+from moeserve.server import admin, chat, completions, status, tokenize, trace, ui
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest
 from moeserve.version import __version__
@@ -27,7 +27,7 @@ _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokeni
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. A path that ends in "/" takes the rest of the URL as its argument.
+    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL as its argument.
 
     takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events; query:
     the struct of the URL's parameters. probe: needs no key.
@@ -66,6 +66,7 @@ ROUTES = (
     Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
     Route("POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=trace.TraceQuery),
     Route("GET", "/v1/experts", status.experts, None, _EXPERTS, _EXPERTS, status.WatchQuery),
+    Route("GET", "/v1/receipt-key", status.receipt_key, None, protocol.ReceiptKey),
     Route("POST", "/tokenize", *_TOKENIZE),
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
@@ -79,6 +80,8 @@ ROUTES = (
     Route("GET", "/metrics", status.metrics),
     Route("GET", "/openapi.json", _openapi),
 )
+# for people, so /openapi.json leaves them out
+PAGES = (Route("GET", "/", ui.page, probe=True), Route("GET", "/ui/", ui.asset, probe=True))
 
 
 @cache
