@@ -134,11 +134,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
-        if (asked := params.structured_outputs) is not None:
-            params.check(ready.vocab_size)
-            grammar = grammar or grammar_of(asked, grammar_param)
-        if grammar is not None:
-            await self._grammars.check(grammar, grammar_param, ready.vocab_size, ready.eos_token_ids)
+        if grammar is not None or params.structured_outputs is not None:
+            grammar = await self._grammar(params, grammar, grammar_param, ready)
             ready = self.admit(params.n)  # again: others came meanwhile
         if params.receipt and self.notary is not None:
             await self.notary.weights(ready)
@@ -165,6 +162,17 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._drop(generation)
             raise
         return generation
+
+    async def _grammar(
+        self, params: SamplingParams, grammar: GrammarSpec | None, param: str, ready: Ready
+    ) -> GrammarSpec | None:
+        """Returns the checked grammar, which the parameters may ask for. Raises InvalidRequest."""
+        params.check(ready.vocab_size)
+        if grammar is None and params.structured_outputs is not None:
+            grammar = grammar_of(params.structured_outputs, param)
+        if grammar is not None:
+            await self._grammars.check(grammar, param, ready.vocab_size, ready.eos_token_ids)
+        return grammar
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the token ids of a text, with the tokenizer's own special tokens around it if `special`."""

@@ -133,9 +133,7 @@ class DataParser:
         """Takes what follows the opening of a call, and returns whether it was one."""
         text = self._text
         text.taken = [opener]
-        sink = _Calls(
-            self._parts if self._eager else [], self._schemas, known="" == opener or opener in self._reading.bare
-        )
+        sink = _Calls(self._parts if self._eager else [], self._schemas, known="" == opener or opener in self._reading.bare)
         try:
             yield from _BODIES[self._reading.content](text, self._reading, sink)
             if not sink.count:

@@ -124,9 +124,7 @@ class Reading:
         outer = [self.section_open, *calls.open]
         self.dropped = syntax.dropped
         self.in_content = self._stops(self.think_open, *outer, *syntax.dropped)
-        self.in_reasoning = self._stops(
-            self.think_close, *([*outer, *syntax.dropped] if syntax.call_ends_reasoning else [])
-        )
+        self.in_reasoning = self._stops(self.think_close, *([*outer, *syntax.dropped] if syntax.call_ends_reasoning else []))
         self.in_section = self._stops(*calls.open, self.section_close)
         self.after_call = self._stops(*calls.open, self.section_close)
         self.call_close = calls.close
