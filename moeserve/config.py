@@ -196,6 +196,10 @@ class ServerConfig:
     )
     max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may")
     max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
+    files_dir: str | None = _opt(
+        None, "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)", flag=None
+    )
+    files_bytes: int = _opt(4 * 2**30, "bytes that all files together may have", flag=None, low=1)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
     strict: bool = _opt(False, "refuse unknown request fields instead of warning", flag=None)
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")

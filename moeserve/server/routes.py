@@ -12,7 +12,7 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
-from moeserve.server import admin, chat, completions, status, tokenize, trace, ui
+from moeserve.server import admin, batches, chat, completions, file_objects, files, status, tokenize, trace, ui
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest
 from moeserve.version import __version__
@@ -27,7 +27,10 @@ _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokeni
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL as its argument.
+    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL, up to `suffix`, as its
+    argument.
+
+    Of routes that fit, the first one counts.
 
     takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events; query:
     the struct of the URL's parameters. probe: needs no key.
@@ -41,6 +44,12 @@ class Route:
     event: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = None
     probe: bool = False
+    suffix: str = ""
+
+    @property
+    def label(self) -> str:
+        """The operation's path in metrics and logs."""
+        return f"{self.path}{{id}}{self.suffix}" if self.suffix else self.path
 
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
@@ -71,6 +80,16 @@ ROUTES = (
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
     Route("POST", "/v1/detokenize", *_DETOKENIZE),
+    Route("POST", "/v1/files", files.upload_file, None, file_objects.FileObject),
+    Route("GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery),
+    Route("GET", "/v1/files/", files.file_content, suffix="/content"),
+    Route("GET", "/v1/files/", files.retrieve_file, None, file_objects.FileObject),
+    Route("DELETE", "/v1/files/", files.delete_file, None, files.Deleted),
+    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, file_objects.Batch),
+    Route("GET", "/v1/batches", batches.list_batches, None, file_objects.BatchList, query=batches.BatchesQuery),
+    Route("POST", "/v1/batches/", batches.cancel_batch, None, file_objects.Batch, suffix="/cancel"),
+    Route("GET", "/v1/batches/", batches.retrieve_batch, None, file_objects.Batch),
+    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, None, protocol.TokenizerInfo),
     Route("GET", "/livez", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/ping", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/readyz", status.readyz, None, StatusResponse, probe=True),
@@ -96,7 +115,7 @@ def _document() -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     names: set[str] = set()
     for route in ROUTES:
-        path = route.path + "{id}" if route.path.endswith("/") else route.path
+        path = f"{route.path}{{id}}{route.suffix}" if route.path.endswith("/") else route.path
         name = route.handler.__name__.strip("_")
         if name in names:  # a handler with several paths
             name = path.strip("/").replace("/", "_")
