@@ -47,12 +47,16 @@ class CachedTokens(Struct):
     cached_tokens: int | None = None
 
 
-class PredictedTokens(Struct):
-    """Drafts that speculation had verified for the request: right ones, which are tokens of the answer, and wrong ones,
-    which are not."""
+class CompletionDetails(Struct, omit_defaults=True):
+    """What the tokens of an answer were.
+
+    accepted_prediction_tokens, rejected_prediction_tokens: drafts that speculation had verified for the request, right
+    ones, which are tokens of the answer, and wrong ones, which are not. reasoning_tokens: those before the content.
+    """
 
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class Usage(Struct):
@@ -62,7 +66,7 @@ class Usage(Struct):
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: CachedTokens | None = None
-    completion_tokens_details: PredictedTokens | None = None
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class TopLogprob(Struct):
@@ -107,11 +111,12 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for 
 
 
 class ChatMessage(Struct, kw_only=True, omit_defaults=True):
-    """The assistant's message."""
+    """The assistant's message. reasoning_content: the name that some other servers give `reasoning`."""
 
     role: str = written("assistant")
     content: str | None = written(None)
     refusal: str | None = written(None)
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
@@ -148,10 +153,11 @@ class ChatCompletion(Generated, kw_only=True, omit_defaults=True):
 
 
 class ChoiceDelta(Struct, kw_only=True, omit_defaults=True):
-    """New text of a choice; the first delta has the role, the last one is empty."""
+    """What is new of a message; the first delta has the role, the last one is empty."""
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -55,9 +55,11 @@ from moeserve.messages import (
     Stopped,
     Traced,
 )
-from moeserve.sampling import SamplingParams
+from moeserve.sampling import GrammarSpec, SamplingParams
+from moeserve.text.answer_format import AnswerFormat, AnswerParser
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.stop import StopMatcher, bad_sequences
+from moeserve.text.structured_outputs import grammar_of
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ ABORT_GRACE_S = 2.0  # for the engine's aborts at the end of draining to arrive
 class FrontEnd(Actor[FromEngine], ServingState):
     """The actor that owns all running sequences; its inbox is that of the engine link.
 
+    answer_format: how the model writes reasoning and tool calls, None if that is unknown.
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
     max_wait_s: see `Admission`. processors: the names of logits processors. notary: makes receipts; without one, only
     the digests for them are made.
@@ -82,6 +85,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         model_dir: Path,
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
+        answer_format: AnswerFormat | None = None,
         defaults: dict[str, Any],
         max_queued: int | None,
         max_wait_s: float = 0.0,
@@ -94,6 +98,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.model_dir = model_dir
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.answer_format = answer_format
         self.defaults = defaults
         self.notary = notary
         self.stats = FrontStats()
@@ -120,34 +125,38 @@ class FrontEnd(Actor[FromEngine], ServingState):
         salt: str = "",
         request_id: str = "",
         marked: bool = False,
+        parser: Callable[[], AnswerParser] | None = None,
+        grammar: GrammarSpec | None = None,
         grammar_param: str = "structured_outputs",
     ) -> Generation:
         """Admits, checks and submits a request. Raises RequestError before anything runs.
 
-        marked: special tokens are in the text, between marks, for a parser of the answer. grammar_param: the field
-        that errors in `params.structured_outputs` are said to be in.
+        marked: special tokens are in the text, between marks. parser: makes what reads each sequence's answer, which
+        is marked then.
+        grammar: what answers must match, in place of `params.structured_outputs`. grammar_param: the field that errors
+        in it are said to be in.
         """
         ready = self.admit(params.n)
         check_request(prompt, priority, ready)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
-        grammar = None
-        if (asked := params.structured_outputs) is not None:
-            params.check(ready.vocab_size)
-            facts = ready.vocab_size, ready.eos_token_ids
-            grammar = await self._grammars.check(asked, grammar_param, *facts, marked=marked)
+        if grammar is not None or params.structured_outputs is not None:
+            grammar = await self._grammar(params, grammar, grammar_param, ready)
             ready = self.admit(params.n)  # again: others came meanwhile
         if params.receipt and self.notary is not None:
             await self.notary.weights(ready)
             ready = self.admit(params.n)
         samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
+        marked = marked or parser is not None
         generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt, marked)
         for index, sampling in enumerate(samplings):
             sequence = Sequence(next(self._rids), index, generation, sampling)
             if self.tokenizer is not None:
                 pieces = self.tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
                 sequence.detok = Detokenizer(self.tokenizer.marked_pieces if marked else pieces, prompt)
+            if parser is not None:
+                sequence.parser = parser()
             if params.stop_strings:
                 sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
             generation.sequences.append(sequence)
@@ -161,6 +170,17 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._drop(generation)
             raise
         return generation
+
+    async def _grammar(
+        self, params: SamplingParams, grammar: GrammarSpec | None, param: str, ready: Ready
+    ) -> GrammarSpec | None:
+        """Returns the checked grammar, which the parameters may ask for. Raises InvalidRequest."""
+        params.check(ready.vocab_size)
+        if grammar is None and params.structured_outputs is not None:
+            grammar = grammar_of(params.structured_outputs, param)
+        if grammar is not None:
+            await self._grammars.check(grammar, param, ready.vocab_size, ready.eos_token_ids)
+        return grammar
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the token ids of a text, with the tokenizer's own special tokens around it if `special`."""

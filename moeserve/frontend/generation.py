@@ -19,6 +19,7 @@ from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
 from moeserve.receipts import Receipt
 from moeserve.sampling import GrammarSpec, SamplingParams, TokenSampling
+from moeserve.text.answer_format import AnswerParser, Part
 from moeserve.text.stop import StopMatcher
 from moeserve.text.tokenizer import Detokenizer
 
@@ -31,7 +32,8 @@ class Delta(msgspec.Struct, gc=False):
     text: new text without stop strings; empty while a character or a possible stop string is incomplete. logprobs:
     aligned with token_ids, empty if not asked for. finish_reason: "stop", "length" or "abort" in the sequence's last
     delta; stop_reason: the stop string or stop token that ended it. prompt_logprobs: in the first delta of sequence 0;
-    entry i belongs to prompt token i, entry 0 is None.
+    entry i belongs to prompt token i, entry 0 is None. parts: the text, which has marks then, read by a parser.
+    num_reasoning: tokens of reasoning.
     """
 
     index: int
@@ -44,6 +46,8 @@ class Delta(msgspec.Struct, gc=False):
     num_drafts: int = 0  # verified since the last delta
     num_accepted: int = 0  # those of them that were right
     prompt_logprobs: list[Logprobs | None] | None = None
+    parts: list[Part] = []
+    num_reasoning: int = 0
     receipt: Receipt | None = None  # in the sequence's last delta, if asked for
 
 
@@ -60,6 +64,8 @@ class Sequence:
     sampling: TokenSampling
     detok: Detokenizer | None = None
     stops: StopMatcher | None = None
+    parser: AnswerParser | None = None
+    reasoning: bool = False  # whether the parser's latest part is reasoning
     tokens: list[int] = field(default_factory=list)
     started_at: float | None = None  # when its first step began
     digests: list[bytes] = field(default_factory=list)  # of the tokens' logits, if asked for; maybe of more
@@ -84,7 +90,17 @@ class Sequence:
                 delta.text += self.detok.flush()
         if self.stops is not None:
             self._cut(delta)
+        if self.parser is not None:
+            self.read(delta)
         return delta
+
+    def read(self, delta: Delta) -> None:
+        """Adds to a delta what the parser makes of it: here, so that it does not depend on how deltas are merged."""
+        assert self.parser is not None
+        delta.parts = self.parser.push(delta.text, final=delta.finish_reason is not None)
+        if delta.parts:
+            self.reasoning = delta.parts[-1].kind == "reasoning"
+        delta.num_reasoning = len(delta.token_ids) if self.reasoning else 0
 
     def _cut(self, delta: Delta) -> None:
         """Holds back what may become a stop string, and ends the sequence at the first one."""
@@ -139,6 +155,8 @@ class Generation:
             held.text += delta.text
             held.token_ids += delta.token_ids
             held.logprobs += delta.logprobs
+            held.parts += delta.parts
+            held.num_reasoning += delta.num_reasoning
             held.num_drafts += delta.num_drafts
             held.num_accepted += delta.num_accepted
             held.finish_reason = delta.finish_reason

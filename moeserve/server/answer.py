@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -19,7 +19,7 @@ from moeserve import protocol
 from moeserve.errors import DeadlineExceeded, RequestError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta, Generation
-from moeserve.protocol import CachedTokens, PredictedTokens, Usage
+from moeserve.protocol import CachedTokens, CompletionDetails, Usage
 from moeserve.sampling import SamplingParams
 from moeserve.server.app import HttpCall
 from moeserve.server.errors import as_request_error, error_body
@@ -27,7 +27,7 @@ from moeserve.server.http import DONE, SseStream
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Sampling, StreamOptions
 
-_MARK = "\0"  # stands for the text of a chunk in its template
+MARK = "\0"  # stands for the text of a chunk in its template
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
 OpenChoice = protocol.OpenChatChoice | protocol.OpenCompletionChoice
@@ -43,22 +43,28 @@ class Counts:
     cached_tokens: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    num_reasoning: int = 0
 
     def add(self, delta: Delta) -> None:
         """Counts the tokens of a delta."""
         self.completion_tokens += len(delta.token_ids)
         self.num_drafts += delta.num_drafts
         self.num_accepted += delta.num_accepted
+        self.num_reasoning += delta.num_reasoning
         if delta.cached_tokens is not None and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
 
     def usage(self) -> Usage:
         """Returns the counts in OpenAI's shape."""
         total = self.prompt_tokens + self.completion_tokens
-        drafts = None
+        details = CompletionDetails()
         if self.num_drafts:
-            drafts = PredictedTokens(self.num_accepted, self.num_drafts - self.num_accepted)
-        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), drafts)
+            details.accepted_prediction_tokens = self.num_accepted
+            details.rejected_prediction_tokens = self.num_drafts - self.num_accepted
+        if self.num_reasoning:
+            details.reasoning_tokens = self.num_reasoning
+        known = details if self.num_drafts or self.num_reasoning else None
+        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), known)
 
 
 class _Aborted(RequestError):
@@ -87,7 +93,10 @@ class RunningRequest:
                 yield prompt, delta
         except _Aborted:
             for prompt, index in sorted(self._open):
-                yield prompt, Delta(index, finish_reason="abort")
+                delta = Delta(index, finish_reason="abort")
+                if (sequence := self.generations[prompt].sequences[index]).parser is not None:
+                    sequence.read(delta)  # what it held back
+                yield prompt, delta
 
     async def _next(self) -> tuple[int, Delta]:
         if not self._pumps:
@@ -133,13 +142,12 @@ async def running_request(
     prompts: list[list[int]],
     params: SamplingParams,
     request: Sampling,
-    *,
-    marked: bool = False,
+    **how: Any,
 ) -> AsyncIterator[RunningRequest]:
     """Runs all prompts or none inside the block, at whose end sequences that are still running are aborted.
 
-    marked: see `FrontEnd.generate`. The request is known under its id meanwhile. Raises what `FrontEnd.generate`
-    raises for the first refused prompt.
+    how: further arguments of `FrontEnd.generate`. The request is known under its id meanwhile. Raises what
+    `FrontEnd.generate` raises for the first refused prompt.
     """
     left_s = call.time_left_s()
     front.admit(len(prompts) * params.n, within_s=left_s)
@@ -148,9 +156,10 @@ async def running_request(
     options: dict[str, Any] = {"priority": call.priority(request.priority), "salt": call.salt(request.cache_salt)}
     if (constraint := request.constraint()) is not None:
         options["grammar_param"] = constraint[1]
+    options |= how
     try:
         for prompt in prompts:
-            generations.append(await front.generate(prompt, params, request_id=call.id, marked=marked, **options))
+            generations.append(await front.generate(prompt, params, request_id=call.id, **options))
     except BaseException:
         for generation in generations:
             await generation.aclose()
@@ -181,11 +190,33 @@ async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[
         into = found[prompt][delta.index]
         into.token_ids += delta.token_ids
         into.logprobs += delta.logprobs
+        into.parts += delta.parts
+        into.num_reasoning += delta.num_reasoning
         into.prompt_logprobs = into.prompt_logprobs or delta.prompt_logprobs
         into.finish_reason, into.stop_reason, into.receipt = delta.finish_reason, delta.stop_reason, delta.receipt
     for (prompt, index), pieces in texts.items():
         found[prompt][index].text = "".join(pieces)
     return found
+
+
+class Frames(Protocol):
+    """What a stream of some API sends; each is maybe nothing."""
+
+    def opening(self) -> bytes:
+        """Returns the frames before the first delta."""
+        ...
+
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        """Returns the frames of a delta, which it counts."""
+        ...
+
+    def closing(self) -> bytes:
+        """Returns the frames after the last delta."""
+        ...
+
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        """Returns the frames that end a stream which failed after it began."""
+        ...
 
 
 class Chunks:
@@ -218,7 +249,7 @@ class Chunks:
         self._plain = form is None and not self.token_ids and not self._running_usage
         self._head = b"data: " + encode(chunk).removesuffix(b"]}")
         self._tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
-        templates = [encode(self.choice(index, _MARK)).split(encode(_MARK)) for index in range(n * len(prompts))]
+        templates = [encode(self.choice(index, MARK)).split(encode(MARK)) for index in range(n * len(prompts))]
         self._before = [self._head + before for before, _ in templates]
         self._after = templates[0][1] + self._tail
 
@@ -246,12 +277,13 @@ class Chunks:
             choice = self.choice(index, delta.text)
             self._add_tokens(choice, delta)
             out = self.frame(choice)
-        if delta.finish_reason is not None:
-            finish, stop = delta.finish_reason, delta.stop_reason
-            out += self.frame(
-                self.last_choice(index=index, finish_reason=finish, stop_reason=stop, receipt=delta.receipt)
-            )
-        return out
+        return out if delta.finish_reason is None else out + self.ending(index, delta, delta.finish_reason)
+
+    def ending(self, index: int, delta: Delta, reason: str | None) -> bytes:
+        """Returns the frame that ends a choice."""
+        return self.frame(
+            self.last_choice(index=index, finish_reason=reason, stop_reason=delta.stop_reason, receipt=delta.receipt)
+        )
 
     def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:
         """Puts a delta's logprobs and token ids into its choice, if they were asked for."""
@@ -261,11 +293,15 @@ class Chunks:
             choice.token_ids = delta.token_ids
 
     def closing(self) -> bytes:
-        """Returns the frame with the usage, if it was asked for."""
+        """Returns the frame with the usage, if it was asked for, and the end."""
         if not self._include_usage:
-            return b""
+            return DONE
         self._chunk.usage = self._counts.usage()
-        return b"data: " + encode(self._chunk) + b"\n\n"
+        return b"data: " + encode(self._chunk) + b"\n\n" + DONE
+
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        """Returns what ends a stream that failed."""
+        return b"data: " + error_body(error, request_id) + b"\n\n" + DONE
 
     def frame(self, choice: OpenChoice) -> bytes:
         """Returns the frame of one choice."""
@@ -275,8 +311,8 @@ class Chunks:
         return self._head + encode(choice) + tail
 
 
-async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Chunks) -> web.StreamResponse:
-    """Sends the chunks. Until the first delta an error is a real status; later, an error event before [DONE]."""
+async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Frames) -> web.StreamResponse:
+    """Sends the frames. Until the first delta an error is a real status; later, `chunks.failure`."""
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
     streams.add(stream)
@@ -288,14 +324,13 @@ async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Chunks)
             raise
         shown = as_request_error(error, call.id)
         call.error = shown.code or shown.type
-        event = b"data: " + error_body(shown, call.id) + b"\n\n"
-        await stream.send(event + DONE)
+        await stream.send(chunks.failure(shown, call.id))
     finally:
         streams.discard(stream)
     return await stream.finish()
 
 
-async def _relay(stream: SseStream, deltas: Deltas, chunks: Chunks, ping_s: float) -> None:
+async def _relay(stream: SseStream, deltas: Deltas, chunks: Frames, ping_s: float) -> None:
     first = asyncio.ensure_future(anext(deltas))
     try:
         await asyncio.wait([first], timeout=ping_s)
@@ -315,4 +350,4 @@ async def _relay(stream: SseStream, deltas: Deltas, chunks: Chunks, ping_s: floa
     async for prompt, delta in deltas:
         if frames := chunks.frames(prompt, delta):
             await stream.send(frames)
-    await stream.send(chunks.closing() + DONE)
+    await stream.send(chunks.closing())

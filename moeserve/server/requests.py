@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -54,64 +54,6 @@ class StreamOptions(Struct, kw_only=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
-
-
-class TextPart(Struct, kw_only=True):
-    """A part of a message's content; `type` must be text."""
-
-    type: str
-    text: str | None = None
-
-
-class Function(Struct, kw_only=True, omit_defaults=True):
-    """What a tool is: parameters is a JSON schema of its arguments."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Struct, kw_only=True):
-    """A function that the model may ask the client to call."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class Tools(Struct, kw_only=True):
-    """The fields of a request about tools."""
-
-    tools: Annotated[list[Tool], Meta(max_length=1024)] = []
-    tool_choice: Literal["none", "auto"] = "auto"
-
-
-class Called(Struct, kw_only=True):
-    """The function of a tool call. arguments: JSON text, as OpenAI has it, or the object itself."""
-
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class ToolCall(Struct, kw_only=True):
-    """A call that the assistant made earlier."""
-
-    function: Called
-    id: OpenName | None = None
-    type: Literal["function"] = "function"
-
-
-class Message(Struct, kw_only=True, omit_defaults=True):
-    """One message of a conversation."""
-
-    role: str
-    content: str | list[TextPart] | None = None
-    name: OpenName | None = None
-    refusal: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: OpenName | None = None
 
 
 class Sampling(StructuredFields, kw_only=True):
@@ -157,36 +99,38 @@ class Sampling(StructuredFields, kw_only=True):
             found["structured_outputs"] = constraint[0]
         return found
 
+    @staticmethod
+    def unknown_inside(raw: dict[str, Any]) -> list[str]:
+        """Returns the names of fields inside its fields that mean nothing to us. Raises InvalidRequest."""
+        return []
+
 
 _PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
-_TOOLS = "tool calling is not supported yet for this model"
-_MEDIA = "this server takes and gives text only"
+_TOOLS = "tools belong to chats: use /v1/chat/completions"
+_OLD = "OpenAI's functions of 2023 are not supported: use tools and tool_choice"
+MEDIA = "this server takes and gives text only"
 # field -> (why it is refused, values that ask for nothing and are let through besides null)
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tools": (_TOOLS, ([],)),
     "tool_choice": (_TOOLS, ("none",)),
-    "functions": (_TOOLS, ([],)),
-    "function_call": (_TOOLS, ("none",)),
-    "audio": (_MEDIA, ()),
-    "modalities": (_MEDIA, (["text"],)),
-    "prompt_embeds": (_MEDIA, ()),
-    "mm_processor_kwargs": (_MEDIA, ({},)),
+    "functions": (_OLD, ([],)),
+    "function_call": (_OLD, ("none",)),
+    "audio": (MEDIA, ()),
+    "modalities": (MEDIA, (["text"],)),
+    "prompt_embeds": (MEDIA, ()),
+    "mm_processor_kwargs": (MEDIA, ({},)),
     "prediction": ("predicted outputs are not supported", ()),
     "web_search_options": ("web search is not supported", ()),
-    "best_of": ("best_of above 1 is not supported: ask for n answers with logprobs and choose", (1,)),
+    "best_of": ("best_of other than n is not supported: ask for n answers with logprobs and choose", ()),
     "use_beam_search": ("beam search is not supported", (False,)),
     "length_penalty": ("beam search is not supported", (1, 1.0)),
-    "suffix": ("fill-in-the-middle is not supported", ("",)),
+    "suffix": ("fill-in-the-middle is not supported: write the prompt in the model's own form", ("",)),
     "store": ("nothing is stored on this server", (False,)),
     "documents": ("documents are not supported: put them into a message", ([],)),
     "chat_template": ("a request cannot bring its own template", ()),
     "truncate_prompt_tokens": ("prompts are never truncated here; shorten it yourself", ()),
     "kv_transfer_params": ("KV transfer is not supported", ()),
 }
-_MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
-_MESSAGE_REFUSED = ("function_call",)
-_ROLES = ("system", "developer", "user", "assistant")
-_TOOL_FIELDS = ("tool_calls", "tool_call_id")
 
 
 @dataclass
@@ -328,11 +272,11 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
     refused = _REFUSED.keys() - kind.__struct_fields__ if issubclass(kind, Sampling) else set()
     unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
     for name in refused & raw.keys():
-        _check_harmless(name, raw[name])
+        if name != "best_of" or raw[name] != (raw.get("n") or 1):
+            _check_harmless(name, raw[name])
     request = convert(raw, kind)
     if isinstance(request, Sampling):
-        if "messages" in kind.__struct_fields__:
-            unknown += _check_message_fields(raw["messages"])
+        unknown += request.unknown_inside(raw)
         _check_common(request)
     return request, unknown[:MAX_UNKNOWN]
 
@@ -341,21 +285,6 @@ def _check_harmless(name: str, value: Any) -> None:
     reason, harmless = _REFUSED[name]
     if value is not None and not any(value == free and type(value) is type(free) for free in harmless):
         raise InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
-
-
-def _check_message_fields(messages: list[dict[str, Any]]) -> list[str]:
-    unknown: list[str] = []
-    for i, message in enumerate(messages):
-        if message.keys() <= _MESSAGE_FIELDS:
-            continue
-        for name in _MESSAGE_REFUSED:
-            if message.get(name):
-                param = f"messages[{i}].{name}"
-                raise InvalidRequest(f"{param}: {_TOOLS}", param=param, code="unsupported_parameter")
-        if len(unknown) < MAX_UNKNOWN:
-            rest = [name for name in message if name not in _MESSAGE_REFUSED]
-            unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
-    return unknown
 
 
 def _check_common(request: Sampling) -> None:
@@ -367,71 +296,6 @@ def _check_common(request: Sampling) -> None:
     salt = request.cache_salt
     if salt is not None and (not 1 <= len(salt) <= 128 or any(char in "@/\\\0" for char in salt)):
         raise InvalidRequest(r"cache_salt must have 1 to 128 characters, none of @ / \ NUL", param="cache_salt")
-
-
-def chat_tools(tools: list[dict[str, Any]] | None, choice: Any, supported: bool) -> list[dict[str, Any]] | None:
-    """Returns the tools as the template takes them, None if the model is to use none. Raises InvalidRequest."""
-    if not supported:
-        _check_harmless("tools", tools)
-        _check_harmless("tool_choice", choice)
-        return None
-    if isinstance(choice, dict) or choice == "required":
-        why = "a tool cannot be enforced yet; ask for auto or none"
-        raise InvalidRequest(f"tool_choice: {why}", param="tool_choice", code="unsupported_parameter")
-    checked = convert({"tools": tools or [], "tool_choice": choice or "auto"}, Tools)
-    if any(tool.function.strict for tool in checked.tools):
-        why = "arguments cannot be constrained yet"
-        raise InvalidRequest(f"tools: strict: {why}", param="tools", code="unsupported_parameter")
-    return msgspec.to_builtins(checked.tools) if checked.tools and checked.tool_choice == "auto" else None
-
-
-def chat_messages(messages: list[Message], *, tools: bool = False) -> list[dict[str, Any]]:
-    """Returns the messages as the template takes them, each checked: known role, text content.
-
-    tools: whether they may have tool calls and tool messages.
-    """
-    found = []
-    roles = (*_ROLES, "tool") if tools else _ROLES
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        for name in () if tools else _TOOL_FIELDS:
-            if getattr(message, name):
-                raise InvalidRequest(f"{where}.{name}: {_TOOLS}", param=f"{where}.{name}", code="unsupported_parameter")
-        if message.role not in roles:
-            why = "" if tools else f"; {_TOOLS}"
-            raise InvalidRequest(f"{where}.role must be one of {', '.join(roles)}{why}", param=f"{where}.role")
-        checked: dict[str, Any] = {"role": message.role}
-        if message.tool_calls:
-            checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
-        content = message.content
-        if content is None and not message.tool_calls:
-            raise InvalidRequest(f"{where}.content must be text", param=f"{where}.content")
-        if isinstance(content, list):
-            content = "\n".join(_part_text(part, f"{where}.content") for part in content)
-        for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
-                checked[name] = value
-        found.append(checked if content is None else checked | {"content": content})
-    return found
-
-
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns an earlier call with its arguments as an object, as templates take them."""
-    try:
-        checked = msgspec.convert(call, ToolCall)
-        arguments = checked.function.arguments
-        if isinstance(arguments, str):
-            checked.function.arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one
-        raise InvalidRequest(f"{where}: {shorten(str(error))}", param=where) from error
-    found: dict[str, Any] = msgspec.to_builtins(checked)
-    return found
-
-
-def _part_text(part: TextPart, where: str) -> str:
-    if part.type != "text" or part.text is None:
-        raise InvalidRequest(f"{where}: {_MEDIA}; each part must be of type text", param=where)
-    return part.text
 
 
 def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:

@@ -13,6 +13,7 @@ from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
 from moeserve.server import admin, batches, chat, completions, file_objects, files, openapi, status, tokenize, trace, ui
 from moeserve.server.app import HttpCall
+from moeserve.server.chat_request import ChatRequest
 
 _CHAT = "/v1/chat/completions"
 _EXPERTS = protocol.ExpertStatus
@@ -62,8 +63,8 @@ async def _docs(call: HttpCall) -> web.StreamResponse:
 
 
 ROUTES = (
-    Route("POST", _CHAT, chat.chat_completions, chat.ChatRequest, protocol.ChatCompletion, _CHUNK),
-    Route("POST", f"{_CHAT}/render", chat.render, chat.ChatRequest, protocol.RenderedPrompt),
+    Route("POST", _CHAT, chat.chat_completions, ChatRequest, protocol.ChatCompletion, _CHUNK),
+    Route("POST", f"{_CHAT}/render", chat.render, ChatRequest, protocol.RenderedPrompt),
     Route(
         "POST",
         "/v1/completions",

@@ -13,8 +13,8 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.protocol import Answer, Detokenized, Tokenized
 from moeserve.sampling import TokenId
 from moeserve.server.app import HttpCall
-from moeserve.server.chat import ReasoningEffort, chat_prompt
-from moeserve.server.requests import Message
+from moeserve.server.chat_request import Message, ReasoningEffort, chat_tools
+from moeserve.server.conversation import chat_prompt
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
@@ -65,7 +65,7 @@ async def tokenize(call: HttpCall) -> web.StreamResponse:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if request.prompt is None:
-        _, tokens = await chat_prompt(front, ready, request)
+        _, tokens = await chat_prompt(front, ready, request, chat_tools(request.tools, request.tool_choice))
     else:
         if len(request.prompt) > MAX_CHARS:
             raise InvalidRequest(f"the prompt has more than {MAX_CHARS:,} characters; send it in parts", param="prompt")

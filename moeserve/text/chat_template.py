@@ -116,7 +116,8 @@ class ChatTemplate:
 
 
 def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
-    """Returns a copy for the template, without fields that are None, and with reasoning under the names in use.
+    """Returns a copy for the template, without fields that are None (but for the content beside tool calls, where
+    templates look for it), and with reasoning under the names in use.
 
     An assistant's tags (`<think>`) stay in force: the model wrote them.
     """
@@ -128,6 +129,8 @@ def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[st
     for name, value in given.items():
         only_special = role == "assistant" and isinstance(value, str)
         copy[name] = _shield_all(value, shield, only_special=only_special)
+    if copy.get("tool_calls") and "content" in message:
+        copy.setdefault("content", None)
     reasoning = next((copy[name] for name in _REASONING if name in copy), None)
     return copy if reasoning is None else {"thinking": reasoning} | copy | {"reasoning_content": reasoning}
 

@@ -84,6 +84,7 @@ class ScriptedEngine:
     rows: dict[int, _Row] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     healthy: bool = True
+    context: int = CONTEXT
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -116,7 +117,7 @@ class ScriptedEngine:
             dtype="float32",
             device="cpu",
             vocab_size=self.tokenizer.backend.get_vocab_size(),
-            max_model_len=CONTEXT,
+            max_model_len=self.context,
             max_num_seqs=64,
             num_blocks=100,
             block_size=16,
@@ -264,10 +265,11 @@ async def live_server(
     ready: bool = True,
     defaults: dict[str, Any] | None = None,
     observers: Sequence[Observer] = (),
+    context: int = CONTEXT,
     **settings: Any,
 ) -> AsyncIterator[Live]:
     config = ServerConfig(port=0, **settings)
-    engine = ScriptedEngine(tokenizer)
+    engine = ScriptedEngine(tokenizer, context=context)
     front = FrontEnd(
         engine,
         model_name="org/tiny",
@@ -278,7 +280,7 @@ async def live_server(
         max_queued=config.max_queued_requests,
         max_wait_s=config.max_queue_wait,
     )
-    context = Context(config, Auth(config), front if ready else None, tls=tls_of(config), observers=list(observers))
+    state = Context(config, Auth(config), front if ready else None, tls=tls_of(config), observers=list(observers))
     sock = bind(config)
     port = sock.getsockname()[1]
     if ready:
@@ -286,11 +288,11 @@ async def live_server(
         engine.outbox.put(engine.ready())
     tasks = [asyncio.create_task(job) for job in (front.run(), engine.run())]
     try:
-        async with listening(sock, context), aiohttp.ClientSession(read_bufsize=2**20) as session:
+        async with listening(sock, state), aiohttp.ClientSession(read_bufsize=2**20) as session:
             if ready:
                 await front.wait_ready()
-                context.started = True
-            yield Live(f"http{'s' if context.tls else ''}://127.0.0.1:{port}", port, context, engine, front, session)
+                state.started = True
+            yield Live(f"http{'s' if state.tls else ''}://127.0.0.1:{port}", port, state, engine, front, session)
     finally:
         for task in tasks:
             task.cancel()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.errors import InvalidRequest
-from moeserve.server.chat import ChatRequest
+from moeserve.server.chat_request import ChatRequest
 from moeserve.server.completions import CompletionRequest
 from moeserve.server.requests import MAX_DEPTH, _check_shape, convert, decode, parse_object, unknown_fields
 

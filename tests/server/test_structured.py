@@ -272,7 +272,5 @@ async def test_a_server_without_a_tokenizer_or_an_end_token(live):
     live.front.ready = msgspec.structs.replace(live.front.ready, eos_token_ids=())
     with pytest.raises(InvalidRequest, match="eos_token_id"):
         await live.front.generate([1], params)
-    with pytest.raises(InvalidRequest, match="harmony"):
-        await live.front.generate([1], params, marked=True)
     with pytest.raises(InvalidRequest, match="must be StructuredOutputsParams"):
         await live.front.generate([1], SamplingParams(structured_outputs={"regex": "a"}))

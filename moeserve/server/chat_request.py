@@ -1,0 +1,251 @@
+"""The body of a chat: its messages and tools, and their checks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from moeserve.errors import InvalidRequest
+from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
+from moeserve.server.errors import shorten
+from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, Sampling, convert, unknown_fields
+
+PositiveCount = Annotated[int, Meta(ge=1)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class TextPart(Struct, kw_only=True):
+    """A part of a message's content; `type` must be text."""
+
+    type: str
+    text: str | None = None
+
+
+class Function(Struct, kw_only=True, omit_defaults=True):
+    """What a tool is: parameters is a JSON schema of its arguments. strict: a call's arguments have to match it."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    """A function that the model may ask the client to call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class _Named(Struct):
+    name: FunctionName
+
+
+class _NamedTool(Struct):
+    """One tool that has to be called."""
+
+    type: Literal["function"]
+    function: _Named
+
+
+class _Allowed(Struct):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], Meta(min_length=1, max_length=1024)]
+
+
+class _Fields(Struct, kw_only=True):
+    tools: Annotated[list[Tool], Meta(max_length=1024)] = []
+
+
+class Tools(Struct, kw_only=True):
+    """The tools of a request, as templates and formats take them.
+
+    shown: those that the template shows the model; callable: those that it may call. choice: "named" means that the
+    one callable tool has to be called.
+    """
+
+    choice: Literal["none", "auto", "required", "named"] = "none"
+    shown: list[dict[str, Any]] = []
+    callable: list[dict[str, Any]] = []
+    parallel: bool = True
+
+
+class Called(Struct, kw_only=True):
+    """The function of a tool call. arguments: JSON text, as OpenAI has it, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call that the assistant made earlier."""
+
+    function: Called
+    id: OpenName | None = None
+    type: Literal["function"] = "function"
+
+
+class Message(Struct, kw_only=True, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: OpenName | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: OpenName | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """A conversation to go on with. reasoning_effort is a variable of the template; verbosity changes nothing.
+
+    include_reasoning: false leaves the reasoning out of the answer.
+    """
+
+    messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: OpenName | None = None
+    safety_identifier: OpenName | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    receipt: bool | None = None
+
+    @staticmethod
+    def unknown_inside(raw: dict[str, Any]) -> list[str]:
+        """Returns the names of messages' fields that mean nothing to us. Raises InvalidRequest."""
+        unknown: list[str] = []
+        for i, message in enumerate(raw["messages"]):
+            if message.keys() <= _MESSAGE_FIELDS:
+                continue
+            if message.get("function_call"):
+                param = f"messages[{i}].function_call"
+                raise InvalidRequest(f"{param}: use tool_calls", param=param, code="unsupported_parameter")
+            if len(unknown) < MAX_UNKNOWN:
+                rest = [name for name in message if name != "function_call"]
+                unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
+        return unknown
+
+
+_MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
+
+
+def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParams:
+    """Returns the parameters; max_tokens None means the rest of the context. Raises InvalidRequest."""
+    given = request.given()
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    given["max_tokens"] = asked if asked is None else min(asked, MAX_INT)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    for name in ("logprobs", "return_token_ids"):
+        if request.include_reasoning is False and getattr(request, name):
+            what = f"{name} would show the reasoning that include_reasoning: false leaves out"
+            raise InvalidRequest(what, param=name)
+    given["receipt"] = bool(request.receipt)
+    given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    return SamplingParams(**defaults | given)
+
+
+def chat_tools(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, *, parallel: bool | None = None
+) -> Tools:
+    """Returns what a request says about tools, checked. Raises InvalidRequest."""
+    checked = convert({"tools": tools or []}, _Fields).tools
+    known: dict[str, dict[str, Any]] = {tool.function.name: msgspec.to_builtins(tool) for tool in checked}
+    if len(known) < len(checked):
+        raise InvalidRequest("tools: two tools have the same name", param="tools")
+    found = Tools(choice="auto", shown=[*known.values()], callable=[*known.values()], parallel=parallel is not False)
+    match choice:
+        case None | "auto":
+            return found if known else Tools()
+        case "none":
+            return Tools()
+        case "required":
+            found.choice = "required"
+        case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
+            subset = _converted(allowed, _Allowed, "tool_choice.allowed_tools")
+            found.choice = subset.mode
+            found.shown = found.callable = _chosen(known, [tool.function.name for tool in subset.tools])
+        case dict():
+            named = _converted(choice, _NamedTool, "tool_choice")
+            found.choice, found.callable = "named", _chosen(known, [named.function.name])
+        case _:
+            what = "tool_choice must be auto, none, required, or an object that names a function"
+            raise InvalidRequest(what, param="tool_choice")
+    if not known:
+        raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
+    return found
+
+
+def _converted(value: dict[str, Any], kind: type[msgspec.Struct], where: str) -> Any:
+    try:
+        return convert(value, kind)
+    except InvalidRequest as error:
+        param = f"{where}.{error.param}"
+        what = error.message.removeprefix(error.param or "").strip()
+        raise InvalidRequest(f"{param} {what}", param=param) from error
+
+
+def _chosen(known: dict[str, dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    for name in names:
+        if name not in known:
+            raise InvalidRequest(f"tool_choice: there is no tool {shorten(name)!r} in tools", param="tool_choice")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Returns the messages as the template takes them, each checked: known role, text content."""
+    found = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if message.role not in ROLES:
+            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+        checked: dict[str, Any] = {"role": message.role}
+        if message.tool_calls:
+            checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
+        content = message.content
+        if content is None and not (message.tool_calls or message.reasoning or message.reasoning_content):
+            raise InvalidRequest(f"{where}.content must be text", param=f"{where}.content")
+        if isinstance(content, list):
+            content = "\n".join(_part_text(part, f"{where}.content") for part in content)
+        for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                checked[name] = value
+        if content is not None or message.tool_calls:  # beside calls, templates look for null
+            checked["content"] = content
+        found.append(checked)
+    return found
+
+
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns an earlier call with its arguments as an object, as templates take them."""
+    try:
+        checked = msgspec.convert(call, ToolCall)
+        arguments = checked.function.arguments
+        if isinstance(arguments, str):
+            checked.function.arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one
+        raise InvalidRequest(f"{where}: {shorten(str(error))}", param=where) from error
+    found: dict[str, Any] = msgspec.to_builtins(checked)
+    return found
+
+
+def _part_text(part: TextPart, where: str) -> str:
+    if part.type != "text" or part.text is None:
+        raise InvalidRequest(f"{where}: {MEDIA}; each part must be of type text", param=where)
+    return part.text
