@@ -25,6 +25,7 @@ from moeserve.messages import Phase, Ready
 from moeserve.server.auth import OPEN, Auth, Caller
 from moeserve.server.errors import SERVER, HttpError, as_request_error, error_response, shorten, shorten_line
 from moeserve.server.http import check_headers, request_id_of
+from moeserve.server.response_store import ResponseStore
 from moeserve.server.requests import convert, decode, read_json, unknown_fields
 from moeserve.version import __version__
 
@@ -54,6 +55,10 @@ class Context:
     running: dict[str, list[RunningRequest]] = field(default_factory=dict)  # by id, which two requests may share
     streams: set[SseStream] = field(default_factory=set)
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (route, status) -> how many
+    store: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.store = ResponseStore(self.config.max_stored_responses, self.config.max_stored_bytes)
 
     @property
     def state(self) -> str:
@@ -103,6 +108,11 @@ class HttpCall:
     unknown: list[str] = field(default_factory=list)  # request fields that mean nothing to us
     counts: Counts | None = None  # of a generating request
 
+    @property
+    def is_anthropic(self) -> bool:
+        """Whether the path belongs to Anthropic's API, whose errors have another shape."""
+        return (self.request.raw_path.partition("?")[0] + "/").startswith("/v1/messages/")
+
     async def read(self, kind: type[R]) -> R:
         """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413 or 415."""
         request, unknown = decode(await read_json(self.request, self.context.config.max_request_bytes), kind)
@@ -128,6 +138,8 @@ class HttpCall:
     def headers(self) -> dict[str, str]:
         """Returns the headers of every answer to this request."""
         headers = {"X-Request-Id": self.id, "Server": SERVER}
+        if self.is_anthropic:
+            headers["Request-Id"] = self.id
         if self.unknown:
             names = ", ".join(self.unknown).encode("ascii", "replace").decode().replace('"', "'")
             headers["Warning"] = f'299 moeserve "unknown fields ignored: {names}"'
@@ -184,7 +196,7 @@ class App:
             self._count(route, CLIENT_GONE, call, began)
             raise
         except Exception as error:
-            response = error_response(as_request_error(error, call.id), call.id)
+            response = error_response(as_request_error(error, call.id), call.id, anthropic=call.is_anthropic)
         self._count(route, response.status, call, began)
         return response
 
@@ -195,20 +207,20 @@ class App:
         if route is not None:
             return route, ""
         for route in self._prefixes:
-            if path.startswith(route.path) and route.method == method:
-                return route, unquote(path[len(route.path) :], errors="replace")
+            if route.method == method and path.startswith(route.path) and path.endswith(route.suffix):
+                return route, unquote(path[len(route.path) : len(path) - len(route.suffix)], errors="replace")
         return None, ""
 
     def _no_route(self, request: web.BaseRequest) -> RequestError:
         path = request.raw_path.partition("?")[0]
         methods = [method for method, known in self._exact if known == path]
-        methods += [route.method for route in self._prefixes if path.startswith(route.path)]
+        methods += [r.method for r in self._prefixes if path.startswith(r.path) and path.endswith(r.suffix)]
         if not methods:
             return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
         return HttpError(405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods)
 
     def _count(self, route: Route | None, status: int, call: HttpCall, began: float) -> None:
-        path = route.path if route else "other"
+        path = route.label if route else "other"
         self.context.responses[path, status] += 1
         if call.unknown:
             log.warning("request %s: unknown fields ignored: %s", call.id, shorten_line(", ".join(call.unknown)))

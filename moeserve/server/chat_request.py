@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
 from moeserve.server.errors import shorten
-from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, Sampling, convert, unknown_fields
+from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, R, Sampling, convert, unknown_fields
 
 PositiveCount = Annotated[int, Meta(ge=1)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high"]
@@ -170,11 +171,11 @@ def chat_tools(
         case "required":
             found.choice = "required"
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
-            checked = _converted(allowed, _Allowed, "tool_choice.allowed_tools")
+            checked = convert_at(allowed, _Allowed, "tool_choice.allowed_tools")
             found.choice = checked.mode
             found.offered = _chosen(known, [tool.function.name for tool in checked.tools])
         case dict():
-            named = _converted(choice, _NamedTool, "tool_choice")
+            named = convert_at(choice, _NamedTool, "tool_choice")
             found.choice, found.offered = "named", _chosen(known, [named.function.name])
         case _:
             what = "tool_choice must be auto, none, required, or an object that names a function"
@@ -184,13 +185,30 @@ def chat_tools(
     return found
 
 
-def _converted(value: dict[str, Any], kind: type[msgspec.Struct], where: str) -> Any:
+def convert_at(value: Any, kind: type[R], where: str) -> R:
+    """Returns a value inside a request as a struct. Raises InvalidRequest naming the field, under `where`."""
     try:
         return convert(value, kind)
     except InvalidRequest as error:
-        param = f"{where}.{error.param}"
+        param = f"{where}.{error.param}" if error.param else where
         what = error.message.removeprefix(error.param or "").strip()
         raise InvalidRequest(f"{param} {what}", param=param) from error
+
+
+def typed_at(value: Any, kinds: Mapping[str, type[Struct]], where: str, default: str = "") -> Any:
+    """Returns an object as the struct that its `type` names. Raises InvalidRequest for types that are not in `kinds`."""
+    name = value.get("type") or default if isinstance(value, dict) else default
+    if isinstance(name, str) and name in kinds:
+        return convert_at(value, kinds[name], where)
+    what = f"{where}.type must be one of {', '.join(kinds)}, not {shorten(str(name))!r}: {MEDIA}, and calls your functions"
+    raise InvalidRequest(what, param=f"{where}.type", code="unsupported_parameter")
+
+
+def text_at(content: str | list[dict[str, Any]], kinds: Mapping[str, type[Struct]], where: str) -> str:
+    """Returns the text of a content: itself, or its parts on lines of their own. Raises InvalidRequest."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(typed_at(part, kinds, f"{where}[{i}]").text for i, part in enumerate(content))
 
 
 def _chosen(known: list[Tool], names: list[str]) -> list[Tool]:

@@ -12,21 +12,28 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
-from moeserve.server import admin, chat, completions, status, tokenize, trace
+from moeserve.server import admin, chat, completions, messages, responses, responses_events, status, tokenize, trace
 from moeserve.server.app import HttpCall
+from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
+from moeserve.server.responses_request import ResponsesRequest
 from moeserve.version import __version__
 
 _REF = "#/components/schemas/{name}"
 _CHAT = "/v1/chat/completions"
 _EXPERTS = protocol.ExpertStatus
 _CHUNK = protocol.ChatCompletionChunk
+_RESPONSES = "/v1/responses"
+_RESPONSE = responses_events.Response
+_ITEMS = responses_events.ItemList
 _TOKENIZE = tokenize.tokenize, tokenize.TokenizeRequest, protocol.Tokenized
 _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokenized
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. A path that ends in "/" takes the rest of the URL as its argument.
+    """One operation. A path that ends in "/" takes the rest of the URL, up to `suffix`, as its argument.
+
+    Of routes that fit, the first one counts.
 
     takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events; query:
     the struct of the URL's parameters. probe: needs no key.
@@ -40,6 +47,12 @@ class Route:
     event: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = None
     probe: bool = False
+    suffix: str = ""
+
+    @property
+    def label(self) -> str:
+        """The operation's path in metrics and logs."""
+        return f"{self.path}{{id}}{self.suffix}" if self.suffix else self.path
 
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
@@ -58,6 +71,42 @@ ROUTES = (
         protocol.Completion,
         protocol.Completion,
     ),
+    Route(
+        "POST",
+        _RESPONSES,
+        responses.create_response,
+        ResponsesRequest,
+        _RESPONSE,
+        responses_events.ResponseEvent,
+    ),
+    Route(
+        "POST",
+        f"{_RESPONSES}/input_tokens",
+        responses.count_input_tokens,
+        ResponsesRequest,
+        responses_events.InputTokens,
+    ),
+    Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, _RESPONSE, suffix="/cancel"),
+    Route(
+        "GET",
+        f"{_RESPONSES}/",
+        responses.list_input_items,
+        None,
+        _ITEMS,
+        query=responses.ItemsQuery,
+        suffix="/input_items",
+    ),
+    Route("GET", f"{_RESPONSES}/", responses.retrieve_response, None, _RESPONSE, query=responses.RetrieveQuery),
+    Route("DELETE", f"{_RESPONSES}/", responses.delete_response, None, responses_events.DeletedResponse),
+    Route(
+        "POST",
+        "/v1/messages",
+        messages.create_message,
+        MessagesRequest,
+        messages.MessageAnswer,
+        messages.MessageEvent,
+    ),
+    Route("POST", "/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest, messages.TokenCount),
     Route("GET", "/v1/models", status.list_models, None, protocol.ModelList),
     Route("GET", "/v1/models/", status.retrieve_model, None, protocol.ModelCard),
     Route("DELETE", "/v1/requests/", admin.abort_request, None, protocol.Aborted),
@@ -92,7 +141,7 @@ def _document() -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     names: set[str] = set()
     for route in ROUTES:
-        path = route.path + "{id}" if route.path.endswith("/") else route.path
+        path = f"{route.path}{{id}}{route.suffix}" if route.path.endswith("/") else route.path
         name = route.handler.__name__.strip("_")
         if name in names:  # a handler with several paths
             name = path.strip("/").replace("/", "_")
