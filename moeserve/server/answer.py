@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -188,6 +188,26 @@ async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[
     return found
 
 
+class Frames(Protocol):
+    """What a stream of some API sends; each is maybe nothing."""
+
+    def opening(self) -> bytes:
+        """Returns the frames before the first delta."""
+        ...
+
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        """Returns the frames of a delta, which it counts."""
+        ...
+
+    def closing(self) -> bytes:
+        """Returns the frames after the last delta."""
+        ...
+
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        """Returns the frames that end a stream which failed after it began."""
+        ...
+
+
 class Chunks:
     """Frames of one streamed answer. Choice number = prompt number * n + sequence number.
 
@@ -259,11 +279,15 @@ class Chunks:
             choice.token_ids = delta.token_ids
 
     def closing(self) -> bytes:
-        """Returns the frame with the usage, if it was asked for."""
+        """Returns the frame with the usage, if it was asked for, and the end."""
         if not self._include_usage:
-            return b""
+            return DONE
         self._chunk.usage = self._counts.usage()
-        return b"data: " + encode(self._chunk) + b"\n\n"
+        return b"data: " + encode(self._chunk) + b"\n\n" + DONE
+
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        """Returns what ends a stream that failed."""
+        return b"data: " + error_body(error, request_id) + b"\n\n" + DONE
 
     def frame(self, choice: OpenChoice) -> bytes:
         """Returns the frame of one choice."""
@@ -273,8 +297,8 @@ class Chunks:
         return self._head + encode(choice) + tail
 
 
-async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Chunks) -> web.StreamResponse:
-    """Sends the chunks. Until the first delta an error is a real status; later, an error event before [DONE]."""
+async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Frames) -> web.StreamResponse:
+    """Sends the frames. Until the first delta an error is a real status; later, `chunks.failure`."""
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
     streams.add(stream)
@@ -284,14 +308,13 @@ async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Chunks)
     except Exception as error:
         if isinstance(error, ConnectionError) or not stream.started:
             raise
-        event = b"data: " + error_body(as_request_error(error, call.id), call.id) + b"\n\n"
-        await stream.send(event + DONE)
+        await stream.send(chunks.failure(as_request_error(error, call.id), call.id))
     finally:
         streams.discard(stream)
     return await stream.finish()
 
 
-async def _relay(stream: SseStream, deltas: Deltas, chunks: Chunks, ping_s: float) -> None:
+async def _relay(stream: SseStream, deltas: Deltas, chunks: Frames, ping_s: float) -> None:
     first = asyncio.ensure_future(anext(deltas))
     try:
         await asyncio.wait([first], timeout=ping_s)
@@ -311,4 +334,4 @@ async def _relay(stream: SseStream, deltas: Deltas, chunks: Chunks, ping_s: floa
     async for prompt, delta in deltas:
         if frames := chunks.frames(prompt, delta):
             await stream.send(frames)
-    await stream.send(chunks.closing() + DONE)
+    await stream.send(chunks.closing())

@@ -231,7 +231,7 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
         if message.tool_calls:
             checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
         content = message.content
-        if content is None and not message.tool_calls:
+        if content is None and not (message.tool_calls or message.reasoning or message.reasoning_content):
             raise InvalidRequest(f"{where}.content must be text", param=f"{where}.content")
         if isinstance(content, list):
             content = "\n".join(_part_text(part, f"{where}.content") for part in content)

@@ -37,6 +37,7 @@ def nested(depth: int) -> Any:
 
 
 # (name, path, body, status, code or None for any, param or None for any)
+TOOL = {"type": "function", "function": {"name": "find"}}
 CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("not JSON", CHAT, b"hello", 400, "invalid_json", None),
     ("empty body", CHAT, b"", 400, "invalid_json", None),
@@ -132,9 +133,13 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("salt with a slash", CHAT, chat(cache_salt="a/b"), 400, None, "cache_salt"),
     ("salt too long", CHAT, chat(cache_salt="a" * 129), 400, None, "cache_salt"),
     ("priority too large", CHAT, chat(priority=2**40), 400, None, "priority"),
-    ("tools", CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_parameter", "tools"),
+    ("tools", CHAT, chat(tools=[{"type": "function"}]), 400, None, "tools[0].function"),
+    ("tools not taken", CHAT, chat(tools=[TOOL]), 400, "unsupported_parameter", "tools"),
+    ("tools not used", CHAT, chat(tools=[TOOL], tool_choice="none"), 200, None, None),
     ("tools empty", CHAT, chat(tools=[], tool_choice="none", functions=[]), 200, None, None),
-    ("tool_choice", CHAT, chat(tool_choice="auto"), 400, "unsupported_parameter", "tool_choice"),
+    ("tool_choice auto", CHAT, chat(tool_choice="auto"), 200, None, None),
+    ("tool_choice required", CHAT, chat(tool_choice="required"), 400, None, "tool_choice"),
+    ("tools for completions", COMPLETIONS, text(tools=[TOOL]), 400, "unsupported_parameter", "tools"),
     ("JSON mode", CHAT, chat(response_format={"type": "json_object"}), 200, None, None),
     ("text mode", CHAT, chat(response_format={"type": "text"}), 200, None, None),
     ("guided", COMPLETIONS, text(guided_regex="(a+"), 400, "invalid_grammar", "guided_regex"),
@@ -172,7 +177,7 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("long kwarg name", CHAT, chat(chat_template_kwargs={BIG: [1]}), 400, None, "chat_template_kwargs"),
     ("unknown role", CHAT, content("a", role="robot"), 400, None, "messages[0].role"),
     ("role of 100 KB", CHAT, content("a", role=BIG), 400, None, "messages[0].role"),
-    ("tool role", CHAT, content("a", role="tool"), 400, None, "messages[0].role"),
+    ("tool role", CHAT, content("a", role="tool"), 400, "unsupported_parameter", "messages[0]"),
     ("tool calls", CHAT, content("a", role="assistant", tool_calls=[{}]), 400, None, "messages[0].tool_calls"),
     ("no tool calls", CHAT, content("a", role="assistant", tool_calls=[]), 200, None, None),
     ("content null", CHAT, content(None), 400, None, "messages[0].content"),
