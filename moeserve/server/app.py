@@ -25,8 +25,8 @@ from moeserve.messages import Phase, Ready
 from moeserve.server.auth import OPEN, Auth, Caller
 from moeserve.server.errors import SERVER, HttpError, as_request_error, error_response, shorten, shorten_line
 from moeserve.server.http import check_headers, request_id_of
-from moeserve.server.response_store import ResponseStore
 from moeserve.server.requests import convert, decode, read_json, unknown_fields
+from moeserve.server.response_store import ResponseStore
 from moeserve.version import __version__
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ class App:
             raise
         except Exception as error:
             response = error_response(as_request_error(error, call.id), call.id, anthropic=call.is_anthropic)
+            response.headers.update(call.headers())
         self._count(route, response.status, call, began)
         return response
 

@@ -196,11 +196,13 @@ def convert_at(value: Any, kind: type[R], where: str) -> R:
 
 
 def typed_at(value: Any, kinds: Mapping[str, type[Struct]], where: str, default: str = "") -> Any:
-    """Returns an object as the struct that its `type` names. Raises InvalidRequest for types that are not in `kinds`."""
+    """Returns an object as the struct in `kinds` that its `type` names. Raises InvalidRequest."""
     name = value.get("type") or default if isinstance(value, dict) else default
     if isinstance(name, str) and name in kinds:
         return convert_at(value, kinds[name], where)
-    what = f"{where}.type must be one of {', '.join(kinds)}, not {shorten(str(name))!r}: {MEDIA}, and calls your functions"
+    what = (
+        f"{where}.type must be one of {', '.join(kinds)}, not {shorten(str(name))!r}: {MEDIA}, and calls your functions"
+    )
     raise InvalidRequest(what, param=f"{where}.type", code="unsupported_parameter")
 
 

@@ -27,6 +27,7 @@ class TextBlock(Struct, tag="text", kw_only=True):
     """Text for the user."""
 
     text: str = ""
+    citations: None = None
 
 
 class ThinkingBlock(Struct, tag="thinking", kw_only=True):
@@ -42,6 +43,7 @@ class ToolUseBlock(Struct, tag="tool_use", kw_only=True):
     id: str
     name: str
     input: dict[str, Any] = {}
+    caller: dict[str, str] = field(default_factory=lambda: {"type": "direct"})
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
@@ -57,10 +59,14 @@ class MessageUsage(Struct, kw_only=True):
     """Token counts. input_tokens: those that were not found in the prefix cache."""
 
     input_tokens: int
+    cache_creation: None = None
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
     output_tokens: int
     output_tokens_details: ThinkingTokens = field(default_factory=ThinkingTokens)
+    server_tool_use: None = None
+    service_tier: str = "standard"
+    inference_geo: None = None
 
 
 class MessageAnswer(Answer, tag="message", kw_only=True):
@@ -72,6 +78,8 @@ class MessageAnswer(Answer, tag="message", kw_only=True):
     content: list[Block] = field(default_factory=list)
     stop_reason: str | None = None
     stop_sequence: str | None = None
+    stop_details: None = None
+    container: None = None
     usage: MessageUsage
 
 
@@ -204,7 +212,7 @@ class RunningMessage:
         if part.kind == "reasoning":
             block = ThinkingBlock()
         elif part.kind == "call":
-            block = ToolUseBlock(id=part.id, name=part.text)
+            block = ToolUseBlock(id=part.id.replace(".", "-"), name=part.text)  # by the pattern of Anthropic's ids
         self._open = block
         self.message.content.append(block)
         self._emit(MessageEvent(type="content_block_start", index=self._index, content_block=block))

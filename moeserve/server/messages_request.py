@@ -21,7 +21,13 @@ from moeserve.server.requests import OpenName, Refusals, Sampling
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MIN_BUDGET = 1024  # Anthropic's
-_EFFORTS: dict[str, ReasoningEffort] = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+_EFFORTS: dict[str, ReasoningEffort] = {
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
 
 
 class _Text(Struct, kw_only=True):
@@ -223,7 +229,9 @@ def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _chat_choice(choice: ToolChoice) -> str | dict[str, Any]:
     if (choice.type == "tool") != (choice.name is not None):
-        raise InvalidRequest("tool_choice.name is for, and required by, tool_choice.type tool", param="tool_choice.name")
+        raise InvalidRequest(
+            "tool_choice.name is for, and required by, tool_choice.type tool", param="tool_choice.name"
+        )
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type

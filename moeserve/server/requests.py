@@ -257,7 +257,7 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
 def _refused(kind: type[Struct]) -> Refusals:
     if not issubclass(kind, Sampling):
         return {}
-    return {name: why for name, why in _REFUSED.items() if name not in kind.__struct_fields__} | kind.refused
+    return {name: why for name, why in _REFUSED.items() if name not in kind.__struct_fields__} | dict(kind.refused)
 
 
 def _check_harmless(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""/v1/responses, OpenAI's newer API for conversations: create, retrieve, cancel, delete, and what a response was asked."""
+"""/v1/responses, OpenAI's newer API for chats: create, retrieve, cancel, delete, and the input of a response."""
 
 from __future__ import annotations
 
@@ -75,6 +75,11 @@ async def count_input_tokens(call: HttpCall) -> web.StreamResponse:
     except InvalidRequest as error:
         raise _renamed(error) from error
     return call.answer(InputTokens(input_tokens=len(prompt)))
+
+
+async def compact_response(call: HttpCall) -> web.StreamResponse:
+    """Refuse to compact a conversation."""
+    raise NotFound("conversations are not compacted here; shorten the input yourself")
 
 
 class RetrieveQuery(Struct):

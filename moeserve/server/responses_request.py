@@ -88,7 +88,7 @@ class TextConfig(Struct, kw_only=True, omit_defaults=True):
 
 
 class ReasoningConfig(Struct, kw_only=True):
-    """`reasoning` of a request. effort is a variable of the template; reasoning is given in full, never as a summary."""
+    """`reasoning` of a request. effort is a variable of the template; there are no summaries."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None

@@ -86,6 +86,7 @@ ROUTES = (
         ResponsesRequest,
         responses_events.InputTokens,
     ),
+    Route("POST", f"{_RESPONSES}/compact", responses.compact_response, None, _RESPONSE),
     Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, _RESPONSE, suffix="/cancel"),
     Route(
         "GET",
