@@ -109,11 +109,12 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for 
 
 
 class ChatMessage(Struct, kw_only=True, omit_defaults=True):
-    """The assistant's message."""
+    """The assistant's message. reasoning_content: the name that some other servers give `reasoning`."""
 
     role: str = written("assistant")
     content: str | None = written(None)
     refusal: str | None = written(None)
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
@@ -149,10 +150,11 @@ class ChatCompletion(Generated, kw_only=True, omit_defaults=True):
 
 
 class ChoiceDelta(Struct, kw_only=True, omit_defaults=True):
-    """New text of a choice; the first delta has the role, the last one is empty."""
+    """What is new of a message; the first delta has the role, the last one is empty."""
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 

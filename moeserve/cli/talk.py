@@ -115,11 +115,23 @@ class ChatSession(Session):
         """Prints the answer, says why if it is cut short, and remembers both."""
         messages = [*self.messages, {"role": "user", "content": line}]
         stream = await self.client.chat.completions.create(messages=messages, stream=True, **self.options)
-        text, reason = await print_stream(stream, lambda choice: choice.delta.content, stats=self.args.stats)
+        text, reason = await print_stream(stream, _content, stats=self.args.stats)
         if reason == "length":
             limit = self.args.max_tokens
             note(f"[cut off at --max-tokens {limit}]" if limit else "[cut off: the context is full]")
         self.messages = [*messages, {"role": "assistant", "content": text}]
+
+
+def _content(choice: Any) -> str | None:
+    """Returns the new content. Reasoning and tool calls, which nobody runs here, are remarks."""
+    delta = choice.delta
+    aside = delta.reasoning or delta.reasoning_content or ""
+    for call in delta.tool_calls or ():
+        function = call.get("function", {})
+        aside += (f"\n[call] {function['name']} " if function.get("name") else "") + function.get("arguments", "")
+    if aside:
+        note(aside, end="")
+    return str(delta.content) if delta.content else None
 
 
 def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
@@ -148,9 +160,10 @@ def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
                 print(f"\n{error}", file=sys.stderr)
 
 
-def note(text: str) -> None:
+def note(text: str, end: str = "\n") -> None:
     """Prints a remark to stderr, dim on a terminal unless NO_COLOR is set."""
-    print(f"\x1b[2m{text}\x1b[0m" if _has_colour(sys.stderr) else text, file=sys.stderr)
+    shown = f"\x1b[2m{text}\x1b[0m" if _has_colour(sys.stderr) else text
+    print(shown, end=end, file=sys.stderr, flush=True)
 
 
 def _has_colour(out: TextIO) -> bool:

@@ -49,10 +49,11 @@ from moeserve.messages import (
     Stopped,
     Traced,
 )
-from moeserve.sampling import SamplingParams
-from moeserve.text.answer_format import AnswerParser
+from moeserve.sampling import GrammarSpec, SamplingParams
+from moeserve.text.answer_format import AnswerFormat, AnswerParser
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.stop import StopMatcher, bad_sequences
+from moeserve.text.structured_outputs import grammar_of
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ ABORT_GRACE_S = 2.0  # for the engine's aborts at the end of draining to arrive
 class FrontEnd(Actor[FromEngine], ServingState):
     """The actor that owns all running sequences; its inbox is that of the engine link.
 
+    answer_format: how the model writes reasoning and tool calls, None if that is unknown.
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
     processors: the names of logits processors.
     """
@@ -76,6 +78,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         model_dir: Path,
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
+        answer_format: AnswerFormat | None = None,
         defaults: dict[str, Any],
         max_queued: int | None,
         processors: Collection[str] = (),
@@ -86,6 +89,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.model_dir = model_dir
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.answer_format = answer_format
         self.defaults = defaults
         self.stats = FrontStats()
         self.fleet = link if isinstance(link, Fleet) and not link.single else None  # where there may be several engines
@@ -111,23 +115,25 @@ class FrontEnd(Actor[FromEngine], ServingState):
         salt: str = "",
         request_id: str = "",
         parser: Callable[[], AnswerParser] | None = None,
+        grammar: GrammarSpec | None = None,
         grammar_param: str = "structured_outputs",
     ) -> Generation:
         """Admits, checks and submits a request. Raises RequestError before anything runs.
 
         parser: makes what reads each sequence's answer, in whose text the special tokens are between marks then.
-        grammar_param: the field that errors in `params.structured_outputs` are said to be in.
+        grammar: what answers must match, in place of `params.structured_outputs`. grammar_param: the field that errors
+        in it are said to be in.
         """
         ready = self.admit(params.n)
         check_request(prompt, priority, ready)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
-        grammar = None
         if (asked := params.structured_outputs) is not None:
             params.check(ready.vocab_size)
-            facts = ready.vocab_size, ready.eos_token_ids
-            grammar = await self._grammars.check(asked, grammar_param, *facts, marked=parser is not None)
+            grammar = grammar or grammar_of(asked, grammar_param)
+        if grammar is not None:
+            await self._grammars.check(grammar, grammar_param, ready.vocab_size, ready.eos_token_ids)
             ready = self.admit(params.n)  # again: others came meanwhile
         samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
         generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt)

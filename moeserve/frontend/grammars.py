@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moeserve.errors import InvalidRequest
-from moeserve.sampling import GrammarSpec, StructuredOutputsParams
+from moeserve.sampling import GrammarSpec
 from moeserve.text.grammar_check import GrammarChecker
-from moeserve.text.structured_outputs import grammar_of
 from moeserve.text.tokenizer import Tokenizer
 
 
@@ -21,26 +20,16 @@ class GrammarAdmission:
         self._checker: GrammarChecker | None = None
         self._thread = ThreadPoolExecutor(1, "grammars")  # starts with its first work
 
-    async def check(
-        self, asked: StructuredOutputsParams, param: str, vocab_size: int, end_ids: Sequence[int], *, marked: bool
-    ) -> GrammarSpec:
-        """Returns the grammar that a request asks for in its field `param`. Raises InvalidRequest.
-
-        marked: the answer is in harmony, whose channels a grammar would have to leave alone.
-        """
+    async def check(self, spec: GrammarSpec, param: str, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest for a grammar, which a request asks for in its field `param`, that cannot be used."""
         if self._tokenizer is None:
             raise InvalidRequest("structured output needs a tokenizer; this server runs without one", param=param)
-        if marked:
-            what = "structured output is not supported yet for chats with models that answer in harmony"
-            raise InvalidRequest(f"{param}: {what}", param=param, code="unsupported_parameter")
         if not end_ids:
             what = "this model names no token that ends an answer (eos_token_id), so no text can be complete"
             raise InvalidRequest(f"{param}: {what}", param=param, code="unsupported_parameter")
-        spec = grammar_of(asked, param)
         checker = self._checker = self._checker or GrammarChecker(self._tokenizer, vocab_size, end_ids)
         if not checker.recall(spec, param):
             await asyncio.get_running_loop().run_in_executor(self._thread, checker.check, spec, param)
-        return spec
 
     async def close(self) -> None:
         """Ends the thread and the checker's process."""

@@ -19,6 +19,7 @@ from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.logits_processors import all_entries
 from moeserve.models.hf_config import read_model_spec
+from moeserve.text.answer_data import find_format
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
 
@@ -55,10 +56,13 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queue
     if not config.device.null_runner and asked.load_format != "dummy":
         open_checkpoint(model_dir)  # the engine would find the same, once it has imported torch
     tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(model_dir)
-    template = None
+    template = answer_format = None
     if tokenizer is not None:
         override = Path(asked.chat_template) if asked.chat_template else None
         template = ChatTemplate.load(model_dir, override)
+        answer_format = find_format(template.source_for_tools if template else "", tokenizer, asked.tool_format)
+    if answer_format is not None:
+        log.info("answers are read as %s; --tool-format names another format", answer_format.name)
     defaults = generation_defaults(model_dir) if asked.generation_config == "auto" else {}
     if defaults:
         log.info("sampling defaults from generation_config.json: %s", defaults)
@@ -68,6 +72,7 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queue
         model_dir=model_dir,
         tokenizer=tokenizer,
         chat_template=template,
+        answer_format=answer_format,
         defaults=defaults,
         max_queued=max_queued,
         processors=all_entries(asked.logits_processors).keys(),

@@ -7,7 +7,7 @@ is encoded once. Only chunks with logprobs, token ids or running usage are built
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,9 +26,8 @@ from moeserve.server.errors import as_request_error, error_body
 from moeserve.server.http import DONE, SseStream
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Sampling, StreamOptions
-from moeserve.text.answer_format import AnswerParser
 
-_MARK = "\0"  # stands for the text of a chunk in its template
+MARK = "\0"  # stands for the text of a chunk in its template
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
 OpenChoice = protocol.OpenChatChoice | protocol.OpenCompletionChoice
@@ -138,11 +137,11 @@ async def running_request(
     params: SamplingParams,
     request: Sampling,
     *,
-    parser: Callable[[], AnswerParser] | None = None,
+    **how: Any,
 ) -> AsyncIterator[RunningRequest]:
     """Runs all prompts or none inside the block, at whose end sequences that are still running are aborted.
 
-    parser: see `FrontEnd.generate`. The request is known under its id meanwhile. Raises what `FrontEnd.generate`
+    how: further arguments of `FrontEnd.generate`. The request is known under its id meanwhile. Raises what `FrontEnd.generate`
     raises for the first refused prompt.
     """
     front.admit(len(prompts) * params.n)
@@ -150,9 +149,10 @@ async def running_request(
     options: dict[str, Any] = {"priority": request.priority or 0, "salt": call.salt(request.cache_salt)}
     if (constraint := request.constraint()) is not None:
         options["grammar_param"] = constraint[1]
+    options |= how
     try:
         for prompt in prompts:
-            generations.append(await front.generate(prompt, params, request_id=call.id, parser=parser, **options))
+            generations.append(await front.generate(prompt, params, request_id=call.id, **options))
     except BaseException:
         for generation in generations:
             await generation.aclose()
@@ -238,7 +238,7 @@ class Chunks:
         self._plain = form is None and not self.token_ids and not self._running_usage
         self._head = b"data: " + encode(chunk).removesuffix(b"]}")
         self._tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
-        templates = [encode(self.choice(index, _MARK)).split(encode(_MARK)) for index in range(n * len(prompts))]
+        templates = [encode(self.choice(index, MARK)).split(encode(MARK)) for index in range(n * len(prompts))]
         self._before = [self._head + before for before, _ in templates]
         self._after = templates[0][1] + self._tail
 

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.frontend.generation import Delta
-from moeserve.server.answer import Chunks, stream_answer
+from moeserve.server.answer import MARK, Chunks, encode, stream_answer
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest, chat_tools
 from moeserve.server.conversation import ChatPart, Conversation, chat_prompt, conversation
@@ -32,9 +32,9 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
     )
     for whole in choices:
         delta = whole.delta
-        message = protocol.ChatMessage(content=whole.content, reasoning_content=whole.reasoning)
-        if not chat.parsed:
-            message.content = delta.text
+        message = protocol.ChatMessage(content=whole.content if chat.parsed else delta.text)
+        if request.include_reasoning is not False:
+            message.reasoning = whole.reasoning
         if whole.calls:
             message.tool_calls = [_tool_call(called.id, called.name, called.arguments) for called in whole.calls]
         choice = protocol.ChatChoice(
@@ -67,7 +67,7 @@ def _choice_delta(part: ChatPart) -> protocol.ChoiceDelta:
     if part.kind == "content":
         return protocol.ChoiceDelta(content=part.text)
     if part.kind == "reasoning":
-        return protocol.ChoiceDelta(reasoning_content=part.text)
+        return protocol.ChoiceDelta(reasoning=part.text)
     if part.kind == "call":
         return protocol.ChoiceDelta(tool_calls=[{"index": part.number} | _tool_call(part.id, part.text, "")])
     return protocol.ChoiceDelta(tool_calls=[{"index": part.number, "function": {"arguments": part.text}}])
@@ -83,6 +83,8 @@ class ChatChunks(Chunks):
     ) -> None:
         super().__init__(chunk, request, [chat.prompt], chat.params.n, chat.counts, form)
         self._chat = chat
+        self._hides_reasoning = request.include_reasoning is False
+        self._templates: dict[tuple[int, str, int], tuple[bytes, bytes]] = {}
 
     def opening(self) -> bytes:
         """Returns one frame with the role for each choice."""
@@ -104,13 +106,29 @@ class ChatChunks(Chunks):
             return super().frames(prompt, delta)
         self._counts.add(delta)
         index, parts, delta = self._chat.piece(delta)
-        choices = [protocol.OpenChatChoice(index=index, delta=_choice_delta(part)) for part in parts]
-        if not self._plain and delta.token_ids:
-            choices = choices or [protocol.OpenChatChoice(index=index)]
-            self._add_tokens(choices[0], delta)
+        if self._hides_reasoning:
+            parts = [part for part in parts if part.kind != "reasoning"]
+        if self._plain:
+            out = b"".join([self._part_frame(index, part) for part in parts])
+        else:
+            choices = [protocol.OpenChatChoice(index=index, delta=_choice_delta(part)) for part in parts]
+            if delta.token_ids:
+                choices = choices or [protocol.OpenChatChoice(index=index)]
+                self._add_tokens(choices[0], delta)
+            out = b"".join(map(self.frame, choices))
+        if delta.finish_reason is None:
+            return out
         finish = _finish_reason(self._chat, delta)
-        end = Delta(index, finish_reason=finish, stop_reason=delta.stop_reason)
-        return b"".join(map(self.frame, choices)) + super().frames(prompt, end)
+        return out + self.frame(self.last_choice(index=index, finish_reason=finish, stop_reason=delta.stop_reason))
+
+    def _part_frame(self, index: int, part: ChatPart) -> bytes:
+        """Returns the frame of one part: all frames of a text are alike, except for the new text."""
+        key = index, part.kind, part.number
+        if (template := self._templates.get(key)) is None:
+            choice = protocol.OpenChatChoice(index=index, delta=_choice_delta(part._replace(text=MARK)))
+            before, after = encode(choice).split(encode(MARK))
+            template = self._templates[key] = self._head + before, after + self._tail
+        return template[0] + encode(part.text) + template[1]
 
     def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> protocol.ChatLogprobs:
         """Returns the logprobs object of a choice."""

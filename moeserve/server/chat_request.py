@@ -14,7 +14,7 @@ from moeserve.server.errors import shorten
 from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, R, Sampling, convert, unknown_fields
 
 PositiveCount = Annotated[int, Meta(ge=1)]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -106,7 +106,10 @@ class Message(Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatRequest(Sampling, kw_only=True):
-    """A conversation to go on with. reasoning_effort is a variable of the template; verbosity changes nothing."""
+    """A conversation to go on with. reasoning_effort is a variable of the template; verbosity changes nothing.
+
+    include_reasoning: false leaves the reasoning out of the answer.
+    """
 
     messages: list[Message]
     logprobs: bool | None = None
@@ -122,6 +125,7 @@ class ChatRequest(Sampling, kw_only=True):
     prompt_cache_key: OpenName | None = None
     safety_identifier: OpenName | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
     @staticmethod
@@ -148,8 +152,12 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
     given = request.given()
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     given["max_tokens"] = asked if asked is None else min(asked, MAX_INT)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    for name in ("logprobs", "return_token_ids"):
+        if request.include_reasoning is False and getattr(request, name):
+            what = f"{name} would show the reasoning that include_reasoning: false leaves out"
+            raise InvalidRequest(what, param=name)
     given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(**defaults | given)
 
@@ -240,7 +248,9 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
         for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 checked[name] = value
-        found.append(checked if content is None else checked | {"content": content})
+        if content is not None or message.tool_calls:  # beside calls, templates look for null
+            checked["content"] = content
+        found.append(checked)
     return found
 
 

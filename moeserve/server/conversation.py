@@ -7,13 +7,13 @@ come, or `await chat.whole()`. Both say the same: the texts of the pieces of a c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -26,8 +26,8 @@ from moeserve.server.answer import Counts, RunningRequest, collect, encode, runn
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest, Tools, chat_messages, chat_params, chat_tools
 from moeserve.server.requests import check_chars
-from moeserve.text import harmony
-from moeserve.text.answer_format import AnswerParser
+from moeserve.text.answer_format import AnswerFormat, Part
+from moeserve.text.structured_outputs import grammar_of
 from moeserve.text.tokenizer import unshield
 
 if TYPE_CHECKING:
@@ -74,27 +74,21 @@ class Whole:
 class Conversation:
     """A chat that runs. prompt: its token ids; parsed: whether answers may have parts besides content.
 
-    tools: what the model may call. Errors come as RequestErrors, those of an engine's refusal before the first piece.
+    tools: what the model may call. num_earlier: calls in the history. Errors come as RequestErrors, those of an
+    engine's refusal before the first piece.
     """
 
-    def __init__(
-        self, call: HttpCall, request: ChatRequest, front: FrontEnd, ready: Ready, prompt: list[int], tools: Tools
-    ) -> None:
+    def __init__(self, front: FrontEnd, ready: Ready, prompt: list[int], params: SamplingParams, tools: Tools) -> None:
         self.front = front
         self.ready = ready
         self.prompt = prompt
+        self.params = params
         self.tools = tools
-        self.params: SamplingParams = chat_params(request, front.defaults)
         self.counts = Counts(len(prompt))
-        self.parser: Callable[[], AnswerParser] | None = None
+        self.parsed = False
         self.running: RunningRequest
-        self._id = f"call_{call.id}"
-        self._num_calls = [0] * self.params.n
-
-    @property
-    def parsed(self) -> bool:
-        """Whether answers have parts; otherwise all their text is content."""
-        return self.parser is not None
+        self.num_earlier = 0
+        self._ids: list[list[str]] = [[] for _ in range(params.n)]  # of each choice's calls
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yields what is new until all choices have ended, and counts it. Raises RequestError."""
@@ -105,26 +99,36 @@ class Conversation:
 
     def piece(self, delta: Delta) -> Piece:
         """Returns a delta, each of which has to come here once and in order, with its parts. Counts nothing."""
-        if self.parser is None:
+        if not self.parsed:
             return Piece(delta.index, [ChatPart("content", delta.text)] if delta.text else [], delta)
-        index, parts = delta.index, []
-        for kind, group in groupby(delta.parts, itemgetter(0)):
-            texts = [part.text for part in group]
-            for text in texts if kind == "call" else ["".join(texts)]:
-                if kind == "content" or kind == "reasoning":
-                    parts.append(ChatPart(kind, text))
-                    continue
-                self._num_calls[index] += kind == "call"
-                number = self._num_calls[index] - 1
-                parts.append(ChatPart(kind, text, number, f"{self._id}_{index}_{number}"))
-        if self._num_calls[index] and delta.finish_reason == "stop":
+        found, ids = delta.parts, self._ids[delta.index]
+        if len(found) > 1:
+            found = _joined(found)
+        parts = []
+        for kind, text in found:
+            if kind == "content" or kind == "reasoning":
+                parts.append(ChatPart(kind, text))
+                continue
+            if kind == "call":
+                assert self.front.answer_format is not None
+                ids.append(self.front.answer_format.call_id(text, self.num_earlier + len(ids)))
+            parts.append(ChatPart(kind, text, len(ids) - 1, ids[-1]))
+        if ids and delta.finish_reason == "stop":
             delta.finish_reason = "tool_calls"
-        return Piece(index, parts, delta)
+        return Piece(delta.index, parts, delta)
 
     async def whole(self) -> list[Whole]:
         """Returns the choices once all have ended. Raises RequestError."""
         (sequences,) = await collect(self.running, self.params.n, self.counts)
         return [_whole(self.piece(sequence)) for sequence in sequences]
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """Returns the parts with neighbours of one kind in one, except for calls."""
+    found: list[Part] = []
+    for kind, group in groupby(parts, itemgetter(0)):
+        found += group if kind == "call" else [Part(kind, "".join(part.text for part in group))]
+    return found
 
 
 def _whole(piece: Piece) -> Whole:
@@ -148,28 +152,42 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
     The call's counts become those of the chat.
     """
     front, ready = call.context.serving(request.model)
-    front.admit(request.n or 1)  # before any work on a prompt that may not run anyway
+    params = chat_params(request, front.defaults)
+    front.admit(params.n)  # before any work on a prompt that may not run anyway
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    _, prompt = await chat_prompt(front, ready, request, tools)
-    chat = Conversation(call, request, front, ready, prompt, tools)
+    text, prompt = await chat_prompt(front, ready, request, tools)
+    chat = Conversation(front, ready, prompt, params, tools)
     call.counts = chat.counts
-    params = chat.params
-    assert front.tokenizer is not None
-    if tools.offered and front.tokenizer.harmony_stops is None:
-        what = "tools: calls of this model cannot be told from text"
-        raise InvalidRequest(what, param="tools", code="unsupported_parameter")
-    if tools.choice in ("required", "named"):
-        what = "tool_choice: a tool cannot be enforced yet; ask for auto or none"
-        raise InvalidRequest(what, param="tool_choice", code="unsupported_parameter")
-    if any(tool.function.strict for tool in tools.offered):
-        what = "tools: strict: arguments cannot be constrained yet"
-        raise InvalidRequest(what, param="tools", code="unsupported_parameter")
-    if (stops := front.tokenizer.harmony_stops) is not None:
-        chat.parser = partial(harmony.HarmonyParser, in_message=bool(request.continue_final_message))
+    options: dict[str, Any] = {}
+    if (form := front.answer_format) is not None:
+        chat.parsed = True
+        chat.num_earlier = sum(len(message.tool_calls or ()) for message in request.messages)
         if not params.ignore_eos:
-            params = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
-    async with running_request(call, front, [prompt], params, request, parser=chat.parser) as chat.running:
+            params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
+        options = await asyncio.to_thread(_reading, form, request, tools, text)
+    elif tools.offered:
+        what = "tools: it is not known how this model writes calls; start the server with --tool-format"
+        raise InvalidRequest(what, param="tools", code="unsupported_parameter")
+    async with running_request(call, front, [prompt], params, request, **options) as chat.running:
         yield chat
+
+
+def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str) -> dict[str, Any]:
+    """Returns the options of `running_request` that say how answers are read, and what they must match."""
+    shown, continues = tools.shown() or [], bool(request.continue_final_message)
+    found: dict[str, Any] = {
+        "parser": partial(form.parser, shown, prompt=prompt, continued=continues, eager=True),
+    }
+    forced = tools.choice in ("required", "named")
+    asked = request.constraint()
+    if shown and (forced or asked is None):
+        grammar = form.constraint(shown, required=forced, parallel=tools.parallel, prompt=prompt)
+        if grammar is not None:
+            found |= {"grammar": grammar, "grammar_param": "tools"}
+    elif asked is not None:
+        grammar = grammar_of(*asked)
+        found |= {"grammar": form.after_reasoning(grammar, prompt=prompt), "grammar_param": asked[1]}
+    return found
 
 
 async def chat_prompt(
@@ -194,11 +212,13 @@ async def chat_prompt(
             raise InvalidRequest(what, param=f"messages[{i}]", code="unsupported_parameter")
     continues = bool(request.continue_final_message)
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    num_chars = sum(len(message.get("content", "")) for message in messages) + (len(encode(offered)) if offered else 0)
+    num_chars = sum(len(message.get("content") or "") for message in messages) + (len(encode(offered)) if offered else 0)
     check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
     kwargs = request.chat_template_kwargs or {}
     if request.reasoning_effort is not None:
-        kwargs = {"reasoning_effort": request.reasoning_effort} | kwargs
+        thinks = request.reasoning_effort != "none"  # the two names under which templates have a switch
+        effort = {"reasoning_effort": request.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        kwargs = effort | kwargs
 
     def work() -> tuple[str, list[int]]:
         """Renders and encodes the conversation, in this thread."""

@@ -116,10 +116,10 @@ _REFUSED: Refusals = {
     "mm_processor_kwargs": (MEDIA, ({},)),
     "prediction": ("predicted outputs are not supported", ()),
     "web_search_options": ("web search is not supported", ()),
-    "best_of": ("best_of above 1 is not supported: ask for n answers with logprobs and choose", (1,)),
+    "best_of": ("best_of other than n is not supported: ask for n answers with logprobs and choose", ()),
     "use_beam_search": ("beam search is not supported", (False,)),
     "length_penalty": ("beam search is not supported", (1, 1.0)),
-    "suffix": ("fill-in-the-middle is not supported", ("",)),
+    "suffix": ("fill-in-the-middle is not supported: write the prompt in the model's own form", ("",)),
     "store": ("nothing is stored on this server", (False,)),
     "documents": ("documents are not supported: put them into a message", ([],)),
     "chat_template": ("a request cannot bring its own template", ()),
@@ -246,7 +246,8 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
     refused = _refused(kind)
     unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
     for name in refused.keys() & raw.keys():
-        _check_harmless(name, raw[name], *refused[name])
+        if name != "best_of" or raw[name] != (raw.get("n") or 1):
+            _check_harmless(name, raw[name], *refused[name])
     request = convert(raw, kind)
     if isinstance(request, Sampling):
         unknown += request.unknown_inside(raw)

@@ -64,14 +64,15 @@ class ChatTemplate:
     def __init__(self, source: str, *, origin: str = "chat template", for_tools: str | None = None) -> None:
         """Raises CheckpointError for a template that does not compile or reaches outside the sandbox."""
         self.source = source
+        self.source_for_tools = for_tools or source
         try:
             if max(len(source), len(for_tools or "")) > MAX_TEMPLATE_CHARS:
                 raise SecurityError(f"a chat template has at most {MAX_TEMPLATE_CHARS:,} characters")
             self._template = _ENVIRONMENT.from_string(source)
             self._for_tools = self._template if for_tools is None else _ENVIRONMENT.from_string(for_tools)
-            variables = find_undeclared_variables(_ENVIRONMENT.parse(for_tools or source))
+            variables = find_undeclared_variables(_ENVIRONMENT.parse(self.source_for_tools))
             self.takes_tools = "tools" in variables
-            self.takes_calls = "tool_calls" in (for_tools or source)
+            self.takes_calls = "tool_calls" in self.source_for_tools
             self._probe()
         except (jinja2.TemplateError, OverflowError, RecursionError) as error:
             line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
@@ -157,7 +158,8 @@ class ChatTemplate:
 
 
 def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
-    """Returns a copy for the template, without fields that are None, and with reasoning under the names in use.
+    """Returns a copy for the template, without fields that are None (but for the content beside tool calls, where
+    templates look for it), and with reasoning under the names in use.
 
     An assistant's tags (`<think>`) stay in force: the model wrote them.
     """
@@ -169,6 +171,8 @@ def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[st
     for name, value in given.items():
         only_special = role == "assistant" and isinstance(value, str)
         copy[name] = _shield_all(value, shield, only_special=only_special)
+    if copy.get("tool_calls") and "content" in message:
+        copy.setdefault("content", None)
     reasoning = next((copy[name] for name in _REASONING if name in copy), None)
     return copy if reasoning is None else {"thinking": reasoning} | copy | {"reasoning_content": reasoning}
 

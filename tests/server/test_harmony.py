@@ -47,7 +47,7 @@ def join(events: list) -> dict:
     for event in events:
         for choice in event["choices"]:
             delta, finish = choice["delta"], choice["finish_reason"] or finish
-            for name in ("content", "reasoning_content"):
+            for name in ("content", "reasoning"):
                 if delta.get(name):
                     message[name] = message.get(name, "") + delta[name]
             for call in delta.get("tool_calls", ()):
@@ -69,15 +69,15 @@ def plain(choice: dict) -> dict:
 @pytest.mark.parametrize(
     ("answer", "message", "finish", "options"),
     [
-        (ANSWER, {"reasoning_content": "A fox 😀?", "content": "Once upon a time."}, "stop", {}),
-        (ANSWER, {"reasoning_content": "A "}, "stop", {"stop": "fox"}),
-        (ANSWER, {"reasoning_content": "A fox 😀?", "content": "Once "}, "stop", {"stop": ["upon"]}),
-        (ANSWER, {"reasoning_content": "A fox 😀?"}, "length", {"max_tokens": 22}),
+        (ANSWER, {"reasoning": "A fox 😀?", "content": "Once upon a time."}, "stop", {}),
+        (ANSWER, {"reasoning": "A "}, "stop", {"stop": "fox"}),
+        (ANSWER, {"reasoning": "A fox 😀?", "content": "Once "}, "stop", {"stop": ["upon"]}),
+        (ANSWER, {"reasoning": "A fox 😀?"}, "length", {"max_tokens": 22}),
         (ANSWER, {}, "length", {"max_tokens": 1}),
         (
             CALLS,
             {
-                "reasoning_content": "A fox 😀?",
+                "reasoning": "A fox 😀?",
                 "content": "I look.",
                 "tool_calls": [
                     {"id": True, "type": "function", "function": {"name": "find", "arguments": '{"fox": 1}'}},

@@ -1,0 +1,66 @@
+"""Answer formats of models, by name or as a checkpoint shows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from secrets import token_hex
+
+from moeserve.errors import ConfigError
+from moeserve.sampling import GrammarSpec
+from moeserve.text.answer_format import AnswerFormat, AnswerParser, Tool
+from moeserve.text.answer_parser import DataParser
+from moeserve.text.answer_syntax import Reading, load, names
+from moeserve.text.harmony import HarmonyFormat
+from moeserve.text.tokenizer import Tokenizer
+
+
+class DataFormat:
+    """A format that is data, with one tokenizer."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+        self.name, self._syntax = name, load(name)
+        added = tokenizer.backend.get_added_tokens_decoder()
+        ids = [tokenizer.backend.token_to_id(stop) for stop in self._syntax.stop]
+        self.stop_ids = tuple(token_id for token_id in ids if token_id is not None)
+        self._reading = Reading(self._syntax, [token.content for token in added.values() if token.special])
+
+    def parser(
+        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False, eager: bool = False
+    ) -> AnswerParser:
+        """Returns the parser of one answer."""
+        return DataParser(self._reading, tools, reasons=self._reasons(prompt, continued=continued), eager=eager)
+
+    def call_id(self, name: str, index: int) -> str:
+        """Returns an id for a call."""
+        return self._syntax.calls.id.format(name=name, index=index, random=token_hex(16))
+
+    def _reasons(self, prompt: str, *, continued: bool) -> bool:
+        """Returns whether the answer to a prompt begins inside the reasoning."""
+        span = self._syntax.reasoning
+        if span is None or not span.open:
+            return False
+        if continued:
+            return prompt.rfind(span.open) > prompt.rfind(span.close)
+        return prompt.rstrip().endswith(span.open.rstrip())
+
+
+def find_format(template: str, tokenizer: Tokenizer, name: str | None = None) -> AnswerFormat | None:
+    """Returns the format of a model's answers, None if its chat template shows none. name: the one to use instead.
+
+    Raises ConfigError for an unknown name, and for harmony with a tokenizer that lacks its tokens.
+    """
+    known = sorted([*names(), "harmony"])
+    if name is not None and name not in known:
+        raise ConfigError(f"--tool-format {name}: unknown; one of {', '.join(known)}")
+    if name == "harmony" and tokenizer.harmony_stops is None:
+        raise ConfigError("--tool-format harmony: the tokenizer has no tokens for it")
+    if name == "harmony" or (name is None and tokenizer.harmony_stops is not None):
+        return HarmonyFormat(tokenizer)
+    found = [(len(load(one).template), one) for one in names() if _shows(template, load(one).template)]
+    picked = name or (max(found)[1] if found else None)
+    return DataFormat(picked, tokenizer) if picked else None
+
+
+def _shows(template: str, patterns: Sequence[str]) -> bool:
+    return bool(patterns) and all(re.search(pattern, template) for pattern in patterns)

@@ -1,0 +1,144 @@
+"""The data of answer formats: files in `formats/`, and what a parser makes of one for one tokenizer.
+
+The keys are those of `Syntax`; docs/tool-calls.md describes them with an example.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import yaml
+from msgspec import Struct
+
+from moeserve.text.answer_text import Stops
+from moeserve.text.answer_values import JSON, Dialect
+
+FORMATS = Path(__file__).parent / "formats"
+
+
+class Span(Struct, forbid_unknown_fields=True):
+    """Text between two marks. noise: calls may have other text around them, which is dropped."""
+
+    open: str
+    close: str
+    noise: bool = False
+
+
+class Parameter(Struct, forbid_unknown_fields=True):
+    """A parameter between tags: `open`, what `header` matches (groups key and text), `end`, the value, `close`.
+
+    newlines: one at each end of the value belongs to the tags. write: how a model writes one, with {key} and {value};
+    write_text: the same for texts, where they differ.
+    """
+
+    open: str
+    header: str
+    end: str
+    close: str
+    write: str
+    write_text: str = ""
+    newlines: bool = False
+
+
+class Calls(Struct, forbid_unknown_fields=True):
+    """The calls of an answer.
+
+    open: marks before a call; "" for calls without one, which begin with the character `bare`.
+    content: json, an object with name and arguments, or a list of such; object: `header` (group name), then an object
+    behind `arguments`; tags: `header`, then parameters; python: a list of calls in Python's syntax.
+    close: after a call; may be missing at the end of the text where the content shows its own end.
+    write: how a model writes one call, with {name}, {index} and {arguments}; between: what it writes between two.
+    id: how the template names calls in a history. quote: what delimits texts in objects whose keys are bare.
+    """
+
+    open: list[str]
+    content: Literal["json", "object", "tags", "python"]
+    write: str
+    close: str = ""
+    header: str = ""
+    arguments: str = ""
+    bare: str = ""
+    between: str = ""
+    id: str = "call_{random:.24}"
+    quote: str = ""
+    parameter: Parameter | None = None
+
+
+class Syntax(Struct, forbid_unknown_fields=True):
+    """One file. template: regexes that the chat template of such a model matches, all of them; the format with most
+    of them is picked. stop: tokens that end an answer. dropped: marks that mean nothing.
+    call_ends_reasoning: also where the reasoning was not closed."""
+
+    about: str
+    template: list[str]
+    calls: Calls
+    reasoning: Span | None = None
+    section: Span | None = None
+    call_ends_reasoning: bool = False
+    dropped: list[str] = []
+    stop: list[str] = []
+
+
+@cache
+def load(name: str) -> Syntax:
+    """Returns a format's data."""
+    return msgspec.convert(yaml.safe_load((FORMATS / f"{name}.yaml").read_text(encoding="utf-8")), Syntax)
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Returns the names of the formats that are data."""
+    return tuple(sorted(path.stem for path in FORMATS.glob("*.yaml")))
+
+
+class Reading:
+    """What a parser needs of a syntax with one tokenizer. special: names of its control tokens."""
+
+    def __init__(self, syntax: Syntax, special: Collection[str]) -> None:
+        calls, think, section = syntax.calls, syntax.reasoning, syntax.section
+        marks = [*calls.open, calls.close, *syntax.dropped]
+        marks += [mark for span in (think, section) if span for mark in (span.open, span.close)]
+        parameter = calls.parameter
+        if parameter:
+            marks += [parameter.open, parameter.close, parameter.end]
+        used = [name for name in special if any(name in mark for mark in [*marks, calls.arguments, calls.quote])]
+        self._special = used
+        self.content = calls.content
+        self.openers, self.bare = calls.open, calls.bare
+        self.think_open, self.think_close = (think.open, think.close) if think else ("", "")
+        self.think_is_special = any(name in self.think_open for name in used)
+        self.think_start = self._stops(self.think_open)
+        self.section_open, self.section_close = (section.open, section.close) if section else ("", "")
+        self.section_noise = bool(section and section.noise)
+        self.section_end = self._stops(self.section_close)
+        outer = [self.section_open, *calls.open]
+        self.dropped = syntax.dropped
+        self.in_content = self._stops(self.think_open, *outer, *syntax.dropped)
+        self.in_reasoning = self._stops(self.think_close, *(outer if syntax.call_ends_reasoning else []))
+        self.in_section = self._stops(*calls.open, self.section_close)
+        self.after_call = self._stops(*calls.open, self.section_close)
+        self.call_close = calls.close
+        self.close = self._stops(calls.close) if calls.close else None
+        self.header = re.compile(calls.header, re.DOTALL)
+        self.header_end_stays = calls.arguments in ("", "{")
+        self.dialect = JSON
+        if calls.quote:
+            self.dialect = Dialect(delimiter=self._stops(calls.quote), bare=True)
+        if parameter:
+            self.key_open, self.value_close = parameter.open, parameter.close
+            self.key, self.newlines = re.compile(parameter.header, re.DOTALL), parameter.newlines
+            self.key_end = self._stops(parameter.end)
+            self.key_guard = self._stops(parameter.end, parameter.close, parameter.open, calls.close)
+            self.in_tags = self._stops(parameter.open, calls.close)
+            self.in_value = self._stops(parameter.open, parameter.close, calls.close)
+            self.header_end = self.in_tags
+        else:
+            self.header_end = self._stops(calls.arguments)
+
+    def _stops(self, *literals: str) -> Stops:
+        return Stops(filter(None, literals), self._special)
