@@ -136,7 +136,6 @@ async def running_request(
     prompts: list[list[int]],
     params: SamplingParams,
     request: Sampling,
-    *,
     **how: Any,
 ) -> AsyncIterator[RunningRequest]:
     """Runs all prompts or none inside the block, at whose end sequences that are still running are aborted.

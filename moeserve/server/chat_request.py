@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,7 +10,8 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
 from moeserve.server.errors import shorten
-from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, R, Sampling, convert, unknown_fields
+from moeserve.server.items import convert_at
+from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, Sampling, convert, unknown_fields
 
 PositiveCount = Annotated[int, Meta(ge=1)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -63,18 +63,16 @@ class _Fields(Struct, kw_only=True):
 
 
 class Tools(Struct, kw_only=True):
-    """The tools of a request. offered: those that the model may call, which is what the template shows it.
+    """The tools of a request, as templates and formats take them.
 
-    choice: "none", "auto", "required", or "named", where `offered` is the one tool.
+    shown: those that the template shows the model; callable: those that it may call. choice: "named" means that the
+    one callable tool has to be called.
     """
 
-    offered: list[Tool] = []
     choice: Literal["none", "auto", "required", "named"] = "none"
+    shown: list[dict[str, Any]] = []
+    callable: list[dict[str, Any]] = []
     parallel: bool = True
-
-    def shown(self) -> list[dict[str, Any]] | None:
-        """Returns the tools as the template takes them, None if the model is to use none."""
-        return msgspec.to_builtins(self.offered) or None
 
 
 class Called(Struct, kw_only=True):
@@ -166,68 +164,38 @@ def chat_tools(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, *, parallel: bool | None = None
 ) -> Tools:
     """Returns what a request says about tools, checked. Raises InvalidRequest."""
-    known = convert({"tools": tools or []}, _Fields).tools
-    names = [tool.function.name for tool in known]
-    if len(set(names)) < len(names):
+    checked = convert({"tools": tools or []}, _Fields).tools
+    known: dict[str, dict[str, Any]] = {tool.function.name: msgspec.to_builtins(tool) for tool in checked}
+    if len(known) < len(checked):
         raise InvalidRequest("tools: two tools have the same name", param="tools")
-    found = Tools(offered=known, parallel=parallel is not False)
+    found = Tools(choice="auto", shown=[*known.values()], callable=[*known.values()], parallel=parallel is not False)
     match choice:
         case None | "auto":
-            found.choice = "auto" if known else "none"
+            return found if known else Tools()
         case "none":
             return Tools()
         case "required":
             found.choice = "required"
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
-            checked = convert_at(allowed, _Allowed, "tool_choice.allowed_tools")
-            found.choice = checked.mode
-            found.offered = _chosen(known, [tool.function.name for tool in checked.tools])
+            subset = convert_at(allowed, _Allowed, "tool_choice.allowed_tools")
+            found.choice = subset.mode
+            found.shown = found.callable = _chosen(known, [tool.function.name for tool in subset.tools])
         case dict():
             named = convert_at(choice, _NamedTool, "tool_choice")
-            found.choice, found.offered = "named", _chosen(known, [named.function.name])
+            found.choice, found.callable = "named", _chosen(known, [named.function.name])
         case _:
             what = "tool_choice must be auto, none, required, or an object that names a function"
             raise InvalidRequest(what, param="tool_choice")
-    if found.choice == "required" and not known:
+    if not known:
         raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
     return found
 
 
-def convert_at(value: Any, kind: type[R], where: str) -> R:
-    """Returns a value inside a request as a struct. Raises InvalidRequest naming the field, under `where`."""
-    try:
-        return convert(value, kind)
-    except InvalidRequest as error:
-        param = f"{where}.{error.param}" if error.param else where
-        what = error.message.removeprefix(error.param or "").strip()
-        raise InvalidRequest(f"{param} {what}", param=param) from error
-
-
-def typed_at(value: Any, kinds: Mapping[str, type[Struct]], where: str, default: str = "") -> Any:
-    """Returns an object as the struct in `kinds` that its `type` names. Raises InvalidRequest."""
-    name = value.get("type") or default if isinstance(value, dict) else default
-    if isinstance(name, str) and name in kinds:
-        return convert_at(value, kinds[name], where)
-    what = (
-        f"{where}.type must be one of {', '.join(kinds)}, not {shorten(str(name))!r}: {MEDIA}, and calls your functions"
-    )
-    raise InvalidRequest(what, param=f"{where}.type", code="unsupported_parameter")
-
-
-def text_at(content: str | list[dict[str, Any]], kinds: Mapping[str, type[Struct]], where: str) -> str:
-    """Returns the text of a content: itself, or its parts on lines of their own. Raises InvalidRequest."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(typed_at(part, kinds, f"{where}[{i}]").text for i, part in enumerate(content))
-
-
-def _chosen(known: list[Tool], names: list[str]) -> list[Tool]:
-    by_name = {tool.function.name: tool for tool in known}
+def _chosen(known: dict[str, dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
     for name in names:
-        if name not in by_name:
-            what = f"tool_choice: there is no tool {shorten(name)!r} in tools"
-            raise InvalidRequest(what, param="tool_choice")
-    return [by_name[name] for name in names]
+        if name not in known:
+            raise InvalidRequest(f"tool_choice: there is no tool {shorten(name)!r} in tools", param="tool_choice")
+    return [known[name] for name in dict.fromkeys(names)]
 
 
 def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:

@@ -165,7 +165,7 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
         if not params.ignore_eos:
             params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
         options = await asyncio.to_thread(_reading, form, request, tools, text)
-    elif tools.offered:
+    elif tools.shown:
         what = "tools: it is not known how this model writes calls; start the server with --tool-format"
         raise InvalidRequest(what, param="tools", code="unsupported_parameter")
     async with running_request(call, front, [prompt], params, request, **options) as chat.running:
@@ -174,14 +174,13 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
 
 def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str) -> dict[str, Any]:
     """Returns the options of `running_request` that say how answers are read, and what they must match."""
-    shown, continues = tools.shown() or [], bool(request.continue_final_message)
-    found: dict[str, Any] = {
-        "parser": partial(form.parser, shown, prompt=prompt, continued=continues, eager=True),
-    }
+    continues = bool(request.continue_final_message)
+    parser = partial(form.parser, tools.shown, prompt=prompt, continued=continues, eager=True)
+    found: dict[str, Any] = {"parser": parser}
     forced = tools.choice in ("required", "named")
     asked = request.constraint()
-    if shown and (forced or asked is None):
-        grammar = form.constraint(shown, required=forced, parallel=tools.parallel, prompt=prompt)
+    if tools.shown and (forced or asked is None) and hasattr(form, "constraint"):
+        grammar = form.constraint(tools.callable, required=forced, parallel=tools.parallel, prompt=prompt)
         if grammar is not None:
             found |= {"grammar": grammar, "grammar_param": "tools"}
     elif asked is not None:
@@ -202,7 +201,7 @@ async def chat_prompt(
             code="no_chat_template",
         )
     messages = chat_messages(request.messages or [])
-    offered = tools.shown()
+    offered = tools.shown or None
     if offered and not template.takes_tools:
         what = "tools: this model's chat template does not know tools; start the server with another --chat-template"
         raise InvalidRequest(what, param="tools", code="unsupported_parameter")
@@ -212,7 +211,9 @@ async def chat_prompt(
             raise InvalidRequest(what, param=f"messages[{i}]", code="unsupported_parameter")
     continues = bool(request.continue_final_message)
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    num_chars = sum(len(message.get("content") or "") for message in messages) + (len(encode(offered)) if offered else 0)
+    num_chars = sum(len(message.get("content") or "") for message in messages) + (
+        len(encode(offered)) if offered else 0
+    )
     check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
     kwargs = request.chat_template_kwargs or {}
     if request.reasoning_effort is not None:

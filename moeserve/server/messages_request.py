@@ -14,9 +14,8 @@ from moeserve.server.chat_request import (
     Message,
     PositiveCount,
     ReasoningEffort,
-    text_at,
-    typed_at,
 )
+from moeserve.server.items import Kinds, text_at, typed_at
 from moeserve.server.requests import OpenName, Refusals, Sampling
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
@@ -50,8 +49,8 @@ class _ToolResult(Struct, kw_only=True):
     is_error: bool = False
 
 
-_TEXTS: dict[str, type[Struct]] = {"text": _Text}
-_BLOCKS: dict[str, dict[str, type[Struct]]] = {
+_TEXTS: Kinds = {"text": _Text}
+_BLOCKS: dict[str, Kinds] = {
     "system": _TEXTS,
     "user": _TEXTS | {"tool_result": _ToolResult},
     "assistant": _TEXTS | {"thinking": _Thinking, "tool_use": _ToolUse},

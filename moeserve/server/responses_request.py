@@ -14,10 +14,8 @@ from moeserve.server.chat_request import (
     Message,
     PositiveCount,
     ReasoningEffort,
-    convert_at,
-    text_at,
-    typed_at,
 )
+from moeserve.server.items import Kinds, convert_at, text_at, typed_at
 from moeserve.server.requests import OpenName, Refusals, Sampling
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
@@ -50,14 +48,14 @@ class _Reasoning(Struct, kw_only=True):
     summary: list[dict[str, Any]] = []
 
 
-_ITEMS: dict[str, type[Struct]] = {
+_ITEMS: Kinds = {
     "message": _Message,
     "function_call": _Call,
     "function_call_output": _CallOutput,
     "reasoning": _Reasoning,
 }
-_TEXTS: dict[str, type[Struct]] = {"input_text": _Text, "output_text": _Text, "text": _Text}
-_REASONING: dict[str, type[Struct]] = {"reasoning_text": _Text, "summary_text": _Text}
+_TEXTS: Kinds = {"input_text": _Text, "output_text": _Text, "text": _Text}
+_REASONING: Kinds = {"reasoning_text": _Text, "summary_text": _Text}
 
 
 class FunctionTool(Struct, kw_only=True):
@@ -147,7 +145,7 @@ class ResponsesRequest(Sampling, kw_only=True):
 
     def function_tools(self) -> list[FunctionTool]:
         """Returns the tools, checked. Raises InvalidRequest naming those that run elsewhere."""
-        kinds: dict[str, type[Struct]] = {"function": FunctionTool}
+        kinds: Kinds = {"function": FunctionTool}
         return [typed_at(tool, kinds, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
     def chat(self, history: list[dict[str, Any]]) -> ChatRequest:

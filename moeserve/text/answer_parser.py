@@ -87,9 +87,7 @@ class DataParser:
         flow.trim()
         flow.add((yield from self._text.space()))
         yield from self._text.next_of(self._reading.think_start)  # again, by the model
-        stop = yield from self._text.until(
-            self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece))
-        )
+        stop = yield from self._text.until(self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece)))
         flow.end(keep=not stop)
         self._content.trim()
         return "" if stop == self._reading.think_close else stop
@@ -131,7 +129,9 @@ class DataParser:
         """Takes what follows the opening of a call, and returns whether it was one."""
         text = self._text
         text.taken = [opener]
-        sink = _Calls(self._parts if self._eager else [], self._schemas, known="" == opener or opener in self._reading.bare)
+        sink = _Calls(
+            self._parts if self._eager else [], self._schemas, known=opener == "" or opener in self._reading.bare
+        )
         try:
             yield from _BODIES[self._reading.content](text, self._reading, sink)
             if not sink.count:

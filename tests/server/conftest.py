@@ -81,6 +81,7 @@ class ScriptedEngine:
     rows: dict[int, _Row] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     healthy: bool = True
+    context: int = CONTEXT
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -113,7 +114,7 @@ class ScriptedEngine:
             dtype="float32",
             device="cpu",
             vocab_size=self.tokenizer.backend.get_vocab_size(),
-            max_model_len=CONTEXT,
+            max_model_len=self.context,
             max_num_seqs=64,
             num_blocks=100,
             block_size=16,
@@ -251,10 +252,15 @@ class Live:
 
 @asynccontextmanager
 async def live_server(
-    tokenizer: Tokenizer, *, ready: bool = True, defaults: dict[str, Any] | None = None, **settings: Any
+    tokenizer: Tokenizer,
+    *,
+    ready: bool = True,
+    defaults: dict[str, Any] | None = None,
+    context: int = CONTEXT,
+    **settings: Any,
 ) -> AsyncIterator[Live]:
     config = ServerConfig(port=0, **settings)
-    engine = ScriptedEngine(tokenizer)
+    engine = ScriptedEngine(tokenizer, context=context)
     front = FrontEnd(
         engine,
         model_name="org/tiny",
@@ -264,7 +270,7 @@ async def live_server(
         defaults=defaults or {},
         max_queued=config.max_queued_requests,
     )
-    context = Context(config, Auth(config), front if ready else None)
+    state = Context(config, Auth(config), front if ready else None)
     sock = bind(config)
     port = sock.getsockname()[1]
     if ready:
@@ -272,11 +278,11 @@ async def live_server(
         engine.outbox.put(engine.ready())
     tasks = [asyncio.create_task(job) for job in (front.run(), engine.run())]
     try:
-        async with listening(sock, context), aiohttp.ClientSession(read_bufsize=2**20) as session:
+        async with listening(sock, state), aiohttp.ClientSession(read_bufsize=2**20) as session:
             if ready:
                 await front.wait_ready()
-                context.started = True
-            yield Live(f"http://127.0.0.1:{port}", port, context, engine, front, session)
+                state.started = True
+            yield Live(f"http://127.0.0.1:{port}", port, state, engine, front, session)
     finally:
         for task in tasks:
             task.cancel()

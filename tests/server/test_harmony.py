@@ -8,6 +8,7 @@ from itertools import chain
 
 import pytest
 
+from moeserve.text.answer_data import find_format
 from moeserve.text.chat_template import ChatTemplate
 from tests.server.conftest import live_server, make_tokenizer
 
@@ -37,6 +38,7 @@ async def answering(answer: str, **settings):
     tokenizer = type(tokenizer)(tokenizer.backend, {})
     async with live_server(tokenizer, **settings) as live:
         live.front.chat_template = ChatTemplate(TEMPLATE)
+        live.front.answer_format = find_format(TEMPLATE, tokenizer)
         live.engine.script = tokenizer.encode(answer)
         yield live
 
@@ -61,8 +63,8 @@ def join(events: list) -> dict:
 
 def plain(choice: dict) -> dict:
     message = {name: value for name, value in choice["message"].items() if value is not None}
-    for call in message.get("tool_calls", ()):
-        call["id"] = call["id"].startswith("call_")
+    if "tool_calls" in message:
+        message["tool_calls"] = [call | {"id": call["id"].startswith("call_")} for call in message["tool_calls"]]
     return {"message": message, "finish_reason": choice["finish_reason"]}
 
 

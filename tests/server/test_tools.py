@@ -55,7 +55,7 @@ MESSAGE = {
 @asynccontextmanager
 async def answering(answer: str, template: str = TEMPLATE, **settings):
     tokenizer = make_tokenizer()
-    async with live_server(tokenizer, **settings) as live:
+    async with live_server(tokenizer, context=2048, **settings) as live:
         live.front.chat_template = ChatTemplate(template)
         live.front.answer_format = find_format(template, tokenizer)
         live.engine.script = tokenizer.encode(answer)
@@ -84,13 +84,15 @@ async def test_calls_whole_and_streamed(more):
         assert events[-1]["usage"] == whole["usage"]
         assert 5 < whole["usage"]["completion_tokens_details"]["reasoning_tokens"] < len(live.engine.script) * 3
         for choice in whole["choices"]:
-            of_choice = [{"choices": [c]} for event in events for c in event["choices"] if c["index"] == choice["index"]]
+            of_choice = [
+                {"choices": [c]} for event in events for c in event["choices"] if c["index"] == choice["index"]
+            ]
             found = plain(choice)
+            assert plain(join(of_choice)) == found
             assert found["finish_reason"] == "tool_calls"
             assert found["message"].pop("reasoning").strip() == "A fox 😀?"
             assert found["message"].pop("content").strip() == "I look."
             assert found["message"] == MESSAGE
-            assert plain(join(of_choice)) == plain(choice)
             parts = [event["choices"][0] for event in of_choice]
             if "logprobs" in more:
                 ids = [*chain.from_iterable(part.get("token_ids", []) for part in parts)]
@@ -118,8 +120,9 @@ async def test_an_answer_that_is_cut_off_or_aborted_shows_what_there_is():
             assert whole["choices"][0]["finish_reason"] == "length"
         live.engine.gate.clear()
         task = asyncio.create_task(live.post(CHAT, asked(), X_Request_Id="x"))
-        while "x" not in live.context.running:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            while not live.engine.rows:  # noqa: ASYNC110
+                await asyncio.sleep(0)
         for _ in range(8):
             live.engine._step()
         await live.context.running["x"][0].abort()
@@ -199,7 +202,11 @@ async def test_the_template_gets_history_and_what_is_offered():
     [
         ("{{ messages[0].content }}", {}, "tools"),
         ("{{ tools }}{{ messages[0].content }}", {}, "tools"),  # the form of calls is unknown
-        ("{{ messages[0].content }}", {"tools": [], "messages": [USER, {"role": "tool", "content": "a"}]}, "messages[1]"),
+        (
+            "{{ messages[0].content }}",
+            {"tools": [], "messages": [USER, {"role": "tool", "content": "a"}]},
+            "messages[1]",
+        ),
         (TEMPLATE, {"tools": [WEATHER, WEATHER]}, "tools"),
         (TEMPLATE, {"tools": [], "tool_choice": "required"}, "tool_choice"),
         (TEMPLATE, {"tool_choice": "sometimes"}, "tool_choice"),
@@ -234,5 +241,3 @@ async def test_defaults_that_ask_for_nothing_are_taken():
         for fields in ({"best_of": 2, "n": 2}, {"best_of": 1}, {"suffix": ""}, {"top_logprobs": 0}, {"functions": []}):
             status, answer, _ = await live.post(CHAT, asked(**fields))
             assert status == 200, answer
-
-
