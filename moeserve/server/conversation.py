@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -26,7 +24,8 @@ from moeserve.server.answer import Counts, RunningRequest, collect, encode, runn
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest, Tools, chat_messages, chat_params, chat_tools
 from moeserve.server.requests import check_chars
-from moeserve.text.answer_format import AnswerFormat, Part
+from moeserve.text.answer_format import AnswerFormat
+from moeserve.text.answer_parser import joined
 from moeserve.text.structured_outputs import grammar_of
 from moeserve.text.tokenizer import unshield
 
@@ -103,7 +102,7 @@ class Conversation:
             return Piece(delta.index, [ChatPart("content", delta.text)] if delta.text else [], delta)
         found, ids = delta.parts, self._ids[delta.index]
         if len(found) > 1:
-            found = _joined(found)
+            found = joined(found)
         parts = []
         for kind, text in found:
             if kind == "content" or kind == "reasoning":
@@ -121,14 +120,6 @@ class Conversation:
         """Returns the choices once all have ended. Raises RequestError."""
         (sequences,) = await collect(self.running, self.params.n, self.counts)
         return [_whole(self.piece(sequence)) for sequence in sequences]
-
-
-def _joined(parts: list[Part]) -> list[Part]:
-    """Returns the parts with neighbours of one kind in one, except for calls."""
-    found: list[Part] = []
-    for kind, group in groupby(parts, itemgetter(0)):
-        found += group if kind == "call" else [Part(kind, "".join(part.text for part in group))]
-    return found
 
 
 def _whole(piece: Piece) -> Whole:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from html import unescape
 from itertools import groupby
 from typing import Any
 
@@ -87,7 +88,10 @@ class DataParser:
         flow.trim()
         flow.add((yield from self._text.space()))
         yield from self._text.next_of(self._reading.think_start)  # again, by the model
-        stop = yield from self._text.until(self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece)))
+        own = self._reading.special
+        stop = yield from self._text.until(
+            self._reading.in_reasoning, lambda piece: flow.add(without_controls(piece, own))
+        )
         flow.end(keep=not stop)
         self._content.trim()
         return "" if stop == self._reading.think_close else stop
@@ -105,7 +109,7 @@ class DataParser:
             if not stop and not (yield from text.peek()):  # cut off
                 return
             if not stop or stop == reading.section_close:
-                if self._num_calls == before:
+                if self._num_calls == before and "".join(held[1:]).strip():
                     self._content.add(plain("".join([*held, stop])))
                 return
             yield from self._call(stop)
@@ -129,14 +133,13 @@ class DataParser:
         """Takes what follows the opening of a call, and returns whether it was one."""
         text = self._text
         text.taken = [opener]
-        sink = _Calls(
-            self._parts if self._eager else [], self._schemas, known=opener == "" or opener in self._reading.bare
-        )
+        sink = _Calls(self._parts if self._eager else [], self._schemas, known="" == opener or opener in self._reading.bare)
         try:
             yield from _BODIES[self._reading.content](text, self._reading, sink)
             if not sink.count:
                 raise Malformed
         except Unfinished:
+            text.take_rest()
             if not sink.count and opener == "":
                 self._content.add(plain("".join(text.taken)))
             return False
@@ -314,14 +317,16 @@ def _object_body(text: AnswerText, reading: Reading, calls: _Calls) -> Wait[None
     yield from _close(text, reading)
 
 
-def _header(text: AnswerText, reading: Reading, calls: _Calls) -> Wait[None]:
+def _header(text: AnswerText, reading: Reading, calls: _Calls) -> Wait[bool]:
+    """Takes a name and what is around it, and returns whether that says that there are no arguments."""
     header = yield from text.header(reading.header_end)
     found = reading.header.fullmatch(header.strip())
     if not found:
         raise Malformed
-    calls.begin(found["name"].strip())
+    calls.begin(unescape(found["name"].strip()) if reading.escaped else found["name"].strip())
     if not reading.header_end_stays:
         yield from text.next_of(reading.header_end)
+    return bool(found.groupdict().get("empty"))
 
 
 def _python_body(text: AnswerText, reading: Reading, calls: _Calls) -> Wait[None]:
@@ -364,7 +369,10 @@ def _python_body(text: AnswerText, reading: Reading, calls: _Calls) -> Wait[None
 
 def _tags_body(text: AnswerText, reading: Reading, calls: _Calls) -> Wait[None]:
     """Takes a name and parameters between tags."""
-    yield from _header(text, reading, calls)
+    if (yield from _header(text, reading, calls)):
+        calls.add("{}")
+        return
+    yield from text.space()
     seen = set[str]()
     stop = yield from text.next_of(reading.in_tags)
     while stop != reading.call_close:
@@ -397,12 +405,15 @@ def _key(text: AnswerText, reading: Reading, keys: Set[str] | None = None) -> Wa
     Takes nothing and returns None if it is none, or none of `keys`."""
     header = yield from text.header(reading.key_guard, take=False)
     found = reading.key.fullmatch(header.strip())
-    if not found or not found["key"].strip() or (keys is not None and found["key"].strip() not in keys):
+    key = found["key"].strip() if found else ""
+    if reading.escaped:
+        key = unescape(key)
+    if not found or not key or (keys is not None and key not in keys):
         return None
     yield from text.header(reading.key_end)
     yield from text.next_of(reading.key_end)
     said = found.groupdict().get("text")
-    return found["key"].strip(), None if said is None else said in ("true", "string")
+    return key, None if said is None else said in ("true", "string")
 
 
 def _tagged_value(

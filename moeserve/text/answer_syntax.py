@@ -32,7 +32,7 @@ class Span(Struct, forbid_unknown_fields=True):
 class Parameter(Struct, forbid_unknown_fields=True):
     """A parameter between tags: `open`, what `header` matches (groups key and text), `end`, the value, `close`.
 
-    newlines: one at each end of the value belongs to the tags. write: how a model writes one, with {key} and {value};
+    newlines: one at each end of the value belongs to the tags. escaped: keys and names are written as in XML. write: how a model writes one, with {key} and {value};
     write_text: the same for texts, where they differ.
     """
 
@@ -43,14 +43,16 @@ class Parameter(Struct, forbid_unknown_fields=True):
     write: str
     write_text: str = ""
     newlines: bool = False
+    escaped: bool = False
 
 
 class Calls(Struct, forbid_unknown_fields=True):
     """The calls of an answer.
 
     open: marks before a call; "" for calls without one, which begin with the character `bare`.
-    content: json, an object with name and arguments, or a list of such; object: `header` (group name), then an object
-    behind `arguments`; tags: `header`, then parameters; python: a list of calls in Python's syntax.
+    content: json, an object with name and arguments, or a list of such; object: `header` (group name), the mark
+    `arguments`, then an object; tags: `header` (a group `empty` says that nothing follows), `arguments` if there is such
+    a mark, then parameters; python: a list of calls in Python's syntax.
     close: after a call; may be missing at the end of the text where the content shows its own end.
     write: how a model writes one call, with {name}, {index} and {arguments}; between: what it writes between two.
     id: how the template names calls in a history. quote: what delimits texts in objects whose keys are bare.
@@ -107,7 +109,7 @@ class Reading:
         if parameter:
             marks += [parameter.open, parameter.close, parameter.end]
         used = [name for name in special if any(name in mark for mark in [*marks, calls.arguments, calls.quote])]
-        self._special = used
+        self.special = used
         self.content = calls.content
         self.openers, self.bare = calls.open, calls.bare
         self.think_open, self.think_close = (think.open, think.close) if think else ("", "")
@@ -119,7 +121,7 @@ class Reading:
         outer = [self.section_open, *calls.open]
         self.dropped = syntax.dropped
         self.in_content = self._stops(self.think_open, *outer, *syntax.dropped)
-        self.in_reasoning = self._stops(self.think_close, *(outer if syntax.call_ends_reasoning else []))
+        self.in_reasoning = self._stops(self.think_close, *([*outer, *syntax.dropped] if syntax.call_ends_reasoning else []))
         self.in_section = self._stops(*calls.open, self.section_close)
         self.after_call = self._stops(*calls.open, self.section_close)
         self.call_close = calls.close
@@ -129,6 +131,8 @@ class Reading:
         self.dialect = JSON
         if calls.quote:
             self.dialect = Dialect(delimiter=self._stops(calls.quote), bare=True)
+        self.escaped = bool(parameter and parameter.escaped)
+        self.header_end = self._stops(calls.arguments)
         if parameter:
             self.key_open, self.value_close = parameter.open, parameter.close
             self.key, self.newlines = re.compile(parameter.header, re.DOTALL), parameter.newlines
@@ -136,9 +140,8 @@ class Reading:
             self.key_guard = self._stops(parameter.end, parameter.close, parameter.open, calls.close)
             self.in_tags = self._stops(parameter.open, calls.close)
             self.in_value = self._stops(parameter.open, parameter.close, calls.close)
-            self.header_end = self.in_tags
-        else:
-            self.header_end = self._stops(calls.arguments)
+            if not calls.arguments:
+                self.header_end = self.in_tags
 
     def _stops(self, *literals: str) -> Stops:
-        return Stops(filter(None, literals), self._special)
+        return Stops(filter(None, literals), self.special)

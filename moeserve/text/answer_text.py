@@ -6,7 +6,7 @@ Whatever a parser does depends on the text and on its end alone, never on the pi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import TypeVar
 
 from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END
@@ -57,9 +57,11 @@ def plain(text: str) -> str:
     return text.translate(_MARKS)
 
 
-def without_controls(text: str) -> str:
-    """Returns a text without its control tokens."""
-    return plain(_CONTROL.sub("", text)) if CONTROL_BEGIN in text or CONTROL_END in text else text
+def without_controls(text: str, kept: Collection[str] = ()) -> str:
+    """Returns a text without its control tokens. kept: names of those that stay, as text."""
+    if CONTROL_BEGIN in text or CONTROL_END in text:
+        return plain(_CONTROL.sub(lambda found: found[0] if plain(found[0]) in kept else "", text))
+    return text
 
 
 class AnswerText:
@@ -82,6 +84,10 @@ class AnswerText:
         text, self._at = self._text[self._at : end], end
         self.taken.append(text)
         return text
+
+    def take_rest(self) -> None:
+        """Takes all there is."""
+        self.take(len(self._text))
 
     def until(self, stops: Stops, emit: Emit) -> Wait[str]:
         """Takes and emits the text before the first of the stops, takes that and returns it, "" at the end."""

@@ -16,7 +16,6 @@ from moeserve.messages import Submit
 from moeserve.sampling import MAX_CHOICES, GrammarSpec, SamplingParams, StructuredOutputsParams
 from moeserve.server.completions import CompletionRequest
 from moeserve.server.requests import decode
-from moeserve.text.harmony import HarmonyParser
 from moeserve.text.structured_outputs import grammar_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -273,7 +272,5 @@ async def test_a_server_without_a_tokenizer_or_an_end_token(live):
     live.front.ready = msgspec.structs.replace(live.front.ready, eos_token_ids=())
     with pytest.raises(InvalidRequest, match="eos_token_id"):
         await live.front.generate([1], params)
-    with pytest.raises(InvalidRequest, match="harmony"):
-        await live.front.generate([1], params, parser=HarmonyParser)
     with pytest.raises(InvalidRequest, match="must be StructuredOutputsParams"):
         await live.front.generate([1], SamplingParams(structured_outputs={"regex": "a"}))
