@@ -4,7 +4,8 @@ whose `type` says what they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec import Struct
@@ -13,7 +14,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.server.errors import shorten
 from moeserve.server.requests import MEDIA, R, convert
 
-Kinds = Mapping[str, type[Struct]]  # by type
+Kinds = dict[str, type[Struct]]  # by type
 
 
 def convert_at(value: Any, kind: type[R], where: str) -> R:
@@ -41,3 +42,16 @@ def text_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> st
     if isinstance(content, str):
         return content
     return "\n".join(typed_at(part, kinds, f"{where}[{i}]").text for i, part in enumerate(content))
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors about a chat, raised inside the block, name the fields of another API."""
+    try:
+        yield
+    except InvalidRequest as error:
+        for theirs, ours in names.items():
+            if error.param is not None and error.param.startswith(theirs):
+                error.param = error.param.replace(theirs, ours, 1)
+                error.message = error.message.replace(theirs, ours, 1)
+        raise

@@ -9,18 +9,18 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct, field
 
-from moeserve.errors import InvalidRequest, Overloaded, RequestError
+from moeserve.errors import Overloaded, RequestError
 from moeserve.frontend.generation import Delta
 from moeserve.protocol import Answer
 from moeserve.server.answer import Counts, stream_answer
 from moeserve.server.app import HttpCall
-from moeserve.server.chat_request import chat_tools
-from moeserve.server.conversation import ChatPart, Conversation, Piece, chat_prompt, conversation
+from moeserve.server.conversation import ChatPart, Conversation, Piece, conversation, prompt_of
 from moeserve.server.errors import error_body
+from moeserve.server.events import EventFrames
+from moeserve.server.items import fields_named
 from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
 
 _NAMES = {"response_format.json_schema.schema": "output_config.format.schema"}  # of a chat's fields here
-_encode = msgspec.json.Encoder().encode
 
 
 class TextBlock(Struct, tag="text", kw_only=True):
@@ -120,37 +120,31 @@ class MessageEvent(Struct, omit_defaults=True, kw_only=True):
 async def create_message(call: HttpCall) -> web.StreamResponse:
     """Answer a conversation in Anthropic's shape, whole or as a stream of events."""
     request = await call.read(MessagesRequest)
-    try:
+    with fields_named(_NAMES):
         async with conversation(call, request.chat(request.max_tokens)) as chat:
             running = RunningMessage(call, request, chat)
             if request.stream:
                 return await stream_answer(call, chat.running, running)
             async for piece in chat.pieces():
                 running.add(piece)
-    except InvalidRequest as error:
-        raise _renamed(error) from error
     running.finish()
     return call.answer(running.message)
 
 
 async def count_tokens(call: HttpCall) -> web.StreamResponse:
     """Count the tokens of a conversation."""
-    request = (await call.read(CountTokensRequest)).chat()
-    front, ready = call.context.serving(request.model)
-    tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    _, prompt = await chat_prompt(front, ready, request, tools)
+    request = await call.read(CountTokensRequest)
+    prompt = await prompt_of(call, request.chat())
     return call.answer(TokenCount(input_tokens=len(prompt)))
 
 
-class RunningMessage:
-    """A message that comes into being; also the frames of its stream (see `answer.Frames`)."""
+class RunningMessage(EventFrames):
+    """A message that comes into being."""
 
     def __init__(self, call: HttpCall, request: MessagesRequest, chat: Conversation) -> None:
-        self._chat = chat
+        super().__init__(chat, streams=bool(request.stream))
         self._max_tokens = request.max_tokens
         self._hides = request.thinking is not None and request.thinking.display == "omitted"
-        self._frames = bytearray()
-        self._streams = bool(request.stream)
         self._end = Delta(0)
         self._open: Block | None = None
         self._texts: list[str] = []
@@ -185,12 +179,6 @@ class RunningMessage:
         """Returns the events before the first text."""
         self._emit(MessageEvent(type="message_start", message=self.message))
         self._emit(MessageEvent(type="ping"))
-        return self._taken()
-
-    def frames(self, prompt: int, delta: Delta) -> bytes:
-        """Returns the events of a delta."""
-        self._chat.counts.add(delta)
-        self.add(self._chat.piece(delta))
         return self._taken()
 
     def closing(self) -> bytes:
@@ -250,14 +238,6 @@ class RunningMessage:
     def _tell(self, delta: BlockDelta) -> None:
         self._emit(MessageEvent(type="content_block_delta", index=self._index, delta=delta))
 
-    def _emit(self, event: MessageEvent) -> None:
-        if self._streams:
-            self._frames += b"event: " + event.type.encode() + b"\ndata: " + _encode(event) + b"\n\n"
-
-    def _taken(self) -> bytes:
-        frames, self._frames = bytes(self._frames), bytearray()
-        return frames
-
 
 _BLOCKS = {"content": TextBlock, "reasoning": ThinkingBlock, "call": ToolUseBlock, "arguments": ToolUseBlock}
 
@@ -276,10 +256,3 @@ def _usage(counts: Counts) -> MessageUsage:
         output_tokens=counts.completion_tokens,
         output_tokens_details=ThinkingTokens(counts.num_reasoning),
     )
-
-
-def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """Makes an error about the chat name the field of this API."""
-    for theirs, ours in _NAMES.items():
-        error.message = error.message.replace(theirs, ours)
-    return error

@@ -11,13 +11,13 @@ from aiohttp import web
 from msgspec import Struct
 
 from moeserve.errors import Conflict, InvalidRequest, NotFound, RequestError
-from moeserve.frontend.generation import Delta
 from moeserve.protocol import TokenLogprob
 from moeserve.server.answer import Counts, stream_answer
 from moeserve.server.app import HttpCall
-from moeserve.server.chat_request import ChatRequest, Tools, chat_tools
-from moeserve.server.conversation import Conversation, Piece, chat_prompt, conversation
+from moeserve.server.conversation import Conversation, Piece, conversation, prompt_of
 from moeserve.server.errors import error_message
+from moeserve.server.events import EventFrames, encode
+from moeserve.server.items import fields_named
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.response_store import Stored
 from moeserve.server.responses_events import (
@@ -41,7 +41,6 @@ _NAMES = {  # of a chat's fields here
     "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
 }
-_encode = msgspec.json.Encoder().encode
 _Items = list[dict[str, Any]]
 
 
@@ -51,7 +50,7 @@ async def create_response(call: HttpCall) -> web.StreamResponse:
     history = _history(call, request)
     chat_request = request.chat(history)
     key = uuid.uuid4().hex
-    try:
+    with fields_named(_NAMES):
         async with conversation(call, chat_request) as chat:
             running = RunningResponse(call, request, chat, key, history)
             with call.context.store.running(call.caller.owner, running):
@@ -59,8 +58,6 @@ async def create_response(call: HttpCall) -> web.StreamResponse:
                     return await stream_answer(call, chat.running, running)
                 async for piece in chat.pieces():
                     running.add(piece)
-    except InvalidRequest as error:
-        raise _renamed(error) from error
     running.finish()
     return call.answer(running.response)
 
@@ -68,12 +65,8 @@ async def create_response(call: HttpCall) -> web.StreamResponse:
 async def count_input_tokens(call: HttpCall) -> web.StreamResponse:
     """Count the tokens of an input."""
     request = await call.read(ResponsesRequest)
-    chat_request = request.chat(_history(call, request))
-    try:
-        front, ready = call.context.serving(request.model)
-        _, prompt = await chat_prompt(front, ready, chat_request, _tools(chat_request))
-    except InvalidRequest as error:
-        raise _renamed(error) from error
+    with fields_named(_NAMES):
+        prompt = await prompt_of(call, request.chat(_history(call, request)))
     return call.answer(InputTokens(input_tokens=len(prompt)))
 
 
@@ -139,19 +132,17 @@ async def list_input_items(call: HttpCall) -> web.StreamResponse:
     return call.answer(ItemList(data=page, first_id=first, last_id=last, has_more=len(items) > len(page)))
 
 
-class RunningResponse:
-    """A response that comes into being; also the frames of its stream (see `answer.Frames`)."""
+class RunningResponse(EventFrames):
+    """A response that comes into being."""
 
     def __init__(
         self, call: HttpCall, request: ResponsesRequest, chat: Conversation, key: str, history: _Items
     ) -> None:
+        super().__init__(chat, streams=bool(request.stream))
         self._call = call
-        self._chat = chat
         self._input = [*history, *(_stored_item(item, f"{key}{i}") for i, item in enumerate(request.items()))]
         self._form = LogprobFormat(chat.front.tokenizer, request.top_logprobs or 0) if request.logprobs else None
-        self._frames = bytearray()
         self._next_number = 0
-        self._streams = bool(request.stream)
         self._finish_reason: str | None = None
         self.response = _response(call, request, chat, key)
         self._output = ResponseOutput(self.response.output, key, self._emit)
@@ -190,12 +181,6 @@ class RunningResponse:
         self._emit(ResponseEvent(type="response.in_progress", response=self.response))
         return self._taken()
 
-    def frames(self, prompt: int, delta: Delta) -> bytes:
-        """Returns the events of a delta."""
-        self._chat.counts.add(delta)
-        self.add(self._chat.piece(delta))
-        return self._taken()
-
     def closing(self) -> bytes:
         """Returns the events that end items and response."""
         self.finish()
@@ -215,18 +200,13 @@ class RunningResponse:
 
     def _keep(self) -> None:
         if self.response.store:
-            stored = Stored(_encode(self.response), _encode(self._input))
+            stored = Stored(encode(self.response), encode(self._input))
             self._call.context.store.put(self._call.caller.owner, self.response.id, stored)
 
     def _emit(self, event: ResponseEvent) -> None:
-        if self._streams:
-            event.sequence_number = self._next_number
-            self._next_number += 1
-            self._frames += b"event: " + event.type.encode() + b"\ndata: " + _encode(event) + b"\n\n"
-
-    def _taken(self) -> bytes:
-        frames, self._frames = bytes(self._frames), bytearray()
-        return frames
+        event.sequence_number = self._next_number
+        self._next_number += 1
+        super()._emit(event)
 
 
 def _response(call: HttpCall, request: ResponsesRequest, chat: Conversation, key: str) -> Response:
@@ -288,16 +268,3 @@ def _stored_item(item: dict[str, Any], key: str) -> dict[str, Any]:
         content = item["content"]
         item["content"] = [{"type": kind, "text": content}] if isinstance(content, str) else content
     return {"status": "completed"} | item
-
-
-def _tools(request: ChatRequest) -> Tools:
-    return chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-
-
-def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """Makes an error about the chat name the field of this API."""
-    for theirs, ours in _NAMES.items():
-        if error.param is not None and error.param.startswith(theirs):
-            error.param = error.param.replace(theirs, ours, 1)
-            error.message = error.message.replace(theirs, ours, 1)
-    return error

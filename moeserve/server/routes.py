@@ -24,7 +24,10 @@ _EXPERTS = protocol.ExpertStatus
 _CHUNK = protocol.ChatCompletionChunk
 _RESPONSES = "/v1/responses"
 _RESPONSE = responses_events.Response
-_ITEMS = responses_events.ItemList
+_CREATE = responses.create_response, ResponsesRequest, _RESPONSE, responses_events.ResponseEvent
+_INPUT_TOKENS = responses.count_input_tokens, ResponsesRequest, responses_events.InputTokens
+_INPUT_ITEMS = responses.list_input_items, None, responses_events.ItemList
+_MESSAGE = messages.create_message, MessagesRequest, messages.MessageAnswer, messages.MessageEvent
 _TOKENIZE = tokenize.tokenize, tokenize.TokenizeRequest, protocol.Tokenized
 _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokenized
 
@@ -71,42 +74,14 @@ ROUTES = (
         protocol.Completion,
         protocol.Completion,
     ),
-    Route(
-        "POST",
-        _RESPONSES,
-        responses.create_response,
-        ResponsesRequest,
-        _RESPONSE,
-        responses_events.ResponseEvent,
-    ),
-    Route(
-        "POST",
-        f"{_RESPONSES}/input_tokens",
-        responses.count_input_tokens,
-        ResponsesRequest,
-        responses_events.InputTokens,
-    ),
+    Route("POST", _RESPONSES, *_CREATE),
+    Route("POST", f"{_RESPONSES}/input_tokens", *_INPUT_TOKENS),
     Route("POST", f"{_RESPONSES}/compact", responses.compact_response, None, _RESPONSE),
     Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, _RESPONSE, suffix="/cancel"),
-    Route(
-        "GET",
-        f"{_RESPONSES}/",
-        responses.list_input_items,
-        None,
-        _ITEMS,
-        query=responses.ItemsQuery,
-        suffix="/input_items",
-    ),
+    Route("GET", f"{_RESPONSES}/", *_INPUT_ITEMS, query=responses.ItemsQuery, suffix="/input_items"),
     Route("GET", f"{_RESPONSES}/", responses.retrieve_response, None, _RESPONSE, query=responses.RetrieveQuery),
     Route("DELETE", f"{_RESPONSES}/", responses.delete_response, None, responses_events.DeletedResponse),
-    Route(
-        "POST",
-        "/v1/messages",
-        messages.create_message,
-        MessagesRequest,
-        messages.MessageAnswer,
-        messages.MessageEvent,
-    ),
+    Route("POST", "/v1/messages", *_MESSAGE),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, CountTokensRequest, messages.TokenCount),
     Route("GET", "/v1/models", status.list_models, None, protocol.ModelList),
     Route("GET", "/v1/models/", status.retrieve_model, None, protocol.ModelCard),
