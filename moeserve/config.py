@@ -47,7 +47,9 @@ class ModelConfig:
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(
-        None, "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the template shows)"
+        None,
+        "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat template shows)",
+        flag=None,
     )
     generation_config: Literal["auto", "none"] = _opt(
         "auto", "auto: the model's sampling defaults apply; none: moeserve's"

@@ -152,7 +152,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     matches the regex whitespace_pattern, if there is one.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag", "answer"]
     text: str = ""
     any_whitespace: bool = True
     whitespace_pattern: str = ""

@@ -8,9 +8,12 @@ from secrets import token_hex
 
 from moeserve.errors import ConfigError
 from moeserve.text.answer_format import AnswerFormat, AnswerParser, Tool
+from moeserve.text.answer_grammar import AnswerGrammar, is_free
 from moeserve.text.answer_parser import DataParser
 from moeserve.text.answer_syntax import Reading, load, names
+from moeserve.text.grammar_source import special_tokens
 from moeserve.text.harmony import HarmonyFormat
+from moeserve.text.json_schema import GrammarFault
 from moeserve.text.tokenizer import Tokenizer
 
 
@@ -22,6 +25,7 @@ class DataFormat:
         added = tokenizer.backend.get_added_tokens_decoder()
         ids = [tokenizer.backend.token_to_id(stop) for stop in self._syntax.stop]
         self.stop_ids = tuple(token_id for token_id in ids if token_id is not None)
+        self._special = special_tokens(tokenizer)
         self._reading = Reading(self._syntax, [token.content for token in added.values() if token.special])
 
     def parser(
@@ -29,6 +33,25 @@ class DataFormat:
     ) -> AnswerParser:
         """Returns the parser of one answer."""
         return DataParser(self._reading, tools, reasons=self._reasons(prompt, continued=continued), eager=eager)
+
+    def constraint(
+        self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""
+    ) -> GrammarSpec | None:
+        """Returns what an answer must match, None for anything."""
+        if is_free(tools, required=required, parallel=parallel):
+            return None
+        return self._grammar(prompt).calls(tools, required=required, parallel=parallel)
+
+    def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
+        """Returns the grammar of an answer whose content matches `grammar`."""
+        try:
+            return self._grammar(prompt).around(grammar)
+        except GrammarFault as fault:
+            raise fault.as_request_error("grammar") from fault
+
+    def _grammar(self, prompt: str) -> AnswerGrammar:
+        opened = self._reasons(prompt, continued=False)
+        return AnswerGrammar(self._syntax, self._special, opened=opened)
 
     def call_id(self, name: str, index: int) -> str:
         """Returns an id for a call."""
@@ -51,9 +74,9 @@ def find_format(template: str, tokenizer: Tokenizer, name: str | None = None) ->
     """
     known = sorted([*names(), "harmony"])
     if name is not None and name not in known:
-        raise ConfigError(f"--tool-format {name}: unknown; one of {', '.join(known)}")
+        raise ConfigError(f"model.tool_format {name!r} is unknown; one of {', '.join(known)}")
     if name == "harmony" and tokenizer.harmony_stops is None:
-        raise ConfigError("--tool-format harmony: the tokenizer has no tokens for it")
+        raise ConfigError("model.tool_format harmony: the tokenizer has not its tokens")
     if name == "harmony" or (name is None and tokenizer.harmony_stops is not None):
         return HarmonyFormat(tokenizer)
     found = [(len(load(one).template), one) for one in names() if _shows(template, load(one).template)]

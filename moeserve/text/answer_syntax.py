@@ -32,8 +32,8 @@ class Span(Struct, forbid_unknown_fields=True):
 class Parameter(Struct, forbid_unknown_fields=True):
     """A parameter between tags: `open`, what `header` matches (groups key and text), `end`, the value, `close`.
 
-    newlines: one at each end of the value belongs to the tags. escaped: keys and names are written as in XML. write: how a model writes one, with {key} and {value};
-    write_text: the same for texts, where they differ.
+    newlines: one at each end of the value belongs to the tags. escaped: keys and names are written as in XML. write: how a model writes one, with {key}, {value}
+    and {type}; write_text: the same for texts, where they differ.
     """
 
     open: str
@@ -54,7 +54,8 @@ class Calls(Struct, forbid_unknown_fields=True):
     `arguments`, then an object; tags: `header` (a group `empty` says that nothing follows), `arguments` if there is such
     a mark, then parameters; python: a list of calls in Python's syntax.
     close: after a call; may be missing at the end of the text where the content shows its own end.
-    write: how a model writes one call, with {name}, {index} and {arguments}; between: what it writes between two.
+    write: how a model writes one call, with {name}, {index} and {arguments}; before, between, after: what it writes
+    around them.
     id: how the template names calls in a history. quote: what delimits texts in objects whose keys are bare.
     """
 
@@ -65,7 +66,9 @@ class Calls(Struct, forbid_unknown_fields=True):
     header: str = ""
     arguments: str = ""
     bare: str = ""
+    before: str = ""
     between: str = ""
+    after: str = ""
     id: str = "call_{random:.24}"
     quote: str = ""
     parameter: Parameter | None = None

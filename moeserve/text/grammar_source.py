@@ -6,6 +6,7 @@
     choice           one of these texts
     lark, gbnf       a context-free grammar, as llguidance and llama.cpp write them
     structural_tag   free text with tags whose contents are JSON, as vLLM and SGLang write them
+    answer           Lark that an answer format made of tools, or around one of the above
 
 A quoted text means these characters, even if they spell a special token. Only Lark's <name> and the literals of
 structural tags mean the special tokens themselves.
@@ -29,6 +30,11 @@ _LIMITS = {"regex": MAX_REGEX_BYTES, "lark": MAX_GRAMMAR_BYTES, "gbnf": MAX_GRAM
 
 def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     """Returns the source of a spec, in Lark. special: the tokenizer's special tokens. Raises GrammarFault."""
+    return lark_of(spec, special) + _OPTIONS
+
+
+def lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
+    """Returns the same without the options, which may stand there only once."""
     limit, size = _LIMITS.get(spec.kind, MAX_JSON_BYTES), len(spec.text.encode())
     if size > limit:
         raise GrammarFault(f"{size:,} bytes; at most {limit:,} are compiled")
@@ -36,7 +42,7 @@ def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
         raise GrammarFault(f"the whitespace pattern is longer than {MAX_REGEX_BYTES:,} bytes")
     if spec.kind == "lark" and "%llguidance" in spec.text:
         raise GrammarFault("%llguidance is not accepted")
-    return _lark_of(spec, special) + _OPTIONS
+    return _lark_of(spec, special)
 
 
 def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
@@ -49,7 +55,7 @@ def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
             return f"start: {_regex(spec.text)}"
         case "choice":
             return f"start: {_regex('|'.join(map(exactly, json_of(spec.text))))}"
-        case "lark":
+        case "lark" | "answer":
             return spec.text
         case "gbnf":
             return _lark_of_gbnf(spec.text)

@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from secrets import token_hex
 from typing import Literal
 
+from moeserve.sampling import GrammarSpec
 from moeserve.text.answer_format import Part, Tool
+from moeserve.text.answer_grammar import arguments_schema, is_free, json_rule, tool_name
+from moeserve.text.grammar_source import lark_of, special_tokens
+from moeserve.text.json_schema import GrammarFault
+from moeserve.text.structural_tag import literal
 from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY, Tokenizer
 
 _ENDS = HARMONY[-3:]
@@ -104,13 +109,23 @@ class HarmonyParser:
             self._header = (self._header or "") + name
 
 
+_GRAMMAR = """start: (message <|end|> <|start|> "assistant"){0,4} last
+message: <|channel|> CHANNELS <|message|> TEXT
+TEXT: /(.|\\n)*/
+"""
+_FINAL = '<|channel|> "final" <|message|>'
+_CALL, _JSON = "<|channel|>", '<|constrain|> "json" <|message|>'
+_TOKEN = re.compile(r"<\|\w+\|>")
+
+
 class HarmonyFormat:
-    """Harmony as an `AnswerFormat`."""
+    """Harmony as an `AnswerFormat`. An answer has one call at most, since a call ends it."""
 
     name = "harmony"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.stop_ids = tuple(tokenizer.harmony_stops or ())
+        self._special = special_tokens(tokenizer)
 
     def parser(
         self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False, eager: bool = False
@@ -118,6 +133,34 @@ class HarmonyFormat:
         """Returns the parser of one answer."""
         return HarmonyParser(in_message=continued, eager=eager)
 
+    def constraint(
+        self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""
+    ) -> GrammarSpec | None:
+        """Returns what an answer must match, None for anything."""
+        if is_free(tools, required=required, parallel=True):
+            return None
+        calls = []
+        for i, tool in enumerate(tools):
+            schema = arguments_schema(tool, i, strict=required)
+            name = literal(f"commentary to=functions.{tool_name(tool)} ", {})
+            calls.append(f"{self._marked(_CALL)} {name} {self._marked(_JSON)} {json_rule(schema)}")
+        return self._spec(" | ".join(calls if required else [f"{self._marked(_FINAL)} TEXT", *calls]))
+
+    def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
+        """Returns the grammar of an answer whose final message matches `grammar`."""
+        try:
+            return self._spec(f"{self._marked(_FINAL)} %lark {{\n{lark_of(grammar, self._special)}\n}}", '"analysis"')
+        except GrammarFault as fault:
+            raise fault.as_request_error("grammar") from fault
+
     def call_id(self, name: str, index: int) -> str:
         """Returns an id for a call."""
         return f"call_{token_hex(12)}"
+
+    def _spec(self, last: str, channels: str = '("analysis" | "commentary")') -> GrammarSpec:
+        """Returns the grammar of messages on `channels`, and of the last one."""
+        return GrammarSpec("answer", f"{self._marked(_GRAMMAR).replace('CHANNELS', channels)}last: {last}")
+
+    def _marked(self, lark: str) -> str:
+        """Returns Lark with the ids of the control tokens in it."""
+        return _TOKEN.sub(lambda found: f"<[{self._special[found[0]]}]>", lark)

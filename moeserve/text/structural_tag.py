@@ -41,12 +41,12 @@ def structural_tag(spec: GrammarSpec, special: Mapping[str, int]) -> str:
         if trigger is None:
             raise GrammarFault(f"{tag.begin!r} begins with none of the triggers")
         check_schema(tag.schema)
-        begin, end = _literal(tag.begin[len(trigger) :], special), _literal(tag.end, special)
+        begin, end = literal(tag.begin[len(trigger) :], special), literal(tag.end, special)
         bodies.setdefault(trigger, []).append(f"{begin} %json {schema_text(tag.schema, spec)} {end}")
     rules, tags = [r"TEXT: /(.|\n)*/"], []
     for i, (trigger, alternatives) in enumerate(bodies.items()):
-        until = f"TEXT {_literal(trigger, special)}"
-        if not (name := _special_in(trigger, special)):
+        until = f"TEXT {literal(trigger, special)}"
+        if not (name := special_in(trigger, special)):
             rules.append(f"until_{i}[lazy]: {until}")
             until = f"until_{i}"
         elif not trigger.startswith(name):
@@ -60,12 +60,13 @@ def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, names))})" if names else "((?!))")
 
 
-def _special_in(text: str, special: Mapping[str, int]) -> str:
+def special_in(text: str, special: Mapping[str, int]) -> str:
+    """Returns the first special token in a text, "" if there is none."""
     found = _pattern(special).search(text)
     return found[0] if found else ""
 
 
-def _literal(text: str, special: Mapping[str, int]) -> str:
+def literal(text: str, special: Mapping[str, int]) -> str:
     """Returns the Lark of a text in which special tokens are meant."""
     parts = enumerate(_pattern(special).split(text))  # text, name, text, name, ..., text
     return " ".join(f"<[{special[p]}]>" if i % 2 else f"/{exactly(p)}/" for i, p in parts if p)
