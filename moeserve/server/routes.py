@@ -14,6 +14,7 @@ from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
 from moeserve.server import admin, chat, completions, messages, responses, responses_events, status, tokenize, trace
 from moeserve.server.app import HttpCall
+from moeserve.server.chat_request import ChatRequest
 from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
 from moeserve.server.responses_request import ResponsesRequest
 from moeserve.version import __version__
@@ -64,8 +65,8 @@ async def _openapi(call: HttpCall) -> web.StreamResponse:
 
 
 ROUTES = (
-    Route("POST", _CHAT, chat.chat_completions, chat.ChatRequest, protocol.ChatCompletion, _CHUNK),
-    Route("POST", f"{_CHAT}/render", chat.render, chat.ChatRequest, protocol.RenderedPrompt),
+    Route("POST", _CHAT, chat.chat_completions, ChatRequest, protocol.ChatCompletion, _CHUNK),
+    Route("POST", f"{_CHAT}/render", chat.render, ChatRequest, protocol.RenderedPrompt),
     Route(
         "POST",
         "/v1/completions",
