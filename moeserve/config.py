@@ -191,7 +191,9 @@ class ServerConfig:
     max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may")
     max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
     max_stored_responses: int = _opt(
-        0, "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; 0: none"
+        0,
+        "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; 0: none",
+        flag=None,
     )
     max_stored_bytes: int = _opt(256 * 2**20, "memory for stored responses", flag=None)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")

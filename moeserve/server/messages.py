@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from moeserve.errors import Overloaded, RequestError
 from moeserve.frontend.generation import Delta
@@ -89,21 +89,17 @@ class TokenCount(Answer, kw_only=True):
     input_tokens: int
 
 
-class BlockDelta(Struct, omit_defaults=True, kw_only=True):
-    """What is new of a block, by its type: text_delta, thinking_delta, signature_delta or input_json_delta."""
+class EventDelta(Struct, kw_only=True):
+    """What is new of a block, by its type (text_delta, thinking_delta, signature_delta, input_json_delta), or, without
+    a type, why the message ended."""
 
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    partial_json: str | None = None
-
-
-class StopDelta(Struct):
-    """Why the message ended."""
-
-    stop_reason: str | None
-    stop_sequence: str | None
+    type: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: str | None | UnsetType = UNSET
+    stop_sequence: str | None | UnsetType = UNSET
 
 
 class MessageEvent(Struct, omit_defaults=True, kw_only=True):
@@ -113,7 +109,7 @@ class MessageEvent(Struct, omit_defaults=True, kw_only=True):
     message: MessageAnswer | None = None
     index: int | None = None
     content_block: Block | None = None
-    delta: BlockDelta | StopDelta | None = None
+    delta: EventDelta | None = None
     usage: MessageUsage | None = None
 
 
@@ -185,7 +181,7 @@ class RunningMessage(EventFrames):
         """Returns the events that end blocks and message."""
         self.finish()
         message = self.message
-        end = StopDelta(message.stop_reason, message.stop_sequence)
+        end = EventDelta(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
         self._emit(MessageEvent(type="message_delta", delta=end, usage=message.usage))
         self._emit(MessageEvent(type="message_stop"))
         return self._taken()
@@ -208,11 +204,11 @@ class RunningMessage(EventFrames):
     def _extend(self, text: str) -> None:
         self._texts.append(text)
         if isinstance(self._open, TextBlock):
-            self._tell(BlockDelta(type="text_delta", text=text))
+            self._tell(EventDelta(type="text_delta", text=text))
         elif isinstance(self._open, ToolUseBlock):
-            self._tell(BlockDelta(type="input_json_delta", partial_json=text))
+            self._tell(EventDelta(type="input_json_delta", partial_json=text))
         elif not self._hides:
-            self._tell(BlockDelta(type="thinking_delta", thinking=text))
+            self._tell(EventDelta(type="thinking_delta", thinking=text))
 
     def _close(self) -> None:
         """Ends the last block: what it is as a whole is what its deltas said."""
@@ -225,7 +221,7 @@ class RunningMessage(EventFrames):
             case ThinkingBlock() as block:
                 block.thinking = "" if self._hides else text
                 block.signature = hashlib.sha256(text.encode()).hexdigest()
-                self._tell(BlockDelta(type="signature_delta", signature=block.signature))
+                self._tell(EventDelta(type="signature_delta", signature=block.signature))
             case ToolUseBlock() as block:
                 block.input = _input(text)
         self._emit(MessageEvent(type="content_block_stop", index=self._index))
@@ -235,7 +231,7 @@ class RunningMessage(EventFrames):
     def _index(self) -> int:
         return len(self.message.content) - 1
 
-    def _tell(self, delta: BlockDelta) -> None:
+    def _tell(self, delta: EventDelta) -> None:
         self._emit(MessageEvent(type="content_block_delta", index=self._index, delta=delta))
 
 

@@ -156,10 +156,10 @@ async def test_without_a_store_errors_name_the_remedy(live):
     _, body, _ = await live.post(RESPONSES, ASK | {"store": True})
     status, error = await live.get(f"{RESPONSES}/{body['id']}")
     assert (status, error["error"]["code"]) == (404, "response_not_found")
-    assert "--max-stored-responses" in error["error"]["message"]
+    assert "max_stored_responses" in error["error"]["message"]
     status, error, _ = await live.post(RESPONSES, ASK | {"previous_response_id": body["id"]})
     assert (status, error["error"]["code"]) == (400, "previous_response_not_found")
-    assert "--max-stored-responses" in error["error"]["message"]
+    assert "max_stored_responses" in error["error"]["message"]
 
 
 async def test_stored_responses_go_on(launch, story):
