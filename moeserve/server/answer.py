@@ -139,8 +139,8 @@ async def running_request(
 ) -> AsyncIterator[RunningRequest]:
     """Runs all prompts or none inside the block, at whose end sequences that are still running are aborted.
 
-    how: further arguments of `FrontEnd.generate`. The request is known under its id meanwhile. Raises what `FrontEnd.generate`
-    raises for the first refused prompt.
+    how: further arguments of `FrontEnd.generate`. The request is known under its id meanwhile. Raises what
+    `FrontEnd.generate` raises for the first refused prompt.
     """
     front.admit(len(prompts) * params.n)
     generations: list[Generation] = []

@@ -105,7 +105,7 @@ class ChatChunks(Chunks):
         if not self._chat.parsed:
             return super().frames(prompt, delta)
         self._counts.add(delta)
-        index, parts, delta = self._chat.piece(delta)
+        index, parts = delta.index, self._chat.piece(delta).parts
         if self._hides_reasoning:
             parts = [part for part in parts if part.kind != "reasoning"]
         if self._plain:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from moeserve.errors import InvalidRequest
@@ -26,7 +27,7 @@ from moeserve.server.chat_request import ChatRequest, Tools, chat_messages, chat
 from moeserve.server.requests import check_chars
 from moeserve.text.answer_format import AnswerFormat
 from moeserve.text.answer_parser import joined
-from moeserve.text.structured_outputs import grammar_of
+from moeserve.text.structured_outputs import either, grammar_of
 from moeserve.text.tokenizer import unshield
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class ChatPart(NamedTuple):
     id: str = ""
 
 
-class Piece(NamedTuple):
+class Piece(Struct, gc=False):
     """What is new of one choice. delta.finish_reason: "tool_calls" where a choice ends that called a tool."""
 
     index: int
@@ -168,15 +169,16 @@ def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
     continues = bool(request.continue_final_message)
     parser = partial(form.parser, tools.shown, prompt=prompt, continued=continues, eager=True)
     found: dict[str, Any] = {"parser": parser}
-    forced = tools.choice in ("required", "named")
-    asked = request.constraint()
-    if tools.shown and (forced or asked is None) and hasattr(form, "constraint"):
-        grammar = form.constraint(tools.callable, required=forced, parallel=tools.parallel, prompt=prompt)
-        if grammar is not None:
-            found |= {"grammar": grammar, "grammar_param": "tools"}
-    elif asked is not None:
-        grammar = grammar_of(*asked)
-        found |= {"grammar": form.after_reasoning(grammar, prompt=prompt), "grammar_param": asked[1]}
+    forced, asked = tools.choice in ("required", "named"), request.constraint()
+    grammar, param = None, "tools"
+    if tools.shown:
+        required = forced or asked is not None
+        grammar = form.constraint(tools.callable, required=required, parallel=tools.parallel, prompt=prompt)
+    if asked is not None and not forced:  # calls that have to come leave no content to constrain
+        content, param = form.after_reasoning(grammar_of(*asked), prompt=prompt), asked[1]
+        grammar = content if grammar is None else either(grammar, content)
+    if grammar is not None:
+        found |= {"grammar": grammar, "grammar_param": param}
     return found
 
 

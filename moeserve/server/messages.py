@@ -98,8 +98,8 @@ class EventDelta(Struct, kw_only=True):
     thinking: str | UnsetType = UNSET
     signature: str | UnsetType = UNSET
     partial_json: str | UnsetType = UNSET
-    stop_reason: str | None | UnsetType = UNSET
-    stop_sequence: str | None | UnsetType = UNSET
+    stop_reason: str | UnsetType | None = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
 
 
 class MessageEvent(Struct, omit_defaults=True, kw_only=True):

@@ -44,8 +44,9 @@ def arguments_schema(tool: Tool, position: int, *, strict: bool) -> dict[str, An
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Returns the Lark of JSON that matches a schema."""
-    return f"%json {schema_text(dict(schema), GrammarSpec('json_schema'))}"
+    """Returns the Lark of JSON that matches a schema. Between its tokens is one space at most: a model that is made to
+    call could otherwise go on with white space for ever."""
+    return f"%json {schema_text(dict(schema), GrammarSpec('json_schema', whitespace_pattern=' '))}"
 
 
 def tool_name(tool: Tool) -> str:

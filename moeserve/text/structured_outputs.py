@@ -31,6 +31,11 @@ def grammar_of(asked: StructuredOutputsParams, param: str) -> GrammarSpec:
     return GrammarSpec(kind, text, not asked.disable_any_whitespace, asked.whitespace_pattern or "")
 
 
+def either(first: GrammarSpec, second: GrammarSpec) -> GrammarSpec:
+    """Returns the grammar of texts that match one of two grammars of answers."""
+    return GrammarSpec("answer", f"start: %lark {{\n{first.text}\n}} | %lark {{\n{second.text}\n}}")
+
+
 def _canonical(value: Any, param: str, *, parse: bool) -> str:
     """Returns JSON in one form for equal values. The order of keys stays, since answers follow it."""
     try:
