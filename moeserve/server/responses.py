@@ -149,12 +149,11 @@ class RunningResponse(EventFrames):
 
     def add(self, piece: Piece) -> None:
         """Adds what is new of the answer."""
-        _, parts, delta = piece
         rows: list[TokenLogprob] = []
         if self._form is not None:
-            rows = self._form.chat(delta.logprobs).content or []
-        self._output.add(parts, rows)
-        self._finish_reason = delta.finish_reason
+            rows = self._form.chat(piece.delta.logprobs).content or []
+        self._output.add(piece.parts, rows)
+        self._finish_reason = piece.delta.finish_reason
 
     def finish(self) -> None:
         """Ends the response, and stores it if it has to be."""
