@@ -188,6 +188,12 @@ class ServerConfig:
     admin_key_file: str | None = _opt(
         None, "file with the keys for administrative routes (default: those routes are off)"
     )
+    receipt_key: str | None = _opt(None, "file with the key that signs receipts (docs/receipts.md)", flag=None)
+    request_log: str | None = _opt(
+        None,
+        "file for finished requests, prompts and answers included, for `moeserve replay` (default: none)",
+        flag=None,
+    )
     max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may")
     max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
     max_stored_responses: int = _opt(
@@ -201,6 +207,7 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
     log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
     log_requests: bool = _opt(False, "one log line per finished request", flag=None)
+    ui: bool = _opt(True, "serve a page for people at /", flag=None)
     sse_ping_s: float = _opt(
         15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None, low=0.1, high=3600
     )

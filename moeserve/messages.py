@@ -134,6 +134,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_experts: int = 0
     expert_bytes: int = 0  # of one expert in one layer
     checkpoint: str = ""  # fingerprint of what was loaded; "": nothing was
+    numerics: dict[str, str] = {}  # all that decides the bits of a request's logits and tokens; empty: they vary
     notes: tuple[str, ...] = ()
 
 
@@ -187,7 +188,8 @@ class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The tokens of one step, in columns: row i belongs to request rids[i], whose rows follow each other.
 
-    A row with token -1 has no token: an abort or an error ended the request. logprobs: of each of its rows.
+    A row with token -1 has no token: an abort or an error ended the request. logprobs: of each of its rows. digests: of
+    the logits of each of its rows; behind the row that ends the request there may be more.
     """
 
     rids: bytes  # int64
@@ -197,6 +199,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stop_ids: dict[int, int] = {}  # rid -> the stop token that ended it (not an end-of-text token)
     logprobs: dict[int, list[Logprobs]] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
+    digests: dict[int, list[bytes]] = {}
     drafts: dict[int, tuple[int, int]] = {}  # rid -> drafts that were verified, and how many of them were right
     errors: dict[int, str] = {}
     record: StepRecord | None = None

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
+from moeserve.receipts import Receipt
+
 
 def written(default: Any) -> Any:
     """Declares a field that is written to JSON even where it has its default.
@@ -128,6 +130,7 @@ class ChatChoice(Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = written(None)
     stop_reason: int | str | None = written(None)
     token_ids: list[int] | None = None
+    receipt: Receipt | None = None
 
 
 class Generated(Answer, kw_only=True, omit_defaults=True):
@@ -174,6 +177,7 @@ class ChatChunkChoice(OpenChatChoice, kw_only=True, omit_defaults=True):
     """A choice in any chunk; `stop_reason` is written where the choice ends."""
 
     stop_reason: int | str | None = written(None)
+    receipt: Receipt | None = None
 
 
 class ChatCompletionChunk(Generated, kw_only=True, omit_defaults=True):
@@ -199,6 +203,7 @@ class CompletionChoice(OpenCompletionChoice, kw_only=True, omit_defaults=True):
     """One whole text, or its last chunk."""
 
     stop_reason: int | str | None = written(None)
+    receipt: Receipt | None = None
 
 
 class Completion(Generated, kw_only=True, omit_defaults=True):
@@ -206,6 +211,15 @@ class Completion(Generated, kw_only=True, omit_defaults=True):
 
     choices: list[CompletionChoice] = written([])
     usage: Usage | None = None
+
+
+class ReceiptKey(Answer, kw_only=True):
+    """The key that signs receipts, and what all of them say. numerics: see `Receipt`."""
+
+    algorithm: str = "ed25519"
+    public_key: str = ""
+    weights: str = ""
+    numerics: dict[str, str] = {}
 
 
 class ErrorBody(Struct):

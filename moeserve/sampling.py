@@ -63,6 +63,7 @@ class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prompt_logprobs: NumLogprobs | None = None
     logit_bias: LogitBias | None = None
     speculate: bool = True
+    receipt: bool = False
 
 
 class StructuredOutputsParams(
@@ -98,7 +99,8 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
     `logprobs`/`prompt_logprobs`: how many alternatives besides the token itself, 0..20. `max_tokens` None: up to
     the end of the context. `stop` strings are cut from the text unless `include_stop_str_in_output`.
     `structured_outputs`: what the text must match. `speculate`: whether drafts may be verified for this request, where
-    the engine has some; they change no token. `logits_processors`: functions that change the logits first, by name.
+    the engine has some; they change no token. `receipt`: whether the answer comes with one (docs/receipts.md).
+    `logits_processors`: functions that change the logits first, by name.
     """
 
     n: NumSequences = 1

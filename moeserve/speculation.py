@@ -9,9 +9,13 @@ from moeserve.errors import ConfigError
 
 MAX_DRAFTS = 15  # and the last known token: 16 rows meet two blocks of 16 tokens at most
 _NUM_DRAFTS = {"ngram": 4, "suffix": 8, "model": 3, "mtp": 1, "eagle": 3}  # per kind, unless stated
+_NUM_AUTO_DRAFTS = _NUM_DRAFTS | {"ngram": 8, "mtp": 3}  # only as many as pay are verified
 _WITH_PATH = ("model", "eagle")
 _COUNT = re.compile(r"(?:(.*):)?([+-]?[0-9]+)", re.DOTALL)  # of "/a:b:3": "/a:b" and 3
-_FORMS = "ngram[:4], suffix[:8], mtp[:1], model:PATH[:3], eagle:PATH[:3], auto or auto: before one of these"
+_FORMS = (
+    "ngram[:4], suffix[:8], mtp[:1], model:PATH[:3], eagle:PATH[:3], auto or auto: before one of these "
+    "(auto:ngram[:8], auto:mtp[:3])"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class SpeculationSpec:
         auto = value.startswith("auto:")
         if kind not in _NUM_DRAFTS:
             raise ConfigError(f"speculate={value!r}: {kind!r} is not a proposer. Possible are {_FORMS}.")
-        path, num_drafts = rest, _NUM_DRAFTS[kind]
+        path, num_drafts = rest, (_NUM_AUTO_DRAFTS if auto else _NUM_DRAFTS)[kind]
         if (match := _COUNT.fullmatch(rest)) and (match[1] is not None or kind not in _WITH_PATH):
             path, num_drafts = match[1] or "", int(match[2])
         if bool(path) != (kind in _WITH_PATH) or (colon and not rest):
@@ -61,7 +65,7 @@ class SpeculationSpec:
         if self.kind != "auto":
             return self
         kind = "mtp" if has_mtp else "ngram"
-        return replace(self, kind=kind, num_drafts=_NUM_DRAFTS[kind])
+        return replace(self, kind=kind, num_drafts=_NUM_AUTO_DRAFTS[kind])
 
     def __str__(self) -> str:
         """Returns what `parse` reads back as the same."""

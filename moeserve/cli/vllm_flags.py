@@ -1,4 +1,4 @@
-"""vLLM's flags that have another name in moeserve, or no counterpart, and what the error for each of them says."""
+"""Flags, vLLM's most of all, that have another name in moeserve, or none, and what the error for each of them says."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ HINTS = {
     "--load-format": "set `model: {load_format: dummy}` in --config",
     "--skip-tokenizer-init": "set `model: {skip_tokenizer_init: true}` in --config",
     "--long-prefill-token-threshold": "set `scheduler: {prefill_chunk: N}` in --config",
+    "--no-ui": "set `server: {ui: false}` in --config",
     "--enable-log-requests": "set `server: {log_requests: true}` in --config",
     "--disable-log-requests": "requests are not logged unless `server: {log_requests: true}` in --config says so",
     "--enable-chunked-prefill": "prompts are always prefilled in chunks",

@@ -54,6 +54,7 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
         notes=tuple(runner.notes),
         step_s=runner.step_s,
         checkpoint=runner.fingerprint,
+        numerics=runner.numerics,
     )
     return threaded, limits, ready, runner.groups, spec.eos_token_ids
 

@@ -100,12 +100,26 @@ class Worker:
         except ConfigError as exc:
             self._fail(str(exc), exc.exit_code)
         except BaseException as exc:
-            log.exception("the tensor-parallel worker failed")
-            self._fail(f"{type(exc).__name__}: {exc}", 1)
+            self._fail_with(exc)
         else:
             if self._runner is not None:
                 done = msgspec.structs.replace(done, placed=self._runner.peers.placed)
         self._stream.send(done)
+        if isinstance(command.what, commands.Run) and self._lost is None:
+            self._propose()
+
+    def _propose(self) -> None:
+        """Guesses together with the leader, which does so once it has passed on the step's result."""
+        try:
+            self._here.propose()
+        except PeerLost as exc:
+            self._lost = exc
+        except BaseException as exc:
+            self._fail_with(exc)
+
+    def _fail_with(self, exc: BaseException) -> None:
+        log.error("the tensor-parallel worker failed", exc_info=exc)
+        self._fail(f"{type(exc).__name__}: {exc}", 1)
 
     def _fail(self, cause: str, exit_code: int) -> None:
         self._stream.send(commands.Failed(cause, exit_code))
@@ -152,7 +166,7 @@ class Worker:
 
         if self._lost is not None:
             raise self._lost
-        result = self._here.execute(decode_plan(data))
+        result = self._here.launch(decode_plan(data))()
         return commands.CommandDone(seq, value=checksum(result), events=result.events)
 
     def _join(self, join: Join) -> None:

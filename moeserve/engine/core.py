@@ -119,8 +119,13 @@ class EngineCore(Actor[EngineIn]):
             self._in_flight.append(step)
         elif self._in_flight:
             step = self._in_flight.popleft()
+            # The wires get time also where results are there already. Where no step is in flight, the next one starts
+            # before the outputs of the last one are sent.
+            if is_last := not self._in_flight:
+                await asyncio.sleep(0)
             self._update_from_output(step, await step.handle.result())
-            await asyncio.sleep(0)  # a result that was there already gave the wires no time
+            if not is_last:
+                await asyncio.sleep(0)
 
     def handle(self, msg: EngineIn) -> None:
         """Acts on one message."""

@@ -222,9 +222,12 @@ class GroupCore(EngineCore):
 
     async def _finish_oldest(self) -> None:
         """Waits for the oldest step, which stays in `_in_flight` until then so that it survives a broken group."""
+        if is_last := len(self._in_flight) == 1:  # see EngineCore.turn
+            await asyncio.sleep(0)
         result = await self._responsive(self._in_flight[0].handle.result())
         self._update_from_output(self._in_flight.popleft(), result)
-        await asyncio.sleep(0)  # a result that was there already gave the wires no time
+        if not is_last:
+            await asyncio.sleep(0)
 
     def _update_from_output(self, step: Step, result: StepResult) -> None:
         if step.plan is self._no_rows:

@@ -77,14 +77,15 @@ def unsent_hits(batch: InputBatch, slots: Slots) -> dict[int, int]:
 
 def logprobs_of(
     batch: InputBatch, live: Slots, result: StepResult
-) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs]]:
-    """Returns the logprobs and the prompt logprobs by request id; of the latter, those not sent before a preemption
-    caused them to be computed again."""
-    if not (result.logprobs or result.prompt_logprobs):
-        return {}, {}
+) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs], dict[int, list[bytes]]]:
+    """Returns logprobs, prompt logprobs and digests by request id; of prompt logprobs, those not sent before a
+    preemption caused them to be computed again."""
+    if not (result.logprobs or result.prompt_logprobs or result.digests):
+        return {}, {}, {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     rid_of = dict(zip(live.tolist(), batch.rid[live].tolist(), strict=True))
     logprobs = {rid_of[slot]: rows for slot, rows in result.logprobs.items() if slot in rid_of}
+    digests = {rid_of[slot]: rows for slot, rows in result.digests.items() if slot in rid_of}
     for slot, part in result.prompt_logprobs.items():
         if slot not in rid_of:
             continue
@@ -93,4 +94,4 @@ def logprobs_of(
         if start < end:
             prompt_logprobs[rid_of[slot]] = PromptLogprobs(start, part.rows[start - part.start :])
             request.num_scored = end
-    return logprobs, prompt_logprobs
+    return logprobs, prompt_logprobs, digests

@@ -112,7 +112,8 @@ class StepResult:
 
     The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing: its one token is
     -1, its request ends with that message, and all others go on. drafts_S: how many drafts each row has for its next
-    step, None if nothing proposes. complete: how many of a slot's tokens complete what its grammar asks for.
+    step, None if nothing proposes. complete: how many of a slot's tokens complete what its grammar asks for. digests:
+    of the logits behind each of a slot's tokens.
     """
 
     step: int
@@ -123,8 +124,10 @@ class StepResult:
     counts_S: I32 | None = None
     drafts_S: I32 | None = None
     complete: dict[int, int] = field(default_factory=dict)
+    digests: dict[int, list[bytes]] = field(default_factory=dict)
     device_us: int = 0
-    idle_us: int = 0  # from the end of the step before to the start of this one
+    idle_us: int = 0  # from the end of the step before, and its drafting, to the start of this one
+    drafting_us: int = 0  # of the step before: a model guessed these drafts
     comm_us: int = 0
     exposed_comm_us: int = 0
     load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step

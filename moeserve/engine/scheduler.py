@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
+from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
-from moeserve.engine.speculation import DraftPolicy
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
@@ -81,6 +81,7 @@ class Scheduler:
         self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
         self._speculates = limits.num_drafts > 0
         self._drafting = False  # whether any row may have drafts
+        self._proposed = False  # whether a model guessed behind the last settled step
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
         self._blocked: tuple[Request | None, int] = (None, 0)  # a head that did not fit, and the room there was
@@ -341,7 +342,7 @@ class Scheduler:
         live = batch.occupancy[in_flight.slots] == in_flight.occupancy
         slots, tokens, finish, stop_ids = append_tokens(batch, plan, in_flight.slots, live, result, self.eos_ids)
         cached = unsent_hits(batch, slots)
-        logprobs, prompt_logprobs = logprobs_of(batch, in_flight.slots[live], result)
+        logprobs, prompt_logprobs, digests = logprobs_of(batch, in_flight.slots[live], result)
         drafts = self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
         rids = batch.rid[slots]
         for row in np.flatnonzero(finish).tolist():
@@ -358,6 +359,7 @@ class Scheduler:
             stop_ids=stop_ids,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            digests=digests,
             drafts=drafts,
             errors=errors,
             record=self._record(in_flight, result),
@@ -386,9 +388,10 @@ class Scheduler:
             batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
         self._drafting = bool(batch.drafts[batch.order].any())
         total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
-        proposed = plan.propose and self.limits.draft_model
-        took_us = result.device_us + min(result.idle_us, result.device_us)  # idle for longer: there was nothing to do
-        self.policy.note(plan.num_tokens, len(plan.slots_R), total, took_us, proposed)
+        # Drafting overlaps with the host's work. Idle for longer than a step: there was nothing to do.
+        took_us = result.device_us + result.drafting_us + min(result.idle_us, result.device_us)
+        self.policy.note(plan.num_tokens, len(plan.slots_R), total, took_us, self._proposed)
+        self._proposed = plan.propose and self.limits.draft_model
         return verified
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:

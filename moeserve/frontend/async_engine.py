@@ -18,6 +18,7 @@ from moeserve.frontend.generation import Delta
 from moeserve.frontend.open import open_front_end
 from moeserve.logits_processors import LogitsProcessorFactory, with_processors
 from moeserve.messages import Logprobs
+from moeserve.receipts import Receipt
 from moeserve.sampling import SamplingParams
 
 Prompt = str | Mapping[str, Any]
@@ -34,6 +35,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    receipt: Receipt | None = None
 
     @property
     def finished(self) -> bool:
@@ -49,6 +51,7 @@ class CompletionOutput:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(p.values[0] for p in delta.logprobs)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+        self.receipt = delta.receipt
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from moeserve.errors import (
 )
 from moeserve.frontend.generation import Admission, Generation, Sequence, check_request, submission, token_sampling
 from moeserve.frontend.grammars import GrammarAdmission
+from moeserve.frontend.notary import Notary
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
@@ -67,7 +68,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
     answer_format: how the model writes reasoning and tool calls, None if that is unknown.
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
-    processors: the names of logits processors.
+    processors: the names of logits processors. notary: makes receipts; without one, only the digests for them are made.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         defaults: dict[str, Any],
         max_queued: int | None,
         processors: Collection[str] = (),
+        notary: Notary | None = None,
     ) -> None:
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
@@ -91,6 +93,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.chat_template = chat_template
         self.answer_format = answer_format
         self.defaults = defaults
+        self.notary = notary
         self.stats = FrontStats()
         self.fleet = link if isinstance(link, Fleet) and not link.single else None  # where there may be several engines
         self.watch = Watch(link, self.fleet, self.stats)
@@ -114,13 +117,15 @@ class FrontEnd(Actor[FromEngine], ServingState):
         priority: int = 0,
         salt: str = "",
         request_id: str = "",
+        marked: bool = False,
         parser: Callable[[], AnswerParser] | None = None,
         grammar: GrammarSpec | None = None,
         grammar_param: str = "structured_outputs",
     ) -> Generation:
         """Admits, checks and submits a request. Raises RequestError before anything runs.
 
-        parser: makes what reads each sequence's answer, in whose text the special tokens are between marks then.
+        marked: special tokens are in the text, between marks. parser: makes what reads each sequence's answer, which
+        is marked then.
         grammar: what answers must match, in place of `params.structured_outputs`. grammar_param: the field that errors
         in it are said to be in.
         """
@@ -129,19 +134,20 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
-        if (asked := params.structured_outputs) is not None:
-            params.check(ready.vocab_size)
-            grammar = grammar or grammar_of(asked, grammar_param)
-        if grammar is not None:
-            await self._grammars.check(grammar, grammar_param, ready.vocab_size, ready.eos_token_ids)
+        if grammar is not None or params.structured_outputs is not None:
+            grammar = await self._grammar(params, grammar, grammar_param, ready)
             ready = self.admit(params.n)  # again: others came meanwhile
+        if params.receipt and self.notary is not None:
+            await self.notary.weights(ready)
+            ready = self.admit(params.n)
         samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
-        generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt)
+        marked = marked or parser is not None
+        generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt, marked)
         for index, sampling in enumerate(samplings):
             sequence = Sequence(next(self._rids), index, generation, sampling)
             if self.tokenizer is not None:
                 pieces = self.tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
-                sequence.detok = Detokenizer(self.tokenizer.marked_pieces if parser else pieces, prompt)
+                sequence.detok = Detokenizer(self.tokenizer.marked_pieces if marked else pieces, prompt)
             if parser is not None:
                 sequence.parser = parser()
             if params.stop_strings:
@@ -156,6 +162,17 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._drop(generation)
             raise
         return generation
+
+    async def _grammar(
+        self, params: SamplingParams, grammar: GrammarSpec | None, param: str, ready: Ready
+    ) -> GrammarSpec | None:
+        """Returns the checked grammar, which the parameters may ask for. Raises InvalidRequest."""
+        params.check(ready.vocab_size)
+        if grammar is None and params.structured_outputs is not None:
+            grammar = grammar_of(params.structured_outputs, param)
+        if grammar is not None:
+            await self._grammars.check(grammar, param, ready.vocab_size, ready.eos_token_ids)
+        return grammar
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the token ids of a text, with the tokenizer's own special tokens around it if `special`."""
@@ -224,6 +241,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if self.failure is None:
             self._give_up(EngineDied("the engine was closed"))
         await self._grammars.close()
+        if self.notary is not None:
+            await self.notary.close()
 
     def handle(self, msg: FromEngine) -> None:
         """Acts on one message of the engine or of its link."""
@@ -259,6 +278,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         for rid, piece in out.prompt_logprobs.items():
             if rid in sequences:
                 sequences[rid].owner.add_prompt_rows(piece)
+        for rid, digests in out.digests.items():
+            if rid in sequences:
+                sequences[rid].digests += digests
         for rid, token, finish in zip(rids, tokens, out.finish, strict=True):
             sequence = sequences.get(rid)
             if sequence is None:  # aborted here, or ended by a stop string, while the engine still computed it
@@ -292,6 +314,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             delta.prompt_logprobs = sequence.owner.take_prompt_rows()
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
+            if self.notary is not None and self.ready is not None:
+                delta.receipt = self.notary.end(sequence, delta, self.ready)
             if not finish:
                 self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
         sequence.owner.push(delta)

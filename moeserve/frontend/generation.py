@@ -17,6 +17,7 @@ import msgspec
 from moeserve.errors import ContextLengthExceeded, InvalidRequest, Overloaded, RequestError
 from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
+from moeserve.receipts import Receipt
 from moeserve.sampling import GrammarSpec, SamplingParams, TokenSampling
 from moeserve.text.answer_format import AnswerParser, Part
 from moeserve.text.stop import StopMatcher
@@ -48,6 +49,7 @@ class Delta(msgspec.Struct, gc=False):
     prompt_logprobs: list[Logprobs | None] | None = None
     parts: list[Part] = []
     num_reasoning: int = 0
+    receipt: Receipt | None = None  # in the sequence's last delta, if asked for
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +68,7 @@ class Sequence:
     parser: AnswerParser | None = None
     reasoning: bool = False  # whether the parser's latest part is reasoning
     tokens: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the tokens' logits, if asked for; maybe of more
     first_at: float | None = None
     last_at: float = 0.0
 
@@ -126,6 +129,7 @@ class Generation:
         abort: Callable[[Generation], None],
         priority: int = 0,
         salt: str = "",
+        marked: bool = False,
     ) -> None:
         self.prompt_token_ids = prompt
         self.params = params
@@ -135,6 +139,7 @@ class Generation:
         self.num_live = params.n
         self.priority = priority
         self.salt = salt
+        self.marked = marked  # see `FrontEnd.generate`
         self._prompt_rows: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self._abort = abort
         self._pending: dict[int, Delta] = {}
@@ -156,6 +161,7 @@ class Generation:
             held.num_accepted += delta.num_accepted
             held.finish_reason = delta.finish_reason
             held.stop_reason = delta.stop_reason
+            held.receipt = delta.receipt
         self._wake()
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:
@@ -264,6 +270,7 @@ def token_sampling(
         prompt_logprobs=params.prompt_logprobs,
         logit_bias=params.logit_bias,
         speculate=params.speculate,
+        receipt=params.receipt,
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,

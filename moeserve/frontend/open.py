@@ -14,6 +14,7 @@ from moeserve.cluster.link import EngineLink
 from moeserve.cluster.local_engine import LocalEngine
 from moeserve.config import Config
 from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.notary import Notary
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
@@ -66,9 +67,10 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queue
     defaults = generation_defaults(model_dir) if asked.generation_config == "auto" else {}
     if defaults:
         log.info("sampling defaults from generation_config.json: %s", defaults)
+    name = asked.served_model_name or (asked.model if model_dir.name == "demo" else model_dir.name)
     return FrontEnd(
         link,
-        model_name=asked.served_model_name or (asked.model if model_dir.name == "demo" else model_dir.name),
+        model_name=name,
         model_dir=model_dir,
         tokenizer=tokenizer,
         chat_template=template,
@@ -76,4 +78,5 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queue
         defaults=defaults,
         max_queued=max_queued,
         processors=all_entries(asked.logits_processors).keys(),
+        notary=Notary(name, model_dir, config.server.receipt_key, config.server.request_log),
     )

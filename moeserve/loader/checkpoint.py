@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import config_name, model_file, read_json
@@ -20,6 +22,7 @@ INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 SAMPLES = 64  # tensors of each dtype and shape that a fingerprint looks into
 SAMPLE_BYTES = 4096
+READ_BYTES = 4 << 20
 _CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -132,3 +135,32 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     except OSError as error:
         raise CheckpointError(f"{checkpoint.model_dir} cannot be read: {error}") from None
     return digest.hexdigest()[:32]
+
+
+def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """Returns the SHA-256 (hexadecimal) of all that decides what a model computes: its config's values, and each
+    tensor's name, dtype, shape and bytes, in whatever files; and the `fingerprint`. Call it in a thread.
+
+    alive: called now and then; may raise. Raises CheckpointError, also if files change meanwhile.
+    """
+    checkpoint = open_checkpoint(model_dir)
+    before = fingerprint(checkpoint)
+    config = read_json(model_dir, config_name(model_dir))
+    digest = hashlib.sha256(msgspec.json.encode(config, order="deterministic"))
+    try:
+        for _, tensor in sorted(checkpoint.tensors.items()):
+            content, end = hashlib.sha256(), tensor.offset + tensor.num_bytes
+            with tensor.path.open("rb") as file:
+                file.seek(tensor.offset)
+                while left := end - file.tell():
+                    alive()
+                    part = file.read(min(left, READ_BYTES))
+                    if not part:
+                        raise CheckpointError(f"{tensor} ends early; download the model again")
+                    content.update(part)
+            digest.update(msgspec.json.encode([tensor.name, tensor.dtype, tensor.shape]) + content.digest())
+    except OSError as error:
+        raise CheckpointError(f"{model_dir} cannot be read: {error}") from None
+    if fingerprint(open_checkpoint(model_dir)) != before:
+        raise CheckpointError(f"{model_dir} was written to while its weights were read: try again")
+    return digest.hexdigest(), before

@@ -234,13 +234,13 @@ def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
     """torch's kernels with the least padding of rows whose products pass the probe."""
     how, threads = f"torch ({obstacle})" if obstacle else "torch", torch.get_num_threads()
     pads = (pad for pad in (1, 8, 16, 32) if probe_linear(partial(PlainLinear, pad=pad), dtype))
-    if not (pad := next(pads, 0)) or not probe_attention(dtype):
+    if not (exact := bool(pad := next(pads, 0)) and probe_attention(dtype)):
         log.warning(
             "bits of %s in %s depend on the number of rows on this machine: a request's tokens may depend on what else "
             "is in the batch", "attention" if pad else "products", dtype,
         )  # fmt: skip
     how += f", rows in {pad}s" if pad else ", not batch-invariant"
-    return _table(device, dtype, pad or 32, how, threads)
+    return _table(device, dtype, pad or 32, how, threads, exact)
 
 
 def _table(device: torch.device, dtype: torch.dtype, pad: int, how: str, threads: int, exact: bool = True) -> Ops:

@@ -54,6 +54,7 @@ from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
 from moeserve.sampling import TokenSampling
 from moeserve.speculation import SpeculationSpec
+from moeserve.version import __version__
 
 if TYPE_CHECKING:
     from moeserve.runner.triton_inputs import FixedInputs
@@ -137,6 +138,24 @@ class ModelRunnerBase(StepExecutor, ABC):
         model = self.spec, self.model_dir, self.device, self.dtype, self.config, self.asked
         self.model, files, self.mapped_bytes = load_model(*model, self.shard(), self.properties.memory(), progress)
         self.read_expert, self.fingerprint = files.read, files.fingerprint()
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        """All that decides the bits of a request's logits and tokens beside the request and the weights; empty where
+        they depend on other requests, or on where experts are."""
+        ops, asked = self.model.ops, self.config
+        if not ops.exact or asked.parallel.wire != "auto":
+            return {}
+        return {
+            "moeserve": __version__,
+            "torch": str(torch.__version__),
+            "device": "cpu" if self.device.type == "cpu" else self.properties.name,
+            "vectors": torch.backends.cpu.get_cpu_capability(),  # for what torch samples with
+            "kernels": ops.chosen,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": asked.model.quantization,
+            "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
+        }
 
     def profile_run(self) -> int:
         """Returns the bytes of work space that one step needs beside weights and KV blocks."""
@@ -311,6 +330,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         vocab_size = self.spec.vocab_size
         self.sampler = make_sampler(vocab_size, self.tables, self.upload, kernels, is_async=is_async)
         self.sampler.factories = self.processors
+        self.sampler.digests = self.world.tp_rank == 0
         self.constraints = Constraints(self.model_dir, vocab_size, self.spec.eos_token_ids)
         if self.speculation is None:
             return

@@ -182,11 +182,12 @@ class GroupedRunner(ThreadedRunner):
             return PeerLost(str(self._lost), self._lost.missing)
         return refusal
 
-    def _fail(self, plan: StepPlan, handle: StepFuture[StepResult], exc: BaseException) -> None:
+    def _fail(self, plan: StepPlan, handle: StepFuture[StepResult] | None, exc: BaseException) -> None:
         if isinstance(exc, PeerLost):
             self._lost = self._lost or exc
-            self.overtaken = self.overtaken or self._newest is not plan
-            handle.fail(exc)
+            self.overtaken = self.overtaken or (handle is not None and self._newest is not plan)
+            if handle is not None:
+                handle.fail(exc)
         else:
             super()._fail(plan, handle, exc)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
 from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs
 from moeserve.runner.ubatches import Meter, UBatchRunner
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class StepOutputs:
@@ -51,14 +54,14 @@ class StepOutputs:
         if isinstance(self.meter.load_LE, Tensor):
             found.append(self.meter.load_LE)
         if self.sampled is not None:
-            found += [self.sampled.tokens_S, self.sampled.status_S, *(self.sampled.logprobs or ())]
+            found += [self.sampled.tokens_S, self.sampled.status_S, *(self.sampled.logprobs or ()), *self.sampled.raw]
         if self.accepted_S is not None:
             found.append(self.accepted_S)
         if self.prompt is not None:
             found += self.prompt.rows
         return found
 
-    def result(self, fetched: Sequence[Tensor], device_us: int, idle_us: int) -> StepResult:
+    def result(self, fetched: Sequence[Tensor], device_us: int, idle_us: int, drafting_us: int) -> StepResult:
         """Returns the step's result. fetched: the tensors of `tensors()`, on the host."""
         arrays = iter([tensor.numpy() for tensor in fetched])
         load_LE = self.meter.load_LE
@@ -66,10 +69,11 @@ class StepOutputs:
             load_LE = next(arrays).astype(np.int64)
         failed, tokens_N, counts_S = dict(self.failed), np.zeros(0, dtype=np.int32), None
         logprobs: dict[int, list[Logprobs]] = {}
+        digests: dict[int, list[bytes]] = {}
         if (sampled := self.sampled) is not None:
             tokens_N, status_N = next(arrays), next(arrays)
             of_logprobs = [*islice(arrays, 3)] if sampled.logprobs is not None else None
-            kept_N = None
+            raw, kept_N = [*islice(arrays, len(sampled.raw))], None
             if self.drafts_S is not None:
                 counts_S = next(arrays).astype(np.int32)
             if status_N.any() or sampled.failures:
@@ -79,7 +83,10 @@ class StepOutputs:
                 kept_N = ranges(first_S, counts_S)
                 tokens_N = tokens_N[kept_N]
             if of_logprobs is not None:
-                logprobs = self._logprobs(sampled, to_messages(sampled.logprob_counts, *of_logprobs), kept_N, failed)
+                rows = to_messages(sampled.logprob_counts, *of_logprobs)
+                logprobs = self._by_slot(sampled.logprob_rows_P, rows, kept_N, failed)
+            if raw:
+                digests = self._by_slot(sampled.raw_rows_Q, [*map(digest, raw)], kept_N, failed)
         prompt: dict[int, PromptLogprobs] = {}
         if self.prompt is not None:
             prompt, damaged = prompt_messages(self.prompt.spans, *islice(arrays, 3))
@@ -95,9 +102,11 @@ class StepOutputs:
             counts_S,
             device_us=device_us,
             idle_us=idle_us,
+            drafting_us=drafting_us,
             comm_us=comm_us,
             exposed_comm_us=exposed_us,
             load_LE=load_LE if load_LE.size else None,
+            digests=digests,
             events=self.meter.events,
         )
 
@@ -120,17 +129,22 @@ class StepOutputs:
                 counts_S[row] = min(counts_S[row], max(1, n - first_S[row]))
         return tokens_N, counts_S
 
-    def _logprobs(
-        self, sampled: Sampled, rows: Sequence[Logprobs], kept_N: I64 | None, failed: dict[int, str]
-    ) -> dict[int, list[Logprobs]]:
-        """Returns the logprobs of kept tokens by slot."""
+    def _by_slot(
+        self, rows_P: I64, values: Sequence[T], kept_N: I64 | None, failed: dict[int, str]
+    ) -> dict[int, list[T]]:
+        """Returns what some rows have, of kept tokens and by slot."""
         slots_N = self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
         kept = None if kept_N is None else set(kept_N.tolist())
-        logprobs: dict[int, list[Logprobs]] = {}
-        for n, row in zip(sampled.logprob_rows_P.tolist(), rows, strict=True):
+        found: dict[int, list[T]] = {}
+        for n, value in zip(rows_P.tolist(), values, strict=True):
             if (slot := int(slots_N[n])) not in failed and (kept is None or n in kept):
-                logprobs.setdefault(slot, []).append(row)
-        return logprobs
+                found.setdefault(slot, []).append(value)
+        return found
+
+
+def digest(logits_V: NDArray[np.float32]) -> bytes:
+    """Returns the SHA-256 of a row of logits, as little-endian fp32."""
+    return hashlib.sha256(np.ascontiguousarray(logits_V, "<f4").data).digest()
 
 
 class StepExecutor:
@@ -157,7 +171,9 @@ class StepExecutor:
     def __init__(self) -> None:
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
         self._moved_step = -1  # the last step that moved blocks
-        self._last_end: Any = None  # of the step before; None before the first
+        self._last_end: Any = None  # of the step before and its drafting; None before the first
+        self._verified: Verified | None = None  # the last step, until `propose`
+        self._drafting: tuple[Any, Any] | None = None  # begin and end of the last `propose`
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Starts copying tensors to the host and returns a function that waits for the copies."""
@@ -177,15 +193,20 @@ class StepExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Executes one step and waits for its result."""
-        return self.launch(plan)()
+        result = self.launch(plan)()
+        self.propose()
+        return result
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Starts one step and returns a function that waits for the device and returns the result.
 
+        Call `propose` next, on CPUs once the result is there: the engine plans meanwhile.
+
         Raises PeerLost when a rank is gone. The same plan may then be launched again, before any later one: its writes
         to tables have the same outcome once more, and its moves of blocks are not repeated.
         """
+        self._verified = None
         for request in plan.new_requests:
             self._add(request)
         for group, diff in enumerate(plan.diffs):
@@ -195,6 +216,7 @@ class StepExecutor:
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
         before, start = self._last_end, self._mark()
+        drafting, self._drafting = self._drafting, None
         masks = None
         if len(plan.slots_R):
             host = HostRows.of(plan)
@@ -214,14 +236,25 @@ class StepExecutor:
             with nullcontext() if masks is None else masks.lost_by_errors():
                 fetched, elapsed_us = wait(), self._elapsed_us(start, end)
                 idle_us = 0 if before is None else self._elapsed_us(before, start)
+                drafting_us = 0 if drafting is None else self._elapsed_us(*drafting)
                 for transport in self.peers.checked:
                     transport.check()  # raises PeerLost if a rank was lost meanwhile
-                result = outputs.result(fetched, elapsed_us, idle_us)
+                result = outputs.result(fetched, elapsed_us, idle_us, drafting_us)
                 if self.proposer is None and masks is None:
                     return result
                 return self._settled(plan, outputs.slots_S, result, masks)
 
         return collect
+
+    @torch.inference_mode()
+    def propose(self) -> None:
+        """Lets the proposer read the step that was launched last, and guess what follows. Raises PeerLost."""
+        if self.proposer is None or self._verified is None:
+            return
+        begin = self._mark()
+        self.proposer.launch(self._verified)
+        self._last_end = self._mark()
+        self._drafting = begin, self._last_end
 
     def _hidden(self, plan: StepPlan, host: HostRows) -> tuple[StepInputs, Tensor]:
         """Returns the inputs of a step's forward pass, and what it computes: hidden states [T, D], padding included."""
@@ -321,11 +354,11 @@ class StepExecutor:
             outputs.prompt = prompt_logprobs(
                 asking, plan, host, self.sampler.rows, self.tables, self.upload, hidden_TD, self.model.logits
             )
+        reads_steps = self.proposer is not None and self.proposer.reads_steps
         if not len(slots_S):
-            if self.proposer is not None:
-                self.proposer.launch(
-                    Verified(plan, host, step, hidden_TD, slots_S, step.sample_N, step.sample_N, taps_TN)
-                )
+            if reads_steps:
+                none_N = step.sample_N
+                self._verified = Verified(plan, host, step, hidden_TD, slots_S, none_N, none_N, taps_TN)
             return outputs
         slots_N = slots_S if host.drafts_S is None else np.repeat(slots_S, host.drafts_S + 1)
         positions_N = host.positions_T[host.sample_N] + 1
@@ -342,12 +375,12 @@ class StepExecutor:
             right_N = self.tables.arena.index_select(0, offsets_N) == tokens_N
             outputs.accepted_S = count_accepted(right_N, host.drafts_S, self.upload)
         self.tables.append(offsets_N, tokens_N)
-        if self.proposer is not None:
+        if reads_steps:
             accepted_S, last_S = outputs.accepted_S, step.sample_N
             if accepted_S is None or host.drafts_S is None:
                 accepted_S = torch.ones_like(last_S)
             else:
                 (first_S,) = self.upload((host.drafts_S + 1).cumsum() - host.drafts_S - 1)
                 last_S = last_S.index_select(0, first_S) + accepted_S - 1
-            self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN))
+            self._verified = Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN)
         return outputs

@@ -143,6 +143,11 @@ class ThreadedRunner:
             self._collect(plan, collect, handle)
         else:
             self._collector.do(lambda: self._collect(plan, collect, handle))
+        try:
+            if self._refusal() is None:
+                self.runner.propose()
+        except BaseException as exc:
+            self._fail(plan, None, exc)
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         return self.runner.launch(plan)
@@ -168,7 +173,9 @@ class ThreadedRunner:
     def _gone(self) -> EngineDied:
         return EngineDied(self._cause or "the model runner's thread is gone")
 
-    def _fail(self, plan: StepPlan, handle: StepFuture[StepResult], exc: BaseException) -> None:
+    def _fail(self, plan: StepPlan, handle: StepFuture[StepResult] | None, exc: BaseException) -> None:
+        """Fails every later step, and this one unless it has its result (handle None)."""
         if self._cause is None:
             self._cause = f"step {plan.step} failed before: {type(exc).__name__}: {exc}"
-        handle.fail(exc)
+        if handle is not None:
+            handle.fail(exc)

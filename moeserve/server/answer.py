@@ -180,7 +180,7 @@ async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[
         into.parts += delta.parts
         into.num_reasoning += delta.num_reasoning
         into.prompt_logprobs = into.prompt_logprobs or delta.prompt_logprobs
-        into.finish_reason, into.stop_reason = delta.finish_reason, delta.stop_reason
+        into.finish_reason, into.stop_reason, into.receipt = delta.finish_reason, delta.stop_reason, delta.receipt
     for (prompt, index), pieces in texts.items():
         found[prompt][index].text = "".join(pieces)
     return found
@@ -264,10 +264,13 @@ class Chunks:
             choice = self.choice(index, delta.text)
             self._add_tokens(choice, delta)
             out = self.frame(choice)
-        if delta.finish_reason is not None:
-            finish, stop = delta.finish_reason, delta.stop_reason
-            out += self.frame(self.last_choice(index=index, finish_reason=finish, stop_reason=stop))
-        return out
+        return out if delta.finish_reason is None else out + self.ending(index, delta, delta.finish_reason)
+
+    def ending(self, index: int, delta: Delta, reason: str | None) -> bytes:
+        """Returns the frame that ends a choice."""
+        return self.frame(
+            self.last_choice(index=index, finish_reason=reason, stop_reason=delta.stop_reason, receipt=delta.receipt)
+        )
 
     def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:
         """Puts a delta's logprobs and token ids into its choice, if they were asked for."""

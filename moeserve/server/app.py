@@ -176,8 +176,8 @@ class App:
 
     def __init__(self, context: Context, routes: Sequence[Route]) -> None:
         self.context = context
-        self._exact = {(route.method, route.path): route for route in routes if not route.path.endswith("/")}
-        self._prefixes = [route for route in routes if route.path.endswith("/")]
+        self._prefixes = [route for route in routes if route.path.endswith("/") and route.path != "/"]
+        self._exact = {(route.method, route.path): route for route in routes if route not in self._prefixes}
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request: by its route, or with an error of the API's shape."""

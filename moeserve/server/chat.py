@@ -44,6 +44,7 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
             finish_reason=_finish_reason(chat, delta),
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if request.return_token_ids else None,
+            receipt=delta.receipt,
         )
         answer.choices.append(choice)
     if request.return_token_ids:
@@ -116,10 +117,8 @@ class ChatChunks(Chunks):
                 choices = choices or [protocol.OpenChatChoice(index=index)]
                 self._add_tokens(choices[0], delta)
             out = b"".join(map(self.frame, choices))
-        if delta.finish_reason is None:
-            return out
-        finish = _finish_reason(self._chat, delta)
-        return out + self.frame(self.last_choice(index=index, finish_reason=finish, stop_reason=delta.stop_reason))
+        ends = delta.finish_reason is not None
+        return out + self.ending(index, delta, _finish_reason(self._chat, delta)) if ends else out
 
     def _part_frame(self, index: int, part: ChatPart) -> bytes:
         """Returns the frame of one part: all frames of a text are alike, except for the new text."""

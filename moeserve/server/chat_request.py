@@ -125,6 +125,7 @@ class ChatRequest(Sampling, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    receipt: bool | None = None
 
     @staticmethod
     def unknown_inside(raw: dict[str, Any]) -> list[str]:
@@ -156,6 +157,7 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
         if request.include_reasoning is False and getattr(request, name):
             what = f"{name} would show the reasoning that include_reasoning: false leaves out"
             raise InvalidRequest(what, param=name)
+    given["receipt"] = bool(request.receipt)
     given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(**defaults | given)
 

@@ -32,6 +32,7 @@ class CompletionRequest(Sampling, kw_only=True):
     logprobs: NumLogprobs | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     add_special_tokens: bool | None = None
+    receipt: bool | None = None
 
 
 async def completions(call: HttpCall) -> web.StreamResponse:
@@ -82,6 +83,9 @@ def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> S
     given = request.given()
     max_tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     given["max_tokens"] = min(max(max_tokens, 1) if request.echo else max_tokens, MAX_INT)
+    if request.receipt and max_tokens == 0:
+        raise InvalidRequest("an answer without tokens (max_tokens: 0) has no receipt", param="receipt")
+    given["receipt"] = bool(request.receipt)
     if request.logprobs is not None:
         given["logprobs"] = request.logprobs
         if request.echo:
@@ -162,6 +166,7 @@ def _choice(
     form: LogprobFormat | None,
 ) -> CompletionChoice:
     choice = CompletionChoice(finish_reason=sequence.finish_reason, stop_reason=sequence.stop_reason)
+    choice.receipt = sequence.receipt
     if form is not None:
         tokens: list[int] = sequence.token_ids
         rows: list[Logprobs | None] = [*sequence.logprobs]

@@ -12,7 +12,18 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
-from moeserve.server import admin, chat, completions, messages, responses, responses_events, status, tokenize, trace
+from moeserve.server import (
+    admin,
+    chat,
+    completions,
+    messages,
+    responses,
+    responses_events,
+    status,
+    tokenize,
+    trace,
+    ui,
+)
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest
 from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
@@ -35,7 +46,7 @@ _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokeni
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. A path that ends in "/" takes the rest of the URL, up to `suffix`, as its argument.
+    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL, up to `suffix`.
 
     Of routes that fit, the first one counts.
 
@@ -91,6 +102,7 @@ ROUTES = (
     Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
     Route("POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=trace.TraceQuery),
     Route("GET", "/v1/experts", status.experts, None, _EXPERTS, _EXPERTS, status.WatchQuery),
+    Route("GET", "/v1/receipt-key", status.receipt_key, None, protocol.ReceiptKey),
     Route("POST", "/tokenize", *_TOKENIZE),
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
@@ -104,6 +116,8 @@ ROUTES = (
     Route("GET", "/metrics", status.metrics),
     Route("GET", "/openapi.json", _openapi),
 )
+# for people, so /openapi.json leaves them out
+PAGES = (Route("GET", "/", ui.page, probe=True), Route("GET", "/ui/", ui.asset, probe=True))
 
 
 @cache

@@ -28,7 +28,7 @@ from moeserve.messages import Ready
 from moeserve.server.app import App, Context
 from moeserve.server.auth import Auth
 from moeserve.server.http import HttpServer, watch
-from moeserve.server.routes import ROUTES
+from moeserve.server.routes import PAGES, ROUTES
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def bind(config: ServerConfig) -> socket.socket:
 @asynccontextmanager
 async def listening(sock: socket.socket, context: Context) -> AsyncIterator[None]:
     """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
-    server = HttpServer(App(context, ROUTES))
+    server = HttpServer(App(context, ROUTES + PAGES if context.config.ui else ROUTES))
     acceptor = await asyncio.get_running_loop().create_server(server, sock=sock, backlog=BACKLOG)
     timers = [
         asyncio.create_task(server.watch_heads(), name="slow heads"),
@@ -191,6 +191,7 @@ def _ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.s
         f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; {ready.max_num_seqs} sequences at once",
         *_ranks(front),
         f"  keys     {'required' if context.auth.required else 'none needed'}; routes: {url}/openapi.json",
+        *([f"  page     {url}/ to talk to it and to watch it"] if context.config.ui else []),
         *[f"  note     {note}" for note in ready.notes],
         "",
     ]

@@ -10,8 +10,9 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
-from moeserve.errors import ModelNotFound
-from moeserve.protocol import ModelCard, ModelList, StatusResponse, VersionResponse
+from moeserve.errors import ModelNotFound, NotFound
+from moeserve.frontend.notary import NO_KEY
+from moeserve.protocol import ModelCard, ModelList, ReceiptKey, StatusResponse, VersionResponse
 from moeserve.server.app import HttpCall
 from moeserve.server.http import DONE, SseStream
 from moeserve.version import __version__
@@ -47,6 +48,16 @@ def _status(call: HttpCall, good: bool) -> web.Response:
 async def version(call: HttpCall) -> web.StreamResponse:
     """Return the server's version."""
     return call.answer(VersionResponse(version=__version__))
+
+
+async def receipt_key(call: HttpCall) -> web.StreamResponse:
+    """Return the public key of receipts, and the weights and numerics that they name."""
+    front, ready = call.context.serving()
+    notary = front.notary
+    if notary is None or notary.signer is None:
+        raise NotFound(NO_KEY, code="no_receipts")
+    weights = await notary.weights(ready)
+    return call.answer(ReceiptKey(public_key=notary.signer.public_key, weights=weights, numerics=ready.numerics))
 
 
 async def list_models(call: HttpCall) -> web.StreamResponse:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from secrets import token_hex
 
 from moeserve.errors import ConfigError
+from moeserve.sampling import GrammarSpec
 from moeserve.text.answer_format import AnswerFormat, AnswerParser, Tool
 from moeserve.text.answer_grammar import AnswerGrammar, is_free
 from moeserve.text.answer_parser import DataParser

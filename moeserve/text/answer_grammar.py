@@ -119,7 +119,10 @@ class AnswerGrammar:
         if self._calls.content == "python":
             if _is_open(schema):
                 return self._listed({}, schema, default=f"/[A-Za-z_]\\w*/ {self._literal('=')} %json {{}}")
-            written = {key: f"{self._literal(key + '=')} {json_rule(_within(value, shared))}" for key, value in schema["properties"].items()}
+            written = {
+                key: f"{self._literal(key + '=')} {json_rule(_within(value, shared))}"
+                for key, value in schema["properties"].items()
+            }
             return self._listed(written, schema)
         if _is_open(schema):
             return f"({self._parameter('', {}, shared)})*"
@@ -127,7 +130,9 @@ class AnswerGrammar:
         written = {key: self._parameter(key, value, shared) for key, value in schema["properties"].items()}
         return " ".join(text if key in required else f"({text})?" for key, text in written.items()) or '""'
 
-    def _listed(self, written: Mapping[str, str], schema: Mapping[str, Any], default: str = "", comma: str = ", ") -> str:
+    def _listed(
+        self, written: Mapping[str, str], schema: Mapping[str, Any], default: str = "", comma: str = ", "
+    ) -> str:
         """Returns the Lark of a list with commas: what is required comes, in order, the rest may. default: of any."""
         comma = self._literal(comma)
         if default:

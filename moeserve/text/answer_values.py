@@ -104,9 +104,7 @@ def _delimited(text: AnswerText, dialect: Dialect, emit: Emit) -> Wait[bool]:
     if dialect.delimiter is None or not (yield from text.next_of(dialect.delimiter)):
         return False
     emit('"')
-    found = yield from text.until(
-        dialect.delimiter, lambda piece: emit(json.dumps(plain(piece), ensure_ascii=False)[1:-1])
-    )
+    found = yield from text.until(dialect.delimiter, lambda piece: emit(json.dumps(plain(piece), ensure_ascii=False)[1:-1]))
     if not found:
         raise Unfinished
     emit('"')
@@ -170,14 +168,7 @@ def typed(raw: str, schema: Any, text: bool | None) -> str:
     return word if fits or "string" not in types else json.dumps(raw, ensure_ascii=False)
 
 
-_KINDS: dict[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    dict: "object",
-    list: "array",
-}
+_KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
 def _refuse(name: str) -> Any:

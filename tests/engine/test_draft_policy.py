@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from moeserve.engine.speculation import DraftPolicy
+from moeserve.engine.draft_policy import DraftPolicy
 
 Cost = Callable[[float], float]
 

@@ -201,7 +201,7 @@ def test_drafts_change_no_token(kind: str, make_checkpoint: Any, dense: Any, tmp
         assert right > 0.95 * verified
 
 
-@pytest.mark.parametrize(("speculate", "num_drafts"), [("mtp:2", 2), ("auto", 1), ("auto:mtp:3", 3)])
+@pytest.mark.parametrize(("speculate", "num_drafts"), [("mtp:2", 2), ("auto", 3), ("auto:mtp:3", 3)])
 def test_a_head_of_the_model_guesses_where_it_is_named(speculate: str, num_drafts: int, tmp_path: Path) -> None:
     runner = driver_of(write_mtp_checkpoint("qwen3_moe", tmp_path).path, speculate).runner
     assert isinstance(runner.proposer, ModelProposer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,24 @@ def test_they_describe_the_raw_logits_of_each_token(sampling: TokenSampling) -> 
         for result, logits, token in zip(one.results, one.logits, one.output, strict=True):
             check(result.logprobs[one.slot][0], logits, token, n)
     assert all(silent.slot not in result.logprobs for result in silent.results)
+
+
+def test_digests_are_of_the_raw_logits_of_requests_that_want_them_on_one_rank() -> None:
+    driver = Driver(fake_runner())
+    changed = {"repetition_penalty": 1.3, "logit_bias": {5: 2.0}, "receipt": True}
+    with_both, only = (driver.add(Request(list(PROMPT), greedy(**changed, logprobs=n))) for n in (1, None))
+    silent = driver.add(Request([1, 2], greedy(logprobs=2)))
+    for _ in range(4):
+        driver.run([(only, 99), (silent, 99), (with_both, 99)])
+    for request in (with_both, only):
+        for result, logits in zip(request.results, request.logits, strict=True):
+            assert result.digests[request.slot] == [hashlib.sha256(logits.numpy().tobytes()).digest()]
+    assert not any(silent.slot in result.digests for result in silent.results)
+    assert all(only.slot not in result.logprobs for result in only.results)
+    driver.runner.sampler.digests = False  # another rank of the same engine
+    other = driver.add(Request(list(PROMPT), greedy(**changed)))
+    driver.run([(other, 99)])
+    assert not other.results[0].digests
 
 
 @pytest.mark.parametrize("rows_at_once", [2, 1 << 20])

@@ -32,10 +32,18 @@ class Scripted:
         self.launch_gate: dict[int, threading.Event] = {}
         self.collect_gate: dict[int, threading.Event] = {}
         self.fails: set[int] = set()
+        self.proposes = threading.Event()
+        self.proposes.set()
+        self.propose_fails = False
         self.began = threading.Event()
 
     def enter_thread(self) -> None:
         self.entered.append(threading.current_thread().name)
+
+    def propose(self) -> None:
+        self.proposes.wait(10)
+        if self.propose_fails:
+            raise ValueError("no guess")
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         self.threads.add(threading.current_thread().name)
@@ -105,6 +113,21 @@ async def test_a_failed_step_fails_all_behind_it_with_its_cause() -> None:
         await handles[2].result()
     with pytest.raises(EngineDied, match="step 1"):
         await runner.start(plan(4)).result()
+    runner.close()
+    assert scripted.launched == [0]
+
+
+@pytest.mark.parametrize("device_is_async", [False, True])
+async def test_a_result_does_not_wait_for_guesses_whose_failure_is_the_next_steps(device_is_async: bool) -> None:
+    scripted = Scripted(device_is_async=device_is_async)
+    scripted.proposes.clear()
+    scripted.propose_fails = True
+    runner = ThreadedRunner(scripted)
+    first, second = runner.start(plan(0)), runner.start(plan(1))
+    assert (await first.result()).step == 0
+    scripted.proposes.set()
+    with pytest.raises(EngineDied, match="step 0 failed before: ValueError: no guess"):
+        await second.result()
     runner.close()
     assert scripted.launched == [0]
 

@@ -16,7 +16,7 @@ from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
 from moeserve.runner.sampling.reference import ReferenceSampler, top_p_cutoff
-from moeserve.runner.sampling.sampler import NEG_INF, Trait, row_keys
+from moeserve.runner.sampling.sampler import NEG_INF, Failures, Masks, Status, Trait, row_keys
 from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks that a row is narrowed to
@@ -38,17 +38,22 @@ class NativeSampler(ReferenceSampler):
     def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
         return top_p_cutoff_head(probs_rV, top_p_r)
 
-    def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
-        """See `Sampler`; in a few calls where there is only a temperature, because a draft has to be cheap."""
+    def _choose(
+        self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
+    ) -> tuple[Tensor, Tensor, Failures]:
+        # A few rows with a temperature only, as most steps and drafts are, take a few calls.
         traits_S = self.rows.traits[slots_S] & (Trait.CHANGED | Trait.CUT | Trait.TOP_P | Trait.RANDOM)
-        if (traits_S != Trait.RANDOM).any():
-            return super().draft(logits_SV, slots_S, positions_S)
+        if len(slots_S) > self._chunk_rows or (traits_S != Trait.RANDOM).any():
+            return super()._choose(logits_SV, slots_S, positions_S, masks)
         x_SV = torch.nn.functional.pad(logits_SV, (0, -logits_SV.shape[1] % LANES), value=NEG_INF)
         temperature, low, high = self._upload(
             self.rows.temperature[slots_S], *row_keys(self.rows.seed[slots_S], positions_S)
         )
-        x_SV = (x_SV - native_rows.argmax(x_SV)[0].unsqueeze(1)).div_(temperature.unsqueeze(1))
-        return race(self._gumbel, x_SV, low, high).int()
+        peak_S = native_rows.argmax(x_SV)[0]
+        is_damaged_S = (peak_S - peak_S) != 0
+        x_SV = (x_SV - peak_S.unsqueeze(1)).div_(temperature.unsqueeze(1))
+        tokens_S = race(self._gumbel, x_SV, low, high).masked_fill_(is_damaged_S, 0)
+        return tokens_S.int(), is_damaged_S.to(torch.uint8).mul_(Status.NOT_FINITE), {}
 
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
         if not (self.rows.traits[slots_r[0]] & Trait.CUT and can_narrow(x_rV.shape[1])):

@@ -5,7 +5,7 @@ grammar; allowed ids, logit bias and min_tokens; penalties; bad sequences; tempe
 with Gumbel noise.
 S rows that sample, V vocabulary, r some of the rows.
 
-The parameters of the request in each slot are NumPy columns and a byte of traits on the host. Rules say which tokens a
+The parameters of the request in each slot are NumPy columns and 16 bits of traits on the host. Rules say which tokens a
 request may produce (allowed ids, biases, min_tokens, bad sequences); few requests have any, so they are applied row by
 row.
 """
@@ -37,7 +37,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Trait:
-    """The needs of a request beyond an argmax over its logits, as bits of one byte."""
+    """The needs of a request beyond an argmax over its logits, as bits of 16."""
 
     RANDOM = 1
     MIN_P = 2
@@ -47,6 +47,7 @@ class Trait:
     RULES = 32
     LOGPROBS = 64
     PROMPT_LOGPROBS = 128
+    DIGESTS = 256
 
     CHANGED = PENALTY | RULES  # the logits are changed before the likeliest token is chosen
     CUT = MIN_P | TOP_K  # only tokens close to the likeliest one stay; RANDOM rows only
@@ -57,7 +58,7 @@ class SamplingRows:
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.traits = np.zeros(slots, np.uint8)
+        self.traits = np.zeros(slots, np.uint16)
         self.seed = np.zeros(slots, np.uint64)
         self.temperature, self.log_min_p, self.top_p = np.zeros((3, slots), np.float32)
         self.repetition, self.frequency, self.presence = np.zeros((3, slots), np.float32)
@@ -116,6 +117,8 @@ def _traits(request: NewRequest, has_top_k: bool) -> int:
         traits |= Trait.RULES
     if sampling.logprobs is not None:
         traits |= Trait.LOGPROBS
+    if sampling.receipt:
+        traits |= Trait.DIGESTS
     # A request that comes back with part of its answer has had its prompt's logprobs.
     if sampling.prompt_logprobs is not None and len(request.tokens) == request.num_prompt:
         traits |= Trait.PROMPT_LOGPROBS
@@ -223,6 +226,8 @@ class Sampled(NamedTuple):
     logprobs: LogprobRows | None = None
     logprob_rows_P: I64 = _NONE  # which of the S rows have logprobs
     logprob_counts: Sequence[int] = ()  # alternatives that each of them wants
+    raw: Sequence[Tensor] = ()  # raw logits of each row that wants a digest
+    raw_rows_Q: I64 = _NONE  # which of the S rows those are
 
 
 class Sampler(ABC):
@@ -240,6 +245,7 @@ class Sampler(ABC):
         self._rules: dict[int, Rules] = {}
         self._processors: dict[int, list[tuple[str, LogitsProcessor]]] = {}
         self.factories = ProcessorFactories()
+        self.digests = True  # whether this rank's are read
 
     def add(self, request: NewRequest) -> str | None:
         """Takes a request's parameters; returns why the request must fail, if it must."""
@@ -250,6 +256,8 @@ class Sampler(ABC):
         if token is not None:
             return f"token id {token} in its sampling parameters is outside the vocabulary of {self._vocab_size}"
         self.rows.add(request)
+        if not self.digests:
+            self.rows.traits[request.slot] &= 0xFFFF ^ Trait.DIGESTS
         if self.rows.traits[request.slot] & Trait.RULES:
             self._rules[request.slot] = Rules.of(request.sampling, self._vocab_size, self._device)
         failures: Failures = {}
@@ -262,16 +270,21 @@ class Sampler(ABC):
         """Chooses a token for each row. logits_SV: float32, left as they are. positions_S: where in its request each
         new token goes, which is the number of the request's known tokens. masks: of requests with a grammar."""
         tokens_S, status_S, failures = self._choose(logits_SV, slots_S, positions_S, masks)
-        wants_P = self.rows.having(Trait.LOGPROBS, slots_S)
+        asking = self.rows.having(Trait.LOGPROBS | Trait.DIGESTS, slots_S)
         if failures:
-            wants_P = np.setdiff1d(wants_P, list(failures))
-        if not len(wants_P):
+            asking = np.setdiff1d(asking, list(failures))
+        if not len(asking):
             return Sampled(tokens_S, status_S, failures)
+        raw_Q = asking[self.rows.having(Trait.DIGESTS, slots_S[asking])]
+        raw = [logits_SV[row] for row in raw_Q.tolist()]
+        wants_P = asking[self.rows.having(Trait.LOGPROBS, slots_S[asking])]
+        if not len(wants_P):
+            return Sampled(tokens_S, status_S, failures, raw=raw, raw_rows_Q=raw_Q)
         (index,) = self._upload(wants_P)
         counts_P = self.rows.logprobs[slots_S[wants_P]]
         most = int(counts_P.max())
         logprobs = self._logprobs(logits_SV.index_select(0, index), tokens_S.index_select(0, index), most)
-        return Sampled(tokens_S, status_S, failures, logprobs, wants_P, counts_P.tolist())
+        return Sampled(tokens_S, status_S, failures, logprobs, wants_P, counts_P.tolist(), raw, raw_Q)
 
     def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
         """Returns the token, int32, that `sample` would choose for each row; any token where it would fail."""

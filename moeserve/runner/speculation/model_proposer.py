@@ -62,6 +62,8 @@ class ModelProposer(Proposer):
     """Guesses num_drafts tokens for every row that samples. The host waits for how many drafts were right: positions of
     the next ones follow from that, and noise is made from positions on the host."""
 
+    reads_steps = True
+
     def __init__(
         self,
         num_drafts: int,
@@ -87,7 +89,6 @@ class ModelProposer(Proposer):
 
     def launch(self, step: Verified) -> None:
         """See `Proposer`."""
-        self._take_over()
         shift, rows = int(self._drafter.takes_hidden), step.rows
         (where,) = self._upload(self._tables.token_offsets(rows.slots_T, rows.positions_T + shift))
         inputs = step.step

@@ -26,6 +26,7 @@ _ACCEPTANCE, _COST = 0.7, 0.3  # of a draft, and of one draft per row, before an
 _INCOME, _START, _MOST, _PROBE = 0.01, 2.0, 4.0, 1.0  # of the account, in steps
 _OVERHEAD = 0.01  # of a step with drafts, beyond what is measured: planning them
 _DOUBT = 0.2  # of one measured time, relative
+_OUTLIER = 1.4  # times as long, or as short, as expected counts at most: other work disturbs single steps
 _NUM_PLAIN = 5  # measured steps without drafts before there are any
 _MEASURE_EVERY = 48  # steps with drafts until one without is measured; earlier while there are few
 _SLOT_RATE, _BEYOND_RATE, _PLAIN_RATE, _COST_RATE = 0.1, 0.02, 0.05, 0.03
@@ -109,7 +110,8 @@ class DraftPolicy:
         self._accepted_K += (hit.sum(0) - count * self._accepted_K) / (count + 64)
 
     def note(self, num_tokens: int, num_rows: int, num_drafts: int, device_us: int, proposed: bool = False) -> None:
-        """Takes the time of a step; those with prompts are ignored. proposed: a model proposed drafts in this step."""
+        """Takes the time of a step and of the drafting before it; those with prompts are ignored. proposed: there was
+        such drafting, by a model."""
         accepted, self._num_accepted = self._num_accepted, 0
         if not self._auto or not num_rows or num_tokens != num_rows + num_drafts or device_us <= 0:
             return
@@ -120,7 +122,8 @@ class DraftPolicy:
         elif self._num_plain[bucket]:
             fixed, cost = self._costs(bucket)
             x = num_drafts / num_rows
-            y = min(device_us / self._plain_us[bucket], 2 * (1 + fixed + cost * x)) - 1  # outliers are cut
+            expected = 1 + fixed + cost * x
+            y = np.clip(device_us / self._plain_us[bucket], expected / _OUTLIER, _OUTLIER * expected) - 1
             if num_drafts:
                 self._since_plain += 1
                 self._sums[:, bucket] *= 1 - _COST_RATE
@@ -137,7 +140,8 @@ class DraftPolicy:
             self._first_us[bucket, num] = us
             self._plain_us[bucket] = np.median(self._first_us[bucket, : num + 1])
         else:
-            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (np.clip(us, known / 1.3, 1.3 * known) - known)
+            near = np.clip(us, known / _OUTLIER, _OUTLIER * known)
+            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (near - known)
 
     def _costs(self, bucket: np.intp) -> tuple[float, float]:
         """Returns what drafts add to the time of a step without any: at all, and per token and row."""

@@ -1,0 +1,59 @@
+"""The server's key: signs receipts by Ed25519, and checks signatures. Needs the package `cryptography`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from moeserve.errors import ConfigError
+from moeserve.receipts import Receipt, signed_bytes
+
+try:
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+except ImportError:
+    raise ConfigError("receipts need the package cryptography: pip install 'moeserve[receipts]'") from None
+
+
+class Signer:
+    """A private key, from a PEM file. Raises ConfigError."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            key = serialization.load_pem_private_key(Path(path).expanduser().read_bytes(), None)
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it has a password
+            raise ConfigError(f"receipt_key {path}: {error}; `moeserve receipt-key FILE` makes a key") from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ConfigError(f"receipt_key {path} is no Ed25519 key; `moeserve receipt-key FILE` makes one")
+        self._key = key
+        self.public_key = key.public_key().public_bytes_raw().hex()
+
+    def signed(self, receipt: Receipt) -> Receipt:
+        """Returns the receipt with public key and signature."""
+        receipt = replace(receipt, public_key=self.public_key)
+        return replace(receipt, signature=self._key.sign(signed_bytes(receipt)).hex())
+
+
+def make_key(path: Path) -> str:
+    """Writes a new private key, for its owner only, and returns its public key. Raises ConfigError."""
+    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    text = Ed25519PrivateKey.generate().private_bytes(serialization.Encoding.PEM, *form)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; a key needs a name of its own") from None
+    return Signer(str(path)).public_key
+
+
+def is_signed(receipt: Receipt) -> bool:
+    """Whether the receipt's signature is its public key's, and of this receipt."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(receipt.public_key))
+        key.verify(bytes.fromhex(receipt.signature), signed_bytes(receipt))
+    except (ValueError, InvalidSignature):
+        return False
+    return True

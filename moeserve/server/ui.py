@@ -1,0 +1,75 @@
+"""The page at `/` and its files: a playground and a live view of the engine, which use the API as any client does.
+
+No key is needed to load them; the page asks for one when the API wants it. The policy lets the page load and connect to
+nothing but this server, and run nothing that did not come as a file from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from aiohttp import web
+
+from moeserve.errors import NotFound
+from moeserve.server.app import HttpCall
+from moeserve.server.errors import shorten
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Cache-Control": "no-cache",  # kept, but asked for again: the files of one version belong together
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file as it is sent."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def _files() -> dict[str, _File]:
+    """Returns all files by name, so that no name of a request ever becomes a path."""
+    found = {}
+    for entry in (files("moeserve") / "assets" / "ui").iterdir():
+        body = entry.read_bytes()
+        etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        found[entry.name] = _File(body, _TYPES[entry.name.rpartition(".")[2]], etag)
+    return found
+
+
+async def page(call: HttpCall) -> web.StreamResponse:
+    """Return the page."""
+    return _send(call, "index.html")
+
+
+async def asset(call: HttpCall) -> web.StreamResponse:
+    """Return a file of the page."""
+    return _send(call, call.tail)
+
+
+def _send(call: HttpCall, name: str) -> web.Response:
+    """Raises NotFound unless there is such a file."""
+    file = _files().get(name)
+    if file is None:
+        raise NotFound(f"the page has no file {shorten(name)!r}")
+    headers = call.headers() | _HEADERS | {"ETag": file.etag, "Content-Type": file.media_type}
+    known = call.request.headers.get("If-None-Match", "")
+    if file.etag in known:  # a proxy that compresses makes it weak, W/"...", which is as good here
+        return web.Response(status=304, headers=headers)
+    return web.Response(body=file.body, headers=headers)
