@@ -237,20 +237,6 @@ class ErrorResponse(Struct):
     error: ErrorBody
 
 
-class AnthropicErrorBody(Struct):
-    """An error of /v1/messages, by Anthropic's types."""
-
-    type: str
-    message: str
-
-
-class AnthropicError(Struct, tag="error"):
-    """What `ErrorResponse` is, under /v1/messages."""
-
-    error: AnthropicErrorBody
-    request_id: str
-
-
 # Models, tokens and the server itself
 
 

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from moeserve.errors import Overloaded, RequestError, RequestFailed
-from moeserve.protocol import AnthropicError, AnthropicErrorBody, ErrorBody, ErrorResponse
+from moeserve.protocol import ErrorBody, ErrorResponse
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,20 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 _QUOTED = re.compile(r"'([^']{65,})'|`([^`]{65,})`")
+
+
+class AnthropicErrorBody(msgspec.Struct):
+    """An error of /v1/messages, by Anthropic's types."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, tag="error"):
+    """What `ErrorResponse` is, under /v1/messages."""
+
+    error: AnthropicErrorBody
+    request_id: str
 
 
 class HttpError(RequestError):

@@ -79,5 +79,5 @@ class ResponseStore:
 
     def _why(self) -> str:
         if self.max_count == 0:
-            return ": this server keeps none; set max_stored_responses under server: in its settings file, or send the whole input"
+            return ": none are kept; set max_stored_responses under server: in a settings file, or send the whole input"
         return f": the last {self.max_count} are, in at most {self.max_bytes:,} bytes, while the server runs"
