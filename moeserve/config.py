@@ -202,6 +202,10 @@ class ServerConfig:
         flag=None,
     )
     max_stored_bytes: int = _opt(256 * 2**20, "memory for stored responses", flag=None)
+    files_dir: str | None = _opt(
+        None, "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)", flag=None
+    )
+    files_bytes: int = _opt(4 * 2**30, "bytes that all files together may have", flag=None, low=1)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
     strict: bool = _opt(False, "refuse unknown request fields instead of warning", flag=None)
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")

@@ -277,6 +277,21 @@ class Detokenized(Answer, kw_only=True):
     prompt: str
 
 
+class TokenizerInfo(Answer, kw_only=True):
+    """The tokenizer in the fields of tokenizer_config.json, as clients that count tokens by HTTP read it."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    pad_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+    model_max_length: int
+    chat_template: str | None = None
+
+
 class RenderedPrompt(Answer, kw_only=True):
     """A conversation as the model reads it."""
 

@@ -90,6 +90,8 @@ def torch_facts() -> dict[str, Any]:
         import torch
     except ImportError as error:
         return {"error": str(error)}
+    from moeserve.ops.table import pick_ops
+
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "version": str(torch.__version__),
@@ -102,6 +104,7 @@ def torch_facts() -> dict[str, Any]:
             for gpu in gpus
         ],
         "build": [line.strip(" -") for line in torch.__config__.show().splitlines() if "settings" not in line],
+        "kernels": pick_ops("cpu", torch.bfloat16).chosen,  # last: it changes the threads
     }
 
 

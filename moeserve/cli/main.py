@@ -6,7 +6,7 @@ Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 model files, 4 port, 5 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moeserve.version import __version__
@@ -75,10 +75,7 @@ def _main(words: list[str]) -> int:
     from moeserve.errors import ConfigError, MoeserveError
 
     try:
-        parser = build_parser(name)
-        args, unknown = parser.parse_known_args(rest)
-        if unknown:
-            _unknown_arguments(parser, unknown)
+        args = _parse(build_parser(name), rest)
         code: int = _entry(name).run(args)
         return code
     except MoeserveError as error:
@@ -107,16 +104,33 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    from difflib import get_close_matches
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    known = parser._option_string_actions
+    if "--max-num-seqs" not in known:
+        args, unknown = parser.parse_known_args(words)
+        hints: dict[str, str] = {}
+    else:  # a command with the flags of `moeserve serve` takes those of other servers too
+        from moeserve.cli.foreign_flags import merge, table, translate
 
-    from moeserve.cli.vllm_flags import HINTS
+        ours = translate(words, known)
+        args, unknown = parser.parse_known_args(ours.words)
+        merge(args, ours.settings)
+        hints = table().refused
+        for note in ours.notes:
+            print(f"{parser.prog}: {note}", file=sys.stderr)
+    if unknown:
+        _unknown_arguments(parser, unknown, hints)
+    return args
+
+
+def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str], hints: Mapping[str, str]) -> NoReturn:
+    from difflib import get_close_matches
 
     known = parser._option_string_actions
     word = unknown[0].split("=", 1)[0]
     spelled = word.replace("_", "-")
-    if "--max-num-seqs" in known and spelled in HINTS:  # a command with the flags of `moeserve serve`
-        hint = f"; {HINTS[spelled]}"
+    if spelled in hints:
+        hint = f"; {hints[spelled]}"
     elif near := get_close_matches(word, known, 1):
         hint = f"; did you mean {near[0]}?"
     else:

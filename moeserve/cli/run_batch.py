@@ -18,12 +18,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from moeserve.cli.batch_file import BatchLine, open_output, read_done, read_input
 from moeserve.cli.connect import add_url_flag, client_of, run_async
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.client import AsyncClient
 from moeserve.config import Config
 from moeserve.errors import ConfigError, RequestError, Unreachable
+from moeserve.server.batch_file import BatchLine, open_output, read_done, read_input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
 
     key = secrets.token_urlsafe(24)
     server = replace(config.server, host="127.0.0.1", port=0, api_key=(key,), api_key_file=None, admin_key_file=None)
-    config = replace(config, server=replace(server, log_level="error"))
+    config = replace(config, server=replace(server, log_level="error", files_dir=None))
     set_up_logging("error")
     context, sock = Context(config.server, Auth(config.server)), bind(config.server)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"

@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [flags]"
     parser.epilog = (
         "Each flag has a MOESERVE_ variable (--max-model-len: MOESERVE_MAX_MODEL_LEN). A flag wins over the variable, "
-        "that over --config, that over the default in [brackets]. Numbers may be written 25.6k (decimal) or 2GiB."
+        "that over --config, that over the default in [brackets]. Numbers may be written 25.6k (decimal) or 2GiB. "
+        "Flags of vLLM and SGLang are taken too, each with a note that says what it became, or refused with ours."
     )
 
 

@@ -135,10 +135,12 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Re
     file = read_file(Path(path)) if path else {}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     origins: dict[str, str] = {}
+    spelled = getattr(args, "foreign_flags", {})
     for setting in settings():
         given = getattr(args, setting.name, None)
         if given is not None:
-            value, origin = given, f"flag {setting.flag}" if setting.flag else "argument MODEL"
+            flag = spelled.get(setting.name, setting.flag)
+            value, origin = given, f"flag {flag}" if flag else "argument MODEL"
         elif setting.env and env.get(setting.env):
             value, origin = env[setting.env], f"environment {setting.env}"
             if setting.name == "port" and value.startswith("tcp://"):
@@ -204,6 +206,11 @@ def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
     known = [s.env for s in settings() if s.env]
     unknown = [n for n in env if n.startswith(PREFIX) and n not in known]
     return [name + nearest(name, known) for name in unknown if "_SERVICE_" not in name and "_PORT_" not in name]
+
+
+def setting_named(name: str) -> Setting:
+    """Returns the setting of that name. Raises KeyError."""
+    return _by_name()[name]
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:

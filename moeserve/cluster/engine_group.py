@@ -126,7 +126,9 @@ class EngineGroup:
             cause = await self._meet(engines, self.placement)
             if not cause:
                 failures = 0
-                log.info("%d engines serve in epoch %d (%.2f s)", len(engines), self.epoch, time.monotonic() - began_s)
+                level = logging.INFO if self.epoch > 1 else logging.DEBUG  # a start ends with a line of its own
+                took_s = time.monotonic() - began_s
+                log.log(level, "%d engines serve in epoch %d (%.2f s)", len(engines), self.epoch, took_s)
                 self._tell(GroupMet(self))
             self._resolve(cause)
             if not cause:

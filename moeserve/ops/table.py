@@ -134,7 +134,7 @@ def pick_ops(
         if why_not and kernels == "native":
             raise ConfigError(f"{why_not}; choose kernels: auto")
         ops = _torch(device, dtype, why_not) if why_not or kernels == "torch" else _native(device, dtype)
-    log.info("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.chosen)
+    log.debug("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.chosen)
     return ops
 
 

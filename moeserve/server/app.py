@@ -31,6 +31,7 @@ from moeserve.version import __version__
 
 if TYPE_CHECKING:
     from moeserve.server.answer import Counts, RunningRequest
+    from moeserve.server.batches import Batches
     from moeserve.server.http import SseStream
     from moeserve.server.routes import Route
 
@@ -55,6 +56,7 @@ class Context:
     running: dict[str, list[RunningRequest]] = field(default_factory=dict)  # by id, which two requests may share
     streams: set[SseStream] = field(default_factory=set)
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (route, status) -> how many
+    batches: Batches | None = None  # and the files; None: they are off
     store: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,20 +118,20 @@ class HttpCall:
     async def read(self, kind: type[R]) -> R:
         """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413 or 415."""
         request, unknown = decode(await read_json(self.request, self.context.config.max_request_bytes), kind)
-        self._note_unknown(unknown)
+        self.note_unknown(unknown)
         return request
 
     def query(self, kind: type[R]) -> R:
         """Returns the parameters of the URL as a struct; `?x` alone means true. Raises InvalidRequest."""
         given = {name: value or "true" for name, value in self.request.query.items()}
-        self._note_unknown(unknown_fields(given, kind.__struct_fields__))
+        self.note_unknown(unknown_fields(given, kind.__struct_fields__))
         try:
             return convert(given, kind, strict=False)
         except InvalidRequest as error:
             what, shown = error.message.removesuffix(", got a string"), shorten(given.get(error.param or "", ""))
             raise InvalidRequest(f"{what}, not {shown!r}", param=error.param) from None
 
-    def _note_unknown(self, unknown: list[str]) -> None:
+    def note_unknown(self, unknown: list[str]) -> None:
         """Raises InvalidRequest under --strict; otherwise the answer carries a Warning header."""
         if unknown and self.context.config.strict:
             raise InvalidRequest(f"unknown fields: {', '.join(unknown)}", param=unknown[0], code="unknown_parameter")
@@ -200,6 +202,13 @@ class App:
             response.headers.update(call.headers())
         self._count(route, response.status, call, began)
         return response
+
+    async def answer(self, call: HttpCall) -> web.StreamResponse:
+        """Answers a request that the server makes itself. Raises what the handler raises."""
+        route, call.tail = self._match(call.request)
+        if route is None:
+            raise self._no_route(call.request)
+        return await route.handler(call)
 
     def _match(self, request: web.BaseRequest) -> tuple[Route | None, str]:
         path = request.raw_path.partition("?")[0]

@@ -132,9 +132,7 @@ async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
     """Returns the JSON object in the body. Raises a RequestError of status 400, 408, 413 or 415."""
     _check_media_type(request)
     _check_size(request.content_length or 0, max_bytes)
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # otherwise the answer's head would be taken for sent
+    await continue_body(request)
     body = bytearray()
     loop = asyncio.get_running_loop()
     try:
@@ -150,6 +148,13 @@ async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
     except web.RequestPayloadError as error:
         raise InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
     return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
+
+
+async def continue_body(request: web.BaseRequest) -> None:
+    """Lets a client that asks first send the body."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # otherwise the answer's head would be taken for sent
 
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:

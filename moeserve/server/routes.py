@@ -14,8 +14,11 @@ from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
 from moeserve.server import (
     admin,
+    batches,
     chat,
     completions,
+    file_objects,
+    files,
     messages,
     responses,
     responses_events,
@@ -46,7 +49,8 @@ _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokeni
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL, up to `suffix`.
+    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL, up to `suffix`, as its
+    argument.
 
     Of routes that fit, the first one counts.
 
@@ -107,6 +111,16 @@ ROUTES = (
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
     Route("POST", "/v1/detokenize", *_DETOKENIZE),
+    Route("POST", "/v1/files", files.upload_file, None, file_objects.FileObject),
+    Route("GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery),
+    Route("GET", "/v1/files/", files.file_content, suffix="/content"),
+    Route("GET", "/v1/files/", files.retrieve_file, None, file_objects.FileObject),
+    Route("DELETE", "/v1/files/", files.delete_file, None, files.Deleted),
+    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, file_objects.Batch),
+    Route("GET", "/v1/batches", batches.list_batches, None, file_objects.BatchList, query=batches.BatchesQuery),
+    Route("POST", "/v1/batches/", batches.cancel_batch, None, file_objects.Batch, suffix="/cancel"),
+    Route("GET", "/v1/batches/", batches.retrieve_batch, None, file_objects.Batch),
+    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, None, protocol.TokenizerInfo),
     Route("GET", "/livez", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/ping", status.livez, None, StatusResponse, probe=True),
     Route("GET", "/readyz", status.readyz, None, StatusResponse, probe=True),

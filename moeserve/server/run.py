@@ -17,17 +17,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
-from moeserve.errors import AddressInUse, ConfigError
+from moeserve.errors import AddressInUse, ConfigError, Overloaded
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
 from moeserve.server.app import App, Context
 from moeserve.server.auth import Auth
+from moeserve.server.batches import Batches
+from moeserve.server.file_store import FileStore
 from moeserve.server.http import HttpServer, watch
+from moeserve.server.inside import ask
 from moeserve.server.routes import PAGES, ROUTES
 from moeserve.version import __version__
 
@@ -84,7 +88,9 @@ def bind(config: ServerConfig) -> socket.socket:
 @asynccontextmanager
 async def listening(sock: socket.socket, context: Context) -> AsyncIterator[None]:
     """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
-    server = HttpServer(App(context, ROUTES + PAGES if context.config.ui else ROUTES))
+    app = App(context, ROUTES + PAGES if context.config.ui else ROUTES)
+    server = HttpServer(app)
+    context.batches = await _batches(app, server)
     acceptor = await asyncio.get_running_loop().create_server(server, sock=sock, backlog=BACKLOG)
     timers = [
         asyncio.create_task(server.watch_heads(), name="slow heads"),
@@ -93,12 +99,32 @@ async def listening(sock: socket.socket, context: Context) -> AsyncIterator[None
     try:
         yield
     finally:
+        if context.batches is not None:
+            await context.batches.close()
         for timer in timers:
             timer.cancel()
         acceptor.close()
         server.pre_shutdown()
         await server.shutdown(0.5)
         await asyncio.gather(*timers, return_exceptions=True)
+
+
+async def _batches(app: App, server: HttpServer) -> Batches | None:
+    """Returns the batches, those of an earlier server among them, if there is a folder for files."""
+    config = app.context.config
+    if config.files_dir is None:
+        return None
+
+    async def num_slots() -> int:
+        """Returns how many sequences can run at once, when a model is there."""
+        while True:
+            try:
+                return app.context.serving()[1].max_num_seqs
+            except Overloaded as error:
+                await asyncio.sleep(error.retry_after_s)
+
+    store = await asyncio.to_thread(FileStore, Path(config.files_dir), config.files_bytes)
+    return Batches(store, partial(ask, app, server()), num_slots)
 
 
 async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> int:
@@ -119,14 +145,17 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: a
     if ready is not None:
         context.started = True
         seconds = time.monotonic() - context.began
-        log.info("ready in %.1f s", seconds)
-        if context.config.log_format == "text":
+        if context.config.log_format == "json":
+            log.info("ready in %.1f s", seconds)
+        else:
             sys.stdout.write("\n".join(_ready_lines(context, front, ready, sock, seconds)) + "\n")
             sys.stdout.flush()
         cause = await _unless(stop, front.died())
         if cause is not None:
             raise cause
     context.draining = True
+    if context.batches is not None:
+        await context.batches.stop()  # the next start goes on with them
     log.info("stopping: %d requests may finish within %g s", len(context.running), context.config.shutdown_timeout)
     await front.drain(context.config.shutdown_timeout)
     deadline = time.monotonic() + FLUSH_S

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from aiohttp import web
 from msgspec import Struct
 
 from moeserve.errors import InvalidRequest
-from moeserve.protocol import Detokenized, Tokenized
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.protocol import Detokenized, Tokenized, TokenizerInfo
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import Message, ReasoningEffort, chat_tools
 from moeserve.server.conversation import chat_prompt
+from moeserve.text.tokenizer import Tokenizer
 
 MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
 
@@ -62,10 +64,25 @@ async def detokenize(call: HttpCall) -> web.StreamResponse:
     """Return the text of token ids."""
     request = await call.read(DetokenizeRequest)
     front, ready = call.context.serving(request.model)
-    tokenizer = front.tokenizer
-    if tokenizer is None:
-        raise InvalidRequest("this server runs without a tokenizer")
+    tokenizer = _tokenizer(front)
     if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < ready.vocab_size:
         raise InvalidRequest(f"tokens must be ids in 0..{ready.vocab_size - 1}", param="tokens")
     text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
     return call.answer(Detokenized(prompt=text))
+
+
+async def tokenizer_info(call: HttpCall) -> web.StreamResponse:
+    """Return the names of the tokenizer's special tokens, the context length and the chat template."""
+    front, ready = call.context.serving()
+    tokenizer = _tokenizer(front)
+    named = dict(tokenizer.special_tokens)
+    if ready.eos_token_ids:
+        named.setdefault("eos_token", tokenizer.token_text(ready.eos_token_ids[0]))
+    template = front.chat_template.source if front.chat_template is not None else None
+    return call.answer(TokenizerInfo(model_max_length=ready.max_model_len, chat_template=template, **named))
+
+
+def _tokenizer(front: FrontEnd) -> Tokenizer:
+    if front.tokenizer is None:
+        raise InvalidRequest("this server runs without a tokenizer")
+    return front.tokenizer

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from secrets import token_hex
 
+from msgspec.structs import replace
+
 from moeserve.errors import ConfigError
 from moeserve.sampling import GrammarSpec
 from moeserve.text.answer_format import AnswerFormat, AnswerParser, Tool
@@ -19,10 +21,14 @@ from moeserve.text.tokenizer import Tokenizer
 
 
 class DataFormat:
-    """A format that is data, with one tokenizer."""
+    """A format that is data, with one tokenizer. template: the chat template; where it never writes the format's mark
+    of reasoning, the model does not reason, and its constrained answers have none."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer, template: str = "") -> None:
         self.name, self._syntax = name, load(name)
+        think = self._syntax.reasoning
+        unthinking = think is not None and bool(template) and think.open not in template
+        self._constrained = replace(self._syntax, reasoning=None) if unthinking else self._syntax
         added = tokenizer.backend.get_added_tokens_decoder()
         ids = [tokenizer.backend.token_to_id(stop) for stop in self._syntax.stop]
         self.stop_ids = tuple(token_id for token_id in ids if token_id is not None)
@@ -52,7 +58,7 @@ class DataFormat:
 
     def _grammar(self, prompt: str) -> AnswerGrammar:
         opened = self._reasons(prompt, continued=False)
-        return AnswerGrammar(self._syntax, self._special, opened=opened)
+        return AnswerGrammar(self._constrained, self._special, opened=opened)
 
     def call_id(self, name: str, index: int) -> str:
         """Returns an id for a call."""
@@ -82,7 +88,7 @@ def find_format(template: str, tokenizer: Tokenizer, name: str | None = None) ->
         return HarmonyFormat(tokenizer)
     found = [(len(load(one).template), one) for one in names() if _shows(template, load(one).template)]
     picked = name or (max(found)[1] if found else None)
-    return DataFormat(picked, tokenizer) if picked else None
+    return DataFormat(picked, tokenizer, template) if picked else None
 
 
 def _shows(template: str, patterns: Sequence[str]) -> bool:

@@ -31,3 +31,4 @@ def test_yaml_includes_torch(capsys: pytest.CaptureFixture[str]) -> None:
     found = yaml.safe_load(capsys.readouterr().out)
     assert found["memory"]["total_bytes"] > 2**28
     assert found["torch"]["cpu_capability"]
+    assert found["torch"]["kernels"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ import pytest
 from moeserve import errors
 from moeserve.cli import main
 from moeserve.cli.config import Check
-from moeserve.cli.main import COMMANDS, build_parser
-from moeserve.cli.settings import settings
-from moeserve.cli.vllm_flags import HINTS
+from moeserve.cli.main import COMMANDS
 from moeserve.version import __version__
 
 HEAVY = ("torch", "transformers", "aiohttp", "numpy", "tokenizers", "jinja2", "yaml", "zmq", "asyncio", "argparse")
@@ -150,34 +147,3 @@ def test_a_reader_that_leaves_is_no_traceback(words: str) -> None:
     command = f"(sleep 0.3; exec {sys.executable} -m moeserve.cli.main {words}) | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
-
-
-@pytest.mark.parametrize("command", ["serve", "config show", "bench latency", "run-batch -i x -o y"])
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("--tensor-parallel-size", "use --tp"),
-        ("--data_parallel_size=2", "use --dp"),
-        ("-tp", "use --tp"),
-        ("--gpu-memory-utilization", "use --memory-utilization"),
-        ("--enable-expert-parallel", "use --ep on"),
-        ("--enable-auto-tool-choice", "tools are taken without a flag"),
-        ("--tool-call-parser", "tools are taken without a flag"),
-        ("--trust-remote-code", "never executed"),
-    ],
-)
-def test_vllms_flags_are_translated(command: str, flag: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main.main([*command.split(), flag])
-    assert end.value.code == 2
-    assert words in capsys.readouterr().err
-
-
-def test_the_translations_name_flags_and_settings_that_exist() -> None:
-    flags = set(build_parser("serve")._option_string_actions)
-    names = {f"{setting.section}.{setting.name}" for setting in settings()}
-    for flag, hint in HINTS.items():
-        assert flag not in flags
-        assert flags.issuperset(re.findall(r"--[a-z0-9-]+", hint)), hint
-        for section, name in re.findall(r"`(\w+): \{(\w+):", hint):
-            assert f"{section}.{name}" in names

@@ -141,6 +141,17 @@ def test_structured_output_beside_tools(client):
             assert isinstance(json.loads(choice.message.content)["ok"], bool)
 
 
+def test_a_model_whose_template_does_not_reason_begins_with_the_content(client):
+    for kind in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMAS["stop"]}},
+    ):
+        whole = client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, max_tokens=20, response_format=kind
+        )
+        assert whole.choices[0].message.content.startswith("{")
+
+
 def test_speculation_changes_nothing(client):
     first = ask(client, tool_choice="required", n=3)
     again = ask(client, tool_choice="required", n=3, extra_body={"speculate": False})

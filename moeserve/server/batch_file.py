@@ -1,10 +1,10 @@
-"""The two files of run-batch: OpenAI Batch lines in, result lines out. Local files only."""
+"""The two files of a batch: OpenAI Batch lines in, result lines out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -12,7 +12,8 @@ from moeserve.errors import ConfigError
 
 ID_PREFIX = "batch_req_"
 _BEGINNING = b'{"id":"' + ID_PREFIX.encode()  # of each result line, also of one that an earlier run left unfinished
-URLS = ("/v1/chat/completions", "/v1/completions")
+Url = Literal["/v1/chat/completions", "/v1/completions"]
+URLS = get_args(Url)
 Key = tuple[str, str | None]  # id and custom_id of a result line
 
 
@@ -22,7 +23,7 @@ class BatchLine(NamedTuple):
     custom_id: str | None
     number: int
     url: str = ""
-    body: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+    body: msgspec.Raw = msgspec.Raw(b"{}")
     fault: str | None = None
 
     @property
@@ -34,9 +35,9 @@ class BatchLine(NamedTuple):
         """Returns the result line of a server's answer, success or not; `body` is its JSON."""
         return self._encode({"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}, None)
 
-    def refusal(self) -> bytes:
+    def refusal(self, code: str = "invalid_request", why: str | None = None) -> bytes:
         """Returns the result line of a line that was never sent."""
-        return self._encode(None, {"code": "invalid_request", "message": f"line {self.number}: {self.fault}"})
+        return self._encode(None, {"code": code, "message": f"line {self.number}: {why or self.fault}"})
 
     def _encode(self, response: Any, error: Any) -> bytes:
         line_id, custom_id = self.key
@@ -59,27 +60,42 @@ def read_input(path: Path) -> list[BatchLine]:
     return lines
 
 
+class _Line(msgspec.Struct):
+    """A line as it should be; the fields are checked one by one, so that a fault names the line's custom_id."""
+
+    custom_id: Any = None
+    method: Any = "POST"
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Body(msgspec.Struct):
+    """The field of a body that no batch can have."""
+
+    stream: Any = None
+
+
 def _parse(text: bytes, number: int) -> BatchLine:
+    expected = '{"custom_id": "...", "method": "POST", "url": ..., "body": {...}}'
     try:
-        raw = msgspec.json.decode(text)
+        raw = msgspec.json.decode(text, type=_Line)
+    except msgspec.ValidationError:
+        return BatchLine(None, number, fault=f"expected {expected}")
     except msgspec.MsgspecError as error:
         return BatchLine(None, number, fault=f"not JSON: {error}")
-    custom_id = raw.get("custom_id") if isinstance(raw, dict) else None
-    if not isinstance(custom_id, str) or not custom_id:
-        expected = '{"custom_id": "...", "method": "POST", "url": ..., "body": {...}}'
+    if not isinstance(raw.custom_id, str) or not raw.custom_id:
         return BatchLine(None, number, fault=f"expected {expected}")
-    method, url, body = raw.get("method", "POST"), raw.get("url"), raw.get("body")
-    if method != "POST":
-        fault = f"method must be POST, got {method!r:.64}"
-    elif url not in URLS:
-        fault = f"url must be one of {', '.join(URLS)}, got {url!r:.64}"
-    elif not isinstance(body, dict):
+    if raw.method != "POST":
+        fault = f"method must be POST, got {raw.method!r:.64}"
+    elif raw.url not in URLS:
+        fault = f"url must be one of {', '.join(URLS)}, got {raw.url!r:.64}"
+    elif not bytes(raw.body).startswith(b"{"):
         fault = "body must be an object"
-    elif body.get("stream"):
+    elif msgspec.json.decode(raw.body, type=_Body).stream:
         fault = "stream is not possible in a batch"
     else:
-        return BatchLine(custom_id, number, url, body)
-    return BatchLine(custom_id, number, fault=fault)
+        return BatchLine(raw.custom_id, number, raw.url, raw.body)
+    return BatchLine(raw.custom_id, number, fault=fault)
 
 
 class _Result(msgspec.Struct):

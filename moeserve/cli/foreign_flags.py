@@ -1,0 +1,132 @@
+"""The flags of `vllm serve` and SGLang as settings of ours: `assets/foreign_flags.yaml` is the table.
+
+A flag is taken with a note that says what it became, granted with a note that says why there is nothing to set, or
+refused with the way that there is here. None is ignored silently.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import msgspec
+
+from moeserve.cli.settings import setting_named
+from moeserve.errors import ConfigError
+
+_METHODS = {"draft_model": "model", "eagle3": "eagle"}  # of --speculative-config; others have our names
+
+
+class Table(msgspec.Struct, frozen=True):
+    """The table, by spelling; its file says what each part means."""
+
+    settings: dict[str, str]
+    values: dict[str, str]
+    granted: dict[str, str]
+    refused: dict[str, str]
+
+
+class Setting(NamedTuple):
+    """The value, as text, that a foreign flag gives to one of our settings."""
+
+    flag: str
+    value: str
+
+
+class Translation(NamedTuple):
+    """A command line without foreign flags. settings: what those set, by name; notes: one line about each flag."""
+
+    words: list[str]
+    settings: dict[str, Setting]
+    notes: list[str]
+
+
+@cache
+def table() -> Table:
+    """Returns the table, read once."""
+    return msgspec.yaml.decode((files("moeserve") / "assets/foreign_flags.yaml").read_bytes(), type=Table)
+
+
+def translate(words: Sequence[str], known: Collection[str]) -> Translation:
+    """Takes foreign flags out of `words`. known: the command's own flags, which stay.
+
+    Raises ConfigError for a value that ours cannot have, and for a flag whose value is missing.
+    """
+    found = Translation([], {}, [])
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+        if not equals:
+            value = rest[0] if rest and not rest[0].startswith("-") else ""
+        name = flag.removeprefix("--").replace("-", "_")
+        own = f"{name}={{}}" if flag in known and f"{name}={value}" in table().values else None
+        template = own or (None if flag in known else table().settings.get(flag))
+        granted, takes_value = _granted(flag, value)
+        if granted:
+            found.notes.append(f"{flag}{f' {value}' * takes_value} needs no setting: {granted}")
+        elif template is None:
+            found.words.append(flag + equals + value if equals else flag if flag in known else word)
+            continue
+        else:
+            takes_value = "{}" in template
+            _set(found, flag, value if takes_value else None, template)
+        if takes_value and not equals and rest:
+            rest.pop(0)
+    return found
+
+
+def _granted(flag: str, value: str) -> tuple[str, bool]:
+    """Returns why a flag needs no setting, "" if that is not so, and whether it takes a value."""
+    for pattern, why in table().granted.items():
+        wanted, _, values = pattern.partition(" ")
+        if wanted == flag and (not values or (value and fnmatchcase(value, values))):
+            return why, bool(values)
+    return "", False
+
+
+def _set(found: Translation, flag: str, value: str | None, template: str) -> None:
+    if value == "":
+        raise ConfigError(f"{flag} needs a value")
+    ours = value
+    if value is not None and template == "speculate={}":
+        ours = _speculate(flag, value)
+    name, _, ours = template.format(ours).partition("=")
+    ours = table().values.get(f"{name}={ours}", ours)
+    if found.settings.setdefault(name, Setting(flag, ours)).value != ours:
+        raise ConfigError(f"{found.settings[name].flag} and {flag} disagree: both set {name}")
+    setting = setting_named(name)
+    setting.read(ours, f"flag {flag}")
+    meant = f"{setting.flag} {ours}" if setting.flag else f"`{setting.section}: {{{name}: {ours!r}}}` in --config"
+    meant = f"the argument {ours}" if name == "model" else meant
+    found.notes.append(f"{flag}{'' if value is None else f' {value}'} is {meant}")
+
+
+def _speculate(flag: str, text: str) -> str:
+    """Returns the JSON of --speculative-config as a value of --speculate. Raises ConfigError."""
+    try:
+        asked = msgspec.json.decode(text, type=dict[str, str | int])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{flag}: expected a JSON object: {error}; or use --speculate, e.g. ngram:4") from None
+    unknown = asked.keys() - {"method", "model", "num_speculative_tokens"}
+    if unknown:
+        raise ConfigError(f"{flag}: {', '.join(sorted(unknown))}: no counterpart; use --speculate, e.g. ngram:4")
+    method = str(asked.get("method", "draft_model"))
+    kind = "mtp" if method.endswith("mtp") else _METHODS.get(method, method)
+    path = asked.get("model") if kind in ("model", "eagle") else None
+    return ":".join(str(part) for part in (kind, path, asked.get("num_speculative_tokens")) if part is not None)
+
+
+def merge(args: argparse.Namespace, settings: Mapping[str, Setting]) -> None:
+    """Puts the settings of a translation beside the command's own. Raises ConfigError if one is given twice."""
+    args.foreign_flags = {name: setting.flag for name, setting in settings.items()}
+    for name, (flag, value) in settings.items():
+        if getattr(args, name, None) is not None:
+            raise ConfigError(f"{flag} and {setting_named(name).flag or name.upper()} both set {name}: give one")
+        setattr(args, name, value)

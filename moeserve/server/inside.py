@@ -1,0 +1,54 @@
+"""Requests that the server makes itself, such as the lines of batches: through the handlers, without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import msgspec
+from aiohttp import StreamReader, web
+from aiohttp.http import HttpVersion11, RawRequestMessage, StreamWriter
+from aiohttp.web_protocol import RequestHandler
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from moeserve.server.app import App, HttpCall, R
+from moeserve.server.auth import Caller
+from moeserve.server.errors import as_request_error, error_response
+from moeserve.server.requests import Sampling
+
+LOW_PRIORITY = 1_000_000  # smaller ones go first
+
+
+class InsideCall(HttpCall):
+    """A request of ours. It waits for all others."""
+
+    async def read(self, kind: type[R]) -> R:
+        """Returns the body as a checked struct, with low priority."""
+        request = await super().read(kind)
+        if isinstance(request, Sampling):
+            request = msgspec.structs.replace(request, priority=max(request.priority or 0, LOW_PRIORITY))
+        return request
+
+
+async def ask(app: App, connection: RequestHandler, path: str, body: bytes, owner: str) -> web.Response:
+    """Returns the answer to POST `path` for `owner`, good or bad. connection: any one, which is not used."""
+    call = InsideCall(app.context, _request(connection, path, body), uuid.uuid4().hex, Caller(owner))
+    try:
+        response = await app.answer(call)
+        assert isinstance(response, web.Response)
+        return response
+    except Exception as error:
+        return error_response(as_request_error(error, call.id), call.id)
+
+
+def _request(connection: RequestHandler, path: str, body: bytes) -> web.BaseRequest:
+    loop = asyncio.get_running_loop()
+    headers = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json", "Content-Length": str(len(body))}))
+    message = RawRequestMessage("POST", path, HttpVersion11, headers, (), False, None, False, False, URL(path))
+    payload = StreamReader(connection, limit=2**16, loop=loop)
+    payload.feed_data(body)
+    payload.feed_eof()
+    task = asyncio.current_task()
+    assert task is not None
+    return web.BaseRequest(message, payload, connection, StreamWriter(connection, loop), task, loop)
