@@ -209,6 +209,12 @@ class ServerConfig:
         flag=None,
     )
     max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
+    max_stored_responses: int = _opt(
+        0,
+        "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; 0: none",
+        flag=None,
+    )
+    max_stored_bytes: int = _opt(256 * 2**20, "memory for stored responses", flag=None)
     files_dir: str | None = _opt(
         None, "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)", flag=None
     )

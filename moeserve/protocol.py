@@ -241,7 +241,7 @@ class ErrorResponse(Struct):
 
 
 class ModelCard(Answer, kw_only=True):
-    """The model that is served."""
+    """The model that is served, for clients of OpenAI's API and of Anthropic's."""
 
     id: str
     object: str = "model"
@@ -250,6 +250,9 @@ class ModelCard(Answer, kw_only=True):
     root: str = ""
     parent: None = None
     max_model_len: int | None = None
+    type: str = "model"
+    display_name: str = ""
+    created_at: str = ""
 
 
 class ModelList(Answer, kw_only=True):

@@ -63,8 +63,7 @@ class Counts:
             details.rejected_prediction_tokens = self.num_drafts - self.num_accepted
         if self.num_reasoning:
             details.reasoning_tokens = self.num_reasoning
-        known = details if self.num_drafts or self.num_reasoning else None
-        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), known)
+        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), details)
 
 
 class _Aborted(RequestError):

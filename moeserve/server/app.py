@@ -29,6 +29,7 @@ from moeserve.server.cors import Cors
 from moeserve.server.errors import SERVER, HttpError, as_request_error, error_response, shorten, shorten_line
 from moeserve.server.http import check_headers, request_id_of
 from moeserve.server.requests import BodyRoom, convert, decode, read_json, unknown_fields
+from moeserve.server.response_store import ResponseStore
 from moeserve.server.tls import Tls
 from moeserve.version import __version__
 
@@ -66,9 +67,11 @@ class Context:
     batches: Batches | None = None  # and the files; None: they are off
     tls: Tls | None = None
     observers: list[Observer] = field(default_factory=list)  # called with every request that is over, but for probes
+    store: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
         self.cors = Cors(self.config) if self.config.allowed_origins else None
+        self.store = ResponseStore(self.config.max_stored_responses, self.config.max_stored_bytes)
 
     @property
     def state(self) -> str:
@@ -121,6 +124,11 @@ class HttpCall:
     error: str = ""  # the code of the error that it was answered with
     began: float = field(default_factory=time.monotonic)
 
+    @property
+    def is_anthropic(self) -> bool:
+        """Whether the path belongs to Anthropic's API, whose errors have another shape."""
+        return (self.request.raw_path.partition("?")[0] + "/").startswith("/v1/messages/")
+
     async def read(self, kind: type[R]) -> R:
         """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413, 415 or 503."""
         request, unknown = decode(await self._body(), kind)
@@ -153,6 +161,8 @@ class HttpCall:
             headers |= self.context.cors.headers(self.request)
         if self.caller.rates is not None:
             headers |= self.caller.rates.headers()
+        if self.is_anthropic:
+            headers["Request-Id"] = self.id
         if self.unknown:
             names = ", ".join(self.unknown).encode("ascii", "replace").decode().replace('"', "'")
             headers["Warning"] = f'299 moeserve "unknown fields ignored: {names}"'
@@ -245,7 +255,7 @@ class App:
         except Exception as error:
             shown = as_request_error(error, call.id)
             call.error = shown.code or shown.type
-            response = error_response(shown, call.id)
+            response = error_response(shown, call.id, anthropic=call.is_anthropic)
             response.headers.update(call.headers())
         self._count(route, response.status, call)
         return response

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
 from moeserve.server.errors import shorten
+from moeserve.server.items import convert_at
 from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, Sampling, convert, unknown_fields
 
 PositiveCount = Annotated[int, Meta(ge=1)]
@@ -178,11 +179,11 @@ def chat_tools(
         case "required":
             found.choice = "required"
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
-            subset = _converted(allowed, _Allowed, "tool_choice.allowed_tools")
+            subset = convert_at(allowed, _Allowed, "tool_choice.allowed_tools")
             found.choice = subset.mode
             found.shown = found.callable = _chosen(known, [tool.function.name for tool in subset.tools])
         case dict():
-            named = _converted(choice, _NamedTool, "tool_choice")
+            named = convert_at(choice, _NamedTool, "tool_choice")
             found.choice, found.callable = "named", _chosen(known, [named.function.name])
         case _:
             what = "tool_choice must be auto, none, required, or an object that names a function"
@@ -190,15 +191,6 @@ def chat_tools(
     if not known:
         raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
     return found
-
-
-def _converted(value: dict[str, Any], kind: type[msgspec.Struct], where: str) -> Any:
-    try:
-        return convert(value, kind)
-    except InvalidRequest as error:
-        param = f"{where}.{error.param}"
-        what = error.message.removeprefix(error.param or "").strip()
-        raise InvalidRequest(f"{param} {what}", param=param) from error
 
 
 def _chosen(known: dict[str, dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:

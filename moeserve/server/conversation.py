@@ -184,6 +184,13 @@ def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
     return found
 
 
+async def prompt_of(call: HttpCall, request: ChatRequest) -> list[int]:
+    """Returns the token ids of a chat's prompt. Raises RequestError."""
+    front, ready = call.context.serving(request.model)
+    tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+    return (await chat_prompt(front, ready, request, tools))[1]
+
+
 async def chat_prompt(
     front: FrontEnd, ready: Ready, request: ChatRequest | TokenizeRequest, tools: Tools
 ) -> tuple[str, list[int]]:

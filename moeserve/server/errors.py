@@ -1,4 +1,4 @@
-"""Every failure in OpenAI's JSON shape: {"error": {"message", "type", "param", "code"}}.
+"""Every failure in OpenAI's JSON shape, {"error": {"message", "type", "param", "code"}}, or in Anthropic's.
 
 A 500 reveals nothing about the inside of the server: its text is fixed, and the request id leads to the log line.
 """
@@ -23,7 +23,30 @@ SERVER = "moeserve"  # the Server header: no versions
 MAX_ECHO = 64  # characters of a user's value that may come back in a message
 MAX_MESSAGE = 600
 _TEXT = re.compile(r"(\w+(?:Error|Exception)): .*", re.DOTALL)  # of an exception
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _QUOTED = re.compile(r"'([^']{65,})'|`([^`]{65,})`")
+
+
+class AnthropicErrorBody(msgspec.Struct):
+    """An error of /v1/messages, by Anthropic's types."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, tag="error"):
+    """What `ErrorResponse` is, under /v1/messages."""
+
+    error: AnthropicErrorBody
+    request_id: str
 
 
 class HttpError(RequestError):
@@ -41,11 +64,20 @@ def shorten(value: str) -> str:
     return printable if len(printable) <= MAX_ECHO else printable[: MAX_ECHO - 3] + "..."
 
 
-def error_body(error: RequestError, request_id: str) -> bytes:
-    """Returns the error as JSON. Quoted values of the user are cut, and a 500 tells the request id only."""
-    message = _QUOTED.sub(lambda m: repr(shorten(m.group(1) or m.group(2))), error.message)[:MAX_MESSAGE]
+def error_message(error: RequestError, request_id: str) -> str:
+    """Returns what the client is told. Quoted values of the user are cut, and a 500 tells the request id only."""
     if error.http_status == 500:
-        message = f"internal server error; request id {request_id}"
+        return f"internal server error; request id {request_id}"
+    return _QUOTED.sub(lambda m: repr(shorten(m.group(1) or m.group(2))), error.message)[:MAX_MESSAGE]
+
+
+def error_body(error: RequestError, request_id: str, *, anthropic: bool = False) -> bytes:
+    """Returns the error as JSON in the shape of the API that was asked."""
+    message = error_message(error, request_id)
+    if anthropic:
+        kind = _ANTHROPIC_TYPES.get(error.http_status)
+        kind = kind or ("invalid_request_error" if error.http_status < 500 else "api_error")
+        return msgspec.json.encode(AnthropicError(AnthropicErrorBody(kind, message), request_id))
     return msgspec.json.encode(ErrorResponse(ErrorBody(message, error.type, error.param, error.code)))
 
 
@@ -68,7 +100,7 @@ def shorten_line(text: str) -> str:
     return text[:500].encode("unicode_escape").decode("ascii")
 
 
-def error_response(error: RequestError, request_id: str) -> web.Response:
+def error_response(error: RequestError, request_id: str, *, anthropic: bool = False) -> web.Response:
     """Returns the response with status, body and the headers that belong to the status."""
     headers = {"X-Request-Id": request_id, "Server": SERVER}
     if isinstance(error, Overloaded):
@@ -82,7 +114,7 @@ def error_response(error: RequestError, request_id: str) -> web.Response:
     if isinstance(error, HttpError) and error.allowed:
         headers["Allow"] = ", ".join(error.allowed)
     return web.Response(
-        body=error_body(error, request_id),
+        body=error_body(error, request_id, anthropic=anthropic),
         status=error.http_status,
         content_type="application/json",
         headers=headers,

@@ -10,10 +10,10 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -45,6 +45,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 R = TypeVar("R", bound=Struct)
+Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]  # field -> (why, values that ask for nothing, besides null)
 OpenName = Annotated[str, Meta(max_length=4096)]
 
 
@@ -57,7 +58,12 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class Sampling(StructuredFields, kw_only=True):
-    """Fields that all generating routes share. Ranges are those of `moeserve.SamplingParams`."""
+    """Fields that all generating routes share. Ranges are those of `moeserve.SamplingParams`.
+
+    refused: fields that a route refuses besides those that all refuse.
+    """
+
+    refused: ClassVar[Refusals] = {}
 
     model: str | None = None
     n: sampling.NumSequences | None = None
@@ -109,8 +115,7 @@ _PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.
 _TOOLS = "tools belong to chats: use /v1/chat/completions"
 _OLD = "OpenAI's functions of 2023 are not supported: use tools and tool_choice"
 MEDIA = "this server takes and gives text only"
-# field -> (why it is refused, values that ask for nothing and are let through besides null)
-_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+_REFUSED: Refusals = {
     "tools": (_TOOLS, ([],)),
     "tool_choice": (_TOOLS, ("none",)),
     "functions": (_OLD, ([],)),
@@ -269,11 +274,11 @@ def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "")
 
 def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
     """Returns the request, and the names of its fields that mean nothing to us. Raises InvalidRequest."""
-    refused = _REFUSED.keys() - kind.__struct_fields__ if issubclass(kind, Sampling) else set()
+    refused = _refused(kind)
     unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
-    for name in refused & raw.keys():
+    for name in refused.keys() & raw.keys():
         if name != "best_of" or raw[name] != (raw.get("n") or 1):
-            _check_harmless(name, raw[name])
+            _check_harmless(name, raw[name], *refused[name])
     request = convert(raw, kind)
     if isinstance(request, Sampling):
         unknown += request.unknown_inside(raw)
@@ -281,8 +286,13 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
     return request, unknown[:MAX_UNKNOWN]
 
 
-def _check_harmless(name: str, value: Any) -> None:
-    reason, harmless = _REFUSED[name]
+def _refused(kind: type[Struct]) -> Refusals:
+    if not issubclass(kind, Sampling):
+        return {}
+    return {name: why for name, why in _REFUSED.items() if name not in kind.__struct_fields__} | dict(kind.refused)
+
+
+def _check_harmless(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
     if value is not None and not any(value == free and type(value) is type(free) for free in harmless):
         raise InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
 

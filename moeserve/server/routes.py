@@ -11,13 +11,38 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
-from moeserve.server import admin, batches, chat, completions, file_objects, files, openapi, status, tokenize, trace, ui
+from moeserve.server import (
+    admin,
+    batches,
+    chat,
+    completions,
+    file_objects,
+    files,
+    messages,
+    openapi,
+    responses,
+    responses_events,
+    status,
+    tokenize,
+    trace,
+    ui,
+)
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest
+from moeserve.server.errors import AnthropicError
+from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
+from moeserve.server.responses_request import ResponsesRequest
 
 _CHAT = "/v1/chat/completions"
 _EXPERTS = protocol.ExpertStatus
 _CHUNK = protocol.ChatCompletionChunk
+_RESPONSES = "/v1/responses"
+_RESPONSE = responses_events.Response
+_CREATE = responses.create_response, ResponsesRequest, _RESPONSE, responses_events.ResponseEvent
+_INPUT_TOKENS = responses.count_input_tokens, ResponsesRequest, responses_events.InputTokens
+_INPUT_ITEMS = responses.list_input_items, None, responses_events.ItemList
+_MESSAGE = messages.create_message, MessagesRequest, messages.MessageAnswer, messages.MessageEvent
+_COUNT = messages.count_tokens, CountTokensRequest, messages.TokenCount
 _TOKENIZE = tokenize.tokenize, tokenize.TokenizeRequest, protocol.Tokenized
 _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokenized
 
@@ -73,6 +98,15 @@ ROUTES = (
         protocol.Completion,
         protocol.Completion,
     ),
+    Route("POST", _RESPONSES, *_CREATE),
+    Route("POST", f"{_RESPONSES}/input_tokens", *_INPUT_TOKENS),
+    Route("POST", f"{_RESPONSES}/compact", responses.compact_response, None, _RESPONSE),
+    Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, _RESPONSE, suffix="/cancel"),
+    Route("GET", f"{_RESPONSES}/", *_INPUT_ITEMS, query=responses.ItemsQuery, suffix="/input_items"),
+    Route("GET", f"{_RESPONSES}/", responses.retrieve_response, None, _RESPONSE, query=responses.RetrieveQuery),
+    Route("DELETE", f"{_RESPONSES}/", responses.delete_response, None, responses_events.DeletedResponse),
+    Route("POST", "/v1/messages", *_MESSAGE, error=AnthropicError),
+    Route("POST", "/v1/messages/count_tokens", *_COUNT, error=AnthropicError),
     Route("GET", "/v1/models", status.list_models, None, protocol.ModelList),
     Route("GET", "/v1/models/", status.retrieve_model, None, protocol.ModelCard),
     Route("DELETE", "/v1/requests/", admin.abort_request, None, protocol.Aborted),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
@@ -75,7 +76,15 @@ async def retrieve_model(call: HttpCall) -> web.StreamResponse:
 def _card(call: HttpCall, model: str | None = None) -> ModelCard:
     front, ready = call.context.serving(model)
     name = front.model_name
-    return ModelCard(id=name, created=call.context.created, root=name, max_model_len=ready.max_model_len)
+    created = call.context.created
+    return ModelCard(
+        id=name,
+        created=created,
+        root=name,
+        max_model_len=ready.max_model_len,
+        display_name=name,
+        created_at=f"{datetime.fromtimestamp(created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+    )
 
 
 async def metrics(call: HttpCall) -> web.StreamResponse:

@@ -110,6 +110,17 @@ class ScriptedEngine:
             self.rows.clear()
             self._put(rids, [-1] * len(rids), [FinishReason.ABORT] * len(rids))
 
+    @property
+    def submitted(self) -> Submit:
+        """The last request that was sent."""
+        return [told for told in self.told if isinstance(told, Submit)][-1]
+
+    @property
+    def prompt(self) -> str:
+        """The prompt of that request, as the tokenizer shows it."""
+        ids = np.frombuffer(self.submitted.tokens, np.int32)[: self.submitted.num_prompt]
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
     def ready(self) -> Ready:
         return Ready(
             pid=1,
@@ -243,6 +254,17 @@ class Live:
         datas = [frame.removeprefix("data: ") for frame in frames if not frame.startswith(":")]
         assert datas.pop() == "[DONE]"
         return [json.loads(data) for data in datas]
+
+    async def typed_events(self, path: str, body: Any) -> list[Any]:
+        """The data of each event of a stream whose events have names, which must be their types."""
+        async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            frames = (await response.read()).decode().split("\n\n")
+        assert frames.pop() == ""
+        pairs = [frame.split("\n", 1) for frame in frames if not frame.startswith(":")]
+        found = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+        assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in found]
+        return found
 
     async def raw(self, data: bytes) -> bytes:
         """Bytes in, bytes out, until the server closes."""

@@ -1,0 +1,236 @@
+"""The body of POST /v1/messages, and the chat that it means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from moeserve.errors import InvalidRequest
+from moeserve.sampling import StopStrings
+from moeserve.server.chat_request import (
+    ChatRequest,
+    FunctionName,
+    Message,
+    PositiveCount,
+    ReasoningEffort,
+)
+from moeserve.server.items import Kinds, text_at, typed_at
+from moeserve.server.requests import OpenName, Refusals, Sampling
+from moeserve.server.structured import JsonSchema, ResponseFormat
+
+MIN_BUDGET = 1024  # Anthropic's
+_EFFORTS: dict[str, ReasoningEffort] = {
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+
+
+class _Text(Struct, kw_only=True):
+    text: str
+
+
+class _Thinking(Struct, kw_only=True):
+    thinking: str
+
+
+class _ToolUse(Struct, kw_only=True):
+    id: OpenName
+    name: FunctionName
+    input: dict[str, Any]
+
+
+class _ToolResult(Struct, kw_only=True):
+    tool_use_id: OpenName
+    content: str | list[dict[str, Any]] = ""
+    is_error: bool = False
+
+
+_TEXTS: Kinds = {"text": _Text}
+_BLOCKS: dict[str, Kinds] = {
+    "system": _TEXTS,
+    "user": _TEXTS | {"tool_result": _ToolResult},
+    "assistant": _TEXTS | {"thinking": _Thinking, "tool_use": _ToolUse},
+}
+
+
+class InputMessage(Struct, kw_only=True):
+    """A turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class _ClientTool(Struct, kw_only=True):
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Struct, kw_only=True):
+    """Whether tools have to be called; name: which one, for type tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingConfig(Struct, kw_only=True):
+    """Whether the model reasons first. budget_tokens: how hard, but no limit. display: "omitted" hides the text."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=MIN_BUDGET)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Struct, kw_only=True):
+    """What the text has to be."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True):
+    """effort: a variable of the template."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+_ELSEWHERE = "this belongs to other routes; here an answer is one message"
+_HOSTED = "nothing runs beside the model here"
+
+
+class CountTokensRequest(Sampling, kw_only=True):
+    """A conversation to go on with. Beside Anthropic's fields there are the sampling parameters of the other routes."""
+
+    refused: ClassVar[Refusals] = {
+        "container": (_HOSTED, ()),
+        "mcp_servers": (_HOSTED, ([],)),
+        "context_management": ("contexts are never changed here", ()),
+        "speed": ("there is one speed", ("standard",)),
+        "response_format": ("here it is output_config.format", ()),
+        "reasoning_effort": ("here it is output_config.effort", ()),
+        "stop": ("here it is stop_sequences", ()),
+        "n": (_ELSEWHERE, (1,)),
+        "prompt_logprobs": (_ELSEWHERE, ()),
+        "return_token_ids": (_ELSEWHERE, (False,)),
+        "return_tokens_as_token_ids": (_ELSEWHERE, (False,)),
+    }
+
+    model: str
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: StopStrings | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None  # prompts are always cached
+
+    def chat(self, max_tokens: int | None = None) -> ChatRequest:
+        """Returns the request as a chat. Raises InvalidRequest."""
+        messages = [] if self.system is None else [_system(self.system)]
+        for i, message in enumerate(self.messages):
+            messages += _chat_messages(message, f"messages[{i}]")
+        output = self.output_config or OutputConfig()
+        shared = {name: getattr(self, name) for name in Sampling.__struct_fields__}
+        shared["stop"] = self.stop_sequences
+        if output.format is not None:
+            shared["response_format"] = ResponseFormat("json_schema", JsonSchema("output", output.format.schema))
+        choice = self.tool_choice or ToolChoice(type="auto")
+        return ChatRequest(
+            **shared,
+            messages=messages,
+            max_completion_tokens=max_tokens,
+            tools=[_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])],
+            tool_choice=None if self.tool_choice is None else _chat_choice(choice),
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            reasoning_effort=self._effort(output, max_tokens),
+            chat_template_kwargs=self._thinks(),
+            continue_final_message=True if self.messages[-1].role == "assistant" else None,
+        )
+
+    def _thinks(self) -> dict[str, Any] | None:
+        """Returns the variables by which templates turn thinking on or off."""
+        if self.thinking is None:
+            return None
+        return dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
+
+    def _effort(self, output: OutputConfig, max_tokens: int | None) -> ReasoningEffort | None:
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if self.thinking is not None and (self.thinking.type == "enabled") != (budget is not None):
+            what = "thinking.budget_tokens is for, and required by, thinking.type enabled"
+            raise InvalidRequest(what, param="thinking.budget_tokens")
+        if budget is not None and max_tokens is not None and budget >= max_tokens:
+            what = "thinking.budget_tokens must be below max_tokens, which counts thinking and text"
+            raise InvalidRequest(what, param="thinking.budget_tokens")
+        if output.effort is not None:
+            return _EFFORTS[output.effort]
+        if budget is None:
+            return None
+        return "low" if budget < 2 * MIN_BUDGET else "medium" if budget < 4 * MIN_BUDGET else "high"
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """A conversation to go on with, and how."""
+
+    max_tokens: PositiveCount
+
+
+def _system(system: str | list[dict[str, Any]]) -> Message:
+    return Message(role="system", content=text_at(system, _TEXTS, "system"))
+
+
+def _chat_messages(given: InputMessage, where: str) -> list[Message]:
+    """Returns a turn as messages: each tool result is one of its own, in order with the text around it."""
+    if isinstance(given.content, str):
+        return [Message(role=given.role, content=given.content)]
+    found: list[Message] = []
+    texts: list[str] = []
+    turn = Message(role=given.role)
+    for i, block in enumerate(given.content):
+        at = f"{where}.content[{i}]"
+        match typed_at(block, _BLOCKS[given.role], at):
+            case _Text(text=text):
+                texts.append(text)
+            case _Thinking(thinking=thinking):
+                turn.reasoning_content = (turn.reasoning_content or "") + thinking
+            case _ToolUse() as used:
+                called = {"name": used.name, "arguments": used.input}
+                turn.tool_calls = [*(turn.tool_calls or ()), {"id": used.id, "function": called}]
+            case _ToolResult() as result:
+                if texts:
+                    found.append(Message(role=given.role, content="\n".join(texts)))
+                    texts = []
+                text = text_at(result.content, _TEXTS, f"{at}.content")
+                text = f"Error: {text}" if result.is_error else text
+                found.append(Message(role="tool", content=text, tool_call_id=result.tool_use_id))
+    if texts or not (found or turn.tool_calls or turn.reasoning_content):
+        turn.content = "\n".join(texts)
+    if turn.content is not None or given.role == "assistant":
+        found.append(turn)
+    return found
+
+
+def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    checked: _ClientTool = typed_at(tool, {"custom": _ClientTool}, where, "custom")
+    function: dict[str, Any] = {"name": checked.name, "parameters": checked.input_schema}
+    for name in ("description", "strict"):
+        if (value := getattr(checked, name)) is not None:
+            function[name] = value
+    return {"type": "function", "function": function}
+
+
+def _chat_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidRequest(
+            "tool_choice.name is for, and required by, tool_choice.type tool", param="tool_choice.name"
+        )
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type

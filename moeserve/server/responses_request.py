@@ -1,0 +1,240 @@
+"""The body of POST /v1/responses, and the chat that it means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from moeserve.errors import InvalidRequest
+from moeserve.sampling import NumLogprobs
+from moeserve.server.chat_request import (
+    ChatRequest,
+    FunctionName,
+    Message,
+    PositiveCount,
+    ReasoningEffort,
+)
+from moeserve.server.items import Kinds, convert_at, text_at, typed_at
+from moeserve.server.requests import OpenName, Refusals, Sampling
+from moeserve.server.structured import JsonSchema, ResponseFormat
+
+MAX_ITEMS = 10_000
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class _Text(Struct, kw_only=True):
+    text: str
+
+
+class _Message(Struct, kw_only=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+
+
+class _Call(Struct, kw_only=True):
+    call_id: OpenName
+    name: FunctionName
+    arguments: str
+
+
+class _CallOutput(Struct, kw_only=True):
+    call_id: OpenName
+    output: str | list[dict[str, Any]]
+
+
+class _Reasoning(Struct, kw_only=True):
+    content: list[dict[str, Any]] | None = None
+    summary: list[dict[str, Any]] = []
+
+
+_ITEMS: Kinds = {
+    "message": _Message,
+    "function_call": _Call,
+    "function_call_output": _CallOutput,
+    "reasoning": _Reasoning,
+}
+_TEXTS: Kinds = {"input_text": _Text, "output_text": _Text, "text": _Text}
+_REASONING: Kinds = {"reasoning_text": _Text, "summary_text": _Text}
+
+
+class FunctionTool(Struct, kw_only=True):
+    """A function that the model may ask the client to call. strict: a call's arguments have to match parameters."""
+
+    name: FunctionName
+    type: Literal["function"] = "function"
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the text has to be; name, schema and strict are those of a json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct, kw_only=True, omit_defaults=True):
+    """`text` of a request. verbosity changes nothing."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(Struct, kw_only=True):
+    """`reasoning` of a request. effort is a variable of the template; there are no summaries."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+
+
+_ELSEWHERE = "this belongs to other routes; here an answer is one response"
+_HOSTED = "nothing but responses is kept here: send it with the input"
+
+
+class ResponsesRequest(Sampling, kw_only=True):
+    """What to answer. Beside OpenAI's fields there are the sampling parameters of the other routes."""
+
+    refused: ClassVar[Refusals] = {
+        "background": ("nothing runs in the background: keep the connection, or stream", (False,)),
+        "conversation": (_HOSTED, ()),
+        "prompt": (_HOSTED, ()),
+        "context_management": ("contexts are never changed here", ([],)),
+        "truncation": ("inputs are never truncated here; shorten it yourself", ("disabled",)),
+        "moderation": ("moderation is not supported", ()),
+        "messages": ("here the conversation is `input`", ()),
+        "max_tokens": ("here it is max_output_tokens", ()),
+        "response_format": ("here it is text.format", ()),
+        "reasoning_effort": ("here it is reasoning.effort", ()),
+        "n": (_ELSEWHERE, (1,)),
+        "prompt_logprobs": (_ELSEWHERE, ()),
+        "return_token_ids": (_ELSEWHERE, (False,)),
+    }
+
+    model: str
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)]
+    instructions: str | None = None
+    previous_response_id: OpenName | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    max_output_tokens: PositiveCount | None = None
+    max_tool_calls: PositiveCount | None = None  # of tools that run on the server, of which there are none
+    top_logprobs: NumLogprobs | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    store: bool | None = None
+    prompt_cache_key: OpenName | None = None
+    safety_identifier: OpenName | None = None
+
+    def items(self) -> list[dict[str, Any]]:
+        """Returns the input as a list of items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the answer lists its tokens."""
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+    def function_tools(self) -> list[FunctionTool]:
+        """Returns the tools, checked. Raises InvalidRequest naming those that run elsewhere."""
+        kinds: Kinds = {"function": FunctionTool}
+        return [typed_at(tool, kinds, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+
+    def chat(self, history: list[dict[str, Any]]) -> ChatRequest:
+        """Returns the request as a chat that goes on after the items of `history`. Raises InvalidRequest."""
+        messages = chat_messages([*history, *self.items()])
+        if self.instructions is not None:
+            if messages and messages[0].role in ("system", "developer"):  # templates want one such message
+                messages[0].content = f"{self.instructions}\n\n{messages[0].content}"
+            else:
+                messages.insert(0, Message(role="system", content=self.instructions))
+        shared = {name: getattr(self, name) for name in Sampling.__struct_fields__}
+        shared["response_format"] = _response_format(self.text)
+        return ChatRequest(
+            **shared,
+            messages=messages,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs if self.logprobs else None,
+            max_completion_tokens=self.max_output_tokens,
+            tools=[_chat_tool(tool) for tool in self.function_tools()],
+            tool_choice=_chat_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+        )
+
+
+def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
+    """Returns the items as messages: reasoning, text and calls of one turn become one. Raises InvalidRequest."""
+    messages: list[Message] = []
+    for i, given in enumerate(items):
+        where = f"input[{i}]"
+        last = messages[-1] if messages and messages[-1].role == "assistant" else None
+        match typed_at(given, _ITEMS, where, "message"):
+            case _Message(role=role, content=content):
+                text = text_at(content, _TEXTS, f"{where}.content")
+                if role == "assistant" and last is not None and last.content is None and not last.tool_calls:
+                    last.content = text
+                else:
+                    messages.append(Message(role=role, content=text))
+            case _Reasoning(content=content, summary=summary):
+                text = text_at(content or summary, _REASONING, f"{where}.content")
+                messages.append(Message(role="assistant", reasoning_content=text))
+            case _Call() as made:
+                if last is None:
+                    messages.append(last := Message(role="assistant"))
+                called = {"name": made.name, "arguments": made.arguments}
+                last.tool_calls = [*(last.tool_calls or ()), {"id": made.call_id, "function": called}]
+            case _CallOutput(call_id=call_id, output=output):
+                text = text_at(output, _TEXTS, f"{where}.output")
+                messages.append(Message(role="tool", content=text, tool_call_id=call_id))
+    return messages
+
+
+def _response_format(text: TextConfig | None) -> ResponseFormat | None:
+    given = None if text is None else text.format
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return ResponseFormat("json_object")
+    for name in ("name", "schema"):
+        if getattr(given, name) is None:
+            raise InvalidRequest(f"text.format.{name} is required", param=f"text.format.{name}")
+    assert given.name is not None
+    assert given.schema is not None
+    return ResponseFormat("json_schema", JsonSchema(given.name, given.schema))
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    given = {name: value for name in tool.__struct_fields__ if (value := getattr(tool, name)) is not None}
+    return {"type": given.pop("type"), "function": given}
+
+
+class _Named(Struct):
+    name: FunctionName
+
+
+class _Allowed(Struct):
+    mode: str
+    tools: list[dict[str, Any]]
+
+
+def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """Returns a choice in the shape of chats, whose functions are a level deeper."""
+    if not isinstance(choice, dict):
+        return choice
+    match typed_at(choice, {"function": _Named, "allowed_tools": _Allowed}, "tool_choice"):
+        case _Allowed(mode=mode, tools=tools):
+            named = [convert_at(tool, _Named, f"tool_choice.tools[{i}]").name for i, tool in enumerate(tools)]
+            functions = [{"type": "function", "function": {"name": name}} for name in named]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+        case _Named(name=name):
+            return {"type": "function", "function": {"name": name}}
+    return None
