@@ -59,7 +59,6 @@ from moeserve.sampling import GrammarSpec, SamplingParams
 from moeserve.text.answer_format import AnswerFormat, AnswerParser
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.stop import StopMatcher, bad_sequences
-from moeserve.text.structured_outputs import grammar_of
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -132,9 +131,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Admits, checks and submits a request. Raises RequestError before anything runs.
 
         marked: special tokens are in the text, between marks. parser: makes what reads each sequence's answer, which
-        is marked then.
-        grammar: what answers must match, in place of `params.structured_outputs`. grammar_param: the field that errors
-        in it are said to be in.
+        is marked then. grammar: what answers must match, in place of `params.structured_outputs`. grammar_param: the
+        field that errors in it are said to be in.
         """
         ready = self.admit(params.n)
         check_request(prompt, priority, ready)
@@ -142,7 +140,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
         if grammar is not None or params.structured_outputs is not None:
-            grammar = await self._grammar(params, grammar, grammar_param, ready)
+            grammar = await self._grammars.of(params, grammar, grammar_param, ready)
             ready = self.admit(params.n)  # again: others came meanwhile
         if params.receipt and self.notary is not None:
             await self.notary.weights(ready)
@@ -170,17 +168,6 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._drop(generation)
             raise
         return generation
-
-    async def _grammar(
-        self, params: SamplingParams, grammar: GrammarSpec | None, param: str, ready: Ready
-    ) -> GrammarSpec | None:
-        """Returns the checked grammar, which the parameters may ask for. Raises InvalidRequest."""
-        params.check(ready.vocab_size)
-        if grammar is None and params.structured_outputs is not None:
-            grammar = grammar_of(params.structured_outputs, param)
-        if grammar is not None:
-            await self._grammars.check(grammar, param, ready.vocab_size, ready.eos_token_ids)
-        return grammar
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the token ids of a text, with the tokenizer's own special tokens around it if `special`."""
@@ -327,7 +314,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             delta.prompt_logprobs = sequence.owner.take_prompt_rows()
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
-            if self.notary is not None and self.ready is not None:
+            if self.notary is not None and (sequence.sampling.receipt or self.notary.logs):
+                assert self.ready is not None
                 delta.receipt = self.notary.end(sequence, delta, self.ready)
             if not finish:
                 self._stop_computing([rid])  # a stop string ended it; the engine does not know yet

@@ -278,7 +278,7 @@ def token_sampling(
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,
-        processors=checked_processors(params.logits_processors, known_processors),
+        processors=checked_processors(asked, known_processors) if (asked := params.logits_processors) else (),
     )
     each = [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
     return [each[0], *(msgspec.structs.replace(other, prompt_logprobs=None) for other in each[1:])]

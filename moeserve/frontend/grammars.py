@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moeserve.errors import InvalidRequest
-from moeserve.sampling import GrammarSpec
+from moeserve.messages import Ready
+from moeserve.sampling import GrammarSpec, SamplingParams
 from moeserve.text.grammar_check import GrammarChecker
+from moeserve.text.structured_outputs import grammar_of
 from moeserve.text.tokenizer import Tokenizer
 
 
@@ -19,6 +21,17 @@ class GrammarAdmission:
         self._tokenizer = tokenizer
         self._checker: GrammarChecker | None = None
         self._thread = ThreadPoolExecutor(1, "grammars")  # starts with its first work
+
+    async def of(
+        self, params: SamplingParams, grammar: GrammarSpec | None, param: str, ready: Ready
+    ) -> GrammarSpec | None:
+        """Returns the checked grammar: the given one, else what the parameters ask for. Raises InvalidRequest."""
+        params.check(ready.vocab_size)
+        if grammar is None and params.structured_outputs is not None:
+            grammar = grammar_of(params.structured_outputs, param)
+        if grammar is not None:
+            await self.check(grammar, param, ready.vocab_size, ready.eos_token_ids)
+        return grammar
 
     async def check(self, spec: GrammarSpec, param: str, vocab_size: int, end_ids: Sequence[int]) -> None:
         """Raises InvalidRequest for a grammar, which a request asks for in its field `param`, that cannot be used."""

@@ -51,6 +51,7 @@ class Notary:
             from moeserve.frontend.signer import Signer  # needs a package that few have
 
             self.signer = Signer(key)
+        self.logs = request_log is not None
         if request_log is not None:
             self._log = _opened(request_log)
         if key is not None or request_log is not None:
@@ -73,8 +74,6 @@ class Notary:
 
     def end(self, sequence: Sequence, last: Delta, ready: Ready) -> Receipt | None:
         """Returns the receipt of a sequence that ends with this delta, if it asked for one; logs the sequence."""
-        if not sequence.sampling.receipt and self._log is None:
-            return None
         owner, sampling, digests = sequence.owner, sequence.sampling, sequence.digests[: len(sequence.tokens)]
         chosen = {"n": 1, "seed": None, "max_tokens": sampling.max_tokens, "receipt": False}
         receipt = Receipt(
@@ -117,7 +116,7 @@ class Notary:
     async def close(self) -> None:
         """Writes the rest of the log and ends the thread."""
         self._closing = True
-        await asyncio.to_thread(self._thread.shutdown)
+        self._thread.shutdown()  # in this thread: while the interpreter ends, no other can start
         if self._log is not None:
             self._log.close()
 

@@ -169,7 +169,7 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
 def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str) -> dict[str, Any]:
     """Returns the options of `running_request` that say how answers are read, and what they must match."""
     continues = bool(request.continue_final_message)
-    parser = partial(form.parser, tools.shown, prompt=prompt, continued=continues, eager=True)
+    parser = partial(form.parser, tools.shown, prompt=prompt, continued=continues)
     found: dict[str, Any] = {"parser": parser}
     forced, asked = tools.choice in ("required", "named"), request.constraint()
     grammar, param = None, "tools"

@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from moeserve.server import status
+from moeserve.server.access_log import AccessLog
 from moeserve.server.chat import ChatRequest
 from moeserve.server.completions import CompletionRequest
 
@@ -22,9 +23,10 @@ def lines(caplog):
     return lambda: [logging.Formatter("%(message)s").format(record) for record in caplog.records]
 
 
-async def test_whatever_is_asked(launch, lines):
+async def test_whatever_is_asked(launch, lines, tmp_path):
     forged = f"{SECRET}\nERROR forged \x1b[31m"
-    async with launch(log_requests=True, api_key=(f"key-{SECRET}",)) as live:
+    log = tmp_path / "access.jsonl"
+    async with launch(observers=[AccessLog(str(log))], api_key=(f"key-{SECRET}",)) as live:
         key = {"X_Api_Key": f"key-{SECRET}"}
         for path, kind in ((CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)):
             base = {"messages": [{"role": "user", "content": SECRET}]} if path == CHAT else {"prompt": SECRET}
@@ -39,7 +41,7 @@ async def test_whatever_is_asked(launch, lines):
             await live.get(path, **{"X-Api-Key": f"key-{SECRET}", "User-Agent": SECRET})
         await live.raw(f"GET /{SECRET} HTTP/9.9\r\n{SECRET}\r\n\r\n".encode())
         await asyncio.sleep(0)
-    found = lines()
+    found = lines() + log.read_text().splitlines()
     assert len(found) > 200
     assert not [line for line in found if SECRET in line or "\n" in line or "\x1b" in line]
 
