@@ -35,11 +35,9 @@ class DataFormat:
         self._special = special_tokens(tokenizer)
         self._reading = Reading(self._syntax, [token.content for token in added.values() if token.special])
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False, eager: bool = False
-    ) -> AnswerParser:
+    def parser(self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False) -> AnswerParser:
         """Returns the parser of one answer."""
-        return DataParser(self._reading, tools, reasons=self._reasons(prompt, continued=continued), eager=eager)
+        return DataParser(self._reading, tools, reasons=self._reasons(prompt, continued=continued))
 
     def constraint(
         self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""

@@ -44,7 +44,7 @@ ANSWERS = {
     ],
     "<|channel|>analysis to=functions.f<|message|>{}<|call|>": [("call", "f"), ("arguments", "{}")],
     "<|channel|>commentary to=functions.f<|message|><|end|><|start|>assistant to=functions.g"
-    "<|channel|>commentary<|message|>1<|call|>": [("call", "f"), ("call", "g"), ("arguments", "1")],
+    "<|channel|>commentary<|message|>1<|call|>": [("call", "f"), ("arguments", "{}"), ("content", "1")],
     "<|channel|>analysis to=browser.search<|message|>q<|call|>": [("reasoning", "q")],
     f"{ANALYSIS}a<|start|>assistant<|channel|>final<|message|>b": [("reasoning", "a"), ("content", "b")],
     f"{ANALYSIS}a<|channel|>final<|message|>b": [("reasoning", "a"), ("content", "b")],
