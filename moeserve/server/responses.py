@@ -11,12 +11,13 @@ from aiohttp import web
 from msgspec import Struct
 
 from moeserve.errors import Conflict, InvalidRequest, NotFound, RequestError
+from moeserve.frontend.generation import Delta
 from moeserve.protocol import TokenLogprob
-from moeserve.server.answer import Counts, stream_answer
+from moeserve.server.answer import Counts, encode, stream_answer
 from moeserve.server.app import HttpCall
-from moeserve.server.conversation import Conversation, Piece, conversation, prompt_of
+from moeserve.server.conversation import ChatPart, Conversation, conversation, prompt_of
 from moeserve.server.errors import error_message
-from moeserve.server.events import EventFrames, encode
+from moeserve.server.events import EventFrames
 from moeserve.server.items import fields_named
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.response_store import Stored
@@ -56,9 +57,7 @@ async def create_response(call: HttpCall) -> web.StreamResponse:
             with call.context.store.running(call.caller.owner, running):
                 if request.stream:
                     return await stream_answer(call, chat.running, running)
-                async for piece in chat.pieces():
-                    running.add(piece)
-    running.finish()
+                await running.whole()
     return call.answer(running.response)
 
 
@@ -147,13 +146,13 @@ class RunningResponse(EventFrames):
         self.response = _response(call, request, chat, key)
         self._output = ResponseOutput(self.response.output, key, self._emit)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, parts: list[ChatPart], delta: Delta) -> None:
         """Adds what is new of the answer."""
         rows: list[TokenLogprob] = []
         if self._form is not None:
-            rows = self._form.chat(piece.delta.logprobs).content or []
-        self._output.add(piece.parts, rows)
-        self._finish_reason = piece.delta.finish_reason
+            rows = self._form.chat(delta.logprobs).content or []
+        self._output.add(parts, rows)
+        self._finish_reason = delta.finish_reason
 
     def finish(self) -> None:
         """Ends the response, and stores it if it has to be."""
