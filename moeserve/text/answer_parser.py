@@ -18,8 +18,9 @@ _SEPARATOR = Stops([";", ","])
 class DataParser:
     """Splits one answer into its parts.
 
-    White space between the parts is dropped; inside content it stays. A call comes when it is complete. Text that begins like a call and is none is content; a call that the end of the text cuts off is
-    dropped, since running it would be wrong and showing its markup would be, too.
+    White space between the parts is dropped; inside content it stays. A call comes when it is complete. Text that
+    begins like a call and is none is content; a call that the end of the text cuts off is dropped, since running it
+    would be wrong and showing its markup would be, too.
     """
 
     def __init__(self, reading: Reading, tools: Sequence[Tool], *, reasons: bool) -> None:

@@ -20,8 +20,9 @@ from moeserve.text.answer_grammar import arguments_schema, is_free, json_rule, t
 from moeserve.text.grammar_source import lark_of, special_tokens
 from moeserve.text.json_schema import GrammarFault
 from moeserve.text.structural_tag import literal
-from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY, Tokenizer
+from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _ENDS = HARMONY[-3:]
 _MAX_NAME = 63  # characters of a control token
 _CONTROL = re.compile(f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}){CONTROL_END}")
@@ -114,13 +115,13 @@ _TOKEN = re.compile(r"<\|\w+\|>")
 
 
 class HarmonyFormat:
-    """Harmony as an `AnswerFormat`. An answer has one call at most, since a call ends it."""
+    """Harmony as an `AnswerFormat`, with a tokenizer that has its tokens. A call ends an answer."""
 
     name = "harmony"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.stop_ids = tuple(tokenizer.harmony_stops or ())
         self._special = special_tokens(tokenizer)
+        self.stop_ids = tuple(self._special[name] for name in HARMONY[-2:])
 
     def parser(self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False) -> HarmonyParser:
         """Returns the parser of one answer."""

@@ -17,8 +17,8 @@ from moeserve.errors import ConfigError
 from moeserve.text.answer_data import DataFormat, find_format
 from moeserve.text.answer_format import Part
 from moeserve.text.answer_syntax import load, names
-from moeserve.text.harmony import HarmonyFormat
-from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY, Tokenizer
+from moeserve.text.harmony import HARMONY, HarmonyFormat
+from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 
 TOOLS = [
     {
