@@ -38,7 +38,7 @@ class ThinkingBlock(Struct, tag="thinking", kw_only=True):
 
 
 class ToolUseBlock(Struct, tag="tool_use", kw_only=True):
-    """A call that the client is asked to make. input: {} where the answer ended before its JSON did."""
+    """A call that the client is asked to make. input: {} in the stream's first event about it."""
 
     id: str
     name: str
