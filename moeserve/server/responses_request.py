@@ -194,11 +194,9 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
         return None
     if given.type == "json_object":
         return ResponseFormat("json_object")
-    for name in ("name", "schema"):
-        if getattr(given, name) is None:
-            raise InvalidRequest(f"text.format.{name} is required", param=f"text.format.{name}")
-    assert given.name is not None
-    assert given.schema is not None
+    if given.name is None or given.schema is None:
+        missing = "text.format.name" if given.name is None else "text.format.schema"
+        raise InvalidRequest(f"{missing} is required", param=missing)
     return ResponseFormat("json_schema", JsonSchema(given.name, given.schema))
 
 
