@@ -253,7 +253,7 @@ def _tagged_value(
                     return "", found
         else:
             space = yield from text.space()
-            after = reading.in_tags if stop == reading.value_close else reading.after_call
+            after = reading.in_tags if stop == reading.value_close else reading.in_section
             if (yield from text.next_of(after, take=False)) or not (yield from text.peek()):
                 return "" if stop == reading.value_close else stop, None
             stop += space
