@@ -21,7 +21,7 @@ LOW_PRIORITY = 1_000_000  # smaller ones go first
 
 
 class InsideCall(HttpCall):
-    """A request of ours. It waits for all others."""
+    """A request of ours. It waits for all others, and so has no deadline of its own."""
 
     async def read(self, kind: type[R]) -> R:
         """Returns the body as a checked struct, with low priority."""
@@ -29,6 +29,9 @@ class InsideCall(HttpCall):
         if isinstance(request, Sampling):
             request = msgspec.structs.replace(request, priority=max(request.priority or 0, LOW_PRIORITY))
         return request
+
+    def time_left_s(self) -> None:
+        """Returns None: whoever asks has a limit for all its requests."""
 
 
 async def ask(app: App, connection: RequestHandler, path: str, body: bytes, owner: str) -> web.Response:
