@@ -149,10 +149,11 @@ async def running_request(
     `FrontEnd.generate` raises for the first refused prompt.
     """
     left_s = call.time_left_s()
-    front.admit(len(prompts) * params.n, within_s=left_s)
+    priority = call.priority(request.priority)
+    front.admit(len(prompts) * params.n, left_s, priority)
     call.charge(sum(map(len, prompts)))
     generations: list[Generation] = []
-    options: dict[str, Any] = {"priority": call.priority(request.priority), "salt": call.salt(request.cache_salt)}
+    options: dict[str, Any] = {"priority": priority, "salt": call.salt(request.cache_salt)}
     if (constraint := request.constraint()) is not None:
         options["grammar_param"] = constraint[1]
     options |= how

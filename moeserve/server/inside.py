@@ -18,10 +18,17 @@ from moeserve.server.errors import as_request_error, error_response
 LOW_PRIORITY = 1_000_000  # behind all others: smaller ones go first
 
 
+class InsideCall(HttpCall):
+    """A request of ours, which has no deadline of its own: whoever asks has a limit for all its requests."""
+
+    def time_left_s(self) -> None:
+        """Returns None."""
+
+
 async def ask(app: App, connection: RequestHandler, path: str, body: bytes, owner: str) -> web.Response:
     """Returns the answer to POST `path` for `owner`, good or bad. connection: any one, which is not used."""
     caller = Caller(owner, priority=LOW_PRIORITY)
-    call = HttpCall(app.context, _request(connection, path, body), uuid.uuid4().hex, caller)
+    call = InsideCall(app.context, _request(connection, path, body), uuid.uuid4().hex, caller)
     try:
         response = await app.answer(call)
         assert isinstance(response, web.Response)

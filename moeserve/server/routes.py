@@ -139,6 +139,8 @@ ROUTES = (
     Route("GET", "/openapi.json", _openapi),
     Route("GET", "/docs", _docs, probe=True, media="text/html"),
 )
-METRICS_ROUTES = tuple(replace(route, probe=True) for route in ROUTES if route.probe or route.path == "/metrics")
+METRICS_ROUTES = tuple(
+    replace(route, probe=True) for route in ROUTES if route.gives is StatusResponse or route.path == "/metrics"
+)
 # for people, so /openapi.json leaves them out
 PAGES = (Route("GET", "/", ui.page, probe=True), Route("GET", "/ui/", ui.asset, probe=True))
