@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 # With a terminal pip shows its progress; without one it prints errors only, which keeps CI logs short.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $$([ -t 2 ] || echo -q)
 ARGS ?=
+# The demo guesses ahead by its own head.
+SERVE = $(or $(ARGS),--speculate mtp:3)
 WORKERS ?= 2
 FULL ?=
 BUILT_FROM := pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.*)
@@ -18,8 +20,8 @@ BUILT_FROM := pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.*)
 # At a terminal the server gets a process group of its own, so that Ctrl-C reaches it and not make: it drains, exits 0.
 serve: $(VENV)/.serve
 	@if [ -t 0 ] && command -v bash > /dev/null; \
-	  then exec bash -mc '$(BIN)/moeserve serve $(ARGS); exit $$?'; \
-	  else exec $(BIN)/moeserve serve $(ARGS); fi
+	  then exec bash -mc '$(BIN)/moeserve serve $(SERVE); exit $$?'; \
+	  else exec $(BIN)/moeserve serve $(SERVE); fi
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full "$(FULL)" $(ARGS)
