@@ -18,7 +18,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta
 from moeserve.messages import Ready
-from moeserve.sampling import SamplingParams, StructuredOutputsParams
+from moeserve.sampling import SamplingParams
 from moeserve.server.answer import Counts, RunningRequest, encode, running_request
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest, Tools, chat_messages, chat_params, chat_tools
@@ -102,8 +102,6 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
         if not params.ignore_eos:
             params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
         options = await asyncio.to_thread(_reading, form, request, tools, text)
-        if request.receipt and (grammar := options.pop("grammar", None)) is not None:
-            params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar.text))  # it is told
     elif tools.shown:
         what = "tools: it is not known how this model writes calls; start the server with --tool-format"
         raise InvalidRequest(what, param="tools", code="unsupported_parameter")

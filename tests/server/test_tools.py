@@ -149,6 +149,7 @@ async def test_what_is_enforced():
         assert await grammars(live) == [None]
         assert await grammars(live, tool_choice="none", n=2) == [None, None]
         (any_tool,) = await grammars(live, tool_choice="required")
+        assert await grammars(live, tool_choice="required", receipt=True) == [any_tool]
         (only_clock,) = await grammars(live, tool_choice=named)
         assert await grammars(live, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == [only_clock]
         (single,) = await grammars(live, tool_choice="required", parallel_tool_calls=False)
