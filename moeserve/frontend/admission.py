@@ -36,10 +36,13 @@ class Admission:
         self._seconds_per_end = 0.0  # moving average; 0: not measured yet
         self._last_end_s = 0.0
 
-    def check(self, num_live: int, num_more: int, ready: Ready, within_s: float | None = None) -> None:
+    def check(
+        self, num_live: int, num_more: int, ready: Ready, within_s: float | None = None, num_behind: int = 0
+    ) -> None:
         """Raises Overloaded unless num_more sequences may come now, InvalidRequest if they never may.
 
-        within_s: the time that the request has; DeadlineExceeded if that is over.
+        within_s: the time that the request has; DeadlineExceeded if that is over. num_behind: of the live ones, those
+        that have to let this request pass, and so are no reason to wait.
         """
         if within_s is not None and within_s <= 0:
             raise DeadlineExceeded("the request's time was over before it could start")
@@ -53,9 +56,10 @@ class Admission:
                 f"{num_live} sequences run or wait; no more are taken now",
                 retry_after_s=min(max(1.0, excess * self._seconds_per_end), MAX_RETRY_AFTER_S),
             )
-        full = num_live + num_more > self._places(ready)
+        num_before = num_live - num_behind
+        full = num_before + num_more > self._places(ready)
         limits = [limit for limit in (self._max_wait_s if full else 0, within_s) if limit]
-        if limits and num_live and (wait_s := self.wait_s(num_live + num_more, ready)) > min(limits):
+        if limits and num_before and (wait_s := self.wait_s(num_before + num_more, ready)) > min(limits):
             raise Overloaded(
                 f"a new request would wait {wait_s:.1f} s for its turn, and may wait {min(limits):g} s",
                 retry_after_s=min(wait_s - min(limits), MAX_RETRY_AFTER_S),

@@ -134,17 +134,17 @@ class FrontEnd(Actor[FromEngine], ServingState):
         is marked then. grammar: what answers must match, in place of `params.structured_outputs`. grammar_param: the
         field that errors in it are said to be in.
         """
-        ready = self.admit(params.n)
+        ready = self.admit(params.n, priority=priority)
         check_request(prompt, priority, ready)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
         if grammar is not None or params.structured_outputs is not None:
             grammar = await self._grammars.of(params, grammar, grammar_param, ready)
-            ready = self.admit(params.n)  # again: others came meanwhile
+            ready = self.admit(params.n, priority=priority)  # again: others came meanwhile
         if params.receipt and self.notary is not None:
             await self.notary.weights(ready)
-            ready = self.admit(params.n)
+            ready = self.admit(params.n, priority=priority)
         samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
         marked = marked or parser is not None
         generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt, marked)
@@ -185,7 +185,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
         return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
-    def admit(self, num_sequences: int, within_s: float | None = None) -> Ready:
+    def admit(self, num_sequences: int, within_s: float | None = None, priority: int = 0) -> Ready:
         """Raises Overloaded unless so many more sequences may come now and would have their turn `within_s` seconds,
         InvalidRequest if they never may.
 
@@ -194,7 +194,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if self.ready is None or self.state != "ready":
             raise self.refusal()
         try:
-            self._admission.check(len(self._sequences), num_sequences, self.ready, within_s)
+            behind = sum(sequence.owner.priority > priority for sequence in self._sequences.values())
+            self._admission.check(len(self._sequences), num_sequences, self.ready, within_s, behind)
         except Overloaded:
             self.stats.rejected += 1
             raise
@@ -423,6 +424,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._admission.ended(now, len(self._sequences), self.ready)
         if not self._sequences:
             self._idle.set()
+            self.stats.idle()
 
     @property
     def healthy(self) -> bool:

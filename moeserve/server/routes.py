@@ -104,7 +104,7 @@ ROUTES = (
     Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, _RESPONSE, suffix="/cancel"),
     Route("GET", f"{_RESPONSES}/", *_INPUT_ITEMS, query=responses.ItemsQuery, suffix="/input_items"),
     Route("GET", f"{_RESPONSES}/", responses.retrieve_response, None, _RESPONSE, query=responses.RetrieveQuery),
-    Route("DELETE", f"{_RESPONSES}/", responses.delete_response, None, responses_events.DeletedResponse),
+    Route("DELETE", f"{_RESPONSES}/", responses.delete_response, None, file_objects.Deleted),
     Route("POST", "/v1/messages", *_MESSAGE, error=AnthropicError),
     Route("POST", "/v1/messages/count_tokens", *_COUNT, error=AnthropicError),
     Route("GET", "/v1/models", status.list_models, None, protocol.ModelList),
@@ -123,7 +123,7 @@ ROUTES = (
     Route("GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery),
     Route("GET", "/v1/files/", files.file_content, suffix="/content", media="application/octet-stream"),
     Route("GET", "/v1/files/", files.retrieve_file, None, file_objects.FileObject),
-    Route("DELETE", "/v1/files/", files.delete_file, None, files.Deleted),
+    Route("DELETE", "/v1/files/", files.delete_file, None, file_objects.Deleted),
     Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, file_objects.Batch),
     Route("GET", "/v1/batches", batches.list_batches, None, file_objects.BatchList, query=batches.BatchesQuery),
     Route("POST", "/v1/batches/", batches.cancel_batch, None, file_objects.Batch, suffix="/cancel"),
@@ -139,6 +139,8 @@ ROUTES = (
     Route("GET", "/openapi.json", _openapi),
     Route("GET", "/docs", _docs, probe=True, media="text/html"),
 )
-METRICS_ROUTES = tuple(replace(route, probe=True) for route in ROUTES if route.probe or route.path == "/metrics")
+METRICS_ROUTES = tuple(
+    replace(route, probe=True) for route in ROUTES if route.gives is StatusResponse or route.path == "/metrics"
+)
 # for people, so /openapi.json leaves them out
 PAGES = (Route("GET", "/", ui.page, probe=True), Route("GET", "/ui/", ui.asset, probe=True))

@@ -53,6 +53,13 @@ def test_what_would_wait_too_long_is_refused_with_the_time_until_it_would_not() 
     admission(max_wait_s=0).check(90, 1, READY)
 
 
+def test_sequences_that_let_it_pass_are_no_reason_to_wait() -> None:
+    found = admission()
+    with pytest.raises(Overloaded):
+        found.check(12, 1, READY)
+    found.check(12, 1, READY, num_behind=9)
+
+
 def test_an_idle_server_takes_whatever_fits() -> None:
     found = admission(max_wait_s=0.01)
     found.unread_tokens = 0

@@ -54,6 +54,17 @@ async def until(reached: Callable[[], Any]) -> None:
             await asyncio.sleep(0)
 
 
+async def test_the_time_of_one_request_does_not_end_lines_that_wait_for_all_others(keeping):
+    async with keeping(request_timeout=0.05) as live, client_of(live) as client:
+        live.engine.gate.clear()
+        batch = await start(client, line("a"))
+        await until(lambda: live.front.stats.num_active)
+        await asyncio.sleep(0.1)
+        live.engine.gate.set()
+        batch = await reached(client, batch.id, "completed")
+        assert batch.request_counts.completed == 1
+
+
 def record(live: Any, id: str) -> Batch:
     (owner,) = live.context.batches.store.owners()
     found: Batch = live.context.batches.store.find(owner, id, Batch)
