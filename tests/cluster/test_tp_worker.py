@@ -126,30 +126,32 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
     assert not psutil.pid_exists(pid)
 
 
+async def served(runner: Any, limits: Limits, disturb: Callable[[int], Awaitable[None]]) -> tuple[dict, int]:
+    """Runs requests to their ends; returns their tokens with digests, and how many drafts were right."""
+    scheduler, answers = Scheduler(replace(limits, auto_drafts=False), runner.runner.groups), {}
+    for rid in range(4):
+        sampling = TokenSampling(seed=rid, max_tokens=40, temperature=0.7 * (rid % 2), receipt=True)
+        tokens = np.arange(5, 40 + rid, dtype="<i4").tobytes()
+        scheduler.submit(Submit(rid=rid, tokens=tokens, num_prompt=35 + rid, sampling=sampling))
+    right = number = 0
+    while (plan := scheduler.plan()) is not None:
+        while True:
+            try:
+                result = await runner.start(plan).result()
+                break
+            except PeerLost:
+                await disturb(0)
+        await disturb(number := number + 1)
+        output = scheduler.update_from_output(plan, result)
+        assert output.record is not None
+        right += sum(output.record.num_accepted)
+        for rid, token in zip(array("q", output.rids), array("i", output.tokens), strict=True):
+            answers.setdefault(rid, []).append((token, output.digests[rid].pop(0)))
+    return answers, right
+
+
 async def test_drafting_that_is_cut_off_changes_no_token(short_dir: Path) -> None:
     """The group is left, or lost, while both ranks guess behind a step whose result was passed on."""
-
-    async def served(runner: Any, limits: Limits, disturb: Callable[[int], Awaitable[None]]) -> tuple[dict, int]:
-        scheduler, answers = Scheduler(replace(limits, auto_drafts=False), runner.runner.groups), {}
-        for rid in range(4):
-            sampling = TokenSampling(seed=rid, max_tokens=40, temperature=0.7 * (rid % 2), receipt=True)
-            tokens = np.arange(5, 40 + rid, dtype="<i4").tobytes()
-            scheduler.submit(Submit(rid=rid, tokens=tokens, num_prompt=35 + rid, sampling=sampling))
-        right = number = 0
-        while (plan := scheduler.plan()) is not None:
-            while True:
-                try:
-                    result = await runner.start(plan).result()
-                    break
-                except PeerLost:
-                    await disturb(0)
-            await disturb(number := number + 1)
-            output = scheduler.update_from_output(plan, result)
-            assert output.record is not None
-            right += sum(output.record.num_accepted)
-            for rid, token in zip(array("q", output.rids), array("i", output.tokens), strict=True):
-                answers.setdefault(rid, []).append((token, output.digests[rid].pop(0)))
-        return answers, right
 
     async def nothing(number: int) -> None:
         pass
