@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from moeserve.sampling import SamplingParams
+from moeserve.sampling import GrammarSpec, SamplingParams
 
 LINK_TOKENS = 64
 MARK = 8  # digits of a digest: enough to say at which token logits begin to differ; the links prove that they do not
@@ -30,8 +30,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence of a request. A line of the log of requests is one, too, without links if none were asked for.
 
     numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in JavaScript. sampling: as
-    the server resolved it, for this one sequence. marked: see `FrontEnd.generate`. marks: the first MARK
-    digits of each token's digest. public_key, signature: Ed25519, hexadecimal.
+    the server resolved it, for this one sequence. grammar: what the answer had to match, in place of structured_outputs
+    there. marked: see `FrontEnd.generate`. marks: the first MARK digits of each token's digest. public_key, signature:
+    Ed25519, hexadecimal.
     """
 
     version: int = VERSION
@@ -44,6 +45,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     seed: str
     sampling: SamplingParams
+    grammar: GrammarSpec | None = None
     marked: bool = False
     token_ids: list[int]
     finish_reason: str

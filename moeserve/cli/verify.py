@@ -165,7 +165,8 @@ async def compute_again(front: FrontEnd, receipt: Receipt) -> Computed:
         params, n=1, seed=int(receipt.seed), max_tokens=len(wanted), min_tokens=least, receipt=True
     )
     found: list[int] = []
-    async with await front.generate(receipt.prompt_token_ids, params, marked=receipt.marked) as generation:
+    prompt, grammar = receipt.prompt_token_ids, receipt.grammar
+    async with await front.generate(prompt, params, marked=receipt.marked, grammar=grammar) as generation:
         async for delta in generation:
             found += delta.token_ids
             if found != wanted[: len(found)]:

@@ -315,11 +315,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
             delta.prompt_logprobs = sequence.owner.take_prompt_rows()
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
-            if self.notary is not None and (sequence.sampling.receipt or self.notary.logs):
-                assert self.ready is not None
-                delta.receipt = self.notary.end(sequence, delta, self.ready)
             if not finish:
                 self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
+            noted = self.notary is not None and (sequence.sampling.receipt or self.notary.logs)
+            if noted and delta.finish_reason != "abort":  # nobody could compute where that ended it
+                assert self.notary is not None
+                assert self.ready is not None
+                delta.receipt = self.notary.end(sequence, delta, self.ready)
         sequence.owner.push(delta)
 
     def _note_starts(self, rids: list[int], began_s: float) -> None:

@@ -50,6 +50,17 @@ class Delta(msgspec.Struct, gc=False):
     num_reasoning: int = 0
     receipt: Receipt | None = None  # in the sequence's last delta, if asked for
 
+    def add(self, later: Delta) -> None:
+        """Appends the next delta of the same sequence, but for its text."""
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.parts += later.parts
+        self.num_reasoning += later.num_reasoning
+        self.num_drafts += later.num_drafts
+        self.num_accepted += later.num_accepted
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.finish_reason, self.stop_reason, self.receipt = later.finish_reason, later.stop_reason, later.receipt
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -153,15 +164,7 @@ class Generation:
             self._pending[delta.index] = delta
         else:
             held.text += delta.text
-            held.token_ids += delta.token_ids
-            held.logprobs += delta.logprobs
-            held.parts += delta.parts
-            held.num_reasoning += delta.num_reasoning
-            held.num_drafts += delta.num_drafts
-            held.num_accepted += delta.num_accepted
-            held.finish_reason = delta.finish_reason
-            held.stop_reason = delta.stop_reason
-            held.receipt = delta.receipt
+            held.add(delta)
         self._wake()
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:

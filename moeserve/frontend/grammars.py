@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moeserve.errors import InvalidRequest
@@ -25,22 +24,24 @@ class GrammarAdmission:
     async def of(
         self, params: SamplingParams, grammar: GrammarSpec | None, param: str, ready: Ready
     ) -> GrammarSpec | None:
-        """Returns the checked grammar: the given one, else what the parameters ask for. Raises InvalidRequest."""
+        """Returns the checked grammar: the given one, else what the parameters ask for. Raises InvalidRequest, naming
+        `param`, the field that asks for it."""
         params.check(ready.vocab_size)
         if grammar is None and params.structured_outputs is not None:
             grammar = grammar_of(params.structured_outputs, param)
         if grammar is not None:
-            await self.check(grammar, param, ready.vocab_size, ready.eos_token_ids)
+            await self._check(grammar, param, ready)
         return grammar
 
-    async def check(self, spec: GrammarSpec, param: str, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest for a grammar, which a request asks for in its field `param`, that cannot be used."""
+    async def _check(self, spec: GrammarSpec, param: str, ready: Ready) -> None:
         if self._tokenizer is None:
             raise InvalidRequest("structured output needs a tokenizer; this server runs without one", param=param)
-        if not end_ids:
+        if not ready.eos_token_ids:
             what = "this model names no token that ends an answer (eos_token_id), so no text can be complete"
             raise InvalidRequest(f"{param}: {what}", param=param, code="unsupported_parameter")
-        checker = self._checker = self._checker or GrammarChecker(self._tokenizer, vocab_size, end_ids)
+        if self._checker is None:
+            self._checker = GrammarChecker(self._tokenizer, ready.vocab_size, ready.eos_token_ids)
+        checker = self._checker
         if not checker.recall(spec, param):
             await asyncio.get_running_loop().run_in_executor(self._thread, checker.check, spec, param)
 

@@ -65,17 +65,24 @@ class Notary:
         if not ready.numerics:
             raise InvalidRequest(_VARIES, param="receipt", code="no_receipts")
         try:
-            digest, fingerprint = await asyncio.shield(asyncio.wrap_future(self._weights))
+            await asyncio.shield(asyncio.wrap_future(self._weights))
         except CheckpointError as error:
             raise RequestFailed(f"no receipts: the weights cannot be read: {error}") from error
+        return self._checked_weights(ready)
+
+    def _checked_weights(self, ready: Ready) -> str:
+        digest, fingerprint = self._weights.result()
         if fingerprint != ready.checkpoint:
             raise RequestFailed("no receipts: the model's files are not those that were loaded; restart the server")
         return digest
 
     def end(self, sequence: Sequence, last: Delta, ready: Ready) -> Receipt | None:
-        """Returns the receipt of a sequence that ends with this delta, if it asked for one; logs the sequence."""
+        """Returns the receipt of a sequence that ends with this delta, if it asked for one; logs the sequence.
+
+        Raises RequestFailed if an engine has loaded other weights since the request came.
+        """
         owner, sampling, digests = sequence.owner, sequence.sampling, sequence.digests[: len(sequence.tokens)]
-        chosen = {"n": 1, "seed": None, "max_tokens": sampling.max_tokens, "receipt": False}
+        chosen = {"n": 1, "seed": None, "max_tokens": sampling.max_tokens, "receipt": False, "structured_outputs": None}
         receipt = Receipt(
             id=owner.request_id,
             index=sequence.index,
@@ -86,6 +93,7 @@ class Notary:
             prompt_token_ids=owner.prompt_token_ids,
             seed=str(sampling.seed),
             sampling=replace(owner.params, logprobs=None, prompt_logprobs=None, **chosen),
+            grammar=sampling.grammar,
             marked=owner.marked,
             token_ids=sequence.tokens,
             finish_reason=last.finish_reason or "",
@@ -93,16 +101,17 @@ class Notary:
         )
         if sampling.receipt and self.signer is not None:
             assert len(digests) == len(sequence.tokens), "a token without its digest"
-            receipt = replace(receipt, weights=self._weights.result()[0])
+            receipt = replace(receipt, weights=self._checked_weights(ready))
             receipt = self.signer.signed(with_chain(receipt, digests))
         if self._log is not None:
-            self._thread.submit(self._write, self._log, receipt)
+            self._thread.submit(self._write, self._log, receipt, ready.checkpoint)
         return receipt if receipt.signature else None
 
-    def _write(self, file: BinaryIO, receipt: Receipt) -> None:
-        """Appends a line to the log. In the thread, when the weights have been read."""
+    def _write(self, file: BinaryIO, receipt: Receipt, loaded: str) -> None:
+        """Appends a line to the log. In the thread, when the weights have been read. loaded: their fingerprint."""
         if not receipt.weights and self._weights.exception() is None:
-            receipt = replace(receipt, weights=self._weights.result()[0])
+            digest, fingerprint = self._weights.result()
+            receipt = replace(receipt, weights=digest if fingerprint == loaded else "")
         try:
             file.write(msgspec.json.encode(receipt) + b"\n")
             file.flush()

@@ -232,6 +232,8 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
 
 def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
     """torch's kernels with the least padding of rows whose products pass the probe."""
+    if obstacle:
+        log.info("torch computes: %s", obstacle)  # slower
     how, threads = f"torch ({obstacle})" if obstacle else "torch", torch.get_num_threads()
     pads = (pad for pad in (1, 8, 16, 32) if probe_linear(partial(PlainLinear, pad=pad), dtype))
     if not (exact := bool(pad := next(pads, 0)) and probe_attention(dtype)):

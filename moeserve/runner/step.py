@@ -249,10 +249,11 @@ class StepExecutor:
     @torch.inference_mode()
     def propose(self) -> None:
         """Lets the proposer read the step that was launched last, and guess what follows. Raises PeerLost."""
-        if self.proposer is None or self._verified is None:
+        verified, self._verified = self._verified, None  # an idle runner must not keep a step's tensors alive
+        if self.proposer is None or verified is None:
             return
         begin = self._mark()
-        self.proposer.launch(self._verified)
+        self.proposer.launch(verified)
         self._last_end = self._mark()
         self._drafting = begin, self._last_end
 

@@ -187,13 +187,7 @@ async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[
     async for prompt, delta in running.deltas():
         counts.add(delta)
         texts.setdefault((prompt, delta.index), []).append(delta.text)
-        into = found[prompt][delta.index]
-        into.token_ids += delta.token_ids
-        into.logprobs += delta.logprobs
-        into.parts += delta.parts
-        into.num_reasoning += delta.num_reasoning
-        into.prompt_logprobs = into.prompt_logprobs or delta.prompt_logprobs
-        into.finish_reason, into.stop_reason, into.receipt = delta.finish_reason, delta.stop_reason, delta.receipt
+        found[prompt][delta.index].add(delta)
     for (prompt, index), pieces in texts.items():
         found[prompt][index].text = "".join(pieces)
     return found

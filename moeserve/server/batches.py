@@ -20,8 +20,8 @@ from msgspec import Meta, Struct
 from moeserve.errors import Conflict, InvalidRequest
 from moeserve.server.app import HttpCall
 from moeserve.server.batch_file import BatchLine, Url, open_output, read_done, read_input
-from moeserve.server.file_objects import Batch, BatchError, BatchErrors, BatchList, BatchState, FileObject
-from moeserve.server.file_store import FileStore, page
+from moeserve.server.file_objects import Batch, BatchError, BatchErrors, BatchList, BatchState, FileObject, page
+from moeserve.server.file_store import FileStore
 from moeserve.server.files import store_of
 
 log = logging.getLogger(__name__)

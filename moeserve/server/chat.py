@@ -8,7 +8,7 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.frontend.generation import Delta
-from moeserve.server.answer import MARK, Chunks, encode, stream_answer
+from moeserve.server.answer import MARK, Chunks, collect, encode, stream_answer
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest, chat_params, chat_tools
 from moeserve.server.conversation import ChatPart, Conversation, chat_prompt, conversation
@@ -26,19 +26,16 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
         if request.stream:
             chunk = protocol.ChatCompletionChunk(**call.head("chatcmpl", "chat.completion.chunk", front, ready))
             return await stream_answer(call, chat.running, ChatChunks(chat, chunk, request, form))
-        choices = await chat.whole()
+        (sequences,) = await collect(chat.running, params.n, chat.counts)
     answer = protocol.ChatCompletion(
         **call.head("chatcmpl", "chat.completion", front, ready), usage=chat.counts.usage()
     )
-    for whole in choices:
-        delta = whole.delta
-        message = protocol.ChatMessage(content=whole.content if chat.parsed else delta.text)
-        if request.include_reasoning is not False:
-            message.reasoning = whole.reasoning
-        if whole.calls:
-            message.tool_calls = [_tool_call(called.id, called.name, called.arguments) for called in whole.calls]
+    for delta in sequences:
+        message = _message(chat, delta)
+        if request.include_reasoning is False:
+            message.reasoning = None
         choice = protocol.ChatChoice(
-            index=whole.index,
+            index=delta.index,
             message=message,
             logprobs=None if form is None else form.chat(delta.logprobs),
             finish_reason=_finish_reason(chat, delta),
@@ -49,13 +46,29 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
         answer.choices.append(choice)
     if request.return_token_ids:
         answer.prompt_token_ids = chat.prompt
-    if (rows := choices[0].delta.prompt_logprobs) is not None:
+    if (rows := sequences[0].prompt_logprobs) is not None:
         answer.prompt_logprobs = LogprobFormat(front.tokenizer).prompt(rows)
     return call.answer(answer)
 
 
-def _tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def _message(chat: Conversation, delta: Delta) -> protocol.ChatMessage:
+    """Returns a whole answer."""
+    message, calls = protocol.ChatMessage(content=None if chat.parsed else ""), list[dict[str, Any]]()
+    for part in chat.parts(delta):
+        if part.kind == "content":
+            message.content = (message.content or "") + part.text
+        elif part.kind == "reasoning":
+            message.reasoning = (message.reasoning or "") + part.text
+        elif part.kind == "call":
+            calls.append(_tool_call(part))
+        else:
+            calls[-1]["function"]["arguments"] += part.text
+    message.tool_calls = calls or None
+    return message
+
+
+def _tool_call(part: ChatPart) -> dict[str, Any]:
+    return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
 
 
 def _finish_reason(chat: Conversation, delta: Delta) -> str | None:
@@ -70,7 +83,7 @@ def _choice_delta(part: ChatPart) -> protocol.ChoiceDelta:
     if part.kind == "reasoning":
         return protocol.ChoiceDelta(reasoning=part.text)
     if part.kind == "call":
-        return protocol.ChoiceDelta(tool_calls=[{"index": part.number} | _tool_call(part.id, part.text, "")])
+        return protocol.ChoiceDelta(tool_calls=[{"index": part.number} | _tool_call(part)])
     return protocol.ChoiceDelta(tool_calls=[{"index": part.number, "function": {"arguments": part.text}}])
 
 
@@ -106,7 +119,7 @@ class ChatChunks(Chunks):
         if not self._chat.parsed:
             return super().frames(prompt, delta)
         self._counts.add(delta)
-        index, parts = delta.index, self._chat.piece(delta).parts
+        index, parts = delta.index, self._chat.parts(delta)
         if self._hides_reasoning:
             parts = [part for part in parts if part.kind != "reasoning"]
         if self._plain:

@@ -1,27 +1,25 @@
 """A running chat, whatever the API that asked for it: from a checked request to the parts of its answers.
 
-`async with conversation(call, request) as chat:` renders the prompt and runs it; then either `chat.pieces()` as they
-come, or `await chat.whole()`. Both say the same: the texts of the pieces of a choice, joined, are those of the whole.
+`async with conversation(call, request) as chat:` renders the prompt and runs it; `chat.parts` reads its deltas. However
+these are merged, the texts of the parts of a choice, joined, are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta
 from moeserve.messages import Ready
-from moeserve.sampling import SamplingParams, StructuredOutputsParams
-from moeserve.server.answer import Counts, RunningRequest, collect, encode, running_request
+from moeserve.sampling import SamplingParams
+from moeserve.server.answer import Counts, RunningRequest, encode, running_request
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest, Tools, chat_messages, chat_params, chat_tools
 from moeserve.server.requests import check_chars
@@ -43,39 +41,11 @@ class ChatPart(NamedTuple):
     id: str = ""
 
 
-class Piece(Struct, gc=False):
-    """What is new of one choice. delta.finish_reason: "tool_calls" where a choice ends that called a tool."""
-
-    index: int
-    parts: list[ChatPart]
-    delta: Delta
-
-
-@dataclass
-class Call:
-    """A whole tool call. arguments: JSON text."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass
-class Whole:
-    """A whole choice. content, reasoning: None if the answer has none. delta: all its tokens in one."""
-
-    index: int
-    delta: Delta
-    content: str | None = None
-    reasoning: str | None = None
-    calls: list[Call] = field(default_factory=list)
-
-
 class Conversation:
     """A chat that runs. prompt: its token ids; parsed: whether answers may have parts besides content.
 
     tools: what the model may call. num_earlier: calls in the history. Errors come as RequestErrors, those of an
-    engine's refusal before the first piece.
+    engine's refusal before the first delta.
     """
 
     def __init__(self, front: FrontEnd, ready: Ready, prompt: list[int], params: SamplingParams, tools: Tools) -> None:
@@ -90,17 +60,11 @@ class Conversation:
         self.num_earlier = 0
         self._ids: list[list[str]] = [[] for _ in range(params.n)]  # of each choice's calls
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
-        """Yields what is new until all choices have ended, and counts it. Raises RequestError."""
-        async with aclosing(self.running.deltas()) as deltas:
-            async for _, delta in deltas:
-                self.counts.add(delta)
-                yield self.piece(delta)
-
-    def piece(self, delta: Delta) -> Piece:
-        """Returns a delta, each of which has to come here once and in order, with its parts. Counts nothing."""
+    def parts(self, delta: Delta) -> list[ChatPart]:
+        """Returns the parts of a delta, each of which has to come here once and in order. Where a choice ends that
+        called a tool, its finish_reason becomes "tool_calls"."""
         if not self.parsed:
-            return Piece(delta.index, [ChatPart("content", delta.text)] if delta.text else [], delta)
+            return [ChatPart("content", delta.text)] if delta.text else []
         found, ids = delta.parts, self._ids[delta.index]
         if len(found) > 1:
             found = joined(found)
@@ -115,26 +79,7 @@ class Conversation:
             parts.append(ChatPart(kind, text, len(ids) - 1, ids[-1]))
         if ids and delta.finish_reason == "stop":
             delta.finish_reason = "tool_calls"
-        return Piece(delta.index, parts, delta)
-
-    async def whole(self) -> list[Whole]:
-        """Returns the choices once all have ended. Raises RequestError."""
-        (sequences,) = await collect(self.running, self.params.n, self.counts)
-        return [_whole(self.piece(sequence)) for sequence in sequences]
-
-
-def _whole(piece: Piece) -> Whole:
-    found = Whole(piece.index, piece.delta)
-    for part in piece.parts:
-        if part.kind == "content":
-            found.content = (found.content or "") + part.text
-        elif part.kind == "reasoning":
-            found.reasoning = (found.reasoning or "") + part.text
-        elif part.kind == "call":
-            found.calls.append(Call(part.id, part.text))
-        else:
-            found.calls[-1].arguments += part.text
-    return found
+        return parts
 
 
 @asynccontextmanager
@@ -157,8 +102,6 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
         if not params.ignore_eos:
             params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
         options = await asyncio.to_thread(_reading, form, request, tools, text)
-        if request.receipt and (grammar := options.pop("grammar", None)) is not None:
-            params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar.text))  # it is told
     elif tools.shown:
         what = "tools: it is not known how this model writes calls; start the server with --tool-format"
         raise InvalidRequest(what, param="tools", code="unsupported_parameter")

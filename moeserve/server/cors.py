@@ -11,8 +11,8 @@ from moeserve.errors import ConfigError
 
 MAX_AGE_S = 600
 EXPOSED = (
-    "X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, Warning, "
-    "X-RateLimit-Limit-Requests, X-RateLimit-Remaining-Requests, X-RateLimit-Reset-Requests, "
+    "X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, Warning, X-RateLimit-Limit-Requests, "
+    "X-RateLimit-Remaining-Requests, X-RateLimit-Reset-Requests, "
     "X-RateLimit-Limit-Tokens, X-RateLimit-Remaining-Tokens, X-RateLimit-Reset-Tokens"
 )
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,?#]+")

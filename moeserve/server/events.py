@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
 from moeserve.frontend.generation import Delta
-from moeserve.server.conversation import Conversation, Piece
-
-encode = msgspec.json.Encoder().encode
+from moeserve.server.answer import encode
+from moeserve.server.conversation import ChatPart, Conversation
 
 
 class EventFrames:
@@ -23,14 +21,25 @@ class EventFrames:
         self._streams = streams
         self._frames = bytearray()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, parts: list[ChatPart], delta: Delta) -> None:
         """Adds what is new of the answer."""
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Ends the answer."""
+        raise NotImplementedError
+
+    async def whole(self) -> None:
+        """Takes the answer to its end, where nobody streams it. Raises RequestError."""
+        async with aclosing(self._chat.running.deltas()) as deltas:
+            async for prompt, delta in deltas:
+                self.frames(prompt, delta)
+        self.finish()
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
         """Returns the events of a delta."""
         self._chat.counts.add(delta)
-        self.add(self._chat.piece(delta))
+        self.add(self._chat.parts(delta), delta)
         return self._taken()
 
     def _emit(self, event: Any) -> None:

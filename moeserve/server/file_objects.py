@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct, field
 
+from moeserve.errors import NotFound
 from moeserve.protocol import Answer
+from moeserve.server.errors import shorten
+
+T = TypeVar("T")
 
 BatchState = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -80,6 +86,14 @@ class Batch(Answer, kw_only=True):
         return self.status in ("completed", "failed", "expired", "cancelled")
 
 
+class Deleted(Answer, kw_only=True):
+    """What was deleted."""
+
+    id: str
+    object: str
+    deleted: bool = True
+
+
 class Page(Answer, kw_only=True):
     """A page of a list. has_more: whether `after: last_id` has some."""
 
@@ -87,6 +101,17 @@ class Page(Answer, kw_only=True):
     first_id: str | None = None
     last_id: str | None = None
     has_more: bool = False
+
+
+def page(items: list[T], after: str | None, limit: int, id_of: Callable[[T], str] = attrgetter("id")) -> dict[str, Any]:
+    """Returns the fields of one page of a list. Raises NotFound if `after` is none of the ids."""
+    ids = [id_of(item) for item in items]
+    if after is not None and after not in ids:
+        raise NotFound(f"after: {shorten(after)!r} is not in the list", param="after")
+    begin = 0 if after is None else ids.index(after) + 1
+    shown, more = ids[begin : begin + limit], len(ids) > begin + limit
+    first, last = (shown[0], shown[-1]) if shown else (None, None)
+    return {"data": items[begin : begin + limit], "first_id": first, "last_id": last, "has_more": more}
 
 
 class FileList(Page, kw_only=True):

@@ -134,15 +134,3 @@ class FileStore:
 def owner_key(owner: str) -> str:
     """Returns the name of an owner's folder: a digest, since owners may be named in any way."""
     return hashlib.sha256(owner.encode()).hexdigest()[:32]
-
-
-def page(records: list[T], after: str | None, limit: int) -> dict[str, Any]:
-    """Returns the fields of one page of a list. Raises NotFound if `after` is none of them."""
-    if after is not None:
-        ids = [record.id for record in records]
-        if after not in ids:
-            raise NotFound(f"after: {shorten(after)!r} is not in the list", param="after")
-        records = records[ids.index(after) + 1 :]
-    data = records[:limit]
-    first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return {"data": data, "first_id": first, "last_id": last, "has_more": len(records) > limit}

@@ -10,25 +10,16 @@ from aiohttp import BodyPartReader, web
 from msgspec import Meta, Struct
 
 from moeserve.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedMedia
-from moeserve.protocol import Answer
 from moeserve.server.app import HttpCall
 from moeserve.server.errors import HttpError, shorten
-from moeserve.server.file_objects import FileList, FileObject
-from moeserve.server.file_store import FileStore, owner_key, page
+from moeserve.server.file_objects import Deleted, FileList, FileObject, page
+from moeserve.server.file_store import FileStore, owner_key
 from moeserve.server.requests import READ_TIMEOUT_S, continue_body, unknown_fields
 
 OFF = "this server keeps no files; `server: {files_dir: FOLDER}` in its --config turns /v1/files and /v1/batches on"
 MAX_FIELD_BYTES = 1024  # of a form's field that is no file
 FRAMING_BYTES = 64 * 1024  # of a form, beyond the file in it
 MAX_FIELDS = 8
-
-
-class Deleted(Answer, kw_only=True):
-    """What was deleted."""
-
-    id: str
-    object: str
-    deleted: bool = True
 
 
 class FilesQuery(Struct, kw_only=True):

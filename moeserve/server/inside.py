@@ -5,38 +5,30 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.http import HttpVersion11, RawRequestMessage, StreamWriter
 from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from moeserve.server.app import App, HttpCall, R
+from moeserve.server.app import App, HttpCall
 from moeserve.server.auth import Caller
 from moeserve.server.errors import as_request_error, error_response
-from moeserve.server.requests import Sampling
 
-LOW_PRIORITY = 1_000_000  # smaller ones go first
+LOW_PRIORITY = 1_000_000  # behind all others: smaller ones go first
 
 
 class InsideCall(HttpCall):
-    """A request of ours. It waits for all others, and so has no deadline of its own."""
-
-    async def read(self, kind: type[R]) -> R:
-        """Returns the body as a checked struct, with low priority."""
-        request = await super().read(kind)
-        if isinstance(request, Sampling):
-            request = msgspec.structs.replace(request, priority=max(request.priority or 0, LOW_PRIORITY))
-        return request
+    """A request of ours, which has no deadline of its own: whoever asks has a limit for all its requests."""
 
     def time_left_s(self) -> None:
-        """Returns None: whoever asks has a limit for all its requests."""
+        """Returns None."""
 
 
 async def ask(app: App, connection: RequestHandler, path: str, body: bytes, owner: str) -> web.Response:
     """Returns the answer to POST `path` for `owner`, good or bad. connection: any one, which is not used."""
-    call = InsideCall(app.context, _request(connection, path, body), uuid.uuid4().hex, Caller(owner))
+    caller = Caller(owner, priority=LOW_PRIORITY)
+    call = InsideCall(app.context, _request(connection, path, body), uuid.uuid4().hex, caller)
     try:
         response = await app.answer(call)
         assert isinstance(response, web.Response)

@@ -14,7 +14,7 @@ from moeserve.frontend.generation import Delta
 from moeserve.protocol import Answer
 from moeserve.server.answer import Counts, stream_answer
 from moeserve.server.app import HttpCall
-from moeserve.server.conversation import ChatPart, Conversation, Piece, conversation, prompt_of
+from moeserve.server.conversation import ChatPart, Conversation, conversation, prompt_of
 from moeserve.server.errors import error_body
 from moeserve.server.events import EventFrames
 from moeserve.server.items import fields_named
@@ -38,7 +38,7 @@ class ThinkingBlock(Struct, tag="thinking", kw_only=True):
 
 
 class ToolUseBlock(Struct, tag="tool_use", kw_only=True):
-    """A call that the client is asked to make. input: {} where the answer ended before its JSON did."""
+    """A call that the client is asked to make. input: {} in the stream's first event about it."""
 
     id: str
     name: str
@@ -121,9 +121,7 @@ async def create_message(call: HttpCall) -> web.StreamResponse:
             running = RunningMessage(call, request, chat)
             if request.stream:
                 return await stream_answer(call, chat.running, running)
-            async for piece in chat.pieces():
-                running.add(piece)
-    running.finish()
+            await running.whole()
     return call.answer(running.message)
 
 
@@ -146,15 +144,15 @@ class RunningMessage(EventFrames):
         self._texts: list[str] = []
         self.message = MessageAnswer(id=f"msg_{call.id}", model=chat.front.model_name, usage=_usage(chat.counts))
 
-    def add(self, piece: Piece) -> None:
+    def add(self, parts: list[ChatPart], delta: Delta) -> None:
         """Adds what is new of the answer. Raises Overloaded if it was aborted."""
-        for part in piece.parts:
+        for part in parts:
             if part.kind == "call" or type(self._open) is not _BLOCKS[part.kind]:
                 self._close()
                 self._begin(part)
             if part.kind != "call":
                 self._extend(part.text)
-        self._end = piece.delta
+        self._end = delta
         if self._end.finish_reason == "abort":
             raise Overloaded("the answer was aborted: its request was ended by its id, or the server stops")
 

@@ -8,25 +8,13 @@ from msgspec import Meta, Struct
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import StopStrings
-from moeserve.server.chat_request import (
-    ChatRequest,
-    FunctionName,
-    Message,
-    PositiveCount,
-    ReasoningEffort,
-)
+from moeserve.server.chat_request import ChatRequest, FunctionName, Message, PositiveCount, ReasoningEffort
 from moeserve.server.items import Kinds, text_at, typed_at
 from moeserve.server.requests import OpenName, Refusals, Sampling
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MIN_BUDGET = 1024  # Anthropic's
-_EFFORTS: dict[str, ReasoningEffort] = {
-    "low": "low",
-    "medium": "medium",
-    "high": "high",
-    "xhigh": "high",
-    "max": "high",
-}
+_EFFORTS: dict[str, ReasoningEffort] = {"xhigh": "high", "max": "high"}  # others stay as they are
 
 
 class _Text(Struct, kw_only=True):
@@ -134,7 +122,9 @@ class CountTokensRequest(Sampling, kw_only=True):
 
     def chat(self, max_tokens: int | None = None) -> ChatRequest:
         """Returns the request as a chat. Raises InvalidRequest."""
-        messages = [] if self.system is None else [_system(self.system)]
+        messages: list[Message] = []
+        if self.system is not None:
+            messages.append(Message(role="system", content=text_at(self.system, _TEXTS, "system")))
         for i, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{i}]")
         output = self.output_config or OutputConfig()
@@ -170,7 +160,7 @@ class CountTokensRequest(Sampling, kw_only=True):
             what = "thinking.budget_tokens must be below max_tokens, which counts thinking and text"
             raise InvalidRequest(what, param="thinking.budget_tokens")
         if output.effort is not None:
-            return _EFFORTS[output.effort]
+            return _EFFORTS.get(output.effort, output.effort)
         if budget is None:
             return None
         return "low" if budget < 2 * MIN_BUDGET else "medium" if budget < 4 * MIN_BUDGET else "high"
@@ -180,10 +170,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """A conversation to go on with, and how."""
 
     max_tokens: PositiveCount
-
-
-def _system(system: str | list[dict[str, Any]]) -> Message:
-    return Message(role="system", content=text_at(system, _TEXTS, "system"))
 
 
 def _chat_messages(given: InputMessage, where: str) -> list[Message]:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from moeserve.errors import Conflict, InvalidRequest, NotFound, RequestError
-from moeserve.protocol import TokenLogprob
-from moeserve.server.answer import Counts, stream_answer
+from moeserve.frontend.generation import Delta
+from moeserve.protocol import CachedTokens, TokenLogprob
+from moeserve.server.answer import Counts, encode, stream_answer
 from moeserve.server.app import HttpCall
-from moeserve.server.conversation import Conversation, Piece, conversation, prompt_of
+from moeserve.server.conversation import ChatPart, Conversation, conversation, prompt_of
 from moeserve.server.errors import error_message
-from moeserve.server.events import EventFrames, encode
+from moeserve.server.events import EventFrames
+from moeserve.server.file_objects import Deleted, page
 from moeserve.server.items import fields_named
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.response_store import Stored
 from moeserve.server.responses_events import (
-    DeletedResponse,
     IncompleteDetails,
     InputTokens,
-    InputTokensDetails,
     ItemList,
     OutputTokensDetails,
     Response,
@@ -56,9 +57,7 @@ async def create_response(call: HttpCall) -> web.StreamResponse:
             with call.context.store.running(call.caller.owner, running):
                 if request.stream:
                     return await stream_answer(call, chat.running, running)
-                async for piece in chat.pieces():
-                    running.add(piece)
-    running.finish()
+                await running.whole()
     return call.answer(running.response)
 
 
@@ -91,7 +90,7 @@ async def retrieve_response(call: HttpCall) -> web.StreamResponse:
 async def delete_response(call: HttpCall) -> web.StreamResponse:
     """Forget a stored response."""
     call.context.store.delete(call.caller.owner, call.tail)
-    return call.answer(DeletedResponse(id=call.tail))
+    return call.answer(Deleted(id=call.tail, object="response"))
 
 
 async def cancel_response(call: HttpCall) -> web.StreamResponse:
@@ -108,7 +107,7 @@ async def cancel_response(call: HttpCall) -> web.StreamResponse:
 class ItemsQuery(Struct):
     """A page: `limit` items in this order, of those after the item `after`."""
 
-    limit: int = 20
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
 
@@ -116,20 +115,11 @@ class ItemsQuery(Struct):
 async def list_input_items(call: HttpCall) -> web.StreamResponse:
     """List what a stored response answers, the latest item first."""
     query = call.query(ItemsQuery)
-    if not 1 <= query.limit <= 100:
-        raise InvalidRequest("limit must be from 1 to 100", param="limit")
     stored = call.context.store.get(call.caller.owner, call.tail)
     items: _Items = msgspec.json.decode(stored.items)
     if query.order == "desc":
         items.reverse()
-    ids = [item["id"] for item in items]
-    if query.after is not None:
-        if query.after not in ids:
-            raise NotFound("after: the response has no such item", param="after")
-        items = items[ids.index(query.after) + 1 :]
-    page = items[: query.limit]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return call.answer(ItemList(data=page, first_id=first, last_id=last, has_more=len(items) > len(page)))
+    return call.answer(ItemList(**page(items, query.after, query.limit, itemgetter("id"))))
 
 
 class RunningResponse(EventFrames):
@@ -147,13 +137,13 @@ class RunningResponse(EventFrames):
         self.response = _response(call, request, chat, key)
         self._output = ResponseOutput(self.response.output, key, self._emit)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, parts: list[ChatPart], delta: Delta) -> None:
         """Adds what is new of the answer."""
         rows: list[TokenLogprob] = []
         if self._form is not None:
-            rows = self._form.chat(piece.delta.logprobs).content or []
-        self._output.add(piece.parts, rows)
-        self._finish_reason = piece.delta.finish_reason
+            rows = self._form.chat(delta.logprobs).content or []
+        self._output.add(parts, rows)
+        self._finish_reason = delta.finish_reason
 
     def finish(self) -> None:
         """Ends the response, and stores it if it has to be."""
@@ -240,7 +230,7 @@ def _response(call: HttpCall, request: ResponsesRequest, chat: Conversation, key
 
 def _usage(counts: Counts) -> ResponseUsage:
     used = counts.prompt_tokens, counts.completion_tokens
-    cached, reasoning = InputTokensDetails(counts.cached_tokens), OutputTokensDetails(counts.num_reasoning)
+    cached, reasoning = CachedTokens(counts.cached_tokens), OutputTokensDetails(counts.num_reasoning)
     return ResponseUsage(used[0], cached, used[1], reasoning, sum(used))
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from moeserve.protocol import Answer, TokenLogprob
+from moeserve.protocol import Answer, CachedTokens, TokenLogprob
 from moeserve.server.conversation import ChatPart
+from moeserve.server.file_objects import Page
 from moeserve.server.responses_request import FunctionTool, ReasoningConfig, TextConfig
 
 
@@ -61,12 +62,6 @@ class OutputCall(Struct, tag="function_call", kw_only=True):
 OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
-class InputTokensDetails(Struct):
-    """Tokens of the input that were found in the prefix cache."""
-
-    cached_tokens: int = 0
-
-
 class OutputTokensDetails(Struct):
     """Tokens of reasoning among those of the output."""
 
@@ -77,7 +72,7 @@ class ResponseUsage(Struct):
     """Token counts of one response."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: CachedTokens
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
@@ -133,22 +128,10 @@ class Response(Answer, kw_only=True):
     service_tier: str = "default"
 
 
-class DeletedResponse(Answer, kw_only=True):
-    """What DELETE answers."""
+class ItemList(Page, kw_only=True):
+    """What a response was asked."""
 
-    id: str
-    object: str = "response"
-    deleted: bool = True
-
-
-class ItemList(Answer, kw_only=True):
-    """A page of what a response was asked."""
-
-    object: str = "list"
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class InputTokens(Answer, kw_only=True):

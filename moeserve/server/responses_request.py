@@ -8,13 +8,7 @@ from msgspec import Meta, Struct
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import NumLogprobs
-from moeserve.server.chat_request import (
-    ChatRequest,
-    FunctionName,
-    Message,
-    PositiveCount,
-    ReasoningEffort,
-)
+from moeserve.server.chat_request import ChatRequest, Function, FunctionName, Message, PositiveCount, ReasoningEffort
 from moeserve.server.items import Kinds, convert_at, text_at, typed_at
 from moeserve.server.requests import OpenName, Refusals, Sampling
 from moeserve.server.structured import JsonSchema, ResponseFormat
@@ -58,14 +52,10 @@ _TEXTS: Kinds = {"input_text": _Text, "output_text": _Text, "text": _Text}
 _REASONING: Kinds = {"reasoning_text": _Text, "summary_text": _Text}
 
 
-class FunctionTool(Struct, kw_only=True):
-    """A function that the model may ask the client to call. strict: a call's arguments have to match parameters."""
+class FunctionTool(Function, kw_only=True, omit_defaults=False):
+    """A function that the model may ask the client to call."""
 
-    name: FunctionName
     type: Literal["function"] = "function"
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -204,11 +194,9 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
         return None
     if given.type == "json_object":
         return ResponseFormat("json_object")
-    for name in ("name", "schema"):
-        if getattr(given, name) is None:
-            raise InvalidRequest(f"text.format.{name} is required", param=f"text.format.{name}")
-    assert given.name is not None
-    assert given.schema is not None
+    if given.name is None or given.schema is None:
+        missing = "text.format.name" if given.name is None else "text.format.schema"
+        raise InvalidRequest(f"{missing} is required", param=missing)
     return ResponseFormat("json_schema", JsonSchema(given.name, given.schema))
 
 

@@ -21,8 +21,9 @@ _MAX_NAME = 256
 class CallSink:
     """What a body has read: names and arguments, in this order. known: only calls of tools that are offered."""
 
-    def __init__(self, parts: list[Part], schemas: Mapping[str, Any], *, known: bool) -> None:
-        self.parts, self._schemas, self._known = parts, schemas, known
+    def __init__(self, schemas: Mapping[str, Any], *, known: bool) -> None:
+        self._schemas, self._known = schemas, known
+        self.parts: list[Part] = []
         self.count = 0
         self.schema: Mapping[str, Any] = {}
 
@@ -86,17 +87,15 @@ def _json_call(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
         if key in ("name", "function") and not name and (yield from text.peek()) == '"':
             name = json.loads((yield from _joined(text)))
             calls.begin(name)
-            calls.add("".join(arguments))
         elif key in ("arguments", "parameters") and not arguments:
-            yield from _arguments(text, calls.add if name else arguments.append, arguments)
+            yield from _arguments(text, arguments.append)
         else:
             yield from value(text, JSON, _discard)
         yield from text.space()
         mark = yield from text.exactly(1)
     if not name:
         raise Malformed
-    if not arguments:
-        calls.add("{}")
+    calls.add("".join(arguments) or "{}")
 
 
 def _joined(text: AnswerText) -> Wait[str]:
@@ -110,10 +109,9 @@ def _joined(text: AnswerText) -> Wait[str]:
     return "".join(pieces)
 
 
-def _arguments(text: AnswerText, emit: Emit, seen: list[str]) -> Wait[None]:
-    """Takes arguments: an object, the text of one, or null. seen: becomes true."""
-    char = yield from text.peek()
-    if char == "{":
+def _arguments(text: AnswerText, emit: Emit) -> Wait[None]:
+    """Takes arguments: an object, the text of one, or null."""
+    if (yield from text.peek()) == "{":
         yield from value(text, JSON, emit)
     else:
         pieces: list[str] = []
@@ -127,7 +125,6 @@ def _arguments(text: AnswerText, emit: Emit, seen: list[str]) -> Wait[None]:
         except (ValueError, RecursionError):
             raise Malformed from None
         emit(inner)
-    seen.append("")
 
 
 def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
@@ -256,7 +253,7 @@ def _tagged_value(
                     return "", found
         else:
             space = yield from text.space()
-            after = reading.in_tags if stop == reading.value_close else reading.after_call
+            after = reading.in_tags if stop == reading.value_close else reading.in_section
             if (yield from text.next_of(after, take=False)) or not (yield from text.peek()):
                 return "" if stop == reading.value_close else stop, None
             stop += space

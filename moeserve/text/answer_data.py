@@ -15,7 +15,7 @@ from moeserve.text.answer_grammar import AnswerGrammar, is_free
 from moeserve.text.answer_parser import DataParser
 from moeserve.text.answer_syntax import Reading, load, names
 from moeserve.text.grammar_source import special_tokens
-from moeserve.text.harmony import HarmonyFormat
+from moeserve.text.harmony import HARMONY, HarmonyFormat
 from moeserve.text.json_schema import GrammarFault
 from moeserve.text.tokenizer import Tokenizer
 
@@ -35,11 +35,9 @@ class DataFormat:
         self._special = special_tokens(tokenizer)
         self._reading = Reading(self._syntax, [token.content for token in added.values() if token.special])
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False, eager: bool = False
-    ) -> AnswerParser:
+    def parser(self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False) -> AnswerParser:
         """Returns the parser of one answer."""
-        return DataParser(self._reading, tools, reasons=self._reasons(prompt, continued=continued), eager=eager)
+        return DataParser(self._reading, tools, reasons=self._reasons(prompt, continued=continued))
 
     def constraint(
         self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""
@@ -82,9 +80,10 @@ def find_format(template: str, tokenizer: Tokenizer, name: str | None = None) ->
     known = sorted([*names(), "harmony"])
     if name is not None and name not in known:
         raise ConfigError(f"model.tool_format {name!r} is unknown; one of {', '.join(known)}")
-    if name == "harmony" and tokenizer.harmony_stops is None:
+    has_harmony = set(HARMONY) <= special_tokens(tokenizer).keys()
+    if name == "harmony" and not has_harmony:
         raise ConfigError("model.tool_format harmony: the tokenizer has not its tokens")
-    if name == "harmony" or (name is None and tokenizer.harmony_stops is not None):
+    if name in ("harmony", None) and has_harmony:
         return HarmonyFormat(tokenizer)
     found = [(len(load(one).template), one) for one in names() if _shows(template, load(one).template)]
     picked = name or (max(found)[1] if found else None)

@@ -41,13 +41,10 @@ class AnswerFormat(Protocol):
     name: str
     stop_ids: tuple[int, ...]
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False, eager: bool = False
-    ) -> AnswerParser:
+    def parser(self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False) -> AnswerParser:
         """Returns the parser of one answer, which takes the text of `Tokenizer.marked_pieces`.
 
-        continued: the answer goes on with a message of the prompt. eager: calls come while they are written, so that
-        a client may see one that never ends; otherwise a call comes when it is complete, and only then.
+        continued: the answer goes on with a message of the prompt. A call comes when it is complete, and only then.
         """
         ...
 

@@ -18,13 +18,13 @@ _SEPARATOR = Stops([";", ","])
 class DataParser:
     """Splits one answer into its parts.
 
-    White space between the parts is dropped; inside content it stays. A call comes when it is complete (eager: as it
-    is written). Text that begins like a call and is none is content; a call that the end of the text cuts off is
-    dropped, since running it would be wrong and showing its markup would be, too.
+    White space between the parts is dropped; inside content it stays. A call comes when it is complete. Text that
+    begins like a call and is none is content; a call that the end of the text cuts off is dropped, since running it
+    would be wrong and showing its markup would be, too.
     """
 
-    def __init__(self, reading: Reading, tools: Sequence[Tool], *, reasons: bool, eager: bool) -> None:
-        self._reading, self._eager = reading, eager
+    def __init__(self, reading: Reading, tools: Sequence[Tool], *, reasons: bool) -> None:
+        self._reading = reading
         functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)]
         self._schemas = {str(function.get("name")): function.get("parameters") or {} for function in functions}
         self._text = AnswerText()
@@ -130,8 +130,7 @@ class DataParser:
         """Takes what follows the opening of a call, and returns whether it was one."""
         text, reading = self._text, self._reading
         text.taken = raw = [opener]
-        sink = CallSink(self._parts if self._eager else [], self._schemas, known=not opener)
-        shown = False
+        sink = CallSink(self._schemas, known=not opener)
         try:
             yield from BODIES[reading.content](text, reading, sink)
         except Unfinished:
@@ -140,13 +139,12 @@ class DataParser:
         except Malformed:
             shown = True
         else:
-            if not self._eager:
-                self._parts += sink.parts
+            self._parts += sink.parts
             self._num_calls += sink.count
             return True
         finally:
             text.taken = None
-        if shown and not (self._eager and sink.count):
+        if shown:
             self._content.add(plain("".join(raw)))
             self._shown = reading.special  # the rest of its marks may follow
         return False

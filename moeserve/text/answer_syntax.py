@@ -128,7 +128,6 @@ class Reading:
             self.think_close, *([*outer, *syntax.dropped] if syntax.call_ends_reasoning else [])
         )
         self.in_section = self._stops(*calls.open, self.section_close)
-        self.after_call = self._stops(*calls.open, self.section_close)
         self.call_close = calls.close
         self.close = self._stops(calls.close) if calls.close else None
         self.header = re.compile(calls.header, re.DOTALL)

@@ -20,8 +20,9 @@ from moeserve.text.answer_grammar import arguments_schema, is_free, json_rule, t
 from moeserve.text.grammar_source import lark_of, special_tokens
 from moeserve.text.json_schema import GrammarFault
 from moeserve.text.structural_tag import literal
-from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY, Tokenizer
+from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _ENDS = HARMONY[-3:]
 _MAX_NAME = 63  # characters of a control token
 _CONTROL = re.compile(f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}){CONTROL_END}")
@@ -34,16 +35,14 @@ class HarmonyParser:
 
     Takes the text of `Tokenizer.marked_pieces`, in which text that only looks like a control token differs from it.
     The analysis channel is reasoning; a message to `functions.NAME` is a call; everything else on the channels
-    commentary and final is content. in_message: the answer continues a message of the prompt. eager: calls come as they
-    are written; otherwise when they are complete.
+    commentary and final is content. in_message: the answer continues a message of the prompt.
     """
 
-    def __init__(self, *, in_message: bool = False, eager: bool = True) -> None:
-        self._eager = eager
-        self._call: list[Part] | None = None  # that is not complete
+    def __init__(self, *, in_message: bool = False) -> None:
+        self._call: list[str] | None = None  # name and arguments of one that is not complete
         self._held = ""  # may be the beginning of a control token
         self._header: str | None = None if in_message else ""  # None inside a message
-        self._kind: Literal["content", "reasoning", "arguments"] = "content"
+        self._kind: Literal["content", "reasoning"] = "content"
         self._formatted = in_message  # whether a control token came
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
@@ -66,21 +65,23 @@ class HarmonyParser:
     def _add(self, text: str, parts: list[Part]) -> None:
         if self._header is not None:
             self._header += text
+        elif self._call is not None:
+            self._call.append(text)
         elif text:
-            (parts if self._call is None else self._call).append(Part(self._kind, text))
+            parts.append(Part(self._kind, text))
 
     def _end_call(self, parts: list[Part], *, cut: bool) -> None:
         """Lets a call out, if it is whole. cut: the text ends here; a part of a call is dropped."""
         if self._call is None:
             return
-        call, self._call = self._call, None
-        arguments = "".join(part.text for part in call[1:])
+        (name, *pieces), self._call = self._call, None
+        arguments = "".join(pieces) or "{}"
         try:
-            whole = isinstance(json.loads(arguments or "{}"), dict)
+            whole = isinstance(json.loads(arguments), dict)
         except (ValueError, RecursionError):
             whole = False
         if whole:
-            parts += [call[0], Part("arguments", arguments or "{}")]
+            parts += [Part("call", name), Part("arguments", arguments)]
         elif not cut:
             parts.append(Part("content", arguments))
 
@@ -94,12 +95,7 @@ class HarmonyParser:
             channel, recipient = _CHANNEL.search(self._header), _RECIPIENT.search(self._header)
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
             if recipient and recipient[1].startswith("functions."):
-                self._kind = "arguments"
-                call = Part("call", recipient[1].removeprefix("functions."))
-                if self._eager:
-                    parts.append(call)
-                else:
-                    self._call = [call]
+                self._call = [recipient[1].removeprefix("functions.")]
             elif recipient:  # a tool that nobody offered
                 self._kind = "reasoning"
             self._header = None
@@ -119,19 +115,17 @@ _TOKEN = re.compile(r"<\|\w+\|>")
 
 
 class HarmonyFormat:
-    """Harmony as an `AnswerFormat`. An answer has one call at most, since a call ends it."""
+    """Harmony as an `AnswerFormat`, with a tokenizer that has its tokens. A call ends an answer."""
 
     name = "harmony"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.stop_ids = tuple(tokenizer.harmony_stops or ())
         self._special = special_tokens(tokenizer)
+        self.stop_ids = tuple(self._special[name] for name in HARMONY[-2:])
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False, eager: bool = False
-    ) -> HarmonyParser:
+    def parser(self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False) -> HarmonyParser:
         """Returns the parser of one answer."""
-        return HarmonyParser(in_message=continued, eager=eager)
+        return HarmonyParser(in_message=continued)
 
     def constraint(
         self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""

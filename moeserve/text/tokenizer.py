@@ -32,17 +32,13 @@ _OTHER_VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "qwen
 MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
 CONTROL_BEGIN, CONTROL_END = "\ufdd1", "\ufdd2"  # noncharacters around control tokens' names
 SHORT = 1000  # characters or tokens
-HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at least one
 _TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]|｜\w+｜")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A model's tokenizer. special_tokens: the named ones, such as bos_token, for chat templates.
-
-    harmony_stops: the ids that end an answer of a model that answers in harmony (gpt-oss), None for others.
-    """
+    """A model's tokenizer. special_tokens: the named ones, such as bos_token, for chat templates."""
 
     def __init__(self, backend: Backend, special_tokens: dict[str, str]) -> None:
         backend.no_padding()
@@ -50,8 +46,6 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = special_tokens
         self.control = ControlTokens(backend)
-        ids = [token_id for name in HARMONY if (token_id := backend.token_to_id(name)) is not None]
-        self.harmony_stops = ids[-2:] if len(ids) == len(HARMONY) else None
         special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._visible = Pieces(backend)
         self._skipping = Pieces(backend, hidden=special)

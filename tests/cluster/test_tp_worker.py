@@ -8,11 +8,13 @@ import signal
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,7 +26,8 @@ from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import Role
 from moeserve.comm.world import World
-from moeserve.config import Config, config_of
+from moeserve.config import Config, Limits, config_of
+from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import (
     Drain,
@@ -121,6 +124,58 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
     finally:
         await asyncio.to_thread(pair.close)
     assert not psutil.pid_exists(pid)
+
+
+async def test_drafting_that_is_cut_off_changes_no_token(short_dir: Path) -> None:
+    """The group is left, or lost, while both ranks guess behind a step whose result was passed on."""
+
+    async def served(runner: Any, limits: Limits, disturb: Callable[[int], Awaitable[None]]) -> tuple[dict, int]:
+        scheduler, answers = Scheduler(replace(limits, auto_drafts=False), runner.runner.groups), {}
+        for rid in range(4):
+            sampling = TokenSampling(seed=rid, max_tokens=40, temperature=0.7 * (rid % 2), receipt=True)
+            tokens = np.arange(5, 40 + rid, dtype="<i4").tobytes()
+            scheduler.submit(Submit(rid=rid, tokens=tokens, num_prompt=35 + rid, sampling=sampling))
+        right = number = 0
+        while (plan := scheduler.plan()) is not None:
+            while True:
+                try:
+                    result = await runner.start(plan).result()
+                    break
+                except PeerLost:
+                    await disturb(0)
+            await disturb(number := number + 1)
+            output = scheduler.update_from_output(plan, result)
+            assert output.record is not None
+            right += sum(output.record.num_accepted)
+            for rid, token in zip(array("q", output.rids), array("i", output.tokens), strict=True):
+                answers.setdefault(rid, []).append((token, output.digests[rid].pop(0)))
+        return answers, right
+
+    async def nothing(number: int) -> None:
+        pass
+
+    one, limits, *_ = await asyncio.to_thread(build_runner, config(), Role(), quiet)
+    expected, _ = await served(one, limits, nothing)
+    one.close()
+    role = msgspec.structs.replace(PAIR, folder=str(short_dir))
+    pair, limits, *_ = await asyncio.to_thread(build_runner, config(tp=2, speculate="mtp:2"), role, quiet)
+    epochs = iter(range(1, 99))
+
+    async def disturb(number: int) -> None:
+        if number % 6 == 0:
+            await pair.leave()
+            await pair.join(join_of(short_dir, next(epochs), pair.runner.placement.to_table()))
+        elif number % 6 == 3:
+            pair.runner.leave()
+
+    try:
+        await disturb(0)
+        found, right = await served(pair, limits, disturb)
+        assert found == expected
+        assert right > 10
+        assert next(epochs) > 5
+    finally:
+        await asyncio.to_thread(pair.close)
 
 
 class Ear:

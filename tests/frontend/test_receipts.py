@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from moeserve.cli import main
 from moeserve.cli.verify import compute_again
-from moeserve.errors import ConfigError, InvalidRequest
+from moeserve.errors import ConfigError, InvalidRequest, RequestFailed
 from moeserve.frontend.async_engine import AsyncEngine
 from moeserve.frontend.notary import NO_KEY
 from moeserve.frontend.signer import Signer, is_signed, make_key
 from moeserve.loader.checkpoint import weights_digest
 from moeserve.receipts import Computed, Receipt, check_form, difference, first_link, with_chain
-from moeserve.sampling import SamplingParams, StructuredOutputsParams
+from moeserve.sampling import GrammarSpec, SamplingParams, StructuredOutputsParams
 
 DEMO = Path(__file__).parents[2] / "moeserve/assets/demo"
 STORY = "Once upon a time there was a fox. "
@@ -227,6 +227,53 @@ async def test_the_command_line_names_what_differs(
     code, lines = await asyncio.to_thread(verify, "replay", str(log), "--id", "r")
     assert (code, lines[-1]) == (0, "equal")
     assert await asyncio.to_thread(main.main, ["replay", str(log), "--id", "x"]) == 2
+
+
+async def test_a_grammar_of_the_servers_own_is_in_receipt_and_log(key: str, tmp_path: Path) -> None:
+    """One that `structured_outputs` could not ask for: Lark with the sign of GBNF in it."""
+    grammar = GrammarSpec("answer", 'start: /[a-f]{9}/ "::=" /[0-9]+/')
+    log = tmp_path / "log.jsonl"
+    async with AsyncEngine("demo", receipt_key=key, request_log=str(log)) as engine:
+        found = []
+        for params in (SamplingParams(seed=2, max_tokens=30, receipt=asks) for asks in (True, False)):
+            async with await engine.front.generate([5, 6, 7], params, grammar=grammar) as generation:
+                found += [delta.receipt async for delta in generation if delta.finish_reason]
+        engine.front.notary, notary = None, engine.front.notary
+        assert found[0].grammar == grammar
+        assert difference(found[0], await compute_again(engine.front, found[0])) == ""
+        engine.front.notary = notary
+    written = [msgspec.json.decode(line, type=Receipt) for line in log.read_bytes().splitlines()]
+    assert [line.grammar for line in written] == [grammar, grammar]
+    assert written[0].weights == written[1].weights != ""
+
+
+async def test_an_aborted_answer_has_neither_receipt_nor_line(key: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    params = SamplingParams(max_tokens=1900, ignore_eos=True, receipt=True)
+    async with AsyncEngine("demo", receipt_key=key, request_log=str(log)) as engine:
+        async with await engine.front.generate([5, 6, 7], params) as generation:
+            await anext(generation)
+            draining = asyncio.create_task(engine.front.drain(0.0))
+            last = [delta async for delta in generation][-1]
+            await draining
+        assert (last.finish_reason, last.receipt) == ("abort", None)
+    assert log.read_bytes() == b""
+
+
+async def test_no_receipt_is_of_weights_that_were_replaced_meanwhile(key: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    async with AsyncEngine("demo", receipt_key=key, request_log=str(log)) as engine:
+        ready = await engine.front.wait_ready()
+        async with await engine.front.generate([5, 6, 7], replace(PARAMS[0], max_tokens=60)) as generation:
+            await anext(generation)
+            engine.front.ready = replace(ready, checkpoint="of other files")  # as if an engine came back with them
+            with pytest.raises(RequestFailed, match="not those that were loaded"):
+                [delta async for delta in generation]
+        async with await engine.front.generate([5, 6, 7], SamplingParams(max_tokens=5)) as generation:
+            [delta async for delta in generation]
+        assert not engine.front.stats.num_active
+    (line,) = log.read_bytes().splitlines()
+    assert msgspec.json.decode(line, type=Receipt).weights == ""
 
 
 async def test_without_a_key_a_receipt_is_refused_with_the_remedy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,6 +25,7 @@ from moeserve.models.mtp import with_mtp
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.load import Progress, load_mtp
+from moeserve.runner.speculation.base import Verified
 from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import together
@@ -236,6 +238,19 @@ def test_a_plan_that_is_launched_again_has_the_same_drafts(make_head: Callable[[
     first = driver.runner.launch(plan)  # whose result is lost
     assert driver.runner.drafts(request) == before
     assert driver.runner.execute(plan).tokens_N.tolist() == first().tokens_N.tolist()
+
+
+def test_an_idle_runner_keeps_nothing_of_a_step(make_head: Callable[[str], Head]) -> None:
+    driver, read = driver_of(make_head("qwen3_moe").path), []
+    launch = driver.runner.proposer.launch
+
+    def seen(step: Verified) -> None:
+        read.append(weakref.ref(step.hidden_TD))
+        launch(step)
+
+    driver.runner.proposer.launch = seen  # type: ignore[method-assign]
+    driver.run([(driver.add(Request(PROMPT, greedy())), 75)])
+    assert [ref() for ref in read] == [None]
 
 
 @pytest.mark.full("models", keep=1)

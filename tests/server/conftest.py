@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +58,12 @@ def make_tokenizer() -> Tokenizer:
     backend.train_from_iterator([STORY] * 4, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return Tokenizer(backend, {"eos_token": "<|im_end|>"})
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moeserve.messages import Abort
+from tests.server.conftest import until
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Tell me a story"}], "temperature": 0}
@@ -138,12 +139,6 @@ async def test_an_engine_that_refuses_is_a_400(live):
     live.engine.refuse = "too many blocks"
     status, body, _ = await live.post(CHAT, ASK | {"stream": True})
     assert (status, body["error"]["code"], body["error"]["message"]) == (400, "refused", "too many blocks")
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(3):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_a_client_that_leaves_aborts(live):

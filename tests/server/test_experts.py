@@ -16,6 +16,7 @@ from moeserve.cluster.view import EngineView, ExpertsView, FleetView, RebalanceD
 from moeserve.messages import ExpertLoad, StepOutput, StepRecord
 from moeserve.moe.placement.placement import Placement
 from moeserve.protocol import ExpertStatus
+from tests.server.conftest import until
 
 EXPERTS = "/v1/experts"
 LOAD_LE = np.array([[10, 30, 0, 0], [5, 5, 5, 5]])
@@ -27,12 +28,6 @@ async def sparse(live):
     live.engine.outbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
     await until(lambda: live.front.ready.num_experts == 4)
     return live
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 def load(counts: np.ndarray) -> ExpertLoad:

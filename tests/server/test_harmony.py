@@ -116,13 +116,6 @@ async def test_parts_of_answers_whole_and_streamed(answer, message, finish, opti
                 assert logprobs == whole["choices"][0]["logprobs"]["content"]
 
 
-async def test_several_choices():
-    async with answering(CALLS) as live:
-        _, whole, _ = await live.post(CHAT, {"messages": [USER], "n": 3, "tools": TOOLS})
-        calls = [call for choice in whole["choices"] for call in choice["message"]["tool_calls"]]
-        assert len({call["id"] for call in calls}) == 6
-
-
 async def test_the_template_gets_tools_effort_and_history():
     call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"city": "Köln <|end|>"}'}}
     history = [
@@ -144,31 +137,3 @@ async def test_the_template_gets_tools_effort_and_history():
         assert tokenized["tokens"] == answer["prompt_token_ids"]
         _, answer, _ = await live.post(f"{CHAT}/render", {"messages": [USER], "tools": TOOLS, "tool_choice": "none"})
         assert answer["prompt"].startswith("null<|start|>")
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
-        ({"tools": "x"}, "tools"),
-        ({"tools": TOOLS, "tool_choice": "x"}, "tool_choice"),
-        ({"messages": [{"role": "tool"}]}, "messages[0].content"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]},
-            "messages[0].tool_calls",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}]},
-            "messages[0].tool_calls",
-        ),
-    ],
-)
-async def test_bad_tools_are_refused(change, param):
-    async with answering(ANSWER) as live:
-        status, answer, _ = await live.post(CHAT, {"messages": [USER]} | change)
-        assert status == 400
-        assert answer["error"]["param"] == param

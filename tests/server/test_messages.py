@@ -10,7 +10,8 @@ import pytest
 from moeserve.messages import Abort
 from moeserve.server.messages_request import CountTokensRequest
 from moeserve.server.requests import decode
-from tests.server.test_chat import until
+from tests.server import test_responses
+from tests.server.conftest import until
 from tests.server.test_tools import ARGUMENTS, CALLS, answering
 
 MESSAGES = "/v1/messages"
@@ -221,14 +222,16 @@ async def test_a_failure_in_the_middle_is_an_event(live):
     assert "secret" not in str(last)
 
 
-async def test_a_client_that_leaves_aborts(live):
+@pytest.mark.parametrize(("path", "ask"), [(MESSAGES, ASK), (test_responses.RESPONSES, test_responses.ASK)])
+async def test_a_client_that_leaves_aborts(live, path, ask):
     live.engine.gate.clear()
     for stream in (False, True):
-        task = asyncio.create_task(live.post(MESSAGES, ASK | {"stream": stream}))
+        task = asyncio.create_task(live.post(path, ask | {"stream": stream}))
         await until(lambda: len(live.engine.rows) == 1)
         task.cancel()
         await until(lambda: not live.engine.rows)
         assert isinstance(live.engine.told[-1], Abort)
+    await until(lambda: not live.context.running)
 
 
 async def test_an_aborted_answer_is_an_error(live):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
 from moeserve.errors import InvalidRequest, NotFound
-from moeserve.messages import Abort
 from moeserve.server.response_store import ResponseStore, Stored
 from moeserve.server.responses_request import chat_messages
-from tests.server.test_chat import until
 from tests.server.test_tools import ARGUMENTS, CALLS, answering
 
 RESPONSES = "/v1/responses"
@@ -244,17 +241,6 @@ async def test_a_failure_before_and_after_the_first_token(live):
     assert last["response"]["error"]["code"] == "server_error"
     assert last["response"]["output"][0]["status"] == "incomplete"
     assert "secret" not in str(last)
-
-
-async def test_a_client_that_leaves_aborts(live):
-    live.engine.gate.clear()
-    for stream in (False, True):
-        task = asyncio.create_task(live.post(RESPONSES, ASK | {"stream": stream}))
-        await until(lambda: len(live.engine.rows) == 1)
-        task.cancel()
-        await until(lambda: not live.engine.rows)
-        assert isinstance(live.engine.told[-1], Abort)
-    await until(lambda: not live.context.running)
 
 
 async def test_input_tokens_are_those_that_are_billed(live):

@@ -20,6 +20,7 @@ from moeserve.server.app import Context
 from moeserve.server.auth import Auth
 from moeserve.server.run import bind, run
 from moeserve.text.chat_template import ChatTemplate
+from tests.server.conftest import until
 
 ASK = {"messages": [{"role": "user", "content": "a"}], "stream": True}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -72,12 +73,6 @@ async def session():
 async def status(session, server, path: str) -> tuple[int, str]:
     async with session.get(server.url + path) as response:
         return response.status, (await response.json())["status"]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def stream(session, server, **fields) -> str:

@@ -149,6 +149,7 @@ async def test_what_is_enforced():
         assert await grammars(live) == [None]
         assert await grammars(live, tool_choice="none", n=2) == [None, None]
         (any_tool,) = await grammars(live, tool_choice="required")
+        assert await grammars(live, tool_choice="required", receipt=True) == [any_tool]
         (only_clock,) = await grammars(live, tool_choice=named)
         assert await grammars(live, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == [only_clock]
         (single,) = await grammars(live, tool_choice="required", parallel_tool_calls=False)
@@ -199,6 +200,10 @@ async def test_the_template_gets_history_and_what_is_offered():
         assert answer["prompt"].endswith("</think>\n\n")
 
 
+def _calling(arguments: str) -> dict:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("template", "change", "param"),
     [
@@ -226,6 +231,15 @@ async def test_the_template_gets_history_and_what_is_offered():
         (TEMPLATE, {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, None),
         (TEMPLATE, {"top_logprobs": 1}, "top_logprobs"),
         (TEMPLATE, {"best_of": 3}, "best_of"),
+        (TEMPLATE, {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (TEMPLATE, {"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools[0].type"),
+        (TEMPLATE, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        (TEMPLATE, {"tools": "x"}, "tools"),
+        (TEMPLATE, {"messages": [{"role": "tool"}]}, "messages[0].content"),
+        (TEMPLATE, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        (TEMPLATE, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (TEMPLATE, {"messages": [_calling("{")]}, "messages[0].tool_calls"),
+        (TEMPLATE, {"messages": [_calling("[1]")]}, "messages[0].tool_calls"),
     ],
 )
 async def test_bad_requests(template, change, param):
@@ -233,7 +247,7 @@ async def test_bad_requests(template, change, param):
         status, answer, _ = await live.post(CHAT, asked() | change)
         assert status == 400
         assert answer["error"]["param"] == (param or "tools[0].function.parameters")
-        assert "`" not in answer["error"]["message"]
+        assert "`" not in answer["error"]["message"] or param == "messages[0].tool_calls"
         status, answer, _ = await live.post(CHAT, {"model": "org/tiny"})
         assert (status, answer["error"]["param"]) == (400, "messages")
 

@@ -15,6 +15,7 @@ from moeserve.frontend.watch import Trace, Tracing
 from moeserve.messages import Traced, TraceEvent, TraceNext
 from moeserve.server import trace as trace_module
 from moeserve.server.trace import trace_file
+from tests.server.conftest import until
 
 TRACE = "/v1/admin/trace"
 ADMIN = {"X_Api_Key": "root"}
@@ -119,12 +120,6 @@ async def test_it_is_off_without_admin_keys(launch):
         status, answer, _ = await live.post(TRACE, b"")
         assert status == 403
         assert "--admin-key-file" in answer["error"]["message"]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 async def test_one_engine_is_asked_and_answers(launch, admin_key_file):

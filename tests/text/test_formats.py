@@ -17,8 +17,8 @@ from moeserve.errors import ConfigError
 from moeserve.text.answer_data import DataFormat, find_format
 from moeserve.text.answer_format import Part
 from moeserve.text.answer_syntax import load, names
-from moeserve.text.harmony import HarmonyFormat
-from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY, Tokenizer
+from moeserve.text.harmony import HARMONY, HarmonyFormat
+from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 
 TOOLS = [
     {
@@ -133,11 +133,10 @@ def read(answer_format, pieces, tools=TOOLS, **options):
     return texts["content"], texts["reasoning"], [tuple(call) for call in calls]
 
 
-@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("name", ALL)
-def test_calls_that_a_model_writes_come_out(formats, name, eager):
+def test_calls_that_a_model_writes_come_out(formats, name):
     wanted = [("weather", ARGUMENTS), ("now", {})][: 1 if name == "harmony" else 2]
-    _, _, calls = read(formats[name], [marked(write(name, wanted), name)], eager=eager)
+    _, _, calls = read(formats[name], [marked(write(name, wanted), name)])
     assert [(called, json.loads(arguments)) for called, arguments in calls] == wanted
 
 
@@ -178,16 +177,14 @@ def test_any_split_gives_the_same(formats, name):
             st.sampled_from(seeds), st.lists(st.sampled_from([*marks, "weather", "x"]), max_size=14).map("".join)
         ),
         st.lists(st.integers(0, 400), max_size=12),
-        st.booleans(),
     )
-    def check(answer: str, cuts: list[int], eager: bool) -> None:
+    def check(answer: str, cuts: list[int]) -> None:
         text = marked(answer, name)
-        whole = read(formats[name], [text], eager=eager)
+        whole = read(formats[name], [text])
         edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-        assert read(formats[name], [text[a:b] for a, b in pairwise(edges)], eager=eager) == whole
-        assert read(formats[name], list(text), eager=eager) == whole
-        if not eager:
-            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[2])
+        assert read(formats[name], [text[a:b] for a, b in pairwise(edges)]) == whole
+        assert read(formats[name], list(text)) == whole
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[2])
 
     check()
 
@@ -227,10 +224,7 @@ def test_other_special_tokens_are_dropped_from_content_and_kept_in_arguments(for
     assert got == ("ab", "", [("now", '{"x": "<eos></tool_call>"}')])
 
 
-def test_arguments_come_while_they_are_written_if_asked(formats):
-    parser = formats["hermes"].parser(TOOLS, eager=True)
-    parts = parser.push(marked('<tool_call>{"name": "weather", "arguments": {"city": "Zür', "hermes"))
-    assert parts == [Part("call", "weather"), Part("arguments", '{"city": "Zür')]
+def test_a_call_comes_when_it_is_complete(formats):
     parser = formats["hermes"].parser(TOOLS)
     assert parser.push(marked('<tool_call>{"name": "weather", "arguments": {"city": "Zür', "hermes")) == []
 

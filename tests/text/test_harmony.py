@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from moeserve.text.answer_data import find_format
 from moeserve.text.harmony import HarmonyParser
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
@@ -44,7 +45,7 @@ ANSWERS = {
     ],
     "<|channel|>analysis to=functions.f<|message|>{}<|call|>": [("call", "f"), ("arguments", "{}")],
     "<|channel|>commentary to=functions.f<|message|><|end|><|start|>assistant to=functions.g"
-    "<|channel|>commentary<|message|>1<|call|>": [("call", "f"), ("call", "g"), ("arguments", "1")],
+    "<|channel|>commentary<|message|>1<|call|>": [("call", "f"), ("arguments", "{}"), ("content", "1")],
     "<|channel|>analysis to=browser.search<|message|>q<|call|>": [("reasoning", "q")],
     f"{ANALYSIS}a<|start|>assistant<|channel|>final<|message|>b": [("reasoning", "a"), ("content", "b")],
     f"{ANALYSIS}a<|channel|>final<|message|>b": [("reasoning", "a"), ("content", "b")],
@@ -109,5 +110,7 @@ def test_an_answer_that_continues_a_message(tokenizer):
 
 
 def test_which_tokenizers_speak_harmony(tokenizer, byte_level):
-    assert tokenizer.harmony_stops == [tokenizer.backend.token_to_id(name) for name in ("<|return|>", "<|call|>")]
-    assert byte_level.harmony_stops is None
+    spoken = find_format("", tokenizer)
+    assert spoken.name == "harmony"
+    assert spoken.stop_ids == tuple(tokenizer.backend.token_to_id(name) for name in ("<|return|>", "<|call|>"))
+    assert find_format("", byte_level) is None
