@@ -424,7 +424,6 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._admission.ended(now, len(self._sequences), self.ready)
         if not self._sequences:
             self._idle.set()
-            self.stats.idle()
 
     @property
     def healthy(self) -> bool:

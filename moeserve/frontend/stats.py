@@ -101,15 +101,6 @@ class FrontStats:
         if record.num_tokens:
             self.step_tokens.add(record.num_tokens)
         self.engines[record.dp_rank].step(record)
-        if not self.num_active:  # the step was under way when its sequences were aborted
-            self.idle()
-
-    def idle(self) -> None:
-        """Sets the gauges of all engines to those of one without requests: after aborts no step would tell."""
-        for engine in self.engines.values():
-            if (last := engine.last) is not None:
-                free = {"num_free_blocks": last.num_blocks - 1, "num_free_states": max(0, last.num_states - 1)}
-                engine.last = msgspec.structs.replace(last, num_running=0, num_waiting=0, **free)
 
     def lost_engine(self, engine: int, *, died: bool) -> None:
         """Drops the gauges of an engine (data-parallel rank) that is gone, and counts a restart if it died."""

@@ -175,7 +175,7 @@ async def test_cancelling_keeps_what_is_answered(keeping: Any) -> None:
         assert (await client.batches.cancel(made.id)).status == "cancelling"
         done = await reached(client, made.id, "cancelled")
         assert done.cancelling_at <= done.cancelled_at
-        assert "a" in await results(client, done.output_file_id)
+        assert len(await results(client, done.output_file_id)) == done.request_counts.completed > 0
         assert done.request_counts.completed < done.request_counts.total
         live.engine.gate.set()
         assert not live.context.running
