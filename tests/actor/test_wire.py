@@ -313,6 +313,8 @@ def test_bytes_that_are_not_even_zeromq_hurt_nobody(run: Run, address: str) -> N
         assert len(inbox) == 0
         peer.close()
         wire.close()
+        # uvloop once waited for ever when it was closed right behind connections that were aborted.
+        await asyncio.gather(*(writer.wait_closed() for _, writer in strangers), return_exceptions=True)
 
     run(main())
 
