@@ -1,7 +1,9 @@
 // Kernels on rows: everything elementwise or row-wise. moeserve/ops/native_rows.py is their only caller.
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -16,7 +18,9 @@ namespace py = pybind11;
 namespace moeserve {
 namespace {
 
-using Counts = py::array_t<int64_t, py::array::c_style>;
+template <class T>
+using Column = py::array_t<T, py::array::c_style>;
+using Counts = Column<int64_t>;
 
 void bind_dense(py::module_& m) {
     m.def("rms_norm", [](Type type, size_t rows, size_t width, Address x, size_t stride, Address weight, float eps,
@@ -136,6 +140,19 @@ void bind_sampling(py::module_& m) {
         const RaceArgs args{width, at<float>(x), stride, at<int32_t>(low), at<int32_t>(high), at<int32_t>(token_hash),
                             at<int64_t>(blocks), at<int64_t>(column)};
         over_rows(kernels()->race, args, rows, width);
+    });
+    m.def("draw", [](size_t width, Address x, size_t stride, const Column<int64_t>& slots, const Column<int64_t>& positions,
+                     const Column<uint16_t>& traits, const Column<float>& temperature, const Column<uint64_t>& seed,
+                     uint16_t not_here, uint16_t random, Address token_hash, const std::optional<Column<int64_t>>& mask_of,
+                     const std::optional<Column<int32_t>>& bits, Address peak, Address column, Address status) {
+        const size_t words = bits ? static_cast<size_t>(bits->shape(1)) : 0;
+        const auto rows = static_cast<size_t>(slots.size());
+        const DrawArgs args{width, at<float>(x), stride, slots.data(), positions.data(), traits.data(),
+                            temperature.data(), seed.data(), not_here, random, at<int32_t>(token_hash),
+                            mask_of ? mask_of->data() : nullptr,
+                            bits ? reinterpret_cast<const uint32_t*>(bits->data()) : nullptr, words,
+                            at<float>(peak), at<int64_t>(column), at<uint8_t>(status)};
+        over_rows(kernels()->draw, args, rows, width);
     });
 }
 

@@ -43,6 +43,7 @@ constexpr Kernels table(const char* name) {
     kernels.argmax = argmax;
     kernels.product = product;
     kernels.race = race;
+    kernels.draw = draw;
     kernels.attend = attention::attend;
     kernels.merge_attention = attention::merge_attention;
     kernels.causal_conv = causal_conv;

@@ -137,4 +137,28 @@ struct RaceArgs {
     int64_t* column;
 };
 
+/// The token of each row whose request has no traits of `not_here`: the likeliest of those that a grammar allows, or with
+/// the trait `random` the winner of the race at its temperature. -1: another traits' row, or one that rounding could
+/// decide.
+struct DrawArgs {
+    static constexpr uint8_t kFine = 0, kNotFinite = 1, kNothingAllowed = 2;  // `Status` in runner/sampling/sampler.py
+
+    size_t width;
+    const float* x;
+    size_t stride;
+    const int64_t* slots;
+    const int64_t* positions;
+    const uint16_t* traits;  // and what follows: by slot
+    const float* temperature;
+    const uint64_t* seed;
+    uint16_t not_here, random;
+    const int32_t* token_hash;
+    const int64_t* mask_of;  // each row's mask, or -1; null: none has one
+    const uint32_t* bits;
+    size_t words;
+    float* peak;  // before the mask
+    int64_t* column;
+    uint8_t* status;
+};
+
 }  // namespace moeserve

@@ -125,27 +125,20 @@ MOESERVE_INLINE bool reaches(const float* x, float bound) {
     return not_below(most, all(bound)) != 0;
 }
 
-/// The winner's column among `width`, or -1. likeliest: the column of the row's maximum, a number.
-inline int64_t race_row(const RaceArgs& args, size_t r, const float* x, size_t likeliest) {
-    const size_t width = args.width, num_blocks = (width + kBlock - 1) / kBlock;
-    const int64_t* blocks = args.blocks ? args.blocks + r * num_blocks : nullptr;
-    Race race{static_cast<uint32_t>(args.low[r]), static_cast<uint32_t>(args.high[r])};
+/// The winner's column, or -1. read(block, part): a block's columns, perhaps made in `part`; null where none may win.
+/// blocks: as in RaceArgs. first: the block of the likeliest column. It goes first: then the number of columns that must
+/// be looked at closely is about the logarithm of the number of likely ones, wherever they are.
+template <class Read>
+inline int64_t race_row(Race race, const int32_t* token_hash, const int64_t* blocks, size_t num_blocks, size_t first,
+                        const Read& read) {
     const auto enter = [&](size_t block, float bound) {
         alignas(64) float part[kBlock];
-        const float* here = x + block * kBlock;
-        const size_t left = width - block * kBlock;
-        if (left < kBlock) {
-            for (size_t i = 0; i < kBlock; ++i) part[i] = i < left ? here[i] : -__builtin_inff();
-            here = part;
-        }
-        if (!reaches(here, bound)) return false;
+        const float* here = read(block, part);
+        if (!here || !reaches(here, bound)) return false;
         const size_t of = blocks ? static_cast<size_t>(blocks[block]) : block;
-        race.enter_block(here, args.token_hash + of * kBlock, block * kBlock);
+        race.enter_block(here, token_hash + of * kBlock, block * kBlock);
         return true;
     };
-    // The likeliest goes first: then the number of columns that must be looked at closely is about the logarithm of
-    // the number of likely ones, wherever they are.
-    const size_t first = likeliest / kBlock;
     enter(first, -__builtin_inff());
     float bound = race.hopeless();
     for (size_t block = 0; block < num_blocks; ++block) {
@@ -154,12 +147,115 @@ inline int64_t race_row(const RaceArgs& args, size_t r, const float* x, size_t l
     return race.best - race.second > race.doubt() ? static_cast<int64_t>(race.column) : -1;
 }
 
+/// One row in blocks. bits: the columns that a grammar allows; null: all. peak, temperature: what columns become less
+/// and divided by.
+struct MaskedRow {
+    const float* x;
+    size_t width;
+    const uint32_t* bits;
+    float peak = 0, temperature = 1;
+
+    /// Copies the block with -infinity for what is not allowed or not there; null if that is all of it.
+    MOESERVE_INLINE const float* masked(size_t block, float* part) const {
+        const float* here = x + block * kBlock;
+        const size_t left = width - block * kBlock;
+        if (!bits && left >= kBlock) return here;
+        for (size_t half = 0; half < kBlock; half += 32) {
+            const uint32_t word = half >= left ? 0 : bits ? bits[(block * kBlock + half) / 32] : ~0u;
+            if (half + 32 <= left && word) {
+                for (size_t i = 0; i < 32; ++i) part[half + i] = word >> i & 1 ? here[half + i] : -__builtin_inff();
+                continue;
+            }
+            for (size_t i = half; i < half + 32; ++i) {
+                part[i] = i < left && word >> (i - half) & 1 ? here[i] : -__builtin_inff();
+            }
+        }
+        return part;
+    }
+
+    bool empty(size_t block) const {
+        const size_t word = block * kBlock / 32;
+        return bits && !bits[word] && (word * 32 + 32 >= width || !bits[word + 1]);
+    }
+
+    const float* operator()(size_t block, float* part) const {
+        if (empty(block)) return nullptr;
+        const float* here = masked(block, part);
+        for (size_t i = 0; i < kBlock; i += kWidth) {
+            store(part + i, div(sub(load(here + i), all(peak)), all(temperature)));
+        }
+        return part;
+    }
+
+    /// The largest column that is allowed; -infinity if none is.
+    Peak largest_allowed() const {
+        Peak best{-__builtin_inff(), 0};
+        alignas(64) float part[kBlock];
+        for (size_t block = 0; block * kBlock < width; ++block) {
+            if (empty(block)) continue;
+            const float* here = masked(block, part);
+            f32 most = load(here);
+            for (size_t i = kWidth; i < kBlock; i += kWidth) most = max(most, load(here + i));
+            const float value = largest(most);
+            if (!(value > best.value)) continue;
+            size_t i = 0;
+            while (here[i] != value) ++i;
+            best = {value, block * kBlock + i};
+        }
+        return best;
+    }
+};
+
 inline void race(const RaceArgs& args, size_t begin, size_t end) {
+    const size_t num_blocks = (args.width + kBlock - 1) / kBlock;
     for (size_t r = begin; r < end; ++r) {
         const float* x = args.x + r * args.stride;
         const Peak peak = row_peak(x, args.width);
-        const bool finite = __builtin_fabsf(peak.value) < __builtin_inff();
-        args.column[r] = finite ? race_row(args, r, x, peak.column) : -1;
+        args.column[r] = -1;
+        if (!(__builtin_fabsf(peak.value) < __builtin_inff())) continue;
+        const MaskedRow row{x, args.width, nullptr};
+        const auto read = [&](size_t block, float* part) { return row.masked(block, part); };
+        const Race race{static_cast<uint32_t>(args.low[r]), static_cast<uint32_t>(args.high[r])};
+        const int64_t* blocks = args.blocks ? args.blocks + r * num_blocks : nullptr;
+        args.column[r] = race_row(race, args.token_hash, blocks, num_blocks, peak.column / kBlock, read);
+    }
+}
+
+/// The key of a row's noise: `row_keys` in moeserve/runner/sampling/sampler.py (splitmix64).
+inline uint64_t row_key(uint64_t seed, int64_t position) {
+    uint64_t key = seed + static_cast<uint64_t>(position) * 0x9E3779B97F4A7C15u;
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9u;
+    key = (key ^ key >> 27) * 0x94D049BB133111EBu;
+    return key ^ key >> 31;
+}
+
+inline void draw(const DrawArgs& args, size_t begin, size_t end) {
+    for (size_t r = begin; r < end; ++r) {
+        const int64_t slot = args.slots[r];
+        const float* x = args.x + r * args.stride;
+        const uint16_t traits = args.traits[slot];
+        Peak peak = row_peak(x, args.width);
+        args.peak[r] = peak.value;
+        args.status[r] = peak.value - peak.value != 0 ? DrawArgs::kNotFinite : DrawArgs::kFine;
+        args.column[r] = args.status[r] ? 0 : static_cast<int64_t>(peak.column);
+        if (traits & args.not_here) args.column[r] = -1;
+        if (args.status[r] || traits & args.not_here) continue;
+        const int64_t mask = args.mask_of ? args.mask_of[r] : -1;
+        MaskedRow row{x, args.width, mask < 0 ? nullptr : args.bits + static_cast<size_t>(mask) * args.words};
+        if (row.bits) {
+            peak = row.largest_allowed();
+            args.column[r] = static_cast<int64_t>(peak.column);
+            if (peak.value == -__builtin_inff()) {
+                args.status[r] = DrawArgs::kNothingAllowed, args.column[r] = 0;
+                continue;
+            }
+        }
+        if (!(traits & args.random)) continue;
+        row.peak = peak.value, row.temperature = args.temperature[slot];
+        const uint64_t key = row_key(args.seed[slot], args.positions[r]);
+        const Race race{static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
+        args.column[r] = race_row(race, args.token_hash, nullptr, (args.width + kBlock - 1) / kBlock,
+                                  peak.column / kBlock, row);
     }
 }
 

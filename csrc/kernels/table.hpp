@@ -30,6 +30,7 @@ struct Kernels {
     void (*argmax)(const ArgmaxArgs&, size_t begin, size_t end);
     void (*product)(const ProductArgs&, size_t begin, size_t end, int worker);
     void (*race)(const RaceArgs&, size_t begin, size_t end);
+    void (*draw)(const DrawArgs&, size_t begin, size_t end);
     void (*attend)(void* call, size_t begin, size_t end, int worker);           // pieces of an AttentionCall
     void (*merge_attention)(void* call, size_t begin, size_t end, int worker);  // merges of one
     void (*causal_conv)(void* call, size_t begin, size_t end, int worker);      // pieces of CausalConvArgs

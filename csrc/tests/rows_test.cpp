@@ -323,6 +323,66 @@ void races(size_t width, size_t offset, bool in_blocks) {
     CHECK(undecided < 3);
 }
 
+/// Rows in turn: greedy, random, both with masks, a trait for others; the last three are NaN, or allow nothing.
+void draws(size_t width, size_t offset) {
+    const size_t rows = 24, words = (width + 31) / 32, padded = (width + 63) / 64 * 64;
+    const uint16_t elsewhere = 4, drawn = 1;
+    auto x = random<float>(rows * width, offset, 3);
+    x[(rows - 3) * width + below(width)] = kNan;
+    Exact<uint32_t> bits(rows * words, offset);
+    for (size_t i = 0; i < bits.size(); ++i) bits[i] = below(3) ? static_cast<uint32_t>(rng()) : below(2) ? ~0u : 0u;
+    for (size_t i = (rows - 2) * words; i < rows * words; ++i) bits[i] = 0;
+    Exact<int64_t> slots(rows), positions(rows), mask_of(rows), column(rows, offset);
+    Exact<uint16_t> traits(rows);
+    Exact<float> temperature(rows), peak(rows);
+    Exact<uint64_t> seed(rows);
+    Exact<uint8_t> status(rows);
+    Exact<int32_t> hash(padded, offset);
+    for (size_t i = 0; i < padded; ++i) hash[i] = static_cast<int32_t>(rng());
+    for (size_t r = 0; r < rows; ++r) {
+        slots[r] = int64_t(rows - 1 - r), positions[r] = int64_t(below(1000));
+        const size_t kind = r < rows - 3 ? r % 5 : 3;
+        mask_of[r] = kind == 2 || kind == 3 ? int64_t(r) : -1;
+        const size_t slot = rows - 1 - r;
+        traits[slot] = kind == 4 ? elsewhere : kind % 2 ? drawn : 0;
+        temperature[slot] = 0.5f + 0.1f * float(below(10)), seed[slot] = rng();
+    }
+    const std::vector<float> before(x.data(), x.data() + x.size());
+    tested::draw(DrawArgs{width, x.data(), width, slots.data(), positions.data(), traits.data(), temperature.data(),
+                          seed.data(), elsewhere, drawn, hash.data(), mask_of.data(), bits.data(), words, peak.data(),
+                          column.data(), status.data()}, 0, rows);
+    CHECK(std::memcmp(x.data(), before.data(), x.size() * sizeof(float)) == 0);
+    size_t undecided = 0;
+    for (size_t r = 0; r < rows; ++r) {
+        const size_t slot = rows - 1 - r;
+        Exact<float> y(width);
+        std::copy_n(x.data() + r * width, width, y.data());
+        const bool nan = r == rows - 3;
+        if (!nan && mask_of[r] >= 0) apply_bitmask(y.data(), width, bits.data() + r * words);
+        const float most = *std::max_element(y.data(), y.data() + width);
+        const uint8_t expected = nan ? 1 : most == -kInfinity ? 2 : 0;
+        CHECK(status[r] == expected);
+        if (traits[slot] == elsewhere) {
+            CHECK(column[r] == -1);
+        } else if (expected) {
+            CHECK(column[r] == 0);
+        } else if (traits[slot] == 0) {
+            CHECK(column[r] == std::max_element(y.data(), y.data() + width) - y.data());
+        } else {
+            for (size_t i = 0; i < width; ++i) y[i] = (y[i] - most) / temperature[slot];
+            uint64_t key = seed[slot] + uint64_t(positions[r]) * 0x9E3779B97F4A7C15u;
+            key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9u, key = (key ^ key >> 27) * 0x94D049BB133111EBu;
+            key ^= key >> 31;
+            const auto low = int32_t(key), high = int32_t(key >> 32);
+            int64_t winner = -2;
+            tested::race(RaceArgs{width, y.data(), width, &low, &high, hash.data(), nullptr, &winner}, 0, 1);
+            CHECK(column[r] == winner);
+            undecided += winner < 0;
+        }
+    }
+    CHECK(undecided < 3);
+}
+
 void masks(size_t width, size_t offset) {
     const auto x = random<float>(width, offset);
     Exact<float> masked(width, offset);
@@ -377,6 +437,7 @@ int main() {
         for (size_t width : {1, 31, 32, 33, 64, 700}) masks(width, offset);
         for (size_t width : {1, 63, 64, 65, 700}) races(width, offset, false);
         for (size_t width : {64, 320}) races(width, offset, true);
+        for (size_t width : {1, 31, 33, 63, 64, 65, 97, 700}) draws(width, offset);
     }
     copies();
     std::puts("ok");

@@ -7,6 +7,7 @@ tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -237,6 +238,32 @@ def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     peak_S, column_S = _empty(rows), _empty(rows, dtype=torch.int64)
     _native.argmax(rows, x_SV.shape[1], x_SV.data_ptr(), _stride(x_SV), peak_S.data_ptr(), column_S.data_ptr())
     return peak_S, column_S
+
+
+def draw(
+    x_SV: Tensor, slots_S: NDArray[np.int64], positions_S: NDArray[np.int64], columns: Sequence[NDArray[Any]],
+    token_hash_V: Tensor, not_here: int, random: int, masks: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns (tokens int64, maxima, `Status` uint8) of fp32 logits, which are left as they are: the likeliest token,
+    or the winner of `race` at the request's temperature where it has the trait `random`, among those that masks allow.
+
+    -1 where rounding could decide and where a request has traits of `not_here`: ask the reference then. columns, by
+    slot: traits uint16, temperature fp32, seed uint64. positions: of the tokens. masks: rows and bits, as for
+    `apply_bitmask`.
+    """
+    rows, width = x_SV.shape
+    tokens_S, peak_S, status_S = _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows, dtype=torch.uint8)
+    mask_of_S = bits_CW = None
+    if masks is not None:
+        rows_C, bits_CW = masks
+        assert bits_CW.shape[1] * 32 >= width, (bits_CW.shape, x_SV.shape)
+        mask_of_S = np.full(rows, -1)
+        mask_of_S[rows_C] = np.arange(len(rows_C))
+    _native.draw(
+        width, x_SV.data_ptr(), _stride(x_SV), slots_S, positions_S, *columns, not_here, random,
+        token_hash_V.data_ptr(), mask_of_S, bits_CW, peak_S.data_ptr(), tokens_S.data_ptr(), status_S.data_ptr(),
+    )  # fmt: skip
+    return tokens_S, peak_S, status_S
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The sampler for CPUs: reads only the part of a row that can matter, and leaves the draw to native code.
 
-Rows with top-k or min-p are narrowed to the few blocks of LANES tokens that hold their largest logits, and top-p sorts
-only what its sum can reach. Which way a row goes depends on that row alone, so its bits never depend on its neighbours.
-r rows, V padded vocabulary, B blocks of a narrowed row, W = B * LANES.
+Rows without filters are one native call. Rows with top-k or min-p are narrowed to the few blocks of LANES tokens that
+hold their largest logits, and top-p sorts only what its sum can reach. Which way a row goes depends on that row alone,
+so its bits never depend on its neighbours. r rows, V padded vocabulary, B blocks of a narrowed row, W = B * LANES.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
 from moeserve.runner.sampling.reference import ReferenceSampler, top_p_cutoff
-from moeserve.runner.sampling.sampler import NEG_INF, Failures, Masks, Status, Trait, row_keys
+from moeserve.runner.sampling.sampler import NEG_INF, Masks, Trait, row_keys
 from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks that a row is narrowed to
 HEAD_TOKENS = 64  # tokens that a top-p is usually reached with
+_ELSEWHERE = Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P  # what one native call does not do
 ROUNDING = 1e-4  # of sums of probabilities, generously
 
 
@@ -38,22 +39,15 @@ class NativeSampler(ReferenceSampler):
     def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
         return top_p_cutoff_head(probs_rV, top_p_r)
 
-    def _choose(
+    def _first(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
-    ) -> tuple[Tensor, Tensor, Failures]:
-        # A few rows with a temperature only, as most steps and drafts are, take a few calls.
-        traits_S = self.rows.traits[slots_S] & (Trait.CHANGED | Trait.CUT | Trait.TOP_P | Trait.RANDOM)
-        if len(slots_S) > self._chunk_rows or (traits_S != Trait.RANDOM).any():
-            return super()._choose(logits_SV, slots_S, positions_S, masks)
-        x_SV = torch.nn.functional.pad(logits_SV, (0, -logits_SV.shape[1] % LANES), value=NEG_INF)
-        temperature, low, high = self._upload(
-            self.rows.temperature[slots_S], *row_keys(self.rows.seed[slots_S], positions_S)
+    ) -> tuple[Tensor, Tensor, Tensor, I64]:
+        # Most requests have a temperature and perhaps a grammar: one call chooses for them, a row at a time.
+        columns = self.rows.traits, self.rows.temperature, self.rows.seed
+        tokens_S, peak_S, status_S = native_rows.draw(
+            logits_SV, slots_S, positions_S, columns, self._gumbel.token_hash, _ELSEWHERE, Trait.RANDOM, masks
         )
-        peak_S = native_rows.argmax(x_SV)[0]
-        is_damaged_S = (peak_S - peak_S) != 0
-        x_SV = (x_SV - peak_S.unsqueeze(1)).div_(temperature.unsqueeze(1))
-        tokens_S = race(self._gumbel, x_SV, low, high).masked_fill_(is_damaged_S, 0)
-        return tokens_S.int(), is_damaged_S.to(torch.uint8).mul_(Status.NOT_FINITE), {}
+        return tokens_S, peak_S, status_S, np.flatnonzero(tokens_S.numpy() < 0)
 
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
         if not (self.rows.traits[slots_r[0]] & Trait.CUT and can_narrow(x_rV.shape[1])):

@@ -30,10 +30,9 @@ class ReferenceSampler(Sampler):
     def _choose(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Failures]:
-        peak_S, tokens_S = self._argmax(logits_SV)  # a NaN in a row is its maximum, and infinity less itself is NaN
-        status_S = ((peak_S - peak_S) != 0).to(torch.uint8).mul_(Status.NOT_FINITE)
+        tokens_S, peak_S, status_S, rest = self._first(logits_SV, slots_S, positions_S, masks)
         failures: Failures = {}
-        for chunk in self._chunks(slots_S):
+        for chunk in self._chunks(rest, slots_S):
             (index,) = self._upload(chunk)
             slots_r, positions_r = slots_S[chunk], positions_S[chunk]
             x_rV, peak_r = logits_SV.index_select(0, index), peak_S.index_select(0, index)
@@ -52,16 +51,25 @@ class ReferenceSampler(Sampler):
                 tokens_S[index] = self._draw(x_rV, slots_r, positions_r)
         return tokens_S.masked_fill_(status_S != Status.FINE, 0).int(), status_S, failures
 
-    def _chunks(self, slots_S: I64) -> Iterator[I64]:
-        """Yields row numbers in chunks: greedy rows whose logits are changed, random ones, random ones with a cut."""
-        traits_S = self.rows.traits[slots_S]
-        if not (traits_S & (Trait.RANDOM | Trait.CHANGED)).any():
+    def _first(
+        self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
+    ) -> tuple[Tensor, Tensor, Tensor, I64]:
+        """Returns (tokens int64, peaks of the logits, `Status`) as far as they are known at once, and the rows, in
+        order, whose tokens are not."""
+        peak_S, tokens_S = self._argmax(logits_SV)  # a NaN in a row is its maximum, and infinity less itself is NaN
+        status_S = ((peak_S - peak_S) != 0).to(torch.uint8).mul_(Status.NOT_FINITE)
+        return tokens_S, peak_S, status_S, self.rows.having(Trait.RANDOM | Trait.CHANGED, slots_S)
+
+    def _chunks(self, rest: I64, slots_S: I64) -> Iterator[I64]:
+        """Yields the rows in chunks: greedy ones whose logits are changed, random ones, random ones with a cut."""
+        if not len(rest):
             return
-        random_S, cut_S, changed_S = ((traits_S & t) != 0 for t in (Trait.RANDOM, Trait.CUT, Trait.CHANGED))
-        for kind_S in (changed_S & ~random_S, random_S & ~cut_S, cut_S):
-            rows = kind_S.nonzero()[0]
+        traits_r = self.rows.traits[slots_S[rest]]
+        random_r, cut_r = ((traits_r & t) != 0 for t in (Trait.RANDOM, Trait.CUT))
+        for kind_r in (~random_r, random_r & ~cut_r, cut_r):
+            rows = rest[kind_r]
             # The native sampler does most of its work on cut rows after it has narrowed them.
-            most = 4 * self._chunk_rows if kind_S is cut_S else self._chunk_rows
+            most = 4 * self._chunk_rows if kind_r is cut_r else self._chunk_rows
             for start in range(0, len(rows), most):
                 yield rows[start : start + most]
 

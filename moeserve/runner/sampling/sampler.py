@@ -49,8 +49,9 @@ class Trait:
     LOGPROBS = 64
     PROMPT_LOGPROBS = 128
     DIGESTS = 256
+    GRAMMAR = 512
 
-    CHANGED = PENALTY | RULES  # the logits are changed before the likeliest token is chosen
+    CHANGED = PENALTY | RULES | GRAMMAR  # the logits are changed before the likeliest token is chosen
     CUT = MIN_P | TOP_K  # only tokens close to the likeliest one stay; RANDOM rows only
 
 
@@ -114,8 +115,10 @@ def _traits(request: NewRequest, has_top_k: bool) -> int:
         traits |= Trait.PENALTY
     if sampling.min_tokens or sampling.logit_bias or sampling.allowed_ids is not None or sampling.bad_seqs:
         traits |= Trait.RULES
-    if sampling.grammar is not None or sampling.processors:
+    if sampling.processors:
         traits |= Trait.RULES
+    if sampling.grammar is not None:
+        traits |= Trait.GRAMMAR
     if sampling.logprobs is not None:
         traits |= Trait.LOGPROBS
     if sampling.receipt:

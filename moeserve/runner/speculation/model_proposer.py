@@ -109,7 +109,7 @@ class ModelProposer(Proposer):
         (slots,) = self._upload(step.slots_S)
         tokens_KS = known_S - 1 + np.arange(self.num_drafts)[:, None]
         rounds = self._rounds(step.slots_S, tokens_KS - shift)
-        changed = len(self._sampler.rows.having(Trait.CHANGED, step.slots_S))
+        changed = len(self._sampler.rows.having(Trait.PENALTY | Trait.RULES, step.slots_S))
         (offsets_KS,) = self._upload(self._tables.token_offsets(step.slots_S, self._inside(tokens_KS)))
         drafts_S = self._tables.arena.index_select(0, offsets_KS[0])
         for i, inputs in enumerate(rounds):
