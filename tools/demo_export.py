@@ -16,8 +16,39 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 TEXT_END, START, END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0]['role'] == 'system' %}
+{{- messages[0]['content'] + '\\n\\n' }}
+{%- endif %}
+{{- '<tools>\\n' }}
+{%- for tool in tools %}
+{{- (tool['function'] or tool) | tojson + '\\n' }}
+{%- endfor %}
+{{- '</tools><|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
+{%- if message['role'] == 'tool' %}
+{%- if loop.first or loop.previtem['role'] != 'tool' %}
+{{- '<|im_start|>user' }}
+{%- endif %}
+{{- '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
+{%- if loop.last or loop.nextitem['role'] != 'tool' %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- elif message['tool_calls'] %}
+{{- '<|im_start|>' + message['role'] }}
+{%- if message['content'] %}
+{{- '\\n' + message['content'] }}
+{%- endif %}
+{%- for call in message['tool_calls'] %}
+{{- '\\n<tool_call>\\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' }}
+{{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif not (tools and loop.first and message['role'] == 'system') %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}

@@ -1,13 +1,15 @@
 """Measure the demo model within its domain: `python tools/eval_demo.py`.
 
 The requests come from the templates of the training text with another seed. Most questions about moeserve
-therefore also occur in training, word for word; most story requests do not.
+therefore also occur in training, word for word; most story requests do not. The cities of the weather questions
+are none that the training text lists.
 """
 
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,65 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.demo_corpus.chats import outside_exchange
 from tools.demo_corpus.facts import Fact, ask, facts
 from tools.demo_corpus.requests import Request, noisy, request
+from tools.demo_corpus.tools import Tool, ask_tool, call_text, declined, kinds, ordinary, outcome, tool, tool_choice
 
 ASSETS = Path(__file__).parents[1] / "moeserve" / "assets" / "demo"
 Answer = tuple[str, bool]
+Chat = dict[str, Any]  # messages and tools
+CITIES = [
+    "Reykjavik",
+    "Bologna",
+    "Dakota Springs",
+    "Nantes",
+    "Kingston",
+    "Montevideo",
+    "Palermo",
+    "Eindhoven",
+    "Groningen",
+    "Linz",
+    "Innsbruck",
+    "Stavanger",
+    "Narvik",
+    "Vaasa",
+    "Tartu",
+    "Kaunas",
+    "Lublin",
+    "Ostrava",
+    "Szeged",
+    "Varna",
+    "Plovdiv",
+    "Patras",
+    "Haifa",
+    "Aleppo",
+    "Shiraz",
+    "Multan",
+    "Surat",
+    "Nagpur",
+    "Mandalay",
+    "Hue",
+    "Cebu",
+    "Medan",
+    "Darwin Bay",
+    "Dunedin",
+    "Fresno",
+    "Omaha",
+    "Boise",
+    "Tucson",
+    "Regina",
+    "Puebla",
+    "Managua",
+    "Arequipa",
+]
 
 
-def answers(model: Any, tokenizer: Any, prompts: list[str], temperature: float) -> list[Answer]:
-    """What the model says to each prompt, and whether it ended by itself."""
+def answers(model: Any, tokenizer: Any, prompts: Sequence[str | Chat], temperature: float) -> list[Answer]:
+    """What the model says to each prompt or chat, and whether it ended by itself."""
     found: list[Answer] = []
     how = {"do_sample": True, "temperature": temperature, "top_p": 0.9} if temperature else {"do_sample": False}
     for at in range(0, len(prompts), 20):
-        chats = [[{"role": "user", "content": p}] for p in prompts[at : at + 20]]
-        inputs = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        )
+        asked = [p if isinstance(p, dict) else chat(p) for p in prompts[at : at + 20]]
+        texts = [tokenizer.apply_chat_template(**a, add_generation_prompt=True, tokenize=False) for a in asked]
+        inputs = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
         with torch.no_grad():
             out = model.generate(**inputs, **how, max_new_tokens=300, top_k=0)
         for row in out[:, inputs["input_ids"].shape[1] :]:
@@ -41,11 +88,67 @@ def answers(model: Any, tokenizer: Any, prompts: list[str], temperature: float) 
     return found
 
 
+def chat(question: str, tools: list[Tool] | None = None) -> Chat:
+    """A request with one question, as `apply_chat_template` takes it."""
+    listed = [{"type": "function", "function": tool.function} for tool in tools or []]
+    return {"conversation": [{"role": "user", "content": question}], "tools": listed or None}
+
+
+def listed(rng: random.Random) -> list[Tool]:
+    """The tools of a chat, at least one."""
+    return tool_choice(rng) or listed(rng)
+
+
+def weather_call(rng: random.Random, others: int) -> tuple[Chat, str]:
+    """A question about the weather in one of `CITIES`, with so many other tools at most, and the call that it needs."""
+    used = tool(rng, kinds()[0])
+    tools = [used, *[tool for tool in listed(rng) if tool.kind.title != "weather"][:others]]
+    rng.shuffle(tools)
+    question, arguments, values = ask_tool(rng, used)
+    city = rng.choice(CITIES)
+    city = city.lower() if values["city"].islower() else city
+    arguments[used.params["city"][0]] = city
+    return chat(question.replace(values["city"], city), tools), call_text(used.function["name"], arguments)
+
+
+def any_call(rng: random.Random) -> tuple[Chat, str]:
+    """A question that needs one of the tools of its chat, and the call."""
+    tools = listed(rng)
+    used = rng.choice(tools)
+    question, arguments, _ = ask_tool(rng, used)
+    return chat(question, tools), call_text(used.function["name"], arguments)
+
+
+def no_call(rng: random.Random, n: int) -> Chat:
+    """A question that needs none of the tools of its chat: every second one asks for something that cannot be had."""
+    tools = listed(rng)
+    return chat((declined(rng, tools) if n % 2 else ordinary(rng))[0], tools)
+
+
+def result(rng: random.Random) -> tuple[Chat, str]:
+    """A chat up to the weather that a tool gave, and what of it the answer has to say."""
+    used = tool(rng, kinds()[0])
+    question, arguments, values = ask_tool(rng, used)
+    given, said = outcome(rng, used, values)
+    asked = chat(question, [used])
+    call = {"type": "function", "function": {"name": used.function["name"], "arguments": arguments}}
+    asked["conversation"] += [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": given},
+    ]
+    return asked, said
+
+
 def uses(wanted: Request, text: str) -> bool:
     """Whether a story holds every character and thing that the request names; places are not checked."""
     cast, prompt, low = wanted.cast, wanted.prompt.lower(), text.lower()
     asked = [cast.hero.kind, cast.hero.name, cast.friend.kind, cast.friend.name, cast.thing]
     return all(word.lower() in low for word in asked if word and f" {word.lower()}" in f" {prompt}")
+
+
+def same(pairs: list[tuple[Chat, str]], n: int, text: str) -> bool:
+    """Whether an answer is, to the letter, the one wanted."""
+    return text == pairs[n][1]
 
 
 def right(rng: random.Random, fact: Fact, text: str) -> bool:
@@ -73,7 +176,19 @@ def main() -> None:
     topics = [rng.choice(facts()) for _ in range(args.count)]
     questions = [noisy(rng, ask(rng, fact)[0]) for fact in topics]
     strange = [outside_exchange(rng)[0] for _ in range(args.count)]
+    with_tools = {
+        "weather calls, one tool": [weather_call(rng, 0) for _ in range(args.count)],
+        "weather calls, up to three tools": [weather_call(rng, 2) for _ in range(args.count)],
+        "calls": [any_call(rng) for _ in range(args.count)],
+        "results of tools": [result(rng) for _ in range(args.count)],
+    }
+    others = [no_call(rng, n) for n in range(args.count)]
     for temperature in (0.0, 0.7):
+        for title, pairs in with_tools.items():
+            said = answers(model, tokenizer, [asked for asked, _ in pairs], temperature)
+            report(f"{title}, temperature {temperature}", said, partial(same, pairs))
+        said = answers(model, tokenizer, others, temperature)
+        report(f"no call needed, temperature {temperature}", said, lambda _, text: "<tool_call>" not in text)
         said = answers(model, tokenizer, [r.prompt for r in stories], temperature)
         report(f"stories, temperature {temperature}", said, lambda n, text: uses(stories[n], text))
         said = answers(model, tokenizer, questions, temperature)

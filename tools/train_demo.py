@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.demo_corpus import Document, documents
-from tools.demo_export import END, SPECIAL, TEXT_END, export
+from tools.demo_export import END, SPECIAL, TEXT_END, export, load, tensors
 from tools.demo_model import DemoModel, Groups, Muon, Shape
 
 ASSETS = Path(__file__).parents[1] / "moeserve" / "assets" / "demo"
@@ -54,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lr", type=float, default=0.02, help="peak learning rate of Muon")
     parser.add_argument("--aux", type=float, default=0.01, help="weight of the balancing loss")
+    parser.add_argument("--start", type=Path, help="folder of a model to go on from, whose tokenizer stays")
     parser.add_argument("--out", type=Path, default=ASSETS)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moeserve-demo")
     parser.add_argument("--save-every", type=float, default=180.0, help="seconds")
@@ -164,13 +165,18 @@ class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.shape = args, Shape()
         torch.manual_seed(args.seed)
-        self.tokenizer = train_tokenizer(args.seed, self.shape.vocab)
+        if args.start is None:
+            self.tokenizer = train_tokenizer(args.seed, self.shape.vocab)
+        else:
+            self.tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
         limit = 1536
         corpus = documents(args.seed, args.docs)
         self.docs = [encode(self.tokenizer, doc, limit) for doc in corpus]
         held_out = documents(args.seed + 1_000_000, 256)
         self.held_out = [encode(self.tokenizer, doc, limit) for doc in held_out]
         self.model = DemoModel(self.shape)
+        if args.start is not None:
+            load(args.start, tensors(self.model))
         self.optimizers = optimizers(self.model, args.lr)
         self.step, self.seen = 0, 0
         self.peak = [group["lr"] for opt in self.optimizers for group in opt.param_groups]

@@ -37,6 +37,7 @@ STEPS = 3  # that the head makes by itself
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ASSETS, help="folder of the model, which gets the head")
+    parser.add_argument("--start", type=Path, help="folder of a model with a head to go on from")
     parser.add_argument("--steps", type=int, default=620)
     parser.add_argument("--docs", type=int, default=6_000, help="documents of the corpus")
     parser.add_argument("--sampled", type=int, default=3_000, help="documents that the model says")
@@ -83,7 +84,10 @@ class Trainer:
         self.model = DemoModel(Shape(), torch.float32).requires_grad_(False)
         load(args.model, tensors(self.model))
         self.head = MTPHead(self.model.shape)
-        self.head.norm.load_state_dict(self.model.norm.state_dict())
+        if args.start is None:
+            self.head.norm.load_state_dict(self.model.norm.state_dict())
+        else:
+            load(args.start, mtp_tensors(self.head))
         self.optimizers = optimizers(self.head, args.lr)
         self.peak = [group["lr"] for opt in self.optimizers for group in opt.param_groups]
         self.step, self.checkpoint = 0, args.work / "checkpoint.pt"
@@ -172,7 +176,7 @@ def main() -> None:
         trainer.save()
         export_mtp(args.model, trainer.head)
     load(args.model, mtp_tensors(trainer.head))
-    for kind in ("story", "fact"):
+    for kind in ("story", "fact", "tool"):
         for temperature in (0.8, 0.0):
             print(
                 json.dumps({"kind": kind, "temperature": temperature} | trainer.measure(kind, temperature)), flush=True

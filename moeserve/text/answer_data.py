@@ -79,10 +79,10 @@ def find_format(template: str, tokenizer: Tokenizer, name: str | None = None) ->
     """
     known = sorted([*names(), "harmony"])
     if name is not None and name not in known:
-        raise ConfigError(f"model.tool_format {name!r} is unknown; one of {', '.join(known)}")
+        raise ConfigError(f"--tool-format {name!r} is unknown; one of {', '.join(known)}")
     has_harmony = set(HARMONY) <= special_tokens(tokenizer).keys()
     if name == "harmony" and not has_harmony:
-        raise ConfigError("model.tool_format harmony: the tokenizer has not its tokens")
+        raise ConfigError("--tool-format harmony: the tokenizer has not its tokens")
     if name in ("harmony", None) and has_harmony:
         return HarmonyFormat(tokenizer)
     found = [(len(load(one).template), one) for one in names() if _shows(template, load(one).template)]

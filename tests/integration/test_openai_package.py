@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
@@ -26,6 +28,28 @@ def test_chat_answers_and_counts(client):
     assert choice.finish_reason in ("stop", "length")
     assert answer.usage.completion_tokens <= 40
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "required", "parallel_tool_calls": False}])
+def test_the_demo_model_calls_a_tool_and_tells_its_result(client, fields):
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    about = {"name": "get_weather", "description": "Returns the weather in a city.", "parameters": schema}
+    messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    asked = {"model": "demo", "temperature": 0, "tools": [{"type": "function", "function": about}]}
+    choice = client.chat.completions.create(messages=messages, **asked, **fields).choices[0]
+    with client.chat.completions.stream(messages=messages, **asked, **fields) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    for given in (choice, streamed):
+        assert given.finish_reason == "tool_calls"
+        (call,) = given.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+    messages += [
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "7 degrees and rain"},
+    ]
+    answer = client.chat.completions.create(messages=messages, **asked).choices[0]
+    assert answer.finish_reason == "stop"
+    assert all(word in answer.message.content for word in ("7", "rain", "Oslo"))
 
 
 def test_chat_streams_the_same_text(client):

@@ -121,6 +121,21 @@ async def test_tools_are_called_and_answered() -> None:
         assert "7 foxes" in await page.inner_text("#turns")
 
 
+async def test_the_demo_model_calls_the_example_tool(server: Server) -> None:
+    async with opened(server.url) as page:
+        await page.fill("[name=temperature]", "0")
+        await page.click(".idea:has-text('Use a tool')")
+        await page.press("#prompt", "Enter")
+        await page.wait_for_selector(DONE)
+        assert await page.inner_text(".call strong") == "get_weather"
+        assert json.loads(await page.inner_text(".call pre")) == {"city": "Oslo"}
+        await page.fill(".call textarea", '{"temperature": 7, "sky": "rain"}')
+        await page.press(".call textarea", "Enter")
+        await page.wait_for_selector(".result + " + DONE)
+        text = await page.inner_text(".result + article > .text")
+        assert all(word in text for word in ("7", "Oslo", "rain"))
+
+
 async def test_a_key_is_asked_for_and_kept_in_the_tab() -> None:
     async with live_server(make_tokenizer(), api_key=("right",)) as live, opened(live.url, refusals=1) as page:
         await page.wait_for_selector("dialog[open]")

@@ -1,6 +1,7 @@
 """The shipped demo model: its size, its format, what it says, and the text that it learned from."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "moeserve" / "assets" / "demo"
 from tools.demo_corpus import documents  # noqa: E402
+from tools.demo_corpus.tools import ask_tool, call_text, kinds, outcome, result_text, tool, tool_list, words_of  # noqa: E402
+from tools.eval_demo import CITIES  # noqa: E402
 
 FILES = [
     "README.md",
@@ -119,8 +122,43 @@ def test_the_corpus_is_a_function_of_the_seed() -> None:
     assert first != other
 
 
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_the_template_shows_tools_as_in_training(tokenizer: Any, system: str) -> None:
+    rng = random.Random(4)
+    for kind in kinds():
+        used = tool(rng, kind)
+        question, arguments, values = ask_tool(rng, used)
+        given, said = outcome(rng, used, values)
+        call = {"type": "function", "function": {"name": used.function["name"], "arguments": arguments}}
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": None, "tool_calls": [call, call]},
+            {"role": "tool", "content": given},
+            {"role": "tool", "content": given},
+            {"role": "assistant", "content": said},
+        ]
+        learned = [
+            ("system", "\n\n".join([system] * bool(system) + [tool_list([used.function])])),
+            ("user", question),
+            ("assistant", "\n".join([call_text(used.function["name"], arguments)] * 2)),
+            ("user", "\n".join([result_text(given)] * 2)),
+            ("assistant", said),
+        ]
+        tools = [{"type": "function", "function": used.function}]
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert text == "".join(f"<|im_start|>{role}\n{turn}<|im_end|>\n" for role, turn in learned)
+
+
+def test_the_measured_cities_are_not_trained() -> None:
+    assert not set(CITIES) & set(words_of("cities"))
+
+
 def test_the_corpus_fills_every_template() -> None:
     for doc in documents(5, 3000):
+        if doc.kind == "tool":
+            assert not any("\ue000" <= letter <= "\uf8ff" for turn in doc.turns for letter in turn.text), doc
+            continue
         for turn in doc.turns:
             text = turn.text.replace('{"model"', "").replace('[{"role"', "").replace('"}]}', "")
             assert not set("<>{}|~") & set(text), turn

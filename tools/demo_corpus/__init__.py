@@ -1,4 +1,4 @@
-"""Text for the demo model: short stories, questions about moeserve, and small talk."""
+"""Text for the demo model: short stories, questions about moeserve, small talk, and calls of tools."""
 
 from .build import Document, Turn, documents
 

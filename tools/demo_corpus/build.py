@@ -8,6 +8,7 @@ from .cast import cast
 from .chats import conversation, fact_exchange, outside_exchange, small_talk, story_exchange
 from .facts import ask, facts
 from .stories import plots, tell
+from .tools import tool_chat
 
 _SYSTEM = """You are a helpful assistant.|You are moeserve's demo model.|You are a friendly storyteller.
 |Be brief.|You are a helpful assistant that tells stories and answers questions about moeserve.
@@ -40,6 +41,7 @@ _KINDS = {
     "chat": 15,
     "text": 7,
     "text_fact": 1,
+    "tool": 90,
 }
 
 
@@ -61,6 +63,9 @@ def _plain(rng: random.Random, kind: str) -> Document:
 
 def document(rng: random.Random) -> Document:
     kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
+    if kind == "tool":
+        system = rng.choice(_SYSTEM) if rng.random() < 0.2 else ""
+        return Document(kind, tuple(Turn(*turn) for turn in tool_chat(rng, system)))
     if kind.startswith("text"):
         return _plain(rng, kind)
     if kind == "story":

@@ -141,7 +141,8 @@ function summary({ usage, firstAt, beganAt, endedAt, finish, stopped }) {
   const drafts = usage?.completion_tokens_details;
   if (drafts?.accepted_prediction_tokens) parts.push(`${drafts.accepted_prediction_tokens} of ${drafts.accepted_prediction_tokens + drafts.rejected_prediction_tokens} drafts right`);
   if (firstAt) parts.push(`first after ${Math.round(firstAt - beganAt)} ms`);
-  if (usage?.completion_tokens > 1 && endedAt > firstAt) parts.push(`${(1000 * (usage.completion_tokens - 1) / (endedAt - firstAt)).toFixed(0)} tokens/s`);
+  // What came in one piece, such as a call of a tool, has no rate.
+  if (usage?.completion_tokens > 1 && endedAt - firstAt > 5) parts.push(`${(1000 * (usage.completion_tokens - 1) / (endedAt - firstAt)).toFixed(0)} tokens/s`);
   if (stopped) parts.push("stopped by you");
   else if (finish) parts.push({ stop: "complete", length: "cut at the limit", tool_calls: "calls tools" }[finish] ?? finish);
   return parts.join(" · ");
