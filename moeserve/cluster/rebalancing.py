@@ -8,13 +8,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moeserve.cluster.view import ExpertsView, RebalanceDecision
 from moeserve.messages import ExpertLoad, Placed, PlacementTable
-from moeserve.moe.placement.placement import Placement
+from moeserve.moe.placement.placement import ONE_NODE, Nodes, Placement
 from moeserve.moe.placement.rebalance import Rebalancer
+
+if TYPE_CHECKING:
+    from moeserve.config import ParallelConfig
+    from moeserve.models.spec import ModelSpec
 
 KEPT_DECISIONS = 32
 
@@ -25,8 +30,11 @@ class Rebalancing:
     rebalancer: has the placement in force, as far as is known here: a Join brings all ranks to it.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, num_ranks: int, redundant: int) -> None:
-        self.rebalancer = Rebalancer(Placement.initial(num_layers, num_experts, num_ranks, redundant))
+    def __init__(
+        self, num_layers: int, num_experts: int, num_ranks: int, redundant: int, nodes: Nodes = ONE_NODE
+    ) -> None:
+        first = Placement.initial(num_layers, num_experts, num_ranks, redundant, nodes)
+        self.rebalancer = Rebalancer(first, nodes=nodes)
         self._num_placed = self._num_given_up = 0
         self._decisions: deque[RebalanceDecision] = deque(maxlen=KEPT_DECISIONS)
         self._redundant = redundant
@@ -34,6 +42,14 @@ class Rebalancing:
         self._solving = False
         self._held_back: list[ExpertLoad] = []  # came while the solver ran
         self._outcome: asyncio.Future[str] | None = None  # of the placement that is on its way
+
+    @classmethod
+    def of(cls, spec: ModelSpec, parallel: ParallelConfig) -> Rebalancing:
+        """Returns the experts of a model that is sharded over all ranks, each node with its share of them."""
+        router = spec.moe.router if spec.moe is not None else None
+        groups = router.groups if router is not None and router.kept_groups < router.groups else 1
+        nodes = Nodes(parallel.nnodes, groups)
+        return cls(len(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts, nodes)
 
     @property
     def table(self) -> PlacementTable:

@@ -74,8 +74,7 @@ class Scaling:
     def _shard_experts(self) -> Rebalancing:
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
-        spec, parallel = self._spec, self._fleet.config.parallel
-        return Rebalancing(len(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts)
+        return Rebalancing.of(self._spec, self._fleet.config.parallel)
 
     def _new_engines(self, ranks: Iterable[int], dp: int, table: PlacementTable | None) -> list[EngineHandle]:
         """Starts engines, which belong to no group yet."""

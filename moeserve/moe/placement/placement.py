@@ -16,6 +16,28 @@ from moeserve.messages import PlacementTable
 I32 = NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The machines under the ranks, with equally many consecutive ranks on each.
+
+    groups: the router's, if each token gets experts of some of them only: they stay on a node, so that a token's rows
+    go to few nodes. even: least mean over fullest node for that. With less, with one group, or with a number that the
+    nodes cannot share evenly, an expert's replicas go to different nodes instead: fewer experts are lost with one.
+    """
+
+    number: int = 1
+    groups: int = 1
+    even: float = 0.9
+
+    def under(self, num_ranks: int) -> Nodes:
+        """Returns these nodes as so many ranks can use them: one node, or one group, where it comes out uneven."""
+        number = 1 if num_ranks % self.number else self.number
+        return Nodes(number, 1 if number == 1 or self.groups % number else self.groups, self.even)
+
+
+ONE_NODE = Nodes()
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """experts_LS: the logical expert of each physical one. Two ranks with equal versions have equal maps."""
@@ -38,15 +60,21 @@ class Placement:
             raise ValueError(f"layer {layer} of placement {self.version} lacks expert {expert}")
 
     @classmethod
-    def initial(cls, num_layers: int, num_experts: int, num_ranks: int, redundant: int = 0) -> Placement:
+    def initial(
+        cls, num_layers: int, num_experts: int, num_ranks: int, redundant: int = 0, nodes: Nodes = ONE_NODE
+    ) -> Placement:
         """Returns experts in order, then replicas, also in order, until every rank has equally many experts.
 
-        redundant: replicas at least.
+        redundant: replicas at least. Where groups stay on nodes, each node has the replicas of its own experts.
 
         5 experts, 2 ranks -> [0, 1, 2 | 3, 4, 0]
         """
         per_rank = -(-(num_experts + redundant) // num_ranks)
-        row = np.arange(per_rank * num_ranks, dtype=np.int32) % num_experts
+        nodes = nodes.under(num_ranks)
+        parts = nodes.number if nodes.groups > 1 else 1
+        here = num_experts // parts
+        places = np.arange(per_rank * num_ranks // parts, dtype=np.int32) % here
+        row = (np.arange(parts, dtype=np.int32)[:, None] * here + places).ravel()
         return cls(0, num_ranks, num_experts, np.tile(row, (num_layers, 1)))
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeserve.messages import ExpertLoad, Placed
-from moeserve.moe.placement.placement import Placement
+from moeserve.moe.placement.placement import ONE_NODE, Nodes, Placement
 from moeserve.moe.placement.solve import F64, balance, moved, rank_loads, rescaled, solve
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,9 @@ class Rebalancer:
     one layer.
     """
 
-    def __init__(self, placement: Placement, expert_bytes: int = 0, *, gate: Gate = Gate()) -> None:
+    def __init__(
+        self, placement: Placement, expert_bytes: int = 0, *, gate: Gate = Gate(), nodes: Nodes = ONE_NODE
+    ) -> None:
         self.current = placement
         self.pending: Placement | None = None
         self.why = "nothing was counted yet"
@@ -54,6 +56,7 @@ class Rebalancer:
         self.load_LE = np.zeros((placement.num_layers, placement.num_experts))  # fades with half_life_s
         self.expert_bytes = expert_bytes
         self._gate = gate
+        self._nodes = nodes
         self._bytes_per_s = gate.bytes_per_s
         self._newest = placement.version
         self._noted_s: float | None = None
@@ -86,7 +89,7 @@ class Rebalancer:
         if not force and (reason := self._too_early(now_s)):
             self.why = reason
             return None
-        new = solve(self.load_LE, self.current, self._newest + 1)
+        new = solve(self.load_LE, self.current, self._newest + 1, self._nodes)
         worth, self.why = self._weigh(new)
         if not worth and not (force and self._saving(new) > 0):
             self._not_before_s = now_s + self._gate.interval_s
@@ -128,7 +131,7 @@ class Rebalancer:
         """Returns the placement with which to Join another number of ranks; call `joined` with it then."""
         load_LE = self.load_LE if self.load_LE.any() else None
         self._newest += 1
-        return rescaled(self.current, num_ranks, redundant, self._newest, load_LE)
+        return rescaled(self.current, num_ranks, redundant, self._newest, load_LE, self._nodes)
 
     def _too_early(self, now_s: float) -> str:
         if now_s < self._not_before_s:

@@ -6,10 +6,14 @@
 3. The fullest rank swaps an expert with another rank as long as that makes the fuller of the two lighter.
 4. `keep_places`: experts that stay on a rank stay in their place, so that their weights need not move.
 
+With several nodes that happens twice, first with nodes for ranks: what lies on which node, then on which of its ranks.
+Where the router's groups stay on a node, groups are what nodes share, and each node replicates its own experts; layers
+in which that leaves the nodes uneven spread over them.
+
 Pure functions over all layers at once; equal input gives equal output. An expert's tokens are assumed to spread evenly
 over its replicas. A place is a physical expert that may be EMPTY for now.
 
-L layers, E experts, R ranks, e places per rank, S = R * e places, A layers still at work.
+L layers, E experts, R ranks (or nodes), e places of each, S = R * e places, A layers still at work, N nodes, G groups.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.moe.placement.placement import Placement
+from moeserve.moe.placement.placement import ONE_NODE, Nodes, Placement
 
 I32 = NDArray[np.int32]
 F64 = NDArray[np.float64]
@@ -28,6 +32,7 @@ Bool = NDArray[np.bool_]
 EMPTY = -1
 MAX_SWAPS = 1000  # per layer; a few dozen are usual
 WORTH = 1e-3  # of the mean load: a swap that gains less is not made
+GROUP_WORTH = 0.02  # the same for two groups that change their nodes: all of their experts move
 EVEN = 1.01  # fullest over mean at which swaps end: the load to come differs by more from the counted one
 
 
@@ -54,15 +59,16 @@ def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
     return fetched
 
 
-def solve(load_LE: F64, current: Placement, version: int) -> Placement:
+def solve(load_LE: F64, current: Placement, version: int, nodes: Nodes = ONE_NODE) -> Placement:
     """Returns a placement for this load with the ranks and sizes of `current`: no layer gets worse, few experts move.
 
-    In layers that change, new replicas of an expert go to different ranks, unless there are more of them than ranks.
+    In layers that change, new replicas of an expert go to different ranks, unless there are more of them than ranks;
+    where no groups stay on nodes, also to different nodes.
     """
     load_LE = np.asarray(load_LE, np.float64)
     assert load_LE.shape == (current.num_layers, current.num_experts), (load_LE.shape, current.experts_LS.shape)
     rows_LS = current.experts_LS
-    new_LS = arrange(load_LE, rows_LS, current.num_ranks, current.experts_per_rank)
+    new_LS = arrange(load_LE, rows_LS, current.num_ranks, current.experts_per_rank, nodes)
     new = Placement(version, current.num_ranks, current.num_experts, keep_places(rows_LS, new_LS, current.num_ranks))
     better_L = rank_loads(load_LE, new).max(1) < rank_loads(load_LE, current).max(1) * (1 - 1e-9)
     rows_LS = np.where(better_L[:, None], new.experts_LS, rows_LS)
@@ -70,7 +76,12 @@ def solve(load_LE: F64, current: Placement, version: int) -> Placement:
 
 
 def rescaled(
-    placement: Placement, num_ranks: int, redundant: int, version: int, load_LE: F64 | None = None
+    placement: Placement,
+    num_ranks: int,
+    redundant: int,
+    version: int,
+    load_LE: F64 | None = None,
+    nodes: Nodes = ONE_NODE,
 ) -> Placement:
     """Returns the placement for another number of ranks: ranks in both keep what they can, the last ones come or go.
 
@@ -84,42 +95,98 @@ def rescaled(
     width = max(per_rank, old_per_rank)
     old_LRe = np.full((layers, num_ranks, width), EMPTY, np.int32)
     old_LRe[:, :both, :old_per_rank] = placement.experts_LS.reshape(layers, -1, old_per_rank)[:, :both]
-    rows_LS = arrange(load_LE, old_LRe.reshape(layers, -1), num_ranks, per_rank)
+    rows_LS = arrange(load_LE, old_LRe.reshape(layers, -1), num_ranks, per_rank, nodes)
     return Placement(version, num_ranks, placement.num_experts, keep_places(old_LRe, rows_LS, num_ranks))
 
 
 def _on_ranks(placement: Placement) -> Bool:
     """Returns which experts each rank has, [L, R, E]."""
     rows_LRe = placement.experts_LS.reshape(placement.num_layers, placement.num_ranks, -1)
-    return _has_expert(rows_LRe, placement.num_experts)
+    on_ranks: Bool = _count(rows_LRe, placement.num_experts) > 0
+    return on_ranks
 
 
-def arrange(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int) -> I32:
+def arrange(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes = ONE_NODE) -> I32:
     """Returns the expert in each place, [L, num_ranks * per_rank]. now_LS: where experts are, [L, num_ranks * any
     number], possibly EMPTY and without some experts."""
-    layers = load_LE.shape[0]
-    counts_LE = replica_counts(load_LE, num_ranks * per_rank, num_ranks)
-    share_LE = load_LE / counts_LE
-    kept_LRn = _without_surplus(now_LS.reshape(layers, num_ranks, -1), counts_LE, share_LE)
-    rows_LRe = _first(kept_LRn, per_rank)
-    _fill(rows_LRe, counts_LE, share_LE)
-    _spread(rows_LRe, share_LE)
-    _swap(rows_LRe, share_LE)
+    layers, num_experts = load_LE.shape
+    nodes = nodes.under(num_ranks)
+    if nodes.groups > 1 and nodes.even > 0:
+        return _where_even(load_LE, now_LS, num_ranks, per_rank, nodes)
+    ranks = num_ranks // nodes.number  # of a node; from here on each is a layer of its own
+    now_LNn = now_LS.reshape(layers, nodes.number, -1)
+    if nodes.groups > 1:
+        here_LNE = _share_groups(load_LE, now_LNn, nodes.groups)
+        load_LE = (load_LE[:, None] * here_LNE).reshape(-1, num_experts)
+        counts_LE = replica_counts(load_LE, ranks * per_rank, ranks, here_LNE.reshape(-1, num_experts))
+        share_LE = load_LE / np.maximum(counts_LE, 1)
+    else:
+        counts_LE = replica_counts(load_LE, num_ranks * per_rank, num_ranks)
+        share_LE = load_LE / counts_LE
+    if nodes.number == 1 or nodes.groups > 1:
+        rows_LRe = _deal(now_LS.reshape(len(counts_LE), ranks, -1), counts_LE, share_LE, per_rank)
+        return rows_LRe.reshape(layers, -1)
+    most_LE = -(-counts_LE // nodes.number)
+    on_nodes_LNE = _count(_deal(now_LNn, counts_LE, share_LE, ranks * per_rank, most_LE=most_LE), num_experts)
+    counts_NE = on_nodes_LNE.reshape(-1, num_experts).astype(np.int32)
+    rows_NRe = _deal(now_LS.reshape(len(counts_NE), ranks, -1), counts_NE, share_LE.repeat(nodes.number, 0), per_rank)
+    rows_LRe = rows_NRe.reshape(layers, num_ranks, per_rank)
+    _swap(rows_LRe, share_LE, np.ones_like(most_LE), on_node_LE=most_LE, nodes=nodes.number)
     return rows_LRe.reshape(layers, -1)
 
 
-def replica_counts(load_LE: F64, num_places: int, most: int) -> I32:
+def _where_even(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes) -> I32:
+    """Returns the expert in each place: groups stay on nodes in those layers whose nodes are even enough with that."""
+    now_LNn = now_LS.reshape(len(load_LE), nodes.number, now_LS.shape[1] // nodes.number)
+    load_LN = (load_LE[:, None] * _share_groups(load_LE, now_LNn, nodes.groups)).sum(2)
+    even_L = balance(load_LN) >= nodes.even
+    new_LS = np.empty((len(load_LE), num_ranks * per_rank), np.int32)
+    for layers_L, groups in ((even_L, nodes.groups), (~even_L, 1)):
+        if layers_L.any():
+            there = Nodes(nodes.number, groups, even=0)
+            new_LS[layers_L] = arrange(load_LE[layers_L], now_LS[layers_L], num_ranks, per_rank, there)
+    return new_LS
+
+
+def _share_groups(load_LE: F64, now_LNn: I32, groups: int) -> NDArray[np.int64]:
+    """Returns 1 for the experts whose group is to lie on a node, [L, N, E]: equally many groups on each node."""
+    layers, num_experts = load_LE.shape
+    number, size = now_LNn.shape[1], num_experts // groups
+    home_LG = _count(now_LNn, num_experts).reshape(layers, number, groups, size).sum(3).argmax(1)
+    now_LNG = np.where(home_LG[:, None] == np.arange(number)[:, None], np.arange(groups, dtype=np.int32), EMPTY)
+    load_LG = load_LE.reshape(layers, groups, size).sum(2)
+    one_LG = np.ones((layers, groups), np.int32)
+    return _count(_deal(now_LNG, one_LG, load_LG, groups // number, worth=GROUP_WORTH), groups).repeat(size, axis=2)
+
+
+def _deal(
+    now_LRn: I32, counts_LE: I32, share_LE: F64, per_rank: int, *, most_LE: I32 | None = None, worth: float = WORTH
+) -> I32:
+    """Returns which experts lie on each rank, [L, R, per_rank]: each as often as it counts, with few changes.
+
+    most_LE: of an expert's replicas on one rank, as long as that can be; one if not given.
+    """
+    most_LE = np.ones_like(counts_LE) if most_LE is None else most_LE
+    rows_LRe = _first(_without_surplus(now_LRn, counts_LE, share_LE, most_LE), per_rank)
+    _fill(rows_LRe, counts_LE, share_LE, most_LE)
+    _spread(rows_LRe, share_LE, most_LE)
+    _swap(rows_LRe, share_LE, most_LE, worth=worth)
+    return rows_LRe
+
+
+def replica_counts(load_LE: F64, num_places: int, most: int, here_LE: NDArray[np.int64] | None = None) -> I32:
     """Returns the replicas of each expert, [L, E]: one each, the rest where the load per replica is highest; ties go to
-    the lower expert. No expert has more than `most` before all have that many.
+    the lower expert. No expert has more than `most` before all have that many. here_LE: 0 for experts to leave out,
+    equally many in each layer.
 
     loads [6, 3, 1], 5 places -> [3, 1, 1]
     """
-    layers, num_experts = load_LE.shape
-    counts_LE = np.ones((layers, num_experts), np.int32)
-    rows = np.arange(layers)
+    counts_LE = np.ones_like(load_LE, np.int32) if here_LE is None else here_LE.astype(np.int32)
+    num_experts = int(counts_LE.sum(1).max(initial=1))
+    rows = np.arange(len(load_LE))
     for placed in range(num_experts, num_places):
         limit = max(most, placed // num_experts + 1)
-        chosen = np.where(counts_LE < limit, load_LE / counts_LE, -1.0).argmax(1)
+        chosen = np.where((counts_LE > 0) & (counts_LE < limit), load_LE / np.maximum(counts_LE, 1), -1.0).argmax(1)
         counts_LE[rows, chosen] += 1
     return counts_LE
 
@@ -155,31 +222,33 @@ def _per_rank(values_LE: F64, rows_LRe: I32) -> F64:
     return np.where(rows_LRe == EMPTY, 0.0, flat.reshape(rows_LRe.shape))
 
 
-def _has_expert(rows_LRe: I32, num_experts: int) -> Bool:
-    """Returns which experts each rank has, [L, R, E]."""
-    present = np.zeros((*rows_LRe.shape[:2], num_experts + 1), np.bool_)  # the last one takes what is empty
-    np.put_along_axis(present, rows_LRe, True, axis=2)
-    return present[:, :, :num_experts]
+def _count(rows_LRe: I32, num_experts: int) -> NDArray[np.int64]:
+    """Returns how often each rank has each expert, [L, R, E]."""
+    layers, ranks, _ = rows_LRe.shape
+    width = num_experts + 1  # the first one takes what is empty
+    starts_LR1 = np.arange(1, layers * ranks * width, width).reshape(layers, ranks, 1)
+    counts = np.bincount((rows_LRe + starts_LR1).ravel(), minlength=layers * ranks * width)
+    return counts.reshape(layers, ranks, width)[:, :, 1:].astype(np.int64)
 
 
-def _repeats(rows_LRe: I32) -> Bool:
-    """Returns which places have the expert of an earlier place of the same rank."""
-    width = rows_LRe.shape[2]
+def _repeats(rows_LRe: I32, most_LE: I32) -> Bool:
+    """Returns which places have an expert of which earlier places of the same rank have as many as there may be."""
+    layers, _, width = rows_LRe.shape
     earlier = np.tri(width, k=-1, dtype=np.bool_)
     same = (rows_LRe[..., :, None] == rows_LRe[..., None, :]) & earlier
-    repeats: Bool = same.any(3) & (rows_LRe != EMPTY)
+    most = np.take_along_axis(most_LE, np.maximum(rows_LRe, 0).reshape(layers, -1), axis=1)
+    repeats: Bool = (same.sum(3) >= most.reshape(rows_LRe.shape)) & (rows_LRe != EMPTY)
     return repeats
 
 
-def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64) -> I32:
+def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> I32:
     """Empties places until no expert has more than its count: repeats on one rank first, then on the fullest rank."""
     rows = now_LRn.copy()
     layers, num_experts = counts_LE.shape
     flat = rows.reshape(layers, -1)
-    have = np.stack([np.bincount(row + 1, minlength=num_experts + 1)[1:] for row in flat])
-    surplus_LE = np.maximum(have - counts_LE, 0)
+    surplus_LE = np.maximum(_count(rows, num_experts).sum(1) - counts_LE, 0)
     every = np.arange(layers)
-    repeats = _repeats(rows).reshape(layers, -1) if surplus_LE.any() else None
+    repeats = _repeats(rows, most_LE).reshape(layers, -1) if surplus_LE.any() else None
     while surplus_LE.any():
         assert repeats is not None
         loads = np.repeat(_per_rank(share_LE, rows).sum(2), rows.shape[2], axis=1)
@@ -204,38 +273,37 @@ def _first(rows_LRn: I32, per_rank: int) -> I32:
     return out
 
 
-def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64) -> None:
-    """Puts missing replicas, heaviest first, on the lightest rank with a free place that lacks the expert."""
-    num_experts = counts_LE.shape[1]
-    have = np.stack([np.bincount(row.ravel() + 1, minlength=num_experts + 1)[1:] for row in rows_LRe])
-    missing_LE = counts_LE - have
+def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> None:
+    """Puts missing replicas, heaviest first, on the lightest rank with a free place that may have the expert."""
+    have_LRE = _count(rows_LRe, counts_LE.shape[1])
+    missing_LE = counts_LE - have_LRE.sum(1)
     load_LR = _per_rank(share_LE, rows_LRe).sum(2)
     free_LR = (rows_LRe == EMPTY).sum(2)
-    present = _has_expert(rows_LRe, num_experts)
     active = np.flatnonzero(missing_LE.sum(1))
     while len(active):
         expert = np.where(missing_LE[active] > 0, share_LE[active], -1.0).argmax(1)
-        cost = load_LR[active] + np.where(present[active, :, expert], 2 * load_LR.max() + share_LE.max() + 1, 0)
+        full_AR = have_LRE[active, :, expert] >= most_LE[active, expert][:, None]
+        cost = load_LR[active] + np.where(full_AR, 2 * load_LR.max() + share_LE.max() + 1, 0)
         rank = np.where(free_LR[active] > 0, cost, np.inf).argmin(1)
         place = (rows_LRe[active, rank] == EMPTY).argmax(1)
         rows_LRe[active, rank, place] = expert
-        present[active, rank, expert] = True
+        have_LRE[active, rank, expert] += 1
         load_LR[active, rank] += share_LE[active, expert]
         free_LR[active, rank] -= 1
         missing_LE[active, expert] -= 1
         active = active[missing_LE[active].any(1)]
 
 
-def _spread(rows_LRe: I32, share_LE: F64) -> None:
-    """Swaps away second replicas on one rank, each with the expert of another rank whose load is nearest."""
-    for layer in np.flatnonzero(_repeats(rows_LRe).any((1, 2))):
-        rows_Re, share_E = rows_LRe[layer], share_LE[layer]
+def _spread(rows_LRe: I32, share_LE: F64, most_LE: I32) -> None:
+    """Swaps away replicas of which a rank has too many, each with the expert of another rank whose load is nearest."""
+    for layer in np.flatnonzero(_repeats(rows_LRe, most_LE).any((1, 2))):
+        rows_Re, share_E, most_E = rows_LRe[layer], share_LE[layer], most_LE[layer]
         swapped = True
         while swapped:
             swapped = False
-            for rank, place in np.argwhere(_repeats(rows_Re[None])[0]):
-                expert, present_RE = rows_Re[rank, place], _has_expert(rows_Re[None], len(share_E))[0]
-                fits_Re = ~present_RE[:, expert][:, None] & ~present_RE[rank][rows_Re]
+            for rank, place in np.argwhere(_repeats(rows_Re[None], most_E[None])[0]):
+                expert, full_RE = rows_Re[rank, place], _count(rows_Re[None], len(share_E))[0] >= most_E
+                fits_Re = ~full_RE[:, expert][:, None] & ~full_RE[rank][rows_Re]
                 if fits_Re.any():
                     distance = np.where(fits_Re, np.abs(share_E[rows_Re] - share_E[expert]), np.inf)
                     there = np.unravel_index(distance.argmin(), distance.shape)
@@ -244,12 +312,17 @@ def _spread(rows_LRe: I32, share_LE: F64) -> None:
                     break
 
 
-def _swap(rows_LRe: I32, share_LE: F64) -> None:
-    """The fullest rank swaps the pair of experts that leaves the fuller of both ranks lightest, while that helps."""
+def _swap(
+    rows_LRe: I32, share_LE: F64, most_LE: I32, *, worth: float = WORTH, on_node_LE: I32 | None = None, nodes: int = 1
+) -> None:
+    """The fullest rank swaps the pair of experts that leaves the fuller of both ranks lightest, while that helps.
+
+    on_node_LE: of an expert's replicas on one of several nodes.
+    """
     layers, ranks, _ = rows_LRe.shape
     if ranks == 1:
         return
-    present = _has_expert(rows_LRe, share_LE.shape[1])
+    have_LRE = _count(rows_LRe, share_LE.shape[1])
     share_LRe = _per_rank(share_LE, rows_LRe)
     load_LR = share_LRe.sum(2)
     mean_L = load_LR.mean(1)
@@ -258,15 +331,15 @@ def _swap(rows_LRe: I32, share_LE: F64) -> None:
         active = active[load_LR[active].max(1) > EVEN * mean_L[active]]
         full = load_LR[active].argmax(1)
         peak = load_LR[active, full]
-        mine, theirs = rows_LRe[active, full], rows_LRe[active]  # [A, e], [A, R, e]
         less = share_LRe[active, full][:, :, None, None] - share_LRe[active][:, None]  # [A, e, R, e]
         after = np.maximum(peak[:, None, None, None] - less, load_LR[active][:, None, :, None] + less)
-        fits_mine = ~present[active[:, None], :, mine]  # [A, e, R]: the other rank lacks what it would get
-        fits_theirs = ~present[active, full][np.arange(len(active))[:, None, None], theirs]  # [A, R, e]
-        after[~(fits_mine[:, :, :, None] & fits_theirs[:, None])] = np.inf
+        after[~_may_swap(rows_LRe[active], full, have_LRE[active], most_LE[active])] = np.inf
+        if on_node_LE is not None:
+            of_nodes = rows_LRe[active], full, have_LRE[active], on_node_LE[active]
+            after[~_may_swap(*of_nodes, nodes)] = np.inf
         flat = after.reshape(len(active), math.prod(after.shape[1:]))
         best = flat.argmin(1)
-        gains = flat[np.arange(len(active)), best] < peak - WORTH * mean_L[active]
+        gains = flat[np.arange(len(active)), best] < peak - worth * mean_L[active]
         active, full = active[gains], full[gains]
         if not len(active):
             return
@@ -278,5 +351,28 @@ def _swap(rows_LRe: I32, share_LE: F64) -> None:
         share_LRe[active, rank, j] += less_A
         load_LR[active, full] -= less_A
         load_LR[active, rank] += less_A
-        present[active, full, a] = present[active, rank, b] = False
-        present[active, full, b] = present[active, rank, a] = True
+        have_LRE[active, full, a] -= 1
+        have_LRE[active, rank, b] -= 1
+        have_LRE[active, full, b] += 1
+        have_LRE[active, rank, a] += 1
+
+
+def _may_swap(
+    rows_ARe: I32, full: NDArray[np.int64], have_ARE: NDArray[np.int64], most_AE: I32, nodes: int = 0
+) -> Bool:
+    """Returns which swaps of the fullest rank leave neither side more replicas than `most_AE`, [A, e, R, e].
+
+    nodes: if given, sides are nodes, and any swap inside of one is fine.
+    """
+    every, ranks, per_rank = np.arange(len(full)), *rows_ARe.shape[1:]
+    side, width = full, 1
+    if nodes:
+        width = ranks // nodes
+        side, have_ARE = full // width, have_ARE.reshape(len(full), nodes, width, most_AE.shape[1]).sum(2)
+    mine, theirs = rows_ARe[every, full], rows_ARe.reshape(len(full), ranks * per_rank)  # [A, e], [A, R * e]
+    there = have_ARE[every[:, None], :, mine] < np.take_along_axis(most_AE, mine, axis=1)[:, :, None]
+    here = np.take_along_axis(have_ARE[every, side] < most_AE, theirs, axis=1).reshape(rows_ARe.shape)
+    fits: Bool = there.repeat(width, axis=2)[:, :, :, None] & here[:, None]
+    if nodes:
+        fits |= (np.arange(ranks) // width == side[:, None])[:, None, :, None]
+    return fits
