@@ -47,9 +47,7 @@ class ModelConfig:
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(
-        None,
-        "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat template shows)",
-        flag=None,
+        None, "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat template shows)"
     )
     generation_config: Literal["auto", "none"] = _opt(
         "auto", "auto: the model's sampling defaults apply; none: moeserve's", flag=None
@@ -80,7 +78,7 @@ class CacheConfig:
         low=0.01,
         high=0.99,
     )
-    host_store_bytes: int = _opt(0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off")
+    host_store_bytes: int = _opt(0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off", flag=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +188,6 @@ class ServerConfig:
     ssl_certfile: str | None = _opt(None, "PEM certificate chain: serve HTTPS; read again when it changes")
     ssl_keyfile: str | None = _opt(None, "its PEM key (default: in --ssl-certfile)")
     allowed_origins: tuple[str, ...] = _opt((), "origins whose web pages may call the server (CORS), or *")
-    allow_credentials: bool = _opt(False, "let these pages send cookies, for a proxy that needs them", flag=None)
     admin_key_file: str | None = _opt(
         None, "file with the keys for administrative routes (default: those routes are off)"
     )

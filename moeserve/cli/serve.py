@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from dataclasses import replace
 
-from moeserve.cli.settings import add_flags, resolve, unknown_variables
+from moeserve.cli.settings import ResolvedSettings, add_flags, resolve, unknown_variables
+from moeserve.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +26,42 @@ def run(args: argparse.Namespace) -> int:
     """Serves until it is stopped. Returns the exit code."""
     resolved = resolve(args)
     for name in unknown_variables():
-        print(f"moeserve serve: ignoring the unknown environment variable {name}", file=sys.stderr)
-    if resolved.config.parallel.node_rank:
-        from moeserve.cluster.node import serve_node
+        _say(f"ignoring the unknown environment variable {name}")
+    config = _placed(resolved)
+    if config is None:
+        return 0
+    if config.parallel.node_rank:
+        from moeserve.cluster.node import JOIN_S, LAUNCHED_JOIN_S, serve_node
 
-        return serve_node(resolved.config)
+        return serve_node(config, JOIN_S if config is resolved.config else LAUNCHED_JOIN_S)
     from moeserve.server.run import serve
 
-    return serve(resolved.config)
+    return serve(config)
+
+
+def _placed(resolved: ResolvedSettings) -> Config | None:
+    """Returns the settings of this machine in a launcher's allocation, if there is one, and says what was chosen.
+    Returns None if this process has nothing to do there."""
+    from moeserve.cluster.allocation import apply, outside_of_step
+    from moeserve.cluster.default_key import default_key
+
+    config, given = resolved.config, {path.removeprefix("parallel.") for path in resolved.origins}
+    parallel, found = apply(config.parallel, given, os.environ)
+    if found is None:
+        if "nnodes" not in given and (advice := outside_of_step(os.environ)):
+            _say(advice)
+        return config
+    if found.local_rank:
+        _say(
+            f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts this machine's part"
+        )
+        return None
+    _say(f"{found.source}: machine {parallel.node_rank} of {parallel.nnodes}; machine 0 is at {parallel.rendezvous}")
+    if parallel.cluster_key_file is None:
+        parallel = replace(parallel, cluster_key_file=default_key(parallel.node_rank))
+        _say(f"the machines' secret is in {parallel.cluster_key_file}")
+    return replace(config, parallel=parallel)
+
+
+def _say(text: str) -> None:
+    print(f"moeserve serve: {text}", file=sys.stderr)

@@ -38,19 +38,21 @@ from moeserve.errors import ActorStopped, ConfigError, EngineDied, Overloaded
 log = logging.getLogger(__name__)
 
 JOIN_S = 4.0  # from the process's own start: less than 5 s until we say what is wrong
+LAUNCHED_JOIN_S = 600.0  # a launcher starts machine 0 too, at its own time: with an image to pull, say
 ATTEMPT_S = 1.0  # at least, however slow the start was
 AGAIN_S = 0.1
 
 
-def serve_node(config: Config) -> int:
-    """Runs an agent until machine 0 stops or a signal comes. Raises ConfigError, or EngineDied if machine 0 is lost."""
+def serve_node(config: Config, join_s: float = JOIN_S) -> int:
+    """Runs an agent until machine 0 stops or a signal comes. join_s: from the process's start until it must have
+    joined. Raises ConfigError, or EngineDied if machine 0 is lost."""
     set_up_logging(config.server.log_level, config.server.log_format)
     check_machines(config.parallel)
-    return asyncio.run(_until_signal(config))
+    return asyncio.run(_until_signal(config, join_s))
 
 
-async def _until_signal(config: Config) -> int:
-    task = asyncio.ensure_future(_live(config))
+async def _until_signal(config: Config, join_s: float) -> int:
+    task = asyncio.ensure_future(_live(config, join_s))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     try:
@@ -60,8 +62,8 @@ async def _until_signal(config: Config) -> int:
     return 0
 
 
-async def _live(config: Config) -> None:
-    deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, JOIN_S - _age_s())
+async def _live(config: Config, join_s: float) -> None:
+    deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, join_s - _age_s())
     secret = read_secret(str(config.parallel.cluster_key_file))
     run_dir = RunDir()
     try:
@@ -75,20 +77,31 @@ async def _live(config: Config) -> None:
 async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: float) -> Admitted:
     """Tries to join until the deadline, on the loop's clock. Raises ConfigError with machine 0's reason or a cause."""
     host, port = rendezvous_of(config.parallel)
-    cause = f"the name {host!r} was not resolved in time"
+    cause, asked = f"the name {host!r} was not resolved in time", ""
+    clock = asyncio.get_running_loop().time
     with suppress(TimeoutError):
         async with asyncio.timeout_at(deadline_s):
-            address = f"tcp://{bracketed(await in_thread('resolve', lambda: resolve(host)))}:{port}"
-            cause = f"no answer from {address}: check --rendezvous, and that firewalls let its port through"
             while True:
-                answer = await _ask(address, secret, facts)
-                if isinstance(answer, Admitted):
-                    return answer
-                if isinstance(answer, TurnedAway):
-                    raise ConfigError(f"machine 0 turned this machine away: {answer.cause}")
-                cause = answer.cause
-                if cause.startswith("nobody listens"):
-                    cause += ": start machine 0 first, or check --rendezvous"
+                before = cause
+                try:
+                    # Again each time: a pod's name comes with the pod, and another pod has another address.
+                    address = f"tcp://{bracketed(await in_thread('resolve', lambda: resolve(host)))}:{port}"
+                except ConfigError as error:
+                    cause = str(error)
+                else:
+                    if address != asked:
+                        asked = address
+                        cause = f"no answer from {address}: check --rendezvous, and that firewalls let its port through"
+                    answer = await _ask(address, secret, facts)
+                    if isinstance(answer, Admitted):
+                        return answer
+                    if isinstance(answer, TurnedAway):
+                        raise ConfigError(f"machine 0 turned this machine away: {answer.cause}")
+                    cause = answer.cause
+                    if cause.startswith("nobody listens"):
+                        cause += ": start machine 0 first, or check --rendezvous"
+                if cause != before and deadline_s - clock() > JOIN_S:
+                    log.info("waiting to join: %s", cause)
                 await asyncio.sleep(AGAIN_S)
     raise ConfigError(f"machine {facts.node_rank} could not join: {cause}")
 
