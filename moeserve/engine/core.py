@@ -198,8 +198,14 @@ class EngineCore(Actor[EngineIn]):
             self._emit_rows(self.scheduler.abort_all())
 
     def _emit_rows(self, output: StepOutput | None) -> None:
-        if output is not None:
-            self.emit(output)
+        """Emits the ends of aborted requests, and the gauges if no step follows that would tell them."""
+        if output is None:
+            return
+        self.emit(output)
+        if not self.busy:
+            record = self.scheduler.gauges(self.num_finished_steps)
+            record.dp_rank = self._dp_rank
+            self.emit(StepOutput(rids=b"", tokens=b"", finish=b"", record=record))
 
     def _audit_when_due(self) -> None:
         if (now_s := self._clock()) - self._audited_s >= AUDIT_INTERVAL_S:

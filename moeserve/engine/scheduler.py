@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -405,32 +406,30 @@ class Scheduler:
 
     def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
         """Returns the step's numbers; the core, which has a clock, sets the others."""
-        pool, builder, states = self.kv_manager.pool, in_flight.builder, self.kv_manager.pools[1:]
+        builder = in_flight.builder
         plan, num_drafts, num_accepted = in_flight.plan, [], []
         if plan.num_drafts_R is not None and result.counts_S is not None:
             drafts_S, right_S = plan.num_drafts_R[plan.samples_R], result.counts_S - 1
             places = range(int(drafts_S.max(initial=0)))
             num_drafts, num_accepted = ([int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S))
+        return msgspec.structs.replace(
+            self.gauges(result.step),
+            num_tokens=self.limits.max_num_batched_tokens - builder.budget, num_requests=len(in_flight.slots),
+            num_preempted=builder.num_preempted, prompt_tokens=builder.prompt_tokens,
+            cached_tokens=builder.cached_tokens, device_us=result.device_us, comm_us=result.comm_us,
+            exposed_comm_us=result.exposed_comm_us, num_drafts=num_drafts, num_accepted=num_accepted,
+        )  # fmt: skip
+
+    def gauges(self, step: int) -> StepRecord:
+        """Returns the record of a step without work: what runs and waits, and what is free."""
+        pool, states = self.kv_manager.pool, self.kv_manager.pools[1:]
         return StepRecord(
-            step=result.step,
-            num_tokens=self.limits.max_num_batched_tokens - builder.budget,
-            num_requests=len(in_flight.slots),
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_free_blocks=pool.num_free,
-            num_blocks=pool.num_blocks,
-            num_preempted=builder.num_preempted,
-            prompt_tokens=builder.prompt_tokens,
-            cached_tokens=builder.cached_tokens,
-            device_us=result.device_us,
-            comm_us=result.comm_us,
-            exposed_comm_us=result.exposed_comm_us,
+            step=step, num_tokens=0, num_requests=0, num_running=self.num_running, num_waiting=self.num_waiting,
+            num_free_blocks=pool.num_free, num_blocks=pool.num_blocks,
             num_states=sum(pool.num_blocks for pool in states),
             num_free_states=sum(pool.num_free for pool in states),
             num_cached_states=sum(pool.num_cached for pool in states),
-            num_drafts=num_drafts,
-            num_accepted=num_accepted,
-        )
+        )  # fmt: skip
 
 
 def share(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:

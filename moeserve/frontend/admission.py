@@ -1,13 +1,20 @@
-"""Admission: whether one more request may wait, by the wait that is predicted for it.
+"""Admission: whether one more request may wait, by the wait that is predicted for it and by how many come.
 
 A new sequence waits for two things: for the prompts before it to be read, at the rate at which prompts were read
 lately; and, if every place in the engine is taken, for so many sequences to end, at the rate at which they ended while
-all places were taken. Both rates are measured; a server that has measured nothing yet
-predicts nothing. A request whose wait would be longer than it may be is refused at once: it would not be served
-sooner by waiting here, and those that were admitted before it start in time.
+all places were taken. Both rates are measured; a server that has measured nothing yet predicts nothing. A request whose
+wait would be longer than it may be is refused at once: it would not be served sooner by waiting here, and those that
+were admitted before it start in time.
+
+A queue is there to keep the places taken while nobody comes. Where more come than can be served it always stands, and
+all it does is to make everybody wait; so then it is only as long as the places need. If `load` times as many come as
+end, and k may wait, then load^-k / (load - 1) places are empty on average. A burst is no such load: what comes is
+counted over a time in which the server ends some sequences.
 """
 
 from __future__ import annotations
+
+import math
 
 from moeserve.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from moeserve.frontend.stats import FrontStats
@@ -15,6 +22,9 @@ from moeserve.messages import Ready, StepRecord
 
 MAX_RETRY_AFTER_S = 60.0
 KV_FULL = 8  # with less than an eighth of the blocks free, they limit the sequences that run, and not their number
+EMPTY = 0.03  # share of the places that may be empty for want of a longer queue
+COUNTED_ENDS = 8  # what comes is counted over the time of at least so many ends,
+COUNTED_WAIT = 0.25  # and of at least this part of the longest wait
 _KEPT = 0.95  # weight of what was measured before one more step, or one more end
 
 
@@ -22,8 +32,8 @@ class Admission:
     """Bounds the number of sequences, and the wait of the last one.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no bound at all. max_wait_s:
-    longest predicted wait where every place is taken; 0 for any. unread_tokens: of prompts without a first token, kept
-    by the front end.
+    longest predicted wait where every place is taken; 0 for any, whatever comes. unread_tokens: of prompts without a
+    first token, kept by the front end.
     """
 
     def __init__(self, stats: FrontStats, max_queued: int | None, max_wait_s: float = 0.0) -> None:
@@ -35,9 +45,17 @@ class Admission:
         self._read_s = 0.0
         self._seconds_per_end = 0.0  # moving average; 0: not measured yet
         self._last_end_s = 0.0
+        self._came = 0.0  # sequences that were admitted or refused lately, and when the last one was
+        self._came_s = 0.0
 
     def check(
-        self, num_live: int, num_more: int, ready: Ready, within_s: float | None = None, num_behind: int = 0
+        self,
+        num_live: int,
+        num_more: int,
+        ready: Ready,
+        now_s: float,
+        within_s: float | None = None,
+        num_behind: int = 0,
     ) -> None:
         """Raises Overloaded unless num_more sequences may come now, InvalidRequest if they never may.
 
@@ -56,14 +74,41 @@ class Admission:
                 f"{num_live} sequences run or wait; no more are taken now",
                 retry_after_s=min(max(1.0, excess * self._seconds_per_end), MAX_RETRY_AFTER_S),
             )
-        num_before = num_live - num_behind
-        full = num_before + num_more > self._places(ready)
-        limits = [limit for limit in (self._max_wait_s if full else 0, within_s) if limit]
-        if limits and num_before and (wait_s := self.wait_s(num_before + num_more, ready)) > min(limits):
+        num_then = num_live - num_behind + num_more
+        if num_then == num_more:
+            return
+        places = self._places(ready)
+        limits = [limit for limit in (self._max_wait_s if num_then > places else 0, within_s) if limit]
+        load = (self._came_lately(now_s) + num_more) * self._seconds_per_end / self._counted_s
+        wait_s, too_much_s = self.wait_s(num_then, ready), (load - 1) * self._counted_s
+        if limits and wait_s > min(limits):
             raise Overloaded(
                 f"a new request would wait {wait_s:.1f} s for its turn, and may wait {min(limits):g} s",
-                retry_after_s=min(wait_s - min(limits), MAX_RETRY_AFTER_S),
+                retry_after_s=min(max(wait_s - min(limits), too_much_s), MAX_RETRY_AFTER_S),
             )
+        if (
+            self._max_wait_s
+            and load > 1
+            and num_then > places
+            and (load ** (places + 1 - num_then) < EMPTY * places * (load - 1))
+        ):
+            raise Overloaded(
+                f"{load:.1f} times as many requests come as can be served",
+                retry_after_s=min(too_much_s, MAX_RETRY_AFTER_S),
+            )
+
+    def came(self, num: int, now_s: float, unread_tokens: int = 0) -> None:
+        """Counts sequences that were admitted or refused. unread_tokens: of the prompts of those that were admitted."""
+        self.unread_tokens += unread_tokens
+        self._came = self._came_lately(now_s) + num
+        self._came_s = now_s
+
+    def _came_lately(self, now_s: float) -> float:
+        return self._came * math.exp((self._came_s - now_s) / self._counted_s)
+
+    @property
+    def _counted_s(self) -> float:
+        return max(COUNTED_WAIT * self._max_wait_s, COUNTED_ENDS * self._seconds_per_end) or 1.0
 
     def wait_s(self, num_live: int, ready: Ready) -> float:
         """Returns the predicted wait of the last of so many sequences, in seconds."""
@@ -87,7 +132,7 @@ class Admission:
 
     def ended(self, now_s: float, num_live: int, ready: Ready) -> None:
         """Notes the end of one sequence; num_live are left."""
-        if num_live + 1 < ready.max_num_seqs:
+        if num_live + 1 < self._places(ready):
             self._last_end_s = 0.0  # a place was free: the time to the next end says nothing about a wait
             return
         if self._last_end_s:

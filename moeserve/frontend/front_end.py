@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -109,6 +110,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._processors = processors
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
+        self._num_live = Counter[int]()  # sequences by priority
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
         self._drain_by_s: float | None = None  # when draining ends
         self._idle = asyncio.Event()  # set when the last sequence ends
@@ -134,8 +136,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         is marked then. grammar: what answers must match, in place of `params.structured_outputs`. grammar_param: the
         field that errors in it are said to be in.
         """
-        ready = self.admit(params.n, priority=priority)
-        check_request(prompt, priority, ready)
+        check_request(prompt, priority, ready := self.admit(params.n, priority=priority))
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
@@ -153,14 +154,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
             if self.tokenizer is not None:
                 pieces = self.tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
                 sequence.detok = Detokenizer(self.tokenizer.marked_pieces if marked else pieces, prompt)
-            if parser is not None:
-                sequence.parser = parser()
+            sequence.parser = parser and parser()
             if params.stop_strings:
                 sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
             generation.sequences.append(sequence)
         self._sequences |= {sequence.rid: sequence for sequence in generation.sequences}
+        self._num_live[priority] += len(samplings)
         self.stats.num_active = len(self._sequences)
-        self._admission.unread_tokens += len(prompt) * len(samplings)
+        self._admission.came(len(samplings), generation.submitted_at, len(prompt) * len(samplings))
         try:
             for sequence in generation.sequences:
                 self._link.send(submission(sequence))
@@ -193,11 +194,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """
         if self.ready is None or self.state != "ready":
             raise self.refusal()
+        now = monotonic()
         try:
-            behind = sum(sequence.owner.priority > priority for sequence in self._sequences.values())
-            self._admission.check(len(self._sequences), num_sequences, self.ready, within_s, behind)
+            behind = sum(num for later, num in self._num_live.items() if later > priority)
+            self._admission.check(len(self._sequences), num_sequences, self.ready, now, within_s, behind)
         except Overloaded:
             self.stats.rejected += 1
+            self._admission.came(num_sequences, now)
             raise
         return self.ready
 
@@ -412,6 +415,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         del self._sequences[sequence.rid]
         owner = sequence.owner
         owner.num_live -= 1
+        self._num_live -= Counter((owner.priority,))  # without zeros
         self.stats.num_active = len(self._sequences)
         self.stats.end(reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens))
         if sequence.first_at is None:

@@ -16,6 +16,7 @@ ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = tuple(float(2**i) for i in range(18))
 RECENT_STEPS = 64  # approximate length of the moving average
+GAUGES = ("num_running", "num_waiting", "num_free_blocks", "num_free_states", "num_cached_states")
 SUMS = ("restarts", "steps", "step_s", "vote_s", "comm_s", "exposed_comm_s")
 
 
@@ -50,7 +51,10 @@ class EngineStats:
     exposed_comm_s: float = 0.0  # the part of comm_s during which the model waited
 
     def step(self, record: StepRecord) -> None:
-        """Adds one step."""
+        """Adds one step. A record without work only has gauges: the other values stay those of the last step."""
+        if not record.num_requests and self.last is not None:
+            self.last = msgspec.structs.replace(self.last, **{name: getattr(record, name) for name in GAUGES})
+            return
         self.last = record
         self.steps += 1
         self.step_s += record.device_us / 1e6

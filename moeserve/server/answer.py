@@ -66,16 +66,20 @@ class Counts:
         return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), details)
 
 
-class _Aborted(RequestError):
-    """The request was ended by its id; its reader gets finish_reason "abort"."""
+class RequestAborted(RequestError, http_status=499, code="request_aborted"):
+    """The request was ended by its id: on purpose, so clients should not send it again."""
 
 
 class RunningRequest:
-    """The generations of one HTTP request, one per prompt, each of n sequences. owner: see `Caller`."""
+    """The generations of one HTTP request, one per prompt, each of n sequences. owner: see `Caller`.
+
+    aborted: set once it was ended by its id; its reader gets finish_reason "abort".
+    """
 
     def __init__(self, generations: list[Generation], n: int, owner: str) -> None:
         self.generations = generations
         self.owner = owner
+        self.aborted: RequestAborted | None = None
         self._open = {(prompt, index) for prompt in range(len(generations)) for index in range(n)}
         self._queue: asyncio.Queue[tuple[int, Delta] | RequestError] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
@@ -90,7 +94,8 @@ class RunningRequest:
                 if delta.finish_reason is not None:
                     self._open.discard((prompt, delta.index))
                 yield prompt, delta
-        except _Aborted:
+        except RequestAborted as error:
+            self.aborted = error
             for prompt, index in sorted(self._open):
                 delta = Delta(index, finish_reason="abort")
                 if (sequence := self.generations[prompt].sequences[index]).parser is not None:
@@ -117,7 +122,7 @@ class RunningRequest:
         num_open = len(self._open)
         for generation in self.generations:
             await generation.aclose()
-            generation.fail(_Aborted("aborted"))
+            generation.fail(RequestAborted("the request was ended by its id"))
         return num_open
 
     def expire(self) -> None:
@@ -335,11 +340,11 @@ async def _relay(stream: SseStream, deltas: Deltas, chunks: Frames, ping_s: floa
     finally:
         if first.cancel():
             await asyncio.wait([first])
-    frames = b""
+    opening = b"" if stream.started else chunks.opening()
+    frames = opening + chunks.frames(prompt, delta)  # may raise, too
     if not stream.started:
-        frames = chunks.opening()
         await stream.start()
-    if frames := frames + chunks.frames(prompt, delta):
+    if frames:
         await stream.send(frames)
     async for prompt, delta in deltas:
         if frames := chunks.frames(prompt, delta):

@@ -232,6 +232,7 @@ class App:
     def __init__(self, context: Context, routes: Sequence[Route]) -> None:
         self.context = context
         self._prefixes = [route for route in routes if route.path.endswith("/") and route.path != "/"]
+        self._open = all(route.probe for route in routes)  # nothing here needs a key, so what is not here needs none
         self._exact = {(route.method, route.path): route for route in routes if route not in self._prefixes}
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -244,7 +245,7 @@ class App:
             if cors is not None and (preflight := cors.preflight(request)) is not None:
                 return preflight
             route, call.tail = self._match(request)
-            if self.context.auth.has_keys and (route is None or not route.probe):
+            if self.context.auth.has_keys and not (self._open if route is None else route.probe):
                 call.caller = self.context.auth.check(request.headers)
             if route is None:
                 raise self._no_route(request)
@@ -281,7 +282,10 @@ class App:
     def _no_route(self, request: web.BaseRequest) -> RequestError:
         path = request.raw_path.partition("?")[0]
         methods = [method for method, known in self._exact if known == path]
-        methods += [r.method for r in self._prefixes if path.startswith(r.path) and path.endswith(r.suffix)]
+        if not methods:
+            fits = [r for r in self._prefixes if path.startswith(r.path) and path.endswith(r.suffix)]
+            nearest = max((len(r.path + r.suffix) for r in fits), default=0)
+            methods = [r.method for r in fits if len(r.path + r.suffix) == nearest]
         if not methods:
             return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
         return HttpError(405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moeserve.config import ServerConfig
@@ -60,6 +60,10 @@ class Auth:
         self.has_admins = bool(admins)
         self.has_keys = self.required or self.has_admins
         self.several_owners = len(users) > 1  # whether their requests must be kept apart
+
+    def owner(self, name: str, name_of: Callable[[str], str]) -> Caller:
+        """Returns the caller whose owner `name_of` calls `name`; that of an open server if there is no such key."""
+        return next((caller for caller in self._callers.values() if name_of(caller.owner) == name), OPEN)
 
     def check(self, headers: Mapping[str, str]) -> Caller:
         """Returns the caller. Raises Unauthorized unless the request carries a known key or none is needed."""

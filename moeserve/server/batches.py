@@ -148,8 +148,7 @@ class Batches:
             for line in waiting:  # shared: each worker takes the next line that nobody has
                 if line.number % CHECK_EVERY == 1 and await asyncio.to_thread(self.store.room) <= 0:
                     raise _Full("there is no room for more results; delete files and send the batch again")
-                async with slots:
-                    status, result = await self._ask_line(owner, line)
+                status, result = await self._ask_line(owner, line, slots)
                 file = output if status == 200 else errors
                 file.write(result)
                 file.flush()
@@ -165,10 +164,11 @@ class Batches:
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
 
-    async def _ask_line(self, owner: str, line: BatchLine) -> tuple[int, bytes]:
+    async def _ask_line(self, owner: str, line: BatchLine, slots: asyncio.Semaphore) -> tuple[int, bytes]:
         while True:
-            response = await self._ask(line.url, bytes(line.body), owner)
-            if response.status not in (429, 503):
+            async with slots:
+                response = await self._ask(line.url, bytes(line.body), owner)
+            if response.status not in (429, 503) or response.headers.get("X-Should-Retry") == "false":
                 body = response.body
                 assert isinstance(body, bytes)
                 return response.status, line.result(response.status, response.headers.get("X-Request-Id"), body)

@@ -209,7 +209,8 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
         checked: dict[str, Any] = {"role": message.role}
         if message.tool_calls:
-            checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
+            calls = enumerate(message.tool_calls)
+            checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{j}]") for j, call in calls]
         content = message.content
         if content is None and not (message.tool_calls or message.reasoning or message.reasoning_content):
             raise InvalidRequest(f"{where}.content must be text", param=f"{where}.content")
@@ -226,13 +227,13 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns an earlier call with its arguments as an object, as templates take them."""
-    try:
-        checked = msgspec.convert(call, ToolCall)
-        arguments = checked.function.arguments
-        if isinstance(arguments, str):
+    checked = convert_at(call, ToolCall, where)
+    if isinstance(arguments := checked.function.arguments, str):
+        try:
             checked.function.arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one
-        raise InvalidRequest(f"{where}: {shorten(str(error))}", param=where) from error
+        except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one
+            where += ".function.arguments"
+            raise InvalidRequest(f"{where} must be the JSON text of an object", param=where) from error
     found: dict[str, Any] = msgspec.to_builtins(checked)
     return found
 

@@ -25,13 +25,10 @@ class Cors:
     def __init__(self, config: ServerConfig) -> None:
         self._any = "*" in config.allowed_origins
         self._origins = frozenset(config.allowed_origins)
-        self._credentials = config.allow_credentials
         for origin in self._origins - {"*", "null"}:
             if not _ORIGIN.fullmatch(origin):
                 what = "expected scheme://host[:port] in small letters, without a path, or *"
                 raise ConfigError(f"--allowed-origins {origin}: {what}")
-        if self._any and self._credentials:
-            raise ConfigError("allow_credentials: needs a list of origins; with --allowed-origins * browsers refuse it")
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
         """Returns the headers that let the page read this answer; none for a page that may not."""
@@ -40,9 +37,7 @@ class Cors:
         origin = request.headers.get("Origin", "")
         if origin not in self._origins:
             return {"Vary": "Origin"}  # so that no cache gives this answer to another origin's page
-        allowed = {"Access-Control-Allow-Credentials": "true"} if self._credentials else {}
-        exposed = {"Access-Control-Expose-Headers": EXPOSED, "Vary": "Origin"}
-        return {"Access-Control-Allow-Origin": origin, **exposed, **allowed}
+        return {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED, "Vary": "Origin"}
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
         """Returns the answer to a browser that asks before the actual request, which has the key; None to others."""

@@ -29,6 +29,7 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    499: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -103,7 +104,9 @@ def shorten_line(text: str) -> str:
 def error_response(error: RequestError, request_id: str, *, anthropic: bool = False) -> web.Response:
     """Returns the response with status, body and the headers that belong to the status."""
     headers = {"X-Request-Id": request_id, "Server": SERVER}
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded) and math.isinf(error.retry_after_s):
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients heed it, and so do batches
+    elif isinstance(error, Overloaded):
         wait_s = error.retry_after_s * random.uniform(1.0, 1.5)  # refused clients must not return all at once
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["Retry-After-Ms"] = str(max(1, round(wait_s * 1000)))

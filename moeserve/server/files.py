@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import BadHttpMessage
 from msgspec import Meta, Struct
 
 from moeserve.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedMedia
@@ -20,6 +21,14 @@ OFF = "this server keeps no files; `server: {files_dir: FOLDER}` in its --config
 MAX_FIELD_BYTES = 1024  # of a form's field that is no file
 FRAMING_BYTES = 64 * 1024  # of a form, beyond the file in it
 MAX_FIELDS = 8
+_BAD_FORM = ValueError, AssertionError, RuntimeError, BadHttpMessage, web.RequestPayloadError, web.HTTPException
+
+
+class FileForm(Struct, kw_only=True):
+    """The fields of an upload."""
+
+    purpose: Literal["batch"]
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
 
 
 class FilesQuery(Struct, kw_only=True):
@@ -41,7 +50,7 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
         raise _no_room(room)
     try:
         fields = await _receive(call.request, part, room)
-        for name in ("purpose", "file"):
+        for name in FileForm.__struct_fields__:
             if name not in fields:
                 raise InvalidRequest(f"{name} is required", param=name)
         if fields["purpose"] != "batch":
@@ -49,7 +58,7 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
         if "expires_after[anchor]" in fields:
             what = "expires_after: files stay until they are deleted"
             raise InvalidRequest(what, param="expires_after", code="unsupported_parameter")
-        call.note_unknown(unknown_fields(fields, ("purpose", "file")))
+        call.note_unknown(unknown_fields(fields, FileForm.__struct_fields__))
         return call.answer(store.add(owner, part, fields["file"], "batch"))
     finally:
         part.unlink(missing_ok=True)
@@ -76,7 +85,7 @@ async def _receive(request: web.BaseRequest, part: Path, room: int) -> dict[str,
                     fields[field.name] = text.decode()
     except TimeoutError as error:
         raise HttpError(408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
-    except (ValueError, AssertionError, RuntimeError, web.RequestPayloadError, web.HTTPException) as error:
+    except _BAD_FORM as error:
         raise InvalidRequest("the body is not multipart/form-data as expected", code="invalid_multipart") from error
     return fields
 

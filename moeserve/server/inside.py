@@ -14,6 +14,7 @@ from yarl import URL
 from moeserve.server.app import App, HttpCall
 from moeserve.server.auth import Caller
 from moeserve.server.errors import as_request_error, error_response
+from moeserve.server.file_store import owner_key
 
 LOW_PRIORITY = 1_000_000  # behind all others: smaller ones go first
 
@@ -26,8 +27,11 @@ class InsideCall(HttpCall):
 
 
 async def ask(app: App, connection: RequestHandler, path: str, body: bytes, owner: str) -> web.Response:
-    """Returns the answer to POST `path` for `owner`, good or bad. connection: any one, which is not used."""
-    caller = Caller(owner, priority=LOW_PRIORITY)
+    """Returns the answer to POST `path`, good or bad, which the key that is `owner` in the file store pays for.
+
+    connection: any one, which is not used.
+    """
+    caller = Caller(owner, rates=app.context.auth.owner(owner, owner_key).rates, priority=LOW_PRIORITY)
     call = InsideCall(app.context, _request(connection, path, body), uuid.uuid4().hex, caller)
     try:
         response = await app.answer(call)

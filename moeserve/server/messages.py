@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType, field
 
-from moeserve.errors import Overloaded, RequestError
+from moeserve.errors import EngineLost, RequestError
 from moeserve.frontend.generation import Delta
 from moeserve.protocol import Answer
 from moeserve.server.answer import Counts, stream_answer
@@ -27,7 +27,6 @@ class TextBlock(Struct, tag="text", kw_only=True):
     """Text for the user."""
 
     text: str = ""
-    citations: None = None
 
 
 class ThinkingBlock(Struct, tag="thinking", kw_only=True):
@@ -145,7 +144,7 @@ class RunningMessage(EventFrames):
         self.message = MessageAnswer(id=f"msg_{call.id}", model=chat.front.model_name, usage=_usage(chat.counts))
 
     def add(self, parts: list[ChatPart], delta: Delta) -> None:
-        """Adds what is new of the answer. Raises Overloaded if it was aborted."""
+        """Adds what is new of the answer. Raises RequestAborted if its id ended it, EngineLost if the server did."""
         for part in parts:
             if part.kind == "call" or type(self._open) is not _BLOCKS[part.kind]:
                 self._close()
@@ -154,7 +153,7 @@ class RunningMessage(EventFrames):
                 self._extend(part.text)
         self._end = delta
         if self._end.finish_reason == "abort":
-            raise Overloaded("the answer was aborted: its request was ended by its id, or the server stops")
+            raise self._chat.running.aborted or EngineLost("the server stopped before this request could finish")
 
     def finish(self) -> None:
         """Ends the message."""

@@ -27,6 +27,7 @@ _ASSETS = files("moeserve") / "assets" / "docs"
 _REF = "#/components/schemas/{name}"
 _AT_THE_END = {"stop_reason"}  # fields that are written, but where a choice goes on
 _DONE = {"const": "[DONE]", "description": "the last event of OpenAI's streams"}
+_FORM = "multipart/form-data"
 _STATUSES = {
     400: "A field is missing, of the wrong type, or out of its range; `param` names it",
     401: "The API key is missing or wrong",
@@ -35,7 +36,7 @@ _STATUSES = {
     408: "The body did not arrive in time",
     409: "The server's present state does not allow this; the message says why",
     413: "The body is too large",
-    415: "The body is not JSON in UTF-8",
+    415: "The body is of another type, or not in UTF-8",
     503: "Loading, draining or overloaded: try again after `Retry-After` seconds",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}}
@@ -114,7 +115,7 @@ def _operation(route: Route, shapes: dict[Any, Any], examples: dict[str, Any]) -
         content: dict[str, Any] = {"schema": shapes[route.takes]}
         if examples:
             content["examples"] = {name: {"value": value} for name, value in examples.items()}
-        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+        operation["requestBody"] = {"required": True, "content": {_FORM if route.form else "application/json": content}}
     return operation
 
 

@@ -50,7 +50,7 @@ class Rates:
             amount, limit = amounts[kind], bucket.per_minute
             if amount > limit:
                 what = f"the prompts have {amount} tokens and this key may use {limit} a minute: send less at once"
-                raise RateLimited(what, kind=kind, retry_after_s=60)
+                raise RateLimited(what, kind=kind, retry_after_s=math.inf)
             if (wait_s := bucket.wait_s(amount)) > 0:
                 what = f"this key may use {limit} {kind} a minute; try again in {math.ceil(wait_s)} s"
                 raise RateLimited(what, kind=kind, retry_after_s=wait_s)

@@ -56,7 +56,7 @@ class Route:
 
     takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events, or a union
     of such; query: the struct of the URL's parameters; error: the struct of failures. media: the type of an answer
-    that is no struct. probe: needs no key.
+    that is no struct. probe: needs no key. form: `takes` comes as multipart/form-data, not as JSON.
     """
 
     method: str
@@ -67,6 +67,7 @@ class Route:
     event: Any = None
     query: type[msgspec.Struct] | None = None
     probe: bool = False
+    form: bool = False
     media: str = "application/json"
     error: type[msgspec.Struct] = ErrorResponse
     suffix: str = ""
@@ -119,7 +120,7 @@ ROUTES = (
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
     Route("POST", "/v1/detokenize", *_DETOKENIZE),
-    Route("POST", "/v1/files", files.upload_file, None, file_objects.FileObject),
+    Route("POST", "/v1/files", files.upload_file, files.FileForm, file_objects.FileObject, form=True),
     Route("GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery),
     Route("GET", "/v1/files/", files.file_content, suffix="/content", media="application/octet-stream"),
     Route("GET", "/v1/files/", files.retrieve_file, None, file_objects.FileObject),

@@ -40,7 +40,7 @@ class DataParser:
         self._text.feed(text, final=final)
         if not self._over:
             self._over = next(self._run, True) is True
-        parts = joined(self._parts)
+        parts = joined(self._parts) if len(self._parts) > 1 else self._parts[:]
         self._parts.clear()
         return parts
 

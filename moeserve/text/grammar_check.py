@@ -25,6 +25,7 @@ _NOISE = (  # in llguidance's messages: what to replace, by what
     (re.compile(r"(regex parse error:\n).*\nerror: ", re.DOTALL), r"\1"),
     (re.compile(r"<non-verbose/>|; following .*|; consider making.*|\n +1 \|.*|\n +while .*", re.DOTALL), ""),
 )
+_EMBEDDED = re.compile(r"%json\s+(?=\{)")  # a schema in Lark, as answer formats have it around a request's own
 _MEANING = {
     "NoExtension": "no text matches it",
     "Resource '": "only references inside the schema (#...) are followed",
@@ -76,8 +77,19 @@ class GrammarChecker:
             error = self._compile(spec)
         except GrammarFault as fault:
             return fault
-        where = self._place(parse_json(spec.text), error) if error and spec.kind == "json_schema" else ""
-        return GrammarFault(error, where) if error else None
+        return GrammarFault(error, self._place(self._schema(spec, error), error)) if error else None
+
+    def _schema(self, spec: GrammarSpec, error: str) -> Any:
+        """Returns the schema that has the error: the grammar itself, or one inside of it; {} if none has."""
+        if spec.kind == "json_schema":
+            return parse_json(spec.text)
+        until = monotonic() + SEARCH_S
+        for match in _EMBEDDED.finditer(spec.text):
+            with suppress(ValueError, RecursionError, GrammarFault):  # in a literal, or with another fault alone
+                schema, _ = json.JSONDecoder().raw_decode(spec.text, match.end())
+                if monotonic() < until and self._compile(GrammarSpec("json_schema", json.dumps(schema))) == error:
+                    return schema
+        return {}
 
     def _place(self, root: Any, error: str) -> str:
         """Returns the pointer to the innermost schema that alone, beside the definitions, has the same error."""

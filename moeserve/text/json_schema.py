@@ -12,6 +12,7 @@ from moeserve.sampling import MAX_CHOICES, GrammarSpec
 
 MAX_REGEX_BYTES = 8 * 1024
 MAX_DEPTH = 64
+_WHITESPACE = r"[ \t]{1,4}|(\r?\n){1,2}[ \t]{0,32}"  # JSON laid out in any usual way; models loop in endless whitespace
 MAX_VALUES = 20_000
 MAX_ENUM = MAX_CHOICES
 MAX_DIGITS = 15  # of a fraction
@@ -121,6 +122,6 @@ def schema_text(schema: Any, spec: GrammarSpec) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     options: dict[str, Any] = {} if spec.any_whitespace else {"whitespace_flexible": False}
-    if spec.whitespace_pattern:
-        options["whitespace_pattern"] = spec.whitespace_pattern
+    if pattern := spec.whitespace_pattern or (_WHITESPACE if spec.any_whitespace else ""):
+        options["whitespace_pattern"] = pattern
     return json.dumps(schema | {"x-guidance": options})  # replaces the sender's, which could switch checks off

@@ -154,6 +154,16 @@ async def test_an_abort_is_answered_before_the_next_result() -> None:
         assert not e.scheduler.has_work
 
 
+async def test_gauges_are_told_where_no_step_follows_an_abort() -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT))
+        e.inbox.put(Abort([0]))
+        await e.quiet()
+        assert not e.runner.started
+        (record,) = [msg.record for msg in e.out if isinstance(msg, StepOutput) and msg.record]
+        assert (record.num_requests, record.num_running, record.num_waiting, record.num_free_blocks) == (0, 0, 0, 59)
+
+
 async def test_pings_tell_progress() -> None:
     async with engine() as e:
         e.inbox.put(Ping(1))

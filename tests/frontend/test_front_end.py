@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from moeserve.cluster.link import RequestsLost, Resized
@@ -452,3 +453,8 @@ async def test_gauges_are_the_sums_over_engines(front, engine):
     assert (last.num_states, last.num_free_states, last.num_cached_states) == (17, 10, 3)
     await engine.tell(RequestsLost(rids=(), engine=1, died=False, cause=""))
     assert front.stats.last.num_running == 4
+    steps = front.stats.total.steps
+    idle = msgspec.structs.replace(record, dp_rank=0, num_requests=0, num_tokens=0, num_running=0, num_free_blocks=19)
+    await engine.tell(StepOutput(rids=b"", tokens=b"", finish=b"", record=idle))  # after aborts, without a step
+    assert (front.stats.last.num_running, front.stats.last.num_free_blocks, front.stats.last.num_tokens) == (0, 19, 1)
+    assert front.stats.total.steps == steps

@@ -233,3 +233,24 @@ async def test_results_stop_where_the_room_ends(keeping: Any) -> None:
         done = await reached(client, made.id, "failed")
         assert "no room" in done.errors.data[0].message
         assert done.request_counts.completed == len(await results(client, done.output_file_id))
+
+
+async def test_lines_pay_their_keys_rates_and_wait_for_them(keeping: Any, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{key: few, requests_per_minute: 2}, {key: short, tokens_per_minute: 5}, {key: free}]")
+    async with keeping(api_key_file=str(path)) as live:
+        async with client_of(live, "few") as client:
+            waiting = await start(client, *[line(name) for name in "abc"])
+            async with asyncio.timeout(10):
+                while (await client.batches.retrieve(waiting.id)).request_counts.completed < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            with pytest.raises(openai.RateLimitError):
+                await client.chat.completions.create(model="org/tiny", **line("d")["body"])
+            assert (await client.batches.retrieve(waiting.id)).status == "in_progress"
+        async with client_of(live, "free") as client:  # a batch that waits keeps no other from going on
+            done = await reached(client, (await start(client, *[line(name) for name in "abc"])).id, "completed")
+            assert done.request_counts.completed == 3
+        async with client_of(live, "short") as client:  # waiting would never help
+            done = await reached(client, (await start(client, line("a"))).id, "completed")
+            bad = await results(client, done.error_file_id)
+            assert bad["a"]["response"]["body"]["error"]["code"] == "rate_limit_exceeded"

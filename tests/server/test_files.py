@@ -128,6 +128,7 @@ PURPOSE, FILE = field("purpose", b"batch"), field("file", LINES, b'; filename="x
         (PURPOSE + PURPOSE + FILE + b"--B--\r\n", 400, None, "invalid_multipart"),
         (field("purpose", b"x" * 5000) + FILE + b"--B--\r\n", 400, None, "invalid_multipart"),
         (field("purpose", b"\xff") + FILE + b"--B--\r\n", 400, None, "invalid_multipart"),
+        (field("a\x17", b"x") + PURPOSE + FILE + b"--B--\r\n", 400, None, "invalid_multipart"),
         (b"".join(field(f"f{i}", b"x") for i in range(9)) + b"--B--\r\n", 400, None, "invalid_multipart"),
         (
             PURPOSE + field("file", b"eA==", b"\r\nContent-Transfer-Encoding: base64") + b"--B--",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
+import sys
+from asyncio.subprocess import PIPE
 
 import pytest
 
@@ -34,7 +37,7 @@ async def patient(live):
     async def start(**limits: float) -> int:
         server = HttpServer(App(live.context, ROUTES))
         server._room = limits.get("room", server._room)
-        acceptor = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        acceptor = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0, backlog=1024)
         heads = asyncio.create_task(server.watch_heads(limits.get("head_s", 30.0)))
         servers.append((server, acceptor, heads))
         return acceptor.sockets[0].getsockname()[1]
@@ -46,18 +49,50 @@ async def patient(live):
         await server.shutdown(0.1)
 
 
-async def test_two_thousand_idle_connections(live):
+IDLE_CLIENTS = """
+import resource, socket, sys
+port, wanted, request = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = [socket.create_connection(("127.0.0.1", port)) for _ in range(wanted)]
+print("open", flush=True)
+sys.stdin.readline()
+for one in held:
+    one.sendall(request)
+answers = {one.recv(12) for one in held}
+print(*answers, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.full("http", keep=1)
+@pytest.mark.parametrize("wanted", [1000, 10_000])
+async def test_idle_connections(patient, wanted):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2000 if hard >= 5000 else hard // 3
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 5000)), hard))
+    if hard < wanted + 500:
+        pytest.skip(f"only {hard} open files are allowed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + 500), hard))
     try:
-        idle = [await connect(live.port) for _ in range(wanted)]
+        port = await patient(room=wanted + 100, head_s=300)
+        before = len(os.listdir("/proc/self/fd"))
+        words = [sys.executable, "-c", IDLE_CLIENTS, str(port), str(wanted), LIVEZ.decode()]
+        clients = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE)
+        assert await clients.stdout.readline() == b"open\n"
         async with asyncio.timeout(5):
-            assert (await live.get("/livez"))[0] == 200
-            assert (await live.post(CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}))[0] == 200
-        for _, writer in idle:
-            writer.transport.abort()
-        assert (await live.get("/livez"))[0] == 200
+            body = json.dumps(
+                {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "stream": True}
+            ).encode()
+            reader, writer = await connect(port)
+            writer.write(HEAD.format(CHAT, len(body)).encode() + body)
+            assert b"data: [DONE]" in await reader.readuntil(b"0\r\n\r\n")
+            writer.close()
+        assert len(os.listdir("/proc/self/fd")) >= before + wanted
+        clients.stdin.write(b"\n")
+        assert await clients.stdout.readline() == b"b'HTTP/1.1 200'\n"  # each of them
+        await clients.communicate(b"\n")
+        async with asyncio.timeout(20):
+            while len(os.listdir("/proc/self/fd")) > before + 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

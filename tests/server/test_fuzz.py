@@ -72,7 +72,7 @@ def _examples() -> dict[str, list[Any]]:
     for path, operations in spec["paths"].items():
         for method, operation in operations.items():
             if body := operation.get("requestBody"):
-                examples = body["content"]["application/json"].get("examples", {}).values()
+                examples = body["content"].get("application/json", {}).get("examples", {}).values()
                 found[f"{method.upper()} {path}"] = [one["value"] for one in examples]
     return found
 

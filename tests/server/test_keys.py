@@ -11,6 +11,7 @@ from moeserve.config import ServerConfig
 from moeserve.errors import ConfigError, RateLimited, Unauthorized
 from moeserve.server import rates
 from moeserve.server.auth import Auth
+from moeserve.server.errors import error_response
 from moeserve.server.rates import Rates
 from moeserve.server.reload import Reloads
 
@@ -100,8 +101,11 @@ def test_answers_are_paid_for_afterwards(monkeypatch):
     assert caught.value.type == "tokens"
     now[0] = 30.0
     mine.take(100)
-    with pytest.raises(RateLimited, match="601 tokens"):
+    with pytest.raises(RateLimited, match="601 tokens") as caught:
         mine.take(601)
+    headers = error_response(caught.value, "id").headers
+    assert headers["X-Should-Retry"] == "false"
+    assert "Retry-After" not in headers
 
 
 async def test_a_keys_requests_wait_in_its_place(launch, tmp_path):

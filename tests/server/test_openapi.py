@@ -108,8 +108,8 @@ def _examples() -> list[tuple[str, str, object]]:
     found = []
     for path, operations in spec["paths"].items():
         for operation in operations.values():
-            if body := operation.get("requestBody"):
-                examples = body["content"]["application/json"].get("examples", {})
+            if json_body := operation.get("requestBody", {}).get("content", {}).get("application/json"):
+                examples = json_body.get("examples", {})
                 found += [(path, name, one["value"]) for name, one in examples.items()] or [(path, "none", None)]
     return found
 
@@ -148,3 +148,27 @@ async def test_the_docs_run_their_own_script_and_load_nothing_from_elsewhere(liv
         assert f"{tag}-src 'sha256-{digest}'" in policy
     assert "://" not in text
     assert "innerHTML" not in text
+
+
+def test_an_upload_is_described_as_a_form():
+    spec = json.loads(openapi.document(ROUTES, None, keyed=False))
+    (kind,) = spec["paths"]["/v1/files"]["post"]["requestBody"]["content"].items()
+    assert kind == ("multipart/form-data", {"schema": {"$ref": "#/components/schemas/FileForm"}})
+    form = spec["components"]["schemas"]["FileForm"]
+    assert form["properties"]["purpose"] == {"enum": ["batch"]}
+    assert form["properties"]["file"]["format"] == "binary"
+    assert form["required"] == ["purpose", "file"]
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/files/x/content", "GET"),
+        ("/v1/files/x", "GET, DELETE"),
+        ("/v1/batches/x/cancel", "POST"),
+        ("/v1/responses/compact", "POST"),
+    ],
+)
+async def test_allow_has_the_methods_of_that_path_only(live, path, allowed):
+    async with live.session.options(live.url + path) as response:
+        assert (response.status, response.headers["Allow"]) == (405, allowed)

@@ -542,6 +542,10 @@ def test_specs_are_equal_by_content():
 def test_whitespace_options(bytes_case, checker):
     for options, text, fits in [
         ({}, '{ "a" :\n1}', True),
+        ({}, "{\r\n" + " " * 32 + '"a":    1\n\n}', True),
+        ({}, "{\n\n\n", False),
+        ({}, "{" + " " * 5, False),
+        ({"whitespace_pattern": r"\s+"}, '{\n\n\n     "a":1}', True),
         ({"any_whitespace": False}, '{ "a"', False),
         ({"any_whitespace": False}, '{"a": 1}', False),
         ({"any_whitespace": False}, '{"a":1}', True),
