@@ -5,7 +5,8 @@ python -m benchmarks.overload --url http://127.0.0.1:8000 --places 8 --pid PID
 places: the server's --max-num-seqs. First as many clients as places ask without a pause, so that nothing waits: that
 is its capacity. Then requests come a tenth faster than that, whether or not earlier ones are answered: that is
 saturation, with the queue that the server allows. Then they come at ten times that rate; a tenth is malformed, a tenth
-leaves after half a second. pid: of the server, whose memory is read. Goodput: tokens of answers that came to an end.
+leaves after a tenth of a second. pid: of the server; the memory of its processes, in the order of their starts, is
+read before and after. Goodput: tokens of answers that came to an end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -35,15 +37,15 @@ class Phase:
     tokens: int = 0  # of whole answers
     ttft_s: list[float] = field(default_factory=list)
     retry_after_s: list[float] = field(default_factory=list)
-    rss_mib: list[float] = field(default_factory=list)
+    rss_mib: list[list[int]] = field(default_factory=list)  # of each process, before and after
 
     def summary(self) -> dict[str, Any]:
         """Returns the numbers to print."""
         ordered = sorted(self.ttft_s)
         percentile = {f"ttft_p{p}_ms": round(1e3 * ordered[len(ordered) * p // 100], 1) for p in (50, 99)}
         rate = {"answers_per_s": self.ends["200"] / self.seconds, "tokens_per_s": self.tokens / self.seconds}
-        memory = {"rss_mib": [round(self.rss_mib[0]), round(self.rss_mib[-1])]} if self.rss_mib else {}
-        return {"sent": self.sent, "ends": dict(self.ends)} | rate | percentile | memory
+        more = {"rss_mib": self.rss_mib, "median_retry_after_s": median(self.retry_after_s or [0.0])}
+        return {"sent": self.sent, "ends": dict(self.ends)} | rate | percentile | more
 
 
 def main() -> None:
@@ -51,7 +53,7 @@ def main() -> None:
     flags.add_argument("--url", default="http://127.0.0.1:8000")
     flags.add_argument("--places", type=int, default=8, help="the server's --max-num-seqs [8]")
     flags.add_argument("--pid", type=int, default=0, help="the server's process, for its memory")
-    flags.add_argument("--seconds", type=float, default=60.0, help="of overload; saturation is half as long [60]")
+    flags.add_argument("--seconds", type=float, default=60.0, help="of overload; the others take a quarter [60]")
     flags.add_argument("--times", type=float, default=10.0, help="overload over saturation [10]")
     args = flags.parse_args()
     phases = asyncio.run(measure(args.url, args.places, args.seconds, args.times, args.pid))
@@ -71,7 +73,7 @@ async def measure(url: str, places: int, seconds: float, times: float, pid: int)
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
         await closed(session, Phase(3.0), places)  # the server has measured nothing before
         process = psutil.Process(pid) if pid else None
-        full, busy, over = Phase(seconds / 2), Phase(seconds), Phase(seconds)
+        full, busy, over = Phase(seconds / 4), Phase(seconds / 4), Phase(seconds)
         await closed(session, full, places)
         rate = full.ends["200"] / full.seconds
         await opened(session, busy, 1.1 * rate, process)
@@ -94,6 +96,7 @@ async def opened(
     session: aiohttp.ClientSession, phase: Phase, rate: float, process: psutil.Process | None, good: int = 10
 ) -> None:
     """Sends requests at a rate, at random times; `good` of ten want their whole answer."""
+    phase.rss_mib.append(memory(process))
     begun_s, due_s = time.monotonic(), 0.0
     end_s = begun_s + phase.seconds
     async with asyncio.TaskGroup() as group:
@@ -103,8 +106,13 @@ async def opened(
             kind = random.choices(["whole", "malformed", "leaves"], [good, bad, bad])[0]
             group.create_task(ask(session, phase, kind, end_s))
             due_s += random.expovariate(rate)
-            if process is not None and phase.sent % 50 == 0:
-                phase.rss_mib.append(process.memory_info().rss / 2**20)
+    phase.rss_mib.append(memory(process))
+
+
+def memory(process: psutil.Process | None) -> list[int]:
+    """Returns the memory of a process and its children, in MiB."""
+    found = [] if process is None else [process, *process.children(recursive=True)]
+    return [round(one.memory_info().rss / 2**20) for one in found]
 
 
 async def ask(session: aiohttp.ClientSession, phase: Phase, kind: str, end_s: float) -> None:
@@ -117,7 +125,7 @@ async def ask(session: aiohttp.ClientSession, phase: Phase, kind: str, end_s: fl
         body["temperature"] = "warm"
     begun_s, tokens = time.monotonic(), 0
     try:
-        async with asyncio.timeout(0.5 if kind == "leaves" else None):
+        async with asyncio.timeout(0.1 if kind == "leaves" else None):
             async with session.post("/v1/completions", json=body) as response:
                 if response.status != 200:
                     phase.ends[str(response.status)] += 1

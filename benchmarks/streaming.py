@@ -19,11 +19,18 @@ import os
 import selectors
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from benchmarks.common import Server, cpu_seconds, parser, running_server, save, summary
 
+TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TEMPLATE = """{% for tool in tools or [] %}<tools>{{ tool | tojson }}</tools>
+{% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{% endfor %}{% endfor %}assistant: """
 EVENT, END = b"data: {", b"data: [DONE]"
 
 
@@ -34,20 +41,28 @@ def main() -> None:
     flags.add_argument("--step-ms", type=float, default=2.5, help="time between steps; 0: none [2.5]")
     flags.add_argument("--repeat", type=int, default=5, help="rounds [5]")
     flags.add_argument("--chat", action="store_true", help="chat completions instead of completions")
+    flags.add_argument("--tools", action="store_true", help="chat completions with tools, read by the format's parser")
     flags.add_argument("--spread", action="store_true", help="the engine may use the reader's core")
     args = flags.parse_args()
+    api = "tools" if args.tools else "chat" if args.chat else ""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("two cores are needed: one for the server, one for the reader")
     os.sched_setaffinity(0, {cores[1]})
     config = f"device: {{null_runner: true, null_step_ms: {args.step_ms}}}\n"
-    with running_server("demo", config=config, cores={cores[0]}) as server:
+    with ExitStack() as stack:
+        if args.tools:
+            template = stack.enter_context(NamedTemporaryFile("w", suffix=".jinja"))
+            template.write(TEMPLATE)
+            template.flush()
+            config += f"model: {{chat_template: {template.name}, tool_format: hermes}}\n"
+        server = stack.enter_context(running_server("demo", config=config, cores={cores[0]}))
         server.wait("/readyz")
         if args.spread:
             server.tree()["engine"].cpu_affinity([cores[1]])
-        one_round(server, args.streams, 50, args.chat)
-        rounds = [one_round(server, args.streams, args.tokens, args.chat) for _ in range(args.repeat)]
-    ways = ("chat" if args.chat else "", "spread" if args.spread else "", "" if args.step_ms else "unpaced")
+        one_round(server, args.streams, 50, api)
+        rounds = [one_round(server, args.streams, args.tokens, api) for _ in range(args.repeat)]
+    ways = (api, "spread" if args.spread else "", "" if args.step_ms else "unpaced")
     save(
         "-".join(["streaming", *filter(None, ways)]),
         args,
@@ -55,7 +70,7 @@ def main() -> None:
             "streams": args.streams,
             "tokens_per_stream": args.tokens,
             "step_ms": args.step_ms,
-            "api": "chat completions" if args.chat else "completions",
+            "api": {"": "completions", "chat": "chat completions", "tools": "chat completions with tools"}[api],
             "pinning": "front end alone on one core" if args.spread else "front end and engine on one core",
             **{key: summary([r[key] for r in rounds]) for key in rounds[0]},
         },
@@ -81,16 +96,18 @@ class Reader:
         found = text.count(EVENT) - self.tail.count(EVENT)
         if END in text:
             self.done = True
+        elif b"HTTP/1.1 4" in text:
+            raise SystemExit(text.decode())
         self.tail = text[-max(keep, len(END)) :]
         self.events += found
         return found
 
 
-def one_round(server: Server, streams: int, tokens: int, chat: bool) -> dict[str, float]:
+def one_round(server: Server, streams: int, tokens: int, api: str) -> dict[str, float]:
     """All streams at once, from the first byte sent to the last received."""
     selector = selectors.DefaultSelector()
     begun_s = time.perf_counter()
-    readers = [Reader(_ask(server.port, tokens, chat, number)) for number in range(streams)]
+    readers = [Reader(_ask(server.port, tokens, api, number)) for number in range(streams)]
     for reader in readers:
         selector.register(reader.socket, selectors.EVENT_READ, reader)
     before = cpu_seconds(server.tree())
@@ -113,14 +130,16 @@ def one_round(server: Server, streams: int, tokens: int, chat: bool) -> dict[str
     }
 
 
-def _ask(port: int, tokens: int, chat: bool, number: int) -> socket.socket:
+def _ask(port: int, tokens: int, api: str, number: int) -> socket.socket:
     body: dict[str, Any] = {"stream": True, "max_tokens": tokens, "ignore_eos": True, "seed": number}
-    if chat:
+    if api:
         body["messages"] = [{"role": "user", "content": f"Tell story number {number}."}]
+        if api == "tools":
+            body["tools"] = [{"type": "function", "function": TOOL}]
     else:
         body["prompt"] = [1 + number, 2, 3]
     data = json.dumps(body).encode()
-    path = "/v1/chat/completions" if chat else "/v1/completions"
+    path = "/v1/chat/completions" if api else "/v1/completions"
     connection = socket.create_connection(("127.0.0.1", port))
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     connection.sendall(head.encode() + b"\r\n\r\n" + data)
