@@ -215,20 +215,25 @@ class ZmqWire(Generic[Out, In]):
         if self._gone is not None:
             return
         gone: set[int] = set()
-        while True:
-            try:
-                event, fd = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-            except zmq.Again:
-                break
-            self._met |= bool(event & zmq.EVENT_CONNECTED)
-            if event & _GONE_EVENTS:
-                gone.add(fd)
-            else:
-                gone.discard(fd)  # the number was given to a new connection
-        if gone:
-            self._read_rest()  # the hello may be among it
+        # Again behind what was read: the hello may be among it, over a connection that took the number of a lost one.
+        while self._take_events(gone) and gone:
+            self._read_rest()
         if gone and (self._kind == zmq.DEALER or self._peer_fd in gone):
             self._lose(self._why_closed())
+
+    def _take_events(self, gone: set[int]) -> bool:
+        """Adds to `gone` the connections that the monitor reports as lost. Returns False if it had nothing to report."""
+        told = False
+        with suppress(zmq.Again):
+            while True:
+                event, fd = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+                told = True
+                self._met |= bool(event & zmq.EVENT_CONNECTED)
+                if event & _GONE_EVENTS:
+                    gone.add(fd)
+                else:
+                    gone.discard(fd)  # the number was given to a new connection
+        return told
 
     def _why_closed(self) -> str:
         if self.greeted or self.address.startswith("ipc://"):

@@ -319,6 +319,40 @@ def test_bytes_that_are_not_even_zeromq_hurt_nobody(run: Run, address: str) -> N
     run(main())
 
 
+LATE_PEER = "input()" + PEER
+
+
+def test_a_peer_over_the_number_of_a_lost_strangers_connection_stays(run: Run, address: str, monkeypatch: Any) -> None:
+    async def main() -> None:
+        inbox: Inbox[Any] = Inbox("here")
+        wire = listen(address, token="t", receives=int, inbox=inbox)
+        process = subprocess.Popen([sys.executable, "-c", LATE_PEER, address], stdin=subprocess.PIPE)  # noqa: ASYNC220
+        read_rest = wire._read_rest
+
+        def peer_comes_first() -> None:  # between the news of the stranger's end and what is read behind it
+            if process.stdin is not None and not process.stdin.closed:
+                process.stdin.write(b"\n")
+                process.stdin.close()
+                time.sleep(1)
+            read_rest()
+
+        monkeypatch.setattr(wire, "_read_rest", peer_comes_first)
+        taken = [os.dup(1) for _ in range(64)]  # so that the lowest free number is the stranger's
+        _, stranger = await asyncio.open_unix_connection(address.removeprefix("ipc://"))
+        stranger.write(b"\xff" * 65)  # ZeroMQ closes its end; ours stays open
+        await wire.connected(5)
+        wire.send(3)
+        assert await take(inbox, 1) == [3]
+        stranger.close()
+        process.kill()
+        process.wait()
+        for fd in taken:
+            os.close(fd)
+        wire.close()
+
+    run(main())
+
+
 def test_a_peer_that_ends_right_after_its_hello_has_still_said_what_it_said(run: Run, address: str) -> None:
     async def main() -> None:
         inbox: Inbox[Any] = Inbox("here")
