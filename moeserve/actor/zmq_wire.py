@@ -222,7 +222,7 @@ class ZmqWire(Generic[Out, In]):
             self._lose(self._why_closed())
 
     def _take_events(self, gone: set[int]) -> bool:
-        """Adds to `gone` the connections that the monitor reports as lost. Returns False if it had nothing to report."""
+        """Adds to `gone` the connections that the monitor reports as lost. Returns False without news."""
         told = False
         with suppress(zmq.Again):
             while True:
