@@ -327,12 +327,13 @@ def test_a_peer_over_the_number_of_a_lost_strangers_connection_stays(run: Run, a
         inbox: Inbox[Any] = Inbox("here")
         wire = listen(address, token="t", receives=int, inbox=inbox)
         process = subprocess.Popen([sys.executable, "-c", LATE_PEER, address], stdin=subprocess.PIPE)  # noqa: ASYNC220
-        read_rest = wire._read_rest
+        assert process.stdin is not None
+        say, read_rest = process.stdin, wire._read_rest
 
         def peer_comes_first() -> None:  # between the news of the stranger's end and what is read behind it
-            if process.stdin is not None and not process.stdin.closed:
-                process.stdin.write(b"\n")
-                process.stdin.close()
+            if not wire.greeted:
+                say.write(b"\n")
+                say.flush()
                 time.sleep(1)
             read_rest()
 
@@ -344,6 +345,7 @@ def test_a_peer_over_the_number_of_a_lost_strangers_connection_stays(run: Run, a
         wire.send(3)
         assert await take(inbox, 1) == [3]
         stranger.close()
+        say.close()
         process.kill()
         process.wait()
         for fd in taken:
