@@ -30,7 +30,7 @@ class Table(msgspec.Struct, frozen=True):
     refused: dict[str, str]
 
 
-class Setting(NamedTuple):
+class ForeignSetting(NamedTuple):
     """The value, as text, that a foreign flag gives to one of our settings."""
 
     flag: str
@@ -41,7 +41,7 @@ class Translation(NamedTuple):
     """A command line without foreign flags. settings: what those set, by name; notes: one line about each flag."""
 
     words: list[str]
-    settings: dict[str, Setting]
+    settings: dict[str, ForeignSetting]
     notes: list[str]
 
 
@@ -99,7 +99,7 @@ def _set(found: Translation, flag: str, value: str | None, template: str) -> Non
         ours = _speculate(flag, value)
     name, _, ours = template.format(ours).partition("=")
     ours = table().values.get(f"{name}={ours}", ours)
-    if found.settings.setdefault(name, Setting(flag, ours)).value != ours:
+    if found.settings.setdefault(name, ForeignSetting(flag, ours)).value != ours:
         raise ConfigError(f"{found.settings[name].flag} and {flag} disagree: both set {name}")
     setting = setting_named(name)
     setting.read(ours, f"flag {flag}")
@@ -123,7 +123,7 @@ def _speculate(flag: str, text: str) -> str:
     return ":".join(str(part) for part in (kind, path, asked.get("num_speculative_tokens")) if part is not None)
 
 
-def merge(args: argparse.Namespace, settings: Mapping[str, Setting]) -> None:
+def merge(args: argparse.Namespace, settings: Mapping[str, ForeignSetting]) -> None:
     """Puts the settings of a translation beside the command's own. Raises ConfigError if one is given twice."""
     args.foreign_flags = {name: setting.flag for name, setting in settings.items()}
     for name, (flag, value) in settings.items():

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from moeserve.comm.members import Members
-from moeserve.comm.stream import Address, AsyncStream, Frames, Peer, StreamListener, connect, frame
+from moeserve.comm.stream import Address, AsyncStream, FrameSplitter, Peer, StreamListener, connect, frame
 from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote, decide
 from moeserve.errors import ConfigError, PeerLost, StepSkew
 
@@ -200,7 +200,7 @@ class _Leader(_Coordinator):
         self._streams = {
             peer.rank: AsyncStream[Vote | Leaving](
                 sock,
-                Frames(Vote | Leaving, MAX_FRAME_BYTES),
+                FrameSplitter(Vote | Leaving, MAX_FRAME_BYTES),
                 partial(self._heard, peer.rank),
                 partial(self._died, peer.rank),
             )
@@ -266,7 +266,7 @@ class _Follower(_Coordinator):
 
     def __init__(self, members: Members, sock: socket.socket) -> None:
         super().__init__(members)
-        frames: Frames[Votes | Wake | Leaving] = Frames(Votes | Wake | Leaving, MAX_FRAME_BYTES)
+        frames: FrameSplitter[Votes | Wake | Leaving] = FrameSplitter(Votes | Wake | Leaving, MAX_FRAME_BYTES)
         self._streams[0] = AsyncStream(sock, frames, self._heard, partial(self._died, 0))
 
     def _cast(self, vote: Vote) -> None:

@@ -217,7 +217,7 @@ def frame(msg: msgspec.Struct) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-class Frames(Generic[In]):
+class FrameSplitter(Generic[In]):
     """Splits received bytes into messages of the union `receives`, of at most `max_bytes` each."""
 
     def __init__(self, receives: Any, max_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -254,7 +254,7 @@ class AsyncStream(Generic[In]):
     `lost(cause)`."""
 
     def __init__(
-        self, sock: socket.socket, frames: Frames[In], heard: Callable[[In], None], lost: Callable[[str], None]
+        self, sock: socket.socket, frames: FrameSplitter[In], heard: Callable[[In], None], lost: Callable[[str], None]
     ) -> None:
         self._sock = sock
         self._frames = frames
@@ -322,7 +322,7 @@ class BlockingStream(Generic[In]):
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         sock.setblocking(True)
         self._sock = sock
-        self._frames: Frames[In] = Frames(receives)
+        self._frames: FrameSplitter[In] = FrameSplitter(receives)
         self._lock = threading.Lock()
 
     def send(self, msg: msgspec.Struct) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import config_name, model_file, read_json
 from moeserve.loader.safetensors_file import TensorInfo, read_header
-from moeserve.loader.stored import Stored, find_stored
+from moeserve.loader.stored import StoredWeight, find_stored
 from moeserve.loader.stored_format import StoredFormat
 
 SINGLE = "model.safetensors"
@@ -35,7 +35,7 @@ class Checkpoint:
 
     model_dir: Path
     tensors: dict[str, TensorInfo]
-    stored: dict[str, Stored] = field(default_factory=dict)
+    stored: dict[str, StoredWeight] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:

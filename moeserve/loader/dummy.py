@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.load_plan import LoadPlan, Piece
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored import Stored
+from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Reader
 from moeserve.ops.quantised import E2M1, Quantised
@@ -30,7 +30,7 @@ def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) 
         if form and piece.param in linear:
             values, scales, zeros = form.values_shape(*shape), form.scales_shape(*shape), form.zeros_shape(*shape)
             tensors[name] = TensorInfo(name, model_dir, form.values_dtype, values, 0, 0)
-            stored[name] = Stored(
+            stored[name] = StoredWeight(
                 form,
                 tensors[name],
                 TensorInfo(f"{name}_scale", model_dir, "F32", scales, 0, 0),

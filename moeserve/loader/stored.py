@@ -44,7 +44,7 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # for a cache 
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredWeight:
     """One quantised weight in the files. outer: a scale of all scales. order: of the inputs, by groups. bias: of its
     module; writers of GPTQ add zeros where a model has none. others: tensors that belong to it and are not needed."""
 
@@ -97,12 +97,12 @@ class Stored:
         return ""
 
 
-def find_stored(tensors: Mapping[str, TensorInfo], formats: Sequence[StoredFormat]) -> dict[str, Stored]:
+def find_stored(tensors: Mapping[str, TensorInfo], formats: Sequence[StoredFormat]) -> dict[str, StoredWeight]:
     """Returns the quantised weights among `tensors`, by the names that they would have unquantised.
 
     Raises CheckpointError where one has no scales, or is present unquantised as well.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredWeight] = {}
     for name, tensor in tensors.items():
         ending = next((ending for ending in _VALUES if name.endswith(ending)), "")
         base = name.removesuffix(ending) + _VALUES.get(ending, "")
@@ -117,7 +117,7 @@ def find_stored(tensors: Mapping[str, TensorInfo], formats: Sequence[StoredForma
 
 def _candidates(
     tensors: Mapping[str, TensorInfo], values: TensorInfo, ending: str, base: str, formats: Sequence[StoredFormat]
-) -> Iterator[Stored]:
+) -> Iterator[StoredWeight]:
     """Yields a weight as each format has it whose values these may be."""
     if len(values.shape) < 2 or values.name.endswith((*_SCALES, *_OUTER, "_scales", "_zero_point", "_shape")):
         return
@@ -137,7 +137,7 @@ def _candidates(
         order = tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None
         others = tuple(tensors[at + end] for end in _UNUSED for at in {base, module} if at + end in tensors)
         bias = tensors.get(module + "bias") if gptq_like else None
-        yield Stored(form, values, scales, zeros if form.zeros or gptq_like else None, outer, order, bias, others)
+        yield StoredWeight(form, values, scales, zeros if form.zeros or gptq_like else None, outer, order, bias, others)
 
 
 _ENDINGS = {
@@ -146,7 +146,7 @@ _ENDINGS = {
 }  # fmt: skip
 
 
-def _choose(base: str, candidates: list[Stored]) -> Stored:
+def _choose(base: str, candidates: list[StoredWeight]) -> StoredWeight:
     """Returns the weight in the format that its shapes agree with; of several the one whose targets name its module."""
     if len(candidates) == 1:
         return candidates[0]
@@ -155,7 +155,7 @@ def _choose(base: str, candidates: list[Stored]) -> Stored:
     return next((s for s in fitting if any(_names(target, module) for target in s.form.targets)), fitting[0])
 
 
-def _shape_of(stored: Stored) -> tuple[int, ...]:
+def _shape_of(stored: StoredWeight) -> tuple[int, ...]:
     """The shape that a weight has in the format, if its own is in none of the rounded sizes."""
     shape, each = stored.values.shape, stored.form.per_element
     *lead, rows, depth = shape if stored.form.layout != "blocks" else (*shape[:-2], math.prod(shape[-2:]))

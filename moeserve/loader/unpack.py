@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader.load_plan import Index, Piece
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored import Stored, logical
+from moeserve.loader.stored import StoredWeight, logical
 from moeserve.ops.quantised import Quantised
 
 Read = Callable[[TensorInfo, Index], Tensor]
@@ -22,7 +22,7 @@ _ALL = slice(None)
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight outputs lies in a word
 
 
-def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:
+def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> None:
     """Fills `into`, the part of a parameter that a piece is for.
 
     Raises CheckpointError when a value or a scale is NaN or infinite, or where inputs or zero points are not those that
@@ -49,7 +49,7 @@ def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:
         )
 
 
-def _values(stored: Stored, take: Index, depth: int, turned: bool, read: Read) -> Tensor:
+def _values(stored: StoredWeight, take: Index, depth: int, turned: bool, read: Read) -> Tensor:
     """The values [..., n, K] of some rows; take: the last index is that of rows."""
     form, tensor, (*lead, rows) = stored.form, stored.values, take
     if form.layout == "plain":
@@ -69,7 +69,7 @@ def _values(stored: Stored, take: Index, depth: int, turned: bool, read: Read) -
     return _numbers(words, 8)[..., :depth]
 
 
-def _scales(stored: Stored, take: Index, shape: tuple[int, ...], transposed: bool, read: Read) -> Tensor:
+def _scales(stored: StoredWeight, take: Index, shape: tuple[int, ...], transposed: bool, read: Read) -> Tensor:
     """The scales [..., n, C] of some rows of a weight [..., N, K]."""
     form, (*lead, rows), (*sizes, num_rows, _) = stored.form, take, shape
     turned = form.inputs_first or form.turned(transposed)
@@ -101,7 +101,7 @@ def _decoded(tensor: TensorInfo, raw: Tensor) -> Tensor:
     return raw.float()
 
 
-def _zeros(stored: Stored, take: Index, shape: tuple[int, ...], read: Read) -> Tensor:
+def _zeros(stored: StoredWeight, take: Index, shape: tuple[int, ...], read: Read) -> Tensor:
     """The zero points [..., n, C] of some rows of a weight [..., N, K]."""
     assert stored.zeros is not None
     form, (*lead, rows), num_rows = stored.form, take, shape[-2]

@@ -26,7 +26,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.load_plan import Block, Index, LoadPlan, Param, Piece, blocks_of, check_plan, part_shape
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored import Stored
+from moeserve.loader.stored import StoredWeight
 from moeserve.loader.unpack import unpack
 from moeserve.ops.quantised import Asked, Quantised, Weight, dequantised, quantisation_of
 
@@ -47,7 +47,7 @@ def empty_weight(
     return _empty_stored(stored, param.shape, dtype, device)
 
 
-def _empty_stored(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
+def _empty_stored(stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
     form = stored.form
     group = form.group or (-(-shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # 4 bits always have groups
     return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)

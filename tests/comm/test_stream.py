@@ -15,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.comm import stream
-from moeserve.comm.stream import HEADER, MAX_FRAME_BYTES, BlockingStream, Frames, Peer, StreamListener, connect, frame
+from moeserve.comm.stream import (
+    HEADER,
+    MAX_FRAME_BYTES,
+    BlockingStream,
+    FrameSplitter,
+    Peer,
+    StreamListener,
+    connect,
+    frame,
+)
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
@@ -27,7 +36,7 @@ def test_messages_come_back_in_any_pieces(data: st.DataObject) -> None:
     sent = data.draw(st.lists(st.builds(Text, st.text(max_size=40)), max_size=5))
     wire = b"".join(map(frame, sent))
     splits = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=5)))
-    frames: Frames[Text] = Frames(Text)
+    frames: FrameSplitter[Text] = FrameSplitter(Text)
     got: list[Text] = []
     for start, end in zip([0, *splits], [*splits, len(wire)], strict=True):
         frames.feed(wire[start:end])
@@ -46,7 +55,7 @@ def test_messages_come_back_in_any_pieces(data: st.DataObject) -> None:
     ],
 )
 def test_nonsense_is_refused(wire: bytes) -> None:
-    frames: Frames[Text] = Frames(Text)
+    frames: FrameSplitter[Text] = FrameSplitter(Text)
     frames.feed(wire)
     with pytest.raises(ValueError, match=r"no message|longest"):
         frames.take()

@@ -16,7 +16,7 @@ from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.load_plan import Param, Piece
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored import Stored
+from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.unpack import unpack
 from moeserve.loader.weights import empty_weight
@@ -327,7 +327,7 @@ def test_zero_points_of_few_outputs(rows: int) -> None:
         name: TensorInfo(name, Path("f"), "F32" if tensor.is_floating_point() else "I32", tuple(tensor.shape), 0, 0)
         for name, tensor in tensors.items()
     }
-    stored = Stored(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"])
+    stored = StoredWeight(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"])
     assert stored.mismatch(shape) == ""
     piece, checkpoint = Piece("w", shape, "w"), Checkpoint(Path(), {}, {"w": stored})
     into = empty_weight(checkpoint, Param("w", shape), [piece], torch.float32, torch.device("cpu"))

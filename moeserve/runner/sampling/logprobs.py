@@ -86,7 +86,7 @@ def to_messages(
     ]
 
 
-class Span(NamedTuple):
+class PromptSpan(NamedTuple):
     """`num_tokens` prompt tokens of one request from position `start` on, with `alternatives` each."""
 
     slot: int
@@ -99,7 +99,7 @@ class PromptRows(NamedTuple):
     """The logprobs of the prompt tokens of several requests, span after span."""
 
     rows: LogprobRows
-    spans: list[Span]
+    spans: list[PromptSpan]
 
 
 def prompt_logprobs(
@@ -117,7 +117,7 @@ def prompt_logprobs(
 
     The next token comes from the token table, so a chunk's last position needs nothing of the next chunk.
     """
-    spans: list[Span] = []
+    spans: list[PromptSpan] = []
     tokens_P: list[I64] = []
     targets_P: list[I64] = []
     for row in asking.tolist():
@@ -125,7 +125,7 @@ def prompt_logprobs(
         end = min(start + int(plan.counts_R[row]), int(rows.num_prompt[slot]) - 1)
         if end <= start:
             continue
-        spans.append(Span(slot, start + 1, end - start, int(rows.prompt_logprobs[slot])))
+        spans.append(PromptSpan(slot, start + 1, end - start, int(rows.prompt_logprobs[slot])))
         tokens_P.append(np.arange(end - start, dtype=np.int64) + int(host.offsets_R1[row]))
         targets_P.append(tables.token_offsets(np.array([slot]), np.arange(start + 1, end + 1)))
     if not spans:
@@ -142,7 +142,7 @@ def prompt_logprobs(
 
 
 def prompt_messages(
-    spans: Sequence[Span], ids_PN: NDArray[np.int64], values_PN: NDArray[np.float32], rank_P: NDArray[np.int64]
+    spans: Sequence[PromptSpan], ids_PN: NDArray[np.int64], values_PN: NDArray[np.float32], rank_P: NDArray[np.int64]
 ) -> tuple[dict[int, PromptLogprobs], list[int]]:
     """Returns a message for each slot, and the slots whose logprobs are not finite."""
     counts = [span.alternatives for span in spans for _ in range(span.num_tokens)]
