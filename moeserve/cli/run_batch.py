@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_flag(parser, default=None)
     parser.add_argument("--base-url-key", metavar="KEY", help="key for --base-url (or --api-key)")
     parser.add_argument("--model", metavar="MODEL", help="start a server of our own for this model (default: demo)")
-    parser.add_argument("--max-concurrency", type=int, default=64, metavar="N", help="lines in flight at once [64]")
+    parser.add_argument("--max-concurrency", type=int, default=64, metavar="N", help="lines sent at once [64]")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     add_flags(parser, shown=False, model=False)
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument("--request-rate", type=float, default=math.inf, metavar="R", help="requests per second [inf]")
     group.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; lower: burstier [1]")
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight at once")
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="requests sent at once")
     group.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests that do not count [0]")
     add_dataset_flags(parser)
     group = parser.add_argument_group("sampling (default: the server's)")
