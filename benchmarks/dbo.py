@@ -4,8 +4,8 @@
 
 Prefill steps of a model with random weights, a narrow Mixtral whose experts are as wide as the model, so that attention
 has a third of the work; one thread and one core per rank, rows by the `torch` backend (Gloo). The link's rate is chosen
-so that communication takes `--ratio` of the time that computing takes. DBO off, on and auto run in turns. Then decode
-steps on the unlimited link, where overlap does not pay.
+so that communication takes `--ratio` of the time that computing takes. DBO off, on, auto, and on with rows encrypted
+run in turns. Then decode steps on the unlimited link, where overlap does not pay.
 
 Computing is what the slower rank's step took in one micro-batch without standing still for rows; communication is the
 rest.
@@ -16,9 +16,8 @@ experts, one
 by its attention. The last transfer of a step hides behind nothing. Whatever moves the rows takes time of the same core,
 more of it the faster the link is beside the core.
 
-Targets: on >= 1.3 x off and >= 0.85 x ideal; auto loses <= 2 % where two micro-batches do not pay. Needs root and two
-cores;
-says so and ends otherwise.
+Targets: on >= 1.3 x off and >= 0.85 x ideal; auto loses <= 2 % where two micro-batches do not pay; encryption costs
+<= 10 % of what overlap gains. Needs root and two cores; says so and ends otherwise.
 """
 
 from __future__ import annotations
@@ -111,9 +110,11 @@ class _Pair:
     def __init__(self, ranks: Iterator[subprocess.Popen[str]]) -> None:
         self._ranks = tuple(ranks)
 
-    def run(self, phase: Phase, mode: Mode, steps: int = 1, trace: bool = False) -> list[tuple[Step, Step]]:
+    def run(
+        self, phase: Phase, mode: Mode, steps: int = 1, *, trace: bool = False, encrypted: bool = False
+    ) -> list[tuple[Step, Step]]:
         """Each step on rank 0 and on rank 1."""
-        line = msgspec.json.encode(Order(phase, mode, steps, trace)).decode()
+        line = msgspec.json.encode(Order(phase, mode, steps, trace, encrypted)).decode()
         answers = []
         for rank in self._ranks:
             print(line, file=rank.stdin, flush=True)
@@ -150,9 +151,11 @@ def _prefill(pair: _Pair, link: Link, ratio: float, rounds: int) -> dict[str, An
     link.limit(rate)
     pair.run("prefill", "auto", LEARNING)
     found: dict[Mode, list[tuple[Step, Step]]] = {mode: [] for mode in MODES}
+    encrypted: list[tuple[Step, Step]] = []
     for _ in range(rounds):
         for mode in MODES:
             found[mode] += pair.run("prefill", mode)
+        encrypted += pair.run("prefill", "on", encrypted=True)
     traced = pair.run("prefill", "on", trace=True)[0]
     hidden = [overlapped_us(rank.events) for rank in traced]
     if not all(work["experts"] and work["attention"] for work in hidden):
@@ -160,6 +163,7 @@ def _prefill(pair: _Pair, link: Link, ratio: float, rounds: int) -> dict[str, An
     off_s, compute_s = median(map(_took_s, found["off"])), median(map(_compute_s, found["off"]))
     ideal = off_s / max(compute_s, off_s - compute_s)
     summaries = {mode: _summary(found[mode], found["off"]) for mode in MODES}
+    sealed = _summary(encrypted, found["off"])
     return {
         "rate_mbit_s": rate / 1e6,
         "bytes_per_step": sent,
@@ -173,6 +177,8 @@ def _prefill(pair: _Pair, link: Link, ratio: float, rounds: int) -> dict[str, An
         "on": summaries["on"],
         "auto": summaries["auto"],
         "on_share_of_ideal": summaries["on"]["speedup"] / ideal,
+        "on_encrypted": sealed,
+        "gain_lost_by_encryption": 1 - (sealed["speedup"] - 1) / (summaries["on"]["speedup"] - 1),
         "overlapped_us": hidden,
         "trace": [[e.name, e.track, e.start_ns, e.end_ns, e.layer] for e in traced[0].events],
     }

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.dbo_link import ADDRESSES
 from benchmarks.specs import Sizes
+from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
 from moeserve.comm.world import World
 from moeserve.engine.plan import I32, Agreed, StepPlan, StepResult, best_split
@@ -65,6 +66,7 @@ class Order(msgspec.Struct, frozen=True):
     mode: Mode
     steps: int = 1
     trace: bool = False
+    encrypted: bool = False
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -84,7 +86,8 @@ class Rank:
         self.setup = setup
         self.peer = _connect(setup.rank).makefile("rwb")
         self.ubatches = UBatchRunner(2)
-        self.model = _build(setup)
+        self.model, self.mesh = _build(setup)
+        self.seal = self.mesh.seal
         spec = setup.sizes.spec()
         counts = np.full(setup.tokens // setup.prompt, setup.prompt, np.int32)
         self.inputs = {
@@ -101,6 +104,7 @@ class Rank:
 
     def run(self, order: Order) -> list[Step]:
         inputs, counts = self.inputs[order.phase]
+        self.mesh.seal = self.seal if order.encrypted else None
         with torch.inference_mode():
             return [self._step(inputs, counts, self.policies[order.mode], order.trace) for _ in range(order.steps)]
 
@@ -171,8 +175,8 @@ def _patiently(address: tuple[str, int]) -> socket.socket:
     raise SystemExit("rank 0 did not come up")
 
 
-def _build(setup: Setup) -> Decoder:
-    """The rank's part of a model with random weights, its experts joined with the other rank's."""
+def _build(setup: Setup) -> tuple[Decoder, Mesh]:
+    """The rank's part of a model with random weights, its experts joined with the other rank's, and what joins them."""
     spec, world = setup.sizes.spec(), World(setup.rank, 2)
     placement = Placement.initial(spec.num_layers, spec.num_experts, 2)
     plan = load_plan(spec, (), world, placement)
@@ -184,7 +188,7 @@ def _build(setup: Setup) -> Decoder:
             params[param.name] = torch.ones(param.shape)
     facts = BackendFacts(
         hidden_size=spec.hidden_size, dtype=DTYPE, top_k=spec.experts_per_token, max_tokens=setup.tokens, num_ranks=2,
-        experts_per_rank=placement.experts_per_rank, wire=wire_of("auto", DTYPE),
+        experts_per_rank=placement.experts_per_rank, wire=wire_of("auto", DTYPE), encrypt_rows=True,
     )  # fmt: skip
     backend = TorchAll2All(facts)
     model = build_decoder(
@@ -200,7 +204,7 @@ def _build(setup: Setup) -> Decoder:
     store = f"{ADDRESSES[0]}:7001"
     members = Members(epoch=1, rank=setup.rank, tp_size=1, host_of=("x", "y"), directory="", store=store, token="bench")
     backend.join(members, placement.experts_per_rank, 2)
-    return model
+    return model, backend.mesh
 
 
 def step_inputs(counts: I32, start: int) -> StepInputs:

@@ -32,6 +32,10 @@ def check_machines(parallel: ParallelConfig) -> None:
             raise ConfigError(f"--nnodes {nnodes} needs {flag}, the same on all machines; see docs/multi-node.md")
         if nnodes == 1 and value:
             raise ConfigError(f"{flag} {value}: there is one machine; give --nnodes, or leave it out")
+    if parallel.encrypt_rows and (nnodes == 1 or parallel.ep == "off"):
+        raise ConfigError(
+            "--encrypt-rows: no rows of tokens leave this machine; it needs --nnodes 2 or more and --ep on"
+        )
     if parallel.dp % nnodes:
         raise ConfigError(
             f"--dp {parallel.dp} engines cannot be sharded evenly to --nnodes {nnodes} machines; "

@@ -63,11 +63,11 @@ async def _until_signal(config: Config, join_s: float) -> int:
 
 
 async def _live(config: Config, join_s: float) -> None:
-    deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, join_s - _age_s())
     secret = read_secret(str(config.parallel.cluster_key_file))
     run_dir = RunDir()
     try:
         facts = await in_thread("model", lambda: attendance(config, run_dir.path))
+        deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, join_s - _age_s())
         admitted = await join(config, secret, facts, deadline_s)
         await NodeAgent(config, LocalHost(run_dir.path), admitted, keys_of(secret)).run()
     finally:

@@ -25,6 +25,7 @@ import torch.distributed
 from torch import Tensor
 
 from moeserve.comm.members import Members
+from moeserve.comm.seal import PLAIN, Plain, Seal, SealedExchange
 from moeserve.errors import ConfigError, PeerLost
 
 dist: Any = torch.distributed  # its type hints lack most of what is used here
@@ -41,14 +42,18 @@ class Mesh:
     """The connections between all ranks of an epoch. `close` may be called at any time, from any thread.
 
     name: keeps the messages of one user apart from another's. terms: what all ranks must agree on, such as sizes.
+    sealed: messages between machines are encrypted.
     """
 
-    def __init__(self, members: Members, num_channels: int, name: str, terms: str = "") -> None:
+    def __init__(
+        self, members: Members, num_channels: int, name: str, terms: str = "", *, sealed: bool = False
+    ) -> None:
         self.members = members
         self.missing: tuple[int, ...] = ()  # known once a wait failed
-        self._prefix = f"{members.token}/{members.epoch}/{name}"
+        self._prefix = f"{members.public_name}/{name}"
         self.num_channels = num_channels
-        self._terms = terms
+        self._terms = f"{terms}, encrypted" if sealed else terms
+        self.seal = Seal(members, self._prefix) if sealed else None
         self._store: Any | None = None
         self._server: Any | None = None  # of the store; a receive that hangs keeps what it used, so it is kept apart
         self._closed = threading.Event()
@@ -108,6 +113,10 @@ class Mesh:
         if self.closed:
             raise self.lost()
         return self._channels[ubatch]
+
+    def envelope(self, channel: int, exchange: int) -> Plain:
+        """Returns how the messages of an exchange travel."""
+        return PLAIN if self.seal is None else SealedExchange(self.seal, channel, exchange)
 
     def close(self) -> None:
         """Closes every connection: waits here and at the peers fail."""
@@ -188,7 +197,7 @@ class Channel:
     def __init__(self, mesh: Mesh, index: int) -> None:
         self.mesh = mesh
         self._index = index
-        self._tag = 0
+        self._num_exchanges = 0
         self.sends: list[_Sent] = []  # until they are known to have arrived
         self._watch: SimpleQueue[Exchange | None] | None = None
 
@@ -212,16 +221,18 @@ class Channel:
     def expect(self, receive: Iterable[tuple[int, Tensor]]) -> Exchange:
         """Starts an exchange by its receives: nothing travels before the receiver has provided the memory. A peer may
         send several messages, which fill the tensors in the order given here. Raises PeerLost."""
-        mesh, self._tag = self.mesh, (self._tag + 1) % NUM_TAGS
+        mesh, self._num_exchanges = self.mesh, self._num_exchanges + 1
+        tag, envelope = self._num_exchanges % NUM_TAGS, mesh.envelope(self._index, self._num_exchanges)
         peer, receives = -1, []
         if mesh.closed:
             raise mesh.lost()
         try:
             for peer, tensor in receive:
-                receives.append((peer, mesh.group.recv([tensor], peer, self.number(self._tag))))
+                inbox, deliver = envelope.inbox(peer, tensor)
+                receives.append((peer, mesh.group.recv([inbox], peer, self.number(tag)), deliver))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
-        return Exchange(self, self._tag, receives)
+        return Exchange(self, tag, envelope, receives)
 
     def number(self, tag: int) -> int:
         """Returns an exchange's tag among those of all channels."""
@@ -256,6 +267,9 @@ class Channel:
                 self._watch.put(exchange)
 
 
+_Receive = tuple[int, dist.Work, Callable[[], None]]  # peer, what receives, what then delivers
+
+
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """The messages that an exchange sent. The tensors are only kept alive."""
@@ -269,28 +283,30 @@ class _Sent:
 class Exchange:
     """One exchange under way. arrived_ns: when its last message was here, by the monotonic clock; 0 before."""
 
-    def __init__(self, channel: Channel, tag: int, receives: list[tuple[int, dist.Work]]) -> None:
+    def __init__(self, channel: Channel, tag: int, envelope: Plain, receives: list[_Receive]) -> None:
         self.arrived_ns = 0
         self._watched = False
         self._underway = threading.Lock()  # held until all is here; an Event takes 15 us more
         self._underway.acquire()
         self._channel = channel
         self._tag = tag
+        self._envelope = envelope
         self._receives = receives
         self._awaited = -1  # the peer whose message is next
         self._error: PeerLost | None = None
 
     def send(self, tensors: Mapping[int, Tensor], release: Callable[[], None]) -> None:
         """Sends this rank's messages of the exchange, or some of them, as in `Channel.post`. Raises PeerLost."""
-        channel, mesh, peer, works = self._channel, self._channel.mesh, -1, []
+        channel, mesh, peer, works, sent = self._channel, self._channel.mesh, -1, [], []
         if mesh.closed:
             raise mesh.lost()
         try:
             for peer, tensor in tensors.items():
-                works.append(mesh.group.send([tensor], peer, channel.number(self._tag)))
+                sent.append(self._envelope.outbox(peer, tensor))
+                works.append(mesh.group.send(sent[-1:], peer, channel.number(self._tag)))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
-        channel.sends.append(_Sent(self._tag, works, list(tensors.values()), release))
+        channel.sends.append(_Sent(self._tag, works, sent, release))
 
     def watch(self) -> None:
         """To be called once everything is sent: begins to receive in the background."""
@@ -326,12 +342,15 @@ class Exchange:
         limit_s = mesh.members.deadline_s
         until = time.monotonic() + limit_s
         try:
-            for peer, work in self._receives:
+            for peer, work, deliver in self._receives:
                 self._awaited = peer
                 work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
-        except RuntimeError as error:
+                deliver()
+        except (RuntimeError, PermissionError) as error:
             silent = "Timed out" in str(error)
             reason = f"was silent for {limit_s:g} s" if silent else f"is gone: {_brief(error)}"
+            if isinstance(error, PermissionError):
+                reason = str(error)
             self._error = mesh.lost() if mesh.closed else mesh.lost(f"rank {self._awaited} {reason}", (self._awaited,))
             mesh.close()
         if self._receives:

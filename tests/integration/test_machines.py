@@ -83,7 +83,7 @@ class Machines:
         path.chmod(0o600)
 
     def _start(self, log: Path, prefix: tuple[str, ...], flags: list[str]) -> subprocess.Popen[bytes]:
-        flags = ["--dp", "2", "--nnodes", "2", "--threads", "1", "--max-model-len", "512", *flags]
+        flags = ["--dp", "2", "--nnodes", "2", "--threads", "1", "--max-model-len", "512", "--encrypt-rows", *flags]
         flags += ["--kv-cache-bytes", "64MiB", "--rebalance", "off", "--log-level", "debug"]
         command = [*prefix, sys.executable, "-m", "moeserve.cli.main", "serve", *flags]
         with log.open("wb") as out:
@@ -174,7 +174,8 @@ def test_who_cannot_join_says_why(machines: Machines) -> None:
         asked |= {"unreachable": {"rendezvous": "192.0.2.1:29500"}, "silent": {"rendezvous": silent}}
     nobody, nowhere, *others = machines.whys(**asked)
     assert f"nobody listens at tcp://{unused}: start machine 0 first, or check --rendezvous" in nobody
-    assert "there is no address for 'nowhere.invalid'" in nowhere
+    # By the resolver's answer, or by none: some networks drop what asks for such a name.
+    assert "there is no address for 'nowhere.invalid'" in nowhere or "'nowhere.invalid' was not resolved" in nowhere
     for said, address in zip(others, ("192.0.2.1:29500", f"tcp://{OURS[:-1]}3:29500"), strict=False):
         assert address in said
 

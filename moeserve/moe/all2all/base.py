@@ -43,7 +43,7 @@ class All2AllCaps:
     the width that rows are filled up to, None where they are too wide. exact: rows and sums have the order that
     `Inbound` and `combine` promise, so bits do not depend on where experts are. device_counts: counts of rows stay on
     the device, see `Inbound`. in_place: rows stay on this rank as they are, so an expert kernel may sort and sum them
-    itself (`Fusible`). obstacle: why it cannot serve here.
+    itself (`Fusible`). encrypts: rows between machines can be encrypted. obstacle: why it cannot serve here.
     """
 
     name: str
@@ -59,6 +59,7 @@ class All2AllCaps:
     in_place: bool = False
     exact: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    encrypts: bool = False
     obstacle: str | None = None
 
 

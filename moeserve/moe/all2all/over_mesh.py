@@ -34,6 +34,7 @@ class MeshAll2All(All2All, Generic[M]):
             max_tokens=facts.max_tokens,
             copies=5,
             devices=frozenset({device}),
+            encrypts=device == "cpu",
         )
         self._wire, self._width, self._dtype = wire, width, dtype
         self._top_k = facts.top_k

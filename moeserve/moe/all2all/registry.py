@@ -68,6 +68,7 @@ class BackendFacts:
     device: str = "cpu"
     comm_sms: int = COMM_SMS
     sms_asked: bool = False
+    encrypt_rows: bool = False
     wire: WireFormat
 
     @property
@@ -136,6 +137,7 @@ def make_backends(
         device=device,
         comm_sms=config.comm_sms or COMM_SMS,
         sms_asked=config.comm_sms is not None,
+        encrypt_rows=config.encrypt_rows,
         wire=wire_of(config.wire, dtype),
     )
     asked = config.all2all
@@ -165,4 +167,8 @@ def _make(name: str, facts: BackendFacts) -> All2All:
         backend: All2All = maker(facts)
     except Unavailable as why:
         return Absent(name, str(why))
+    if facts.encrypt_rows and not backend.caps.encrypts:
+        return Absent(
+            name, "it does not encrypt rows; without --encrypt-rows it needs a private network of the machines"
+        )
     return backend

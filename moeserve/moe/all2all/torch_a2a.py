@@ -52,7 +52,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> Mesh:
         """Returns connections over Gloo."""
         self._pools = [Pool() for _ in range(ubatches)]
-        return Mesh(members, ubatches, "torch", terms)
+        return Mesh(members, ubatches, "torch", terms, sealed=self._facts.encrypt_rows)
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         """See `All2All`."""
