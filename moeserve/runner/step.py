@@ -207,6 +207,8 @@ class StepExecutor:
         to tables have the same outcome once more, and its moves of blocks are not repeated.
         """
         self._verified = None
+        if self.proposer is not None:
+            self.proposer.finish()
         for request in plan.new_requests:
             self._add(request)
         for group, diff in enumerate(plan.diffs):
@@ -229,6 +231,8 @@ class StepExecutor:
         else:
             return lambda: StepResult(plan.step, np.zeros(0, np.int32))
         end = self._last_end = self._mark()
+        if self._verified is not None and self.proposer is not None and self.proposer.start(self._verified):
+            self._verified = None
         wait = self._fetch(outputs.tensors())
 
         def collect() -> StepResult:
