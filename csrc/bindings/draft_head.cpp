@@ -1,12 +1,10 @@
-// A head for multi-token prediction: all guesses behind a step in one call on a thread of its own, with the bits of
-// separate calls. The engine's loop needs the interpreter's lock meanwhile. moeserve/runner/speculation/native_head.py is
-// the only caller.
+// A head for multi-token prediction: all guesses behind a step in one call, with the bits of separate ones, on a thread of
+// its own beside the interpreter. moeserve/runner/speculation/native_head.py is the only caller.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <numeric>
 
 #include "bindings/attention_block.hpp"
@@ -29,7 +27,7 @@ struct HeadWeights {
     Activation activation;
     Matrix logits;
     Address cos, sin;  // fp32 [positions, dim / 2]
-    bool rotates;      // or the first angles are everyone's
+    bool rotates;      // or all tokens have the first angles
 };
 
 /// Where tokens, blocks and parameters of requests lie, by slot; where keys and values do.
@@ -45,10 +43,26 @@ struct HeadTables {
     uint16_t random;
 };
 
-/// A step whose tokens are sampled. Row r computed positions starts[r] + 0 .. of the request in slots[r] as the step's
-/// tokens offsets[r] .. offsets[r + 1] - 1. last: the tokens of rows that sample whose next ones are the last known ones.
-struct HeadStep {
+/// Row r is tokens offsets[r] .. offsets[r + 1] - 1 of the request in slots[r], at positions starts[r], starts[r] + 1, ...
+struct Rows {
     std::vector<int32_t> slots, starts, offsets;
+
+    size_t tokens() const { return static_cast<size_t>(offsets.back()); }
+
+    /// each(token, its slot, its position)
+    template <class Each>
+    void for_tokens(const Each& each) const {
+        for (size_t r = 0; r < slots.size(); ++r) {
+            for (int32_t t = offsets[r]; t < offsets[r + 1]; ++t) {
+                each(static_cast<size_t>(t), int64_t{slots[r]}, int64_t{starts[r]} + t - offsets[r]);
+            }
+        }
+    }
+};
+
+/// A step whose tokens are sampled. last: of each row that samples, the token before its last known one.
+struct HeadStep {
+    Rows rows;
     std::vector<int64_t> last;
     Address hidden;
     size_t stride, num_drafts;
@@ -56,143 +70,134 @@ struct HeadStep {
 
 class DraftHead {
   public:
-    DraftHead(const HeadWeights& weights, const HeadTables& tables) : weights_(weights), tables_(tables) {}
+    DraftHead(const HeadWeights& weights, const HeadTables& tables)
+        : weights_(weights), tables_(tables), width_(weights.merge.packing.columns), row_(width_ * bytes_of(weights.type)) {}
 
-    /// Reads a step's tokens and, if there are drafts to make, returns them, [sampling rows, num_drafts].
+    /// Reads a step's tokens and returns its drafts, num_drafts for each row that samples.
     std::vector<int32_t> guess(const HeadStep& step) const {
-        const size_t tokens = static_cast<size_t>(step.offsets.back()), count = step.last.size();
-        const size_t k = step.num_drafts, row = width() * bytes_of(weights_.type), vocabulary = weights_.logits.packing.columns;
-        const size_t draws = count * (vocabulary * (sizeof(float) + bytes_of(weights_.type)) + 64);
-        const Arrays arrays({tokens * row, count * row, k ? draws : 0}, Scratch::guesses);
-        std::vector<int64_t> slots_T, positions_T;
-        std::vector<int32_t> ids_T;
-        for (size_t r = 0; r < step.slots.size(); ++r) {
-            for (int32_t t = 0; t < step.offsets[r + 1] - step.offsets[r]; ++t) {
-                slots_T.push_back(step.slots[r]), positions_T.push_back(step.starts[r] + t);
-                ids_T.push_back(token(slots_T.back(), positions_T.back() + 1));
-            }
+        const size_t count = step.last.size(), drafting = step.num_drafts ? count : 0;
+        const size_t scores = weights_.logits.packing.columns * (sizeof(float) + bytes_of(weights_.type));
+        const Arrays arrays({step.rows.tokens() * row_, count * row_, drafting * scores}, Scratch::guesses);
+        std::vector<int32_t> ids(step.rows.tokens());
+        std::vector<int64_t> slots(step.rows.tokens()), positions(step.rows.tokens());
+        step.rows.for_tokens([&](size_t t, int64_t slot, int64_t position) {
+            slots[t] = slot, positions[t] = position;
+            ids[t] = at<int32_t>(tables_.tokens)[slot * tables_.width + position + 1];
+        });
+        pass(step.rows, ids, step.hidden, step.stride, arrays[0]);
+        if (!drafting) return {};
+        Rows rows{std::vector<int32_t>(count), std::vector<int32_t>(count), std::vector<int32_t>(count + 1)};
+        std::iota(rows.offsets.begin(), rows.offsets.end(), 0);
+        std::vector<int64_t> known;
+        for (size_t s = 0; s < count; ++s) {
+            const auto last = static_cast<size_t>(step.last[s]);
+            rows.slots[s] = static_cast<int32_t>(slots[last]);
+            known.push_back(positions[last] + 2);
+            std::memcpy(at<char>(arrays[1]) + s * row_, at<char>(arrays[0]) + last * row_, row_);
         }
-        const std::vector<int64_t> slots_R(step.slots.begin(), step.slots.end());
-        pass(slots_R, step.starts, step.offsets, slots_T, positions_T, ids_T, step.hidden, step.stride, arrays[0]);
-        return k && count ? draft(step, slots_T, positions_T, arrays[0], arrays[1], arrays[2]) : std::vector<int32_t>{};
+        return drafts(rows, known, step.num_drafts, arrays[1], arrays[2]);
     }
 
   private:
-    std::vector<int32_t> draft(const HeadStep& step, const std::vector<int64_t>& slots_T, const std::vector<int64_t>& positions_T,
-                               Address hidden_T, Address hidden, Address scores) const {
-        const size_t count = step.last.size(), k = step.num_drafts, row = width() * bytes_of(weights_.type);
-        std::vector<int32_t> drafts(count * k), starts(count), offsets(count + 1), ids(count);
-        std::vector<int64_t> slots(count), known(count), positions(count);
-        for (size_t s = 0; s < count; ++s) {
-            const auto last = static_cast<size_t>(step.last[s]);
-            slots[s] = slots_T[last], known[s] = positions_T[last] + 2;
-            std::memcpy(at<char>(hidden) + s * row, at<char>(hidden_T) + last * row, row);
-        }
-        std::iota(offsets.begin(), offsets.end(), 0);
-        for (size_t i = 0; i < k; ++i) {
-            if (i) {
-                for (size_t s = 0; s < count; ++s) {
-                    positions[s] = std::min(known[s] - 2 + static_cast<int64_t>(i), tables_.width - 2);
-                    starts[s] = static_cast<int32_t>(positions[s]);
-                }
-                pass(slots, starts, offsets, slots, positions, ids, hidden, width(), hidden);
-            }
+    /// Drafts of rows of one token each, whose requests have `known` tokens. Positions end where a request's do.
+    std::vector<int32_t> drafts(Rows& rows, const std::vector<int64_t>& known, size_t num_drafts, Address hidden,
+                                Address scores) const {
+        const size_t count = known.size();
+        std::vector<int32_t> found(count * num_drafts), ids(count);
+        for (size_t i = 0; i < num_drafts; ++i) {
             for (size_t s = 0; s < count; ++s) {
-                positions[s] = std::min(known[s] + static_cast<int64_t>(i), tables_.width - 1);
+                rows.starts[s] = static_cast<int32_t>(std::min<int64_t>(known[s] - 2 + i, tables_.width - 2));
             }
+            if (i) pass(rows, ids, hidden, width_, hidden);
+            std::vector<int64_t> slots(rows.slots.begin(), rows.slots.end()), positions;
+            for (int64_t tokens : known) positions.push_back(std::min<int64_t>(tokens + i, tables_.width - 1));
             draw(slots, positions, hidden, scores, ids);
-            for (size_t s = 0; s < count; ++s) drafts[s * k + i] = ids[s];
+            for (size_t s = 0; s < count; ++s) found[s * num_drafts + i] = ids[s];
         }
-        return drafts;
+        return found;
     }
 
-    size_t width() const { return weights_.merge.packing.columns; }
-    int32_t token(int64_t slot, int64_t position) const { return at<int32_t>(tables_.tokens)[slot * tables_.width + position]; }
+    /// Hidden states of tokens behind the last norm, in `out`, which may be `hidden`: those of the tokens before.
+    void pass(const Rows& rows, const std::vector<int32_t>& ids, Address hidden, size_t stride, Address out) const {
+        const size_t count = ids.size(), angles = count * static_cast<size_t>(tables_.shape.dim) * sizeof(float);
+        const Arrays arrays({count * row_, count * row_, 2 * count * row_, count * row_, angles, angles,
+                             count * sizeof(int64_t)}, Scratch::drafts);
+        const Address x = arrays[0], y = arrays[1], residual = arrays[3];
+        for (size_t t = 0; t < count; ++t) {
+            std::memcpy(at<char>(x) + t * row_, at<char>(weights_.embedding) + static_cast<size_t>(ids[t]) * row_, row_);
+        }
+        norm(x, width_, weights_.embed_norm, count, y);
+        norm(hidden, stride, weights_.hidden_norm, count, x);
+        for (size_t t = 0; t < count; ++t) {
+            std::memcpy(at<char>(arrays[2]) + 2 * t * row_, at<char>(y) + t * row_, row_);
+            std::memcpy(at<char>(arrays[2]) + (2 * t + 1) * row_, at<char>(x) + t * row_, row_);
+        }
+        weights_.merge.times(weights_.type, arrays[2], 2 * width_, count, residual);
+        norm(residual, width_, weights_.attn_norm, count, x);
+        attend(rows, x, count, arrays[4], arrays[5], arrays[6], y);
+        add_norm(y, residual, weights_.mlp_norm, count, y);
+        gated_mlp(weights_.type, weights_.gate_up, weights_.down, weights_.activation, y, width_, count, x);
+        add_norm(x, residual, weights_.norm, count, out);
+    }
 
-    /// One token each: hidden states behind the last norm, rows of `out`, which may be those of `hidden`.
-    void pass(const std::vector<int64_t>& slots_R, const std::vector<int32_t>& starts_R, const std::vector<int32_t>& offsets_R1,
-              const std::vector<int64_t>& slots_T, const std::vector<int64_t>& positions_T, const std::vector<int32_t>& ids_T,
-              Address hidden, size_t stride, Address out) const {
-        const Type type = weights_.type;
-        const size_t rows = ids_T.size(), wide = width(), row = wide * bytes_of(type);
+    void attend(const Rows& rows, Address x, size_t count, Address cos, Address sin, Address places, Address y) const {
         const auto dim = static_cast<size_t>(tables_.shape.dim), half = dim / 2;
-        const Arrays arrays({rows * row, rows * row, 2 * rows * row, rows * row, rows * row, rows * dim * sizeof(float),
-                             rows * dim * sizeof(float)}, Scratch::drafts);
-        for (size_t t = 0; t < rows; ++t) {
-            std::memcpy(at<char>(arrays[0]) + t * row, at<char>(weights_.embedding) + ids_T[t] * row, row);
-        }
-        norm(arrays[0], wide, weights_.embed_norm, rows, arrays[1]);
-        norm(hidden, stride, weights_.hidden_norm, rows, arrays[0]);
-        for (size_t t = 0; t < rows; ++t) {
-            std::memcpy(at<char>(arrays[2]) + 2 * t * row, at<char>(arrays[1]) + t * row, row);
-            std::memcpy(at<char>(arrays[2]) + (2 * t + 1) * row, at<char>(arrays[0]) + t * row, row);
-        }
-        weights_.merge.times(type, arrays[2], 2 * wide, rows, arrays[3]);  // the residual stream
-        norm(arrays[3], wide, weights_.attn_norm, rows, arrays[0]);
-        for (size_t t = 0; t < rows; ++t) {
-            const size_t from = weights_.rotates ? static_cast<size_t>(positions_T[t]) * half : 0;
-            const float *cos = at<float>(weights_.cos) + from, *sin = at<float>(weights_.sin) + from;
-            float *to_cos = at<float>(arrays[5]) + t * dim, *to_sin = at<float>(arrays[6]) + t * dim;
-            for (size_t i = 0; i < half; ++i) {
-                to_cos[i] = to_cos[half + i] = cos[i];
-                to_sin[i] = -sin[i], to_sin[half + i] = sin[i];
+        const int64_t size = tables_.shape.block_size;
+        int64_t longest = 0;
+        rows.for_tokens([&](size_t t, int64_t slot, int64_t position) {
+            const size_t from = weights_.rotates ? static_cast<size_t>(position) * half : 0;
+            for (size_t i = 0; i < dim; ++i) {
+                at<float>(cos)[t * dim + i] = at<float>(weights_.cos)[from + i % half];
+                at<float>(sin)[t * dim + i] = at<float>(weights_.sin)[from + i % half] * (i < half ? -1.0f : 1.0f);
             }
-        }
-        std::vector<int64_t> places_T(rows);
-        for (size_t t = 0; t < rows; ++t) {
-            const int64_t block = at<int32_t>(tables_.blocks)[slots_T[t] * tables_.max_blocks + positions_T[t] / tables_.shape.block_size];
-            places_T[t] = block * tables_.shape.block_size + positions_T[t] % tables_.shape.block_size;
-        }
-        const int64_t longest = *std::max_element(positions_T.begin(), positions_T.end()) / tables_.shape.block_size + 1;
-        std::vector<int64_t> blocks_RN;
-        for (int64_t slot : slots_R) {
-            const int32_t* blocks = at<int32_t>(tables_.blocks) + slot * tables_.max_blocks;
-            blocks_RN.insert(blocks_RN.end(), blocks, blocks + longest);
-        }
-        const AttentionPlan plan(tables_.shape, blocks_RN.data(), longest, static_cast<int64_t>(slots_R.size()),
-                                 starts_R.data(), offsets_R1.data(), pool()->size());
-        weights_.attention->run(plan, arrays[0], wide, rows, arrays[5], arrays[6], reinterpret_cast<Address>(places_T.data()),
-                                tables_.k, tables_.v, tables_.kv_type, arrays[1]);
-        add_norm(arrays[1], arrays[3], weights_.mlp_norm, rows, arrays[1]);
-        gated_mlp(type, weights_.gate_up, weights_.down, weights_.activation, arrays[1], wide, rows, arrays[4]);
-        add_norm(arrays[4], arrays[3], weights_.norm, rows, out);
+            at<int64_t>(places)[t] = blocks_of(slot)[position / size] * size + position % size;
+            longest = std::max(longest, position / size + 1);
+        });
+        std::vector<int64_t> blocks;
+        for (int32_t slot : rows.slots) blocks.insert(blocks.end(), blocks_of(slot), blocks_of(slot) + longest);
+        const AttentionPlan plan(tables_.shape, blocks.data(), longest, static_cast<int64_t>(rows.slots.size()),
+                                 rows.starts.data(), rows.offsets.data(), pool()->size());
+        weights_.attention->run(plan, x, width_, count, cos, sin, places, tables_.k, tables_.v, tables_.kv_type, y);
     }
+
+    const int32_t* blocks_of(int64_t slot) const { return at<int32_t>(tables_.blocks) + slot * tables_.max_blocks; }
 
     void norm(Address x, size_t stride, Address weight, size_t rows, Address out) const {
-        const NormArgs args{weights_.type, width(), at<void>(x), stride, nullptr, 0, at<float>(weight), weights_.eps,
+        const NormArgs args{weights_.type, width_, at<void>(x), stride, nullptr, 0, at<float>(weight), weights_.eps,
                             at<void>(out), nullptr};
-        over_rows(kernels()->rms_norm, args, rows, width());
+        over_rows(kernels()->rms_norm, args, rows, width_);
     }
 
     void add_norm(Address x, Address residual, Address weight, size_t rows, Address out) const {
-        const NormArgs args{weights_.type, width(), at<void>(x), width(), at<void>(residual), width(), at<float>(weight),
+        const NormArgs args{weights_.type, width_, at<void>(x), width_, at<void>(residual), width_, at<float>(weight),
                             weights_.eps, at<void>(out), at<void>(residual)};
-        over_rows(kernels()->rms_norm, args, rows, width());
+        over_rows(kernels()->rms_norm, args, rows, width_);
     }
 
-    /// What the sampler would choose; some token where fp32 logarithms could decide between two.
+    /// Sets ids to what the sampler would choose; to 0 where fp32 logarithms could decide between two tokens.
     void draw(const std::vector<int64_t>& slots, const std::vector<int64_t>& positions, Address hidden, Address scores,
               std::vector<int32_t>& ids) const {
         const size_t rows = slots.size(), columns = weights_.logits.packing.columns;
+        const bool narrow = weights_.type == Type::bf16;
         const Address rounded = scores + rows * columns * sizeof(float);
-        weights_.logits.times(weights_.type, hidden, width(), rows, weights_.type == Type::fp32 ? scores : rounded);
-        if (weights_.type == Type::bf16) {
-            for (size_t i = 0; i < rows * columns; ++i) {
-                at<uint32_t>(scores)[i] = static_cast<uint32_t>(at<uint16_t>(rounded)[i]) << 16;
-            }
+        weights_.logits.times(weights_.type, hidden, width_, rows, narrow ? rounded : scores);
+        for (size_t i = 0; narrow && i < rows * columns; ++i) {
+            at<uint32_t>(scores)[i] = static_cast<uint32_t>(at<uint16_t>(rounded)[i]) << 16;
         }
         std::vector<float> peak(rows);
         std::vector<int64_t> column(rows);
         std::vector<uint8_t> status(rows);
-        const DrawArgs args{columns, at<float>(scores), columns, slots.data(), positions.data(), at<uint16_t>(tables_.traits),
-                            at<float>(tables_.temperature), at<uint64_t>(tables_.seed), 0, tables_.random,
-                            at<int32_t>(tables_.token_hash), nullptr, nullptr, 0, peak.data(), column.data(), status.data()};
+        const DrawArgs args{columns, at<float>(scores), columns, slots.data(), positions.data(),
+                            at<uint16_t>(tables_.traits), at<float>(tables_.temperature), at<uint64_t>(tables_.seed), 0,
+                            tables_.random, at<int32_t>(tables_.token_hash), nullptr, nullptr, 0, peak.data(),
+                            column.data(), status.data()};
         over_rows(kernels()->draw, args, rows, columns);
         for (size_t s = 0; s < rows; ++s) ids[s] = static_cast<int32_t>(std::max<int64_t>(column[s], 0));
     }
 
     HeadWeights weights_;
     HeadTables tables_;
+    size_t width_, row_;  // elements and bytes of a hidden state
 };
 
 /// The head and its thread.
@@ -210,10 +215,9 @@ class BackgroundHead {
         const auto list = [](const auto& array) { return std::vector(array.data(), array.data() + array.size()); };
         wait_for_it();
         hidden_ = std::move(keep);
-        background_.start([this, step = HeadStep{list(slots), list(starts), list(offsets), list(last), hidden,
-                                                 stride, num_drafts}] {
-            drafts_ = head_.guess(step);
-        });
+        const Rows rows{list(slots), list(starts), list(offsets)};
+        background_.start(
+            [this, step = HeadStep{rows, list(last), hidden, stride, num_drafts}] { drafts_ = head_.guess(step); });
     }
 
     /// Waits for the step that was started last; returns its drafts, one row's after the other.

@@ -95,6 +95,7 @@ class ModelProposer(Proposer):
         """See `Proposer`."""
         return self._head is not None and self._head.start(step, self.num_drafts)
 
+    @torch.inference_mode()  # in which the tensors were made
     def finish(self) -> None:
         """See `Proposer`."""
         if self._head is not None:

@@ -18,7 +18,7 @@ from moeserve.blocks.feed_forward_layer import DenseLayer
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.engine.plan import I32
-from moeserve.models.decoder import Decoder, Layer
+from moeserve.models.decoder import Decoder
 from moeserve.models.mtp import Merge
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.native import native
@@ -49,15 +49,17 @@ class NativeHead:
         assert isinstance(mixer, AttentionLayer)
         assert isinstance(dense, DenseLayer)
         mlp = dense.mlp
+        attention: Any = mixer.block  # native, as `_is_plain` has seen
+        mlp_block: Any = mlp.block
         norms: Any = (merge.embed_norm, merge.hidden_norm, layer.attn_norm, layer.mlp_norm, head.norm)
         rotary, shape, rows = mixer.prepare.rotary, mixer.prepare.shape, sampler.rows
         full = next(i for i, group in enumerate(groups) if group.rule == FULL)
         blocks, logits, product = tables.blocks[full], head.head, merge.product.part
         weights = module.HeadWeights(
             type=TYPES[head.embed_VD.dtype], eps=head.norm.eps, norms=[norm.weight_D.data_ptr() for norm in norms],
-            embedding=head.embed_VD.data_ptr(), merge=matrix(product), attention=mixer.block.native,
-            gate_up=matrix(mlp.gate_up), down=matrix(mlp.down.part), activation=mlp.block.native, logits=matrix(logits),
-            cos=rotary.cos.data_ptr(), sin=rotary.sin.data_ptr(), rotates=len(rotary.cos) > 1,
+            embedding=head.embed_VD.data_ptr(), merge=matrix(product), attention=attention.native,
+            gate_up=matrix(mlp.gate_up), down=matrix(mlp.down.part), activation=mlp_block.native,
+            logits=matrix(logits), cos=rotary.cos.data_ptr(), sin=rotary.sin.data_ptr(), rotates=len(rotary.cos) > 1,
         )  # fmt: skip
         columns = rows.traits, rows.temperature, rows.seed
         where = module.HeadTables(
@@ -78,7 +80,7 @@ class NativeHead:
         self._slots = step.slots_S if plan.propose else step.slots_S[:0]
         self._native.start(
             slots=plan.slots_R, starts=plan.starts_R, offsets=step.rows.offsets_R1, last=step.last_S.numpy(),
-            hidden=hidden.data_ptr(), stride=hidden.stride(0), num_drafts=num_drafts if plan.propose else 0, keep=hidden,
+            hidden=hidden.data_ptr(), stride=hidden.stride(0), keep=hidden, num_drafts=num_drafts * plan.propose,
         )  # fmt: skip
         return True
 
@@ -103,8 +105,8 @@ def native_head(
     tables: Tables,
     sampler: Sampler,
 ) -> NativeHead | None:
-    """Returns the drafter in one call if it can be: a head of one dense layer whose attention is one call as well, alone
-    on its rank, with plain norms and scores. Other arguments are those of `ModelProposer`."""
+    """Returns the drafter in one call if it can be: a head of one dense layer whose attention is one call as well,
+    alone on its rank, with plain norms and scores. Arguments are those of `ModelProposer`."""
     if not (isinstance(model, Decoder) and isinstance(model.merge, Merge) and isinstance(sampler, NativeSampler)):
         return None
     return NativeHead(model, caches[0], rules[0], groups, tables, sampler) if _is_plain(model, model.merge) else None
@@ -116,6 +118,7 @@ def _is_plain(head: Decoder, merge: Merge) -> bool:
     norms = merge.embed_norm, merge.hidden_norm, layer.attn_norm, layer.mlp_norm, head.norm
     return (
         head.embed_VD.dtype in (torch.float32, torch.bfloat16)
+        and head.embed_VD.is_contiguous()
         and (spec.embedding_scale, spec.residual_scale, spec.logits_divisor) == (1.0, 1.0, 1.0)
         and not spec.logits_cap
         and isinstance(head.head, NativeLinear)
@@ -126,6 +129,6 @@ def _is_plain(head: Decoder, merge: Merge) -> bool:
         and isinstance(dense, DenseLayer)
         and mixer.block is not None
         and dense.mlp.block is not None
-        and layer.attn_post_norm is layer.mlp_post_norm is layer.scale is None
+        and (layer.attn_post_norm, layer.mlp_post_norm, layer.scale) == (None, None, None)
         and not (layer.parallel or layer.reads_stream)
     )
