@@ -14,6 +14,7 @@ T* at(Address address) {
 }
 
 void bind_attention(pybind11::module_& m);
+void bind_draft_head(pybind11::module_& m);
 void bind_latent(pybind11::module_& m);
 void bind_layer(pybind11::module_& m);
 void bind_pool(pybind11::module_& m);

@@ -16,12 +16,12 @@ inline size_t bytes_of(Type type) { return type == Type::fp32 ? 4 : 2; }
 /// Arrays of so many bytes in the calling thread's memory, until it asks again.
 class Arrays {
   public:
-    explicit Arrays(std::initializer_list<size_t> sizes) {
+    explicit Arrays(std::initializer_list<size_t> sizes, Scratch name = Scratch::layer) {
         for (size_t bytes : sizes) {
             starts_.push_back(total_);
             total_ += (bytes + 63) / 64 * 64;
         }
-        memory_ = scratch(Scratch::layer, total_);
+        memory_ = scratch(name, total_);
     }
     Address operator[](size_t i) const { return reinterpret_cast<Address>(memory_ + starts_[i]); }
 
@@ -47,5 +47,9 @@ struct HeadMatrices {
     Address weights;
     size_t heads;
 };
+
+/// down(act(gate) * up), or down(act(up)): an MLP that every row passes.
+void gated_mlp(Type type, const Matrix& gate_up, const Matrix& down, const Activation& activation, Address x,
+               size_t stride, size_t rows, Address y);
 
 }  // namespace moeserve

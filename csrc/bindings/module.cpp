@@ -130,6 +130,7 @@ PYBIND11_MODULE(_native, m) {
     bind_pool(m);
     bind_products(m);
     bind_layer(m);
+    bind_draft_head(m);
     bind_latent(m);
     bind_recurrence(m);
     bind_recurrent_block(m);

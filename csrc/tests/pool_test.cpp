@@ -1,9 +1,12 @@
-// The thread pool: every index once, whoever calls, however many workers, asleep or spinning. Run under TSan and ASan.
+// The thread pool: every index once, whoever calls, however many workers, asleep or spinning; and the thread of its own.
+// Run under TSan and ASan.
 #include "pool/pool.hpp"
 
 #include <chrono>
 #include <cstring>
+#include <stdexcept>
 
+#include "pool/background.hpp"
 #include "tests/check.hpp"
 
 using namespace moeserve;
@@ -75,9 +78,31 @@ void many_callers(Pool& pool) {
     for (std::thread& caller : callers) caller.join();
 }
 
+void one_thing_at_a_time() {
+    int done = 0;  // without a lock: work and its owner take turns
+    Background idle, background;
+    background.wait();
+    for (int i = 0; i < 200; ++i) {
+        background.start([&done] { ++done; });
+        if (i % 3) background.wait();
+        if (i % 3) CHECK(done == i + 1);
+    }
+    background.start([] { throw std::runtime_error("failed"); });
+    bool caught = false;
+    try {
+        background.wait();
+    } catch (const std::runtime_error&) {
+        caught = true;
+    }
+    CHECK(caught);
+    background.wait();
+    background.start([&done] { ++done; });
+}
+
 }  // namespace
 
 int main() {
+    one_thing_at_a_time();
     for (int size : {1, 2, 3, 5}) {
         for (int64_t spin_ns : {0, 1'000, 200'000}) {
             Pool pool(std::vector<int>(static_cast<size_t>(size), -1), spin_ns);

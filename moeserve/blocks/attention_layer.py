@@ -118,15 +118,15 @@ class AttentionLayer:
         self.sinks_H = build.fp32(name + "sinks") if spec.sinks else None
         self.prepare = prepare_attention(build, group, spec.head_shape(self.tp.size), spec.rope, dim, spec.query_scale)
         self._attend = ops.opaque(AttentionStep.attend)  # which may end one recording and begin another
-        self._block = None
+        self.block = None
         if ops.attention_block is not None and spec.is_one_call:
             last = self.out.part if self.tp.size == 1 else None
-            self._block = ops.attention_block(self.qkv, last, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap)
+            self.block = ops.attention_block(self.qkv, last, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap)
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
         """Returns the attention block's output [T, D]; writes the new keys and values to `cache` first."""
-        if self._block is not None:
-            y = self._block(x_TD, step.at, cache, step.plan)
+        if self.block is not None:
+            y = self.block(x_TD, step.at, cache, step.plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         qkv = self.qkv(x_TD)
         normed = None

@@ -45,8 +45,9 @@ class Dense:
 
     def build(self, build: Builder, name: str) -> FeedForwardLayer:
         """Returns the block, made of the parameters `name` + ..."""
-        mlp = build.gated(name, self.size, build.tp, self.activation)
-        return lambda x_TD, num_tokens, ubatch: mlp(x_TD, ubatch.index)
+        from moeserve.blocks.feed_forward_layer import DenseLayer
+
+        return DenseLayer(build.gated(name, self.size, build.tp, self.activation))
 
     def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
         """Returns an upper bound of the bytes that a call needs beside the residual stream."""

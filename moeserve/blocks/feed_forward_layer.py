@@ -47,6 +47,17 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
     return layer
 
 
+@dataclass(eq=False, slots=True)
+class DenseLayer:
+    """An MLP as the feed-forward block of a layer."""
+
+    mlp: GatedMLP
+
+    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
+        """Returns the block's output [T, D]."""
+        return self.mlp(x_TD, ubatch.index)
+
+
 @dataclass(eq=False)
 class DenseBesideExperts:
     """The sum of an MLP's and of experts' normed outputs (Gemma 4). Router and experts read norms of the residual

@@ -76,14 +76,14 @@ class GatedMLP:
     activation: Activation = SWIGLU
 
     def __post_init__(self) -> None:
-        self._run, self._block = self.ops.trace(self._all), None
+        self._run, self.block = self.ops.trace(self._all), None
         if self.ops.mlp_block is not None and self.tp.size == 1:
-            self._block = self.ops.mlp_block(self.gate_up, self.down.part, self.activation, self.ops.dtype)
+            self.block = self.ops.mlp_block(self.gate_up, self.down.part, self.activation, self.ops.dtype)
 
     def __call__(self, x_TD: Tensor, channel: int) -> Tensor:
         """Returns the MLP's output [T, D], whole on every rank. channel: of the gathers between ranks."""
-        if self._block is not None:
-            return self._block(x_TD)
+        if self.block is not None:
+            return self.block(x_TD)
         y_TD: Tensor = self._run(x_TD, channel)
         return y_TD
 

@@ -76,13 +76,14 @@ def unsent_hits(batch: InputBatch, slots: Slots) -> dict[int, int]:
 
 
 def logprobs_of(
-    batch: InputBatch, live: Slots, result: StepResult
+    batch: InputBatch, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
 ) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs], dict[int, list[bytes]]]:
     """Returns logprobs, prompt logprobs and digests by request id; of prompt logprobs, those not sent before a
     preemption caused them to be computed again."""
     if not (result.logprobs or result.prompt_logprobs or result.digests):
         return {}, {}, {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
+    live = slots_R[live_R]
     rid_of = dict(zip(live.tolist(), batch.rid[live].tolist(), strict=True))
     logprobs = {rid_of[slot]: rows for slot, rows in result.logprobs.items() if slot in rid_of}
     digests = {rid_of[slot]: rows for slot, rows in result.digests.items() if slot in rid_of}

@@ -200,7 +200,7 @@ class AttentionBlock:
     x [T, D] -> [T, D], or [T, H * v] without the output product.
     """
 
-    __slots__ = ("_block", "_columns", "_dtype", "_keep", "_kv_types", "_shape")
+    __slots__ = ("_columns", "_dtype", "_keep", "_kv_types", "_shape", "native")
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class AttentionBlock:
         widths = {kv: (entry_width(dim, kv), entry_width(shape.v_dim, kv)) for kv in (dtype, torch.int8)}
         self._kv_types = {(kv, *both): KV_TYPES[kv] for kv, both in widths.items()}
         self._columns = rule.num_heads * shape.v_dim if out is None else out.matrix.columns
-        self._block = _native.AttentionBlock(
+        self.native = _native.AttentionBlock(
             TYPES[dtype], qkv.matrix, None if out is None else out.matrix, rule.num_heads, rule.num_kv_heads, dim,
             shape.v_dim, address(rule.norms), rule.norm_last, rule.norm_values, rule.eps, rule.clip, rule.scale,
             address(sinks_H), soft_cap,
@@ -232,7 +232,7 @@ class AttentionBlock:
         assert (plan.shape, plan.block_size) == (self._shape, block_size), (plan.shape, self._shape, k_cache.shape)
         rows = x_TD.shape[0]
         y = _empty((rows, self._columns), dtype=self._dtype)
-        self._block.run(
+        self.native.run(
             plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
             slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
             self._kv_types[k_cache.dtype, width, v_cache.shape[3]], y.data_ptr(),
@@ -243,13 +243,13 @@ class AttentionBlock:
 class GatedMLPBlock:
     """Both products of an MLP and its activation in one call: x [T, D] -> [T, N]; rows of x may be strided."""
 
-    __slots__ = ("_activation", "_columns", "_depth", "_dtype", "_keep")
+    __slots__ = ("_columns", "_depth", "_dtype", "_keep", "native")
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear, activation: Activation, dtype: torch.dtype) -> None:
         columns, inner = gate_up.matrix.columns, down.matrix.depth
         assert columns == activation.parts * inner, (columns, inner, activation)
         self._keep = gate_up, down  # whose memory the call reads
-        self._activation, self._dtype = native_activation(activation), dtype
+        self.native, self._dtype = native_activation(activation), dtype
         self._depth, self._columns = gate_up.matrix.depth, down.matrix.columns
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class GatedMLPBlock:
         gate_up, down = self._keep
         y = _empty((x_TD.shape[0], self._columns), dtype=self._dtype)
         _native.gated_mlp(
-            TYPES[self._dtype], gate_up.matrix, down.matrix, self._activation, x_TD.data_ptr(), x_TD.stride(0),
+            TYPES[self._dtype], gate_up.matrix, down.matrix, self.native, x_TD.data_ptr(), x_TD.stride(0),
             x_TD.shape[0], y.data_ptr(),
         )  # fmt: skip
         return y

@@ -46,6 +46,7 @@ from moeserve.runner.sampling import make_sampler
 from moeserve.runner.sampling.constraints import Constraints
 from moeserve.runner.speculation.drafters import load_drafter, with_drafter
 from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
+from moeserve.runner.speculation.native_head import native_head
 from moeserve.runner.speculation.ngram import NgramProposer
 from moeserve.runner.speculation.suffix import SuffixProposer
 from moeserve.runner.state_limits import check_block_size, state_room
@@ -340,7 +341,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         else:
             drafter = replace(self.drafter, caches=self.kv.draft_layers)
             parts = self.groups, self.tables, self.sampler, self.upload
-            self.proposer = ModelProposer(self.speculation.num_drafts, drafter, *parts)
+            head = native_head(drafter.model, drafter.caches, drafter.rules, *parts[:3])
+            self.proposer = ModelProposer(self.speculation.num_drafts, drafter, *parts, head)
 
     def make_tables(self) -> Tables:
         """Returns empty request tables for `limits`."""

@@ -206,7 +206,7 @@ class StepExecutor:
         Raises PeerLost when a rank is gone. The same plan may then be launched again, before any later one: its writes
         to tables have the same outcome once more, and its moves of blocks are not repeated.
         """
-        self._verified = None
+        self._finish_proposing()
         for request in plan.new_requests:
             self._add(request)
         for group, diff in enumerate(plan.diffs):
@@ -229,6 +229,7 @@ class StepExecutor:
         else:
             return lambda: StepResult(plan.step, np.zeros(0, np.int32))
         end = self._last_end = self._mark()
+        self._propose_beside()
         wait = self._fetch(outputs.tensors())
 
         def collect() -> StepResult:
@@ -245,6 +246,16 @@ class StepExecutor:
                 return self._settled(plan, outputs.slots_S, result, masks)
 
         return collect
+
+    def _finish_proposing(self) -> None:
+        self._verified = None
+        if self.proposer is not None:
+            self.proposer.finish()
+
+    def _propose_beside(self) -> None:
+        """Lets the proposer begin with what `propose` does, if it can beside the host's work."""
+        if self.proposer is not None and self._verified is not None and self.proposer.start(self._verified):
+            self._verified = None
 
     @torch.inference_mode()
     def propose(self) -> None:

@@ -49,7 +49,7 @@ class Program:
         assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
-POOL = Program("pool", ("pool/pool.cpp",))
+POOL = Program("pool", ("pool/pool.cpp", "pool/background.cpp"))
 ROWS = Program("rows", ("core/bitmask.cpp", "core/grouping.cpp", "core/pairs.cpp"), tuple(AVX2))
 ATTENTION = Program(
     "attention", ("kernels/attention_plan.cpp", "kernels/reference_attention.cpp", "pool/pool.cpp"), tuple(AVX2)

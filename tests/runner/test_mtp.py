@@ -22,11 +22,13 @@ from moeserve.engine.plan import BlockMove, StepPlan, StepResult
 from moeserve.errors import CheckpointError, ConfigError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.mtp import with_mtp
+from moeserve.ops.native_rows import AVAILABLE
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.load import Progress, load_mtp
 from moeserve.runner.speculation.base import Verified
 from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
+from moeserve.runner.speculation.native_head import native_head
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import together
 from tests.models.test_workspace import peak_bytes
@@ -43,7 +45,10 @@ PROMPT = torch.randint(0, 250, (75,), generator=torch.Generator().manual_seed(1)
 
 
 class DraftingRunner(CPUModelRunner):
-    """Lets a head guess behind every step, and keeps what it computed in the last one."""
+    """Lets a head guess behind every step, and keeps what it computed in the last one. native: in one call, of which
+    nothing can be kept."""
+
+    native = False
 
     def load_model(self, progress: Progress) -> None:
         super().load_model(progress)
@@ -55,7 +60,10 @@ class DraftingRunner(CPUModelRunner):
     def initialize_kv_cache(self) -> None:
         super().initialize_kv_cache()
         drafter = Drafter(self.head, self.kv.draft_layers, self.spec.draft_rules, takes_hidden=True)
-        self.proposer = ModelProposer(K, drafter, self.groups, self.tables, self.sampler, self.upload)
+        parts = self.groups, self.tables, self.sampler
+        one_call = native_head(self.head, drafter.caches, drafter.rules, *parts) if self.native else None
+        assert not self.native or one_call is not None
+        self.proposer = ModelProposer(K, drafter, *parts, self.upload, one_call)
         forward = self.head.forward
 
         def kept(*args: Any) -> Tensor:
@@ -96,14 +104,24 @@ class DraftingDriver(Driver):
                 request.num_computed = request.num_known - 1
 
 
-def runner_of(path: Path, world: World = ONE, ranks: TensorParallel | None = None, **settings: Any) -> DraftingRunner:
+def runner_of(
+    path: Path,
+    world: World = ONE,
+    ranks: TensorParallel | None = None,
+    kind: type[DraftingRunner] = DraftingRunner,
+    **settings: Any,
+) -> DraftingRunner:
     values = {"max_num_seqs": 4, "kv_cache_bytes": 1 << 22, "threads": 1, "max_num_batched_tokens": 256}
     config = config_of(path, **(values | settings))
-    runner = DraftingRunner(config, with_mtp(read_model_spec(path)), path, world)
+    runner = kind(config, with_mtp(read_model_spec(path)), path, world)
     if ranks is not None:
         runner.tp = ranks
     runner.prepare()
     return runner
+
+
+class NativeRunner(DraftingRunner):
+    native = True
 
 
 def driver_of(path: Path, *args: Any, **settings: Any) -> DraftingDriver:
@@ -191,6 +209,32 @@ def test_right_and_wrong_drafts_leave_what_later_drafts_need(
         assert len(request.output) == known + 1 + right
         check_drafts(head, driver, request)
     assert request.output == expected[: len(request.output)]
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="no native code")
+@pytest.mark.full("models", keep="each")
+@pytest.mark.parametrize(
+    "settings", [{}, {"graphs": "full"}, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}, {"threads": 2}], ids=str
+)
+def test_one_native_call_guesses_the_same(settings: Any, make_head: Callable[[str], Head]) -> None:
+    """Behind prompts in parts, right and wrong drafts and steps that ask for none, up to the end of the context; a
+    request with a filter is not for the call, nor are then the others of its step."""
+    kinds = (NativeRunner, {"kernels": "native"}), (DraftingRunner, {})
+    one, other = (
+        driver_of(make_head("qwen3_moe").path, kind=kind, max_model_len=100, **(settings | more))
+        for kind, more in kinds
+    )
+    sampling = greedy(temperature=0.8, seed=3), greedy(), greedy(temperature=0.5, seed=1, top_k=5)
+    pairs = [[driver.add(Request(PROMPT[: 75 - i], how)) for driver in (one, other)] for i, how in enumerate(sampling)]
+    chunks = [(50, 1, 0), (25, 73, 0), *[(DRAFTED, DRAFTED, 0)] * 5, (0, DRAFTED, 73), (1, 1, 1), (DRAFTED, 1, 0)]
+    for chunk in chunks:
+        for i, driver in enumerate((one, other)):
+            driver.run([(pair[i], count) for pair, count in zip(pairs, chunk, strict=True) if count])
+        for (mine, theirs), count in zip(pairs, chunk, strict=True):
+            if count and mine.output:
+                assert mine.output == theirs.output
+                assert one.runner.drafts(mine) == other.runner.drafts(theirs)
+    assert not one.runner.hidden  # the last step was the call's
 
 
 def test_drafts_at_the_end_of_the_context(make_head: Callable[[str], Head]) -> None:

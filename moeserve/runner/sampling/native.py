@@ -21,7 +21,7 @@ from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks that a row is narrowed to
 HEAD_TOKENS = 64  # tokens that a top-p is usually reached with
-_ELSEWHERE = Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P  # what one native call does not do
+ELSEWHERE = Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P  # what one native call does not do
 ROUNDING = 1e-4  # of sums of probabilities, generously
 
 
@@ -45,7 +45,7 @@ class NativeSampler(ReferenceSampler):
         # Most requests have a temperature and perhaps a grammar: one call chooses for them, a row at a time.
         columns = self.rows.traits, self.rows.temperature, self.rows.seed
         tokens_S, peak_S, status_S = native_rows.draw(
-            logits_SV, slots_S, positions_S, columns, self._gumbel.token_hash, _ELSEWHERE, Trait.RANDOM, masks
+            logits_SV, slots_S, positions_S, columns, self.gumbel.token_hash, ELSEWHERE, Trait.RANDOM, masks
         )
         return tokens_S, peak_S, status_S, np.flatnonzero(tokens_S.numpy() < 0)
 
@@ -64,7 +64,7 @@ class NativeSampler(ReferenceSampler):
         """Returns tokens drawn from whole rows, or from the given blocks of each row."""
         self._filter(x_rW, slots_r)
         low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
-        column_r = race(self._gumbel, x_rW, low_r, high_r, blocks_rB)
+        column_r = race(self.gumbel, x_rW, low_r, high_r, blocks_rB)
         if blocks_rB is None:
             return column_r
         column_r1 = column_r.unsqueeze(1)

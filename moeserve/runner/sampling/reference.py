@@ -25,7 +25,7 @@ class ReferenceSampler(Sampler):
     def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
         super().__init__(vocab_size, tables, upload)
         self._chunk_rows = max(1, CHUNK_ELEMENTS // noise.padded(vocab_size))
-        self._gumbel = noise.Gumbel(vocab_size, self._device)
+        self.gumbel = noise.Gumbel(vocab_size, self._device)
 
     def _choose(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
@@ -77,7 +77,7 @@ class ReferenceSampler(Sampler):
         """Returns tokens drawn from rows whose maximum is 0, after their filters. May write to x_rV."""
         self._filter(x_rV, slots_r)
         low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
-        return self._argmax(x_rV.add_(self._gumbel(low_r, high_r)))[1]
+        return self._argmax(x_rV.add_(self.gumbel(low_r, high_r)))[1]
 
     def _filter(self, x_rV: Tensor, slots_r: I64) -> None:
         """Sets what may not be drawn to -inf; each row's maximum stays."""

@@ -59,6 +59,14 @@ class Proposer(ABC):
         """Reads a step, whether or not a row samples, and guesses, if its plan asks for that, on the device, behind the
         step. Does not wait for the device."""
 
+    def start(self, step: Verified) -> bool:
+        """Does what `launch` does beside the host's work, on a thread that needs no interpreter, and returns True; or
+        nothing, and False. Nothing else of the runner's may change until `finish`."""
+        return False
+
+    def finish(self) -> None:  # noqa: B027
+        """Waits for what was started."""
+
     @abstractmethod
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
         """Returns how many drafts there are now for each slot. tokens_S: its new tokens, on the host."""

@@ -28,6 +28,7 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.runner.sampling.sampler import Sampler, Trait
 from moeserve.runner.speculation.base import Proposer, Verified
+from moeserve.runner.speculation.native_head import NativeHead
 from moeserve.runner.tables import I64, Tables, Upload, group_inputs, prepare_inputs
 
 
@@ -72,8 +73,10 @@ class ModelProposer(Proposer):
         tables: Tables,
         sampler: Sampler,
         upload: Upload,
+        head: NativeHead | None = None,
     ) -> None:
         super().__init__(num_drafts)
+        self._head = head
         self._drafts_SK = torch.zeros(tables.slots, num_drafts, dtype=torch.int32, device=tables.arena.device)
         self._next_SK = self._drafts_SK.clone()  # of steps that may be launched again with the drafts before
         self._collected: deque[I64] = deque()  # slots of steps whose results came, from any thread
@@ -84,8 +87,21 @@ class ModelProposer(Proposer):
 
     def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
         """See `Proposer`."""
+        self.finish()
         self._take_over()
         return self._drafts_SK[self._upload(slots_N, places_N)]
+
+    def start(self, step: Verified) -> bool:
+        """See `Proposer`."""
+        return self._head is not None and self._head.start(step, self.num_drafts)
+
+    @torch.inference_mode()  # in which the tensors were made
+    def finish(self) -> None:
+        """See `Proposer`."""
+        if self._head is not None:
+            slots_S, drafts_SK = self._head.wait()
+            if len(slots_S):
+                self._next_SK[torch.from_numpy(slots_S)] = torch.from_numpy(drafts_SK)
 
     def launch(self, step: Verified) -> None:
         """See `Proposer`."""

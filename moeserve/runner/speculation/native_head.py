@@ -1,0 +1,134 @@
+"""All guesses of a head for multi-token prediction in one native call, on a thread beside the host's work.
+
+The call needs no interpreter, so a step's result travels and the next step is planned meanwhile
+(csrc/bindings/draft_head.cpp). Guesses have the bits of those that `ModelProposer` makes call by call, except where
+fp32 logarithms could decide between two tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeserve.blocks.attention_layer import AttentionLayer
+from moeserve.blocks.feed_forward_layer import DenseLayer
+from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import FULL, KVRule
+from moeserve.engine.plan import I32
+from moeserve.models.decoder import Decoder
+from moeserve.models.mtp import Merge
+from moeserve.ops.inputs import LayerCache
+from moeserve.ops.native import native
+from moeserve.ops.native_layer import NativeLinear
+from moeserve.ops.native_rows import KV_TYPES, TYPES
+from moeserve.runner.sampling.native import ELSEWHERE, NativeSampler
+from moeserve.runner.sampling.sampler import Sampler, Trait
+from moeserve.runner.speculation.base import Verified
+from moeserve.runner.tables import I64, Tables
+
+
+class NativeHead:
+    """A head, its cache and the requests' tables, all of which stay where they are."""
+
+    def __init__(
+        self,
+        head: Decoder,
+        cache: LayerCache,
+        rule: KVRule,
+        groups: Sequence[KVGroup],
+        tables: Tables,
+        sampler: NativeSampler,
+    ) -> None:
+        module: Any = native()
+        (layer,), (k_cache, v_cache) = head.layers, cache
+        merge, mixer, dense = head.merge, layer.mixer, layer.feed_forward
+        assert isinstance(merge, Merge)
+        assert isinstance(mixer, AttentionLayer)
+        assert isinstance(dense, DenseLayer)
+        mlp = dense.mlp
+        attention: Any = mixer.block  # native, as `_is_plain` has seen
+        mlp_block: Any = mlp.block
+        norms: Any = (merge.embed_norm, merge.hidden_norm, layer.attn_norm, layer.mlp_norm, head.norm)
+        rotary, shape, rows = mixer.prepare.rotary, mixer.prepare.shape, sampler.rows
+        full = next(i for i, group in enumerate(groups) if group.rule == FULL)
+        blocks, logits, product = tables.blocks[full], head.head, merge.product.part
+        weights = module.HeadWeights(
+            type=TYPES[head.embed_VD.dtype], eps=head.norm.eps, norms=[norm.weight_D.data_ptr() for norm in norms],
+            embedding=head.embed_VD.data_ptr(), merge=matrix(product), attention=attention.native,
+            gate_up=matrix(mlp.gate_up), down=matrix(mlp.down.part), activation=mlp_block.native,
+            logits=matrix(logits), cos=rotary.cos.data_ptr(), sin=rotary.sin.data_ptr(), rotates=len(rotary.cos) > 1,
+        )  # fmt: skip
+        columns = rows.traits, rows.temperature, rows.seed
+        where = module.HeadTables(
+            tokens=tables.arena.data_ptr(), width=tables.width, blocks=blocks.data_ptr(), max_blocks=blocks.shape[1],
+            block_size=groups[full].block_size, window=rule.window, section=rule.chunk,
+            heads=[shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim], k=k_cache.data_ptr(),
+            v=v_cache.data_ptr(), kv_type=KV_TYPES[k_cache.dtype], columns=[column.ctypes.data for column in columns],
+            token_hash=sampler.gumbel.token_hash.data_ptr(), random=Trait.RANDOM,
+        )  # fmt: skip
+        self._rows, self._slots = rows, np.zeros(0, np.int64)
+        self._native = module.DraftHead(weights, where, keep=(head, cache, tables, sampler))
+
+    def start(self, step: Verified, num_drafts: int) -> bool:
+        """Begins to read a step and to guess behind it; `False` where a request's parameters ask for more."""
+        if len(self._rows.having(ELSEWHERE, step.slots_S)):
+            return False
+        plan, hidden = step.plan, step.hidden_TD
+        self._slots = step.slots_S if plan.propose else step.slots_S[:0]
+        self._native.start(
+            slots=plan.slots_R, starts=plan.starts_R, offsets=step.rows.offsets_R1, last=step.last_S.numpy(),
+            hidden=hidden.data_ptr(), stride=hidden.stride(0), keep=hidden, num_drafts=num_drafts * plan.propose,
+        )  # fmt: skip
+        return True
+
+    def wait(self) -> tuple[I64, I32]:
+        """Returns the slots of the step that was started last, and guesses for each, [S, num_drafts]."""
+        drafts: I32 = self._native.wait()
+        slots, self._slots = self._slots, self._slots[:0]
+        return slots, drafts.reshape(len(slots), -1) if len(slots) else drafts
+
+
+def matrix(linear: Any) -> Any:
+    """Returns a packed product as native calls take it."""
+    assert isinstance(linear, NativeLinear)
+    return linear.matrix
+
+
+def native_head(
+    model: object,
+    caches: Sequence[LayerCache],
+    rules: Sequence[KVRule],
+    groups: Sequence[KVGroup],
+    tables: Tables,
+    sampler: Sampler,
+) -> NativeHead | None:
+    """Returns the drafter in one call if it can be: a head of one dense layer whose attention is one call as well,
+    alone on its rank, with plain norms and scores. Arguments are those of `ModelProposer`."""
+    if not (isinstance(model, Decoder) and isinstance(model.merge, Merge) and isinstance(sampler, NativeSampler)):
+        return None
+    return NativeHead(model, caches[0], rules[0], groups, tables, sampler) if _is_plain(model, model.merge) else None
+
+
+def _is_plain(head: Decoder, merge: Merge) -> bool:
+    spec, (layer,) = head.spec, head.layers
+    mixer, dense = layer.mixer, layer.feed_forward
+    norms = merge.embed_norm, merge.hidden_norm, layer.attn_norm, layer.mlp_norm, head.norm
+    return (
+        head.embed_VD.dtype in (torch.float32, torch.bfloat16)
+        and head.embed_VD.is_contiguous()
+        and (spec.embedding_scale, spec.residual_scale, spec.logits_divisor) == (1.0, 1.0, 1.0)
+        and not spec.logits_cap
+        and isinstance(head.head, NativeLinear)
+        and isinstance(merge.product.part, NativeLinear)
+        and merge.product.tp.size == 1
+        and all(norm is not None and not norm.centred and norm.eps == head.norm.eps for norm in norms)
+        and isinstance(mixer, AttentionLayer)
+        and isinstance(dense, DenseLayer)
+        and mixer.block is not None
+        and dense.mlp.block is not None
+        and (layer.attn_post_norm, layer.mlp_post_norm, layer.scale) == (None, None, None)
+        and not (layer.parallel or layer.reads_stream)
+    )
