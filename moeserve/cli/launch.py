@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "%(prog)s [--hosts A,B,... | --hostfile FILE | --slurm | --local N | --print KIND] -- serve MODEL ..."
     )
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B,...", help="machines to start over ssh; the first one answers HTTP")
     where.add_argument("--hostfile", metavar="FILE", help="the same, a line each: host, host slots=N or host:N")
     where.add_argument("--slurm", action="store_true", help="the nodes of this job of Slurm")
@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until machine 0 ends; returns its exit code. Raises ConfigError."""
+    if not any((args.hosts, args.hostfile, args.slurm, args.local, args.print)):
+        raise ConfigError("say where: --hosts, --hostfile, --slurm, --local or --print")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     served = _served(words)
     _check_flags(args)

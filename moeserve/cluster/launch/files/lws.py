@@ -42,7 +42,8 @@ def lws(it: Deployment) -> str:
 def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}]
-    container: dict[str, Any] = {"name": NAME, "image": it.image, "args": it.words_for_all}
+    words = [word.replace("$(", "$$(") for word in it.words_for_all]  # the kubelet replaces $(NAME)
+    container: dict[str, Any] = {"name": NAME, "image": it.image, "args": words}
     if it.nodes > 1:
         folder = KEY.rpartition("/")[0]
         container["env"] = [{"name": "MOESERVE_CLUSTER_KEY_FILE", "value": KEY}]
