@@ -90,7 +90,7 @@ async def lose_once(args: argparse.Namespace, expected: list[Stream]) -> dict[st
     """One loss under load."""
     streams = [Stream(stream.body) for stream in expected]
     running = asyncio.create_task(answers(args.url, streams))
-    while any(len(stream.tokens) < 10 for stream in streams) and not running.done():
+    while any(len(stream.tokens) < 10 for stream in streams) and not running.done():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     lost_at = time.monotonic()
     await asyncio.to_thread(subprocess.run, args.lose, check=True)
