@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 from .conftest import Server, free_port
 
@@ -70,7 +69,15 @@ def test_two_machines_from_one_command(tmp_path: Path) -> None:
         until_said(server, "local-1 (machine 1 of 2): ready", 2)
         log = server.log.read_text()
         states = re.findall(r"local-1 \(machine 1 of 2\): (.*)", log)
-        assert states == ["connecting", "starting", "joined", "ready", "ended with code 137", "restarting", *states[1:4]]
+        assert states == [
+            "connecting",
+            "starting",
+            "joined",
+            "ready",
+            "ended with code 137",
+            "restarting",
+            *states[1:4],
+        ]
         assert "local-0 | moeserve serve: moeserve launch: machine 0 of 2" in log
         status, after = server.post("/v1/completions", COMPLETION)
         assert (status, after["choices"]) == (200, before["choices"])
@@ -104,7 +111,9 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_ends_all(tmp_path: Path) -> None:
     """On every machine, here: the first one to say so is named, and its exit code is the launcher's."""
     command = [sys.executable, "-m", "moeserve.cli.main", "launch", "--local", "2", "--", "serve", "/nowhere/model"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=BOOT_S, stdin=subprocess.DEVNULL, check=False)
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=BOOT_S, stdin=subprocess.DEVNULL, check=False
+    )
     assert said.returncode == 3, said.stderr
     assert re.search(r"local-\d \| moeserve serve: .*/nowhere/model", said.stderr)
     assert re.search(r"local-\d \(machine \d of 2\): ended with code 3", said.stderr)

@@ -12,11 +12,13 @@ import msgspec
 
 from moeserve.actor.process import one_line, to_stderr
 from moeserve.cluster.launch.places import Place
-from moeserve.cluster.launch.protocol import ALIVE, ALIVE_S, ENDED, MARK, Hello, Order
+from moeserve.cluster.launch.protocol import ENDED, MARK, PING, PING_S, PONG, Hello, Order
 from moeserve.errors import ConfigError, MoeserveError
 
 HELLO_S = 30.0  # ssh itself gives up earlier
 LAST_LINES_S = 1.0
+UNANSWERED = 6  # pings, until a silent machine is lost
+UNANSWERED_BY_FIRST = 30  # all ends with machine 0
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -35,7 +37,9 @@ class Machine:
         self._title = f"{place.name} (machine {rank} of {num_machines})"
         self._command = place.command
         self._process: asyncio.subprocess.Process | None = None
+        self._out: asyncio.StreamReader | None = None
         self._code: int | None = None  # of the part, once it has said so
+        self._unanswered = 0
         self.last_line = ""  # of its log
 
     def enter(self, state: str) -> None:
@@ -60,6 +64,7 @@ class Machine:
             )
         except OSError as error:
             raise ConfigError(f"cannot run {self._command[0]}: {error.strerror}; install it on this machine") from None
+        self._out = self._process.stdout
         self.last_line = "it said nothing"
         try:
             async with asyncio.timeout(HELLO_S):
@@ -78,7 +83,7 @@ class Machine:
         assert self._process is not None
         self._code = None
         self.send(msgspec.json.encode(order) + b"\n")
-        alive = asyncio.create_task(self._keep_alive())
+        pinging = asyncio.create_task(self._ping())
         reading = asyncio.create_task(self._read())
         try:
             exited = asyncio.create_task(self._process.wait())
@@ -86,7 +91,7 @@ class Machine:
             await asyncio.wait((reading,), timeout=LAST_LINES_S)  # a grandchild may hold the pipe
             return self._code
         finally:
-            alive.cancel()
+            pinging.cancel()
             reading.cancel()
             await self.end()
 
@@ -102,17 +107,26 @@ class Machine:
         if process is not None:
             with suppress(ProcessLookupError):
                 if process.returncode is None:
-                    os.kill(process.pid, signal.SIGKILL)  # process.kill() may reap it behind asyncio's back
+                    os.killpg(process.pid, signal.SIGKILL)  # srun is two processes
             await process.wait()
 
-    async def _keep_alive(self) -> None:
-        while True:
-            self.send(ALIVE)
-            await asyncio.sleep(ALIVE_S)
+    async def _ping(self) -> None:
+        """Ends the connection if the part is silent. It counts pings, not seconds: Ctrl-Z may stop this process."""
+        most = UNANSWERED if self.rank else UNANSWERED_BY_FIRST
+        self._unanswered = 0
+        while self._unanswered < most:
+            self._unanswered += 1
+            self.send(PING)
+            await asyncio.sleep(PING_S)
+        self.last_line = f"no answer within {most * PING_S:g} s"
+        await self.end()
 
     async def _read(self) -> None:
         """Prints the log and notes states, until the end."""
         while (line := await self._line()) is not None:
+            self._unanswered = 0
+            if line == MARK + PONG:
+                continue
             if line.startswith(MARK + ENDED):
                 self._code = int(line.removeprefix(MARK + ENDED))
             elif line.startswith(MARK):
@@ -122,9 +136,8 @@ class Machine:
                 self.last_line = one_line(line)
 
     async def _line(self) -> str | None:
-        assert self._process is not None
-        assert self._process.stdout is not None
+        assert self._out is not None
         while True:
             with suppress(ValueError):  # longer than MAX_LINE_BYTES: dropped
-                line = await self._process.stdout.readline()
+                line = await self._out.readline()
                 return line.decode(errors="replace").rstrip("\r\n") if line else None

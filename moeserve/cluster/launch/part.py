@@ -19,7 +19,7 @@ from contextlib import suppress
 import msgspec
 
 from moeserve.actor.guard import die_with_parent
-from moeserve.cluster.launch.protocol import DRAIN, ENDED, KILL, SILENCE_S, Hello, Order, say
+from moeserve.cluster.launch.protocol import DRAIN, ENDED, KILL, PING, PONG, SILENCE_S, Hello, Order, say
 
 END_S = 10.0  # for a server whose launcher is gone, before it is killed
 
@@ -82,6 +82,8 @@ def _obey(child: subprocess.Popen[bytes]) -> None:
             child.kill()
         elif DRAIN in said:
             child.terminate()
+        if PING in said:
+            say(PONG)
     child.terminate()
     try:
         child.wait(END_S)

@@ -15,11 +15,8 @@ _PART = ("-m", "moeserve.cluster.launch.part")
 _SSH = {  # the first value that ssh sees of an option counts
     "BatchMode": "yes",  # never ask
     "ConnectTimeout": "5",
-    "ServerAliveInterval": "2",
     "LogLevel": "ERROR",
 }
-_SILENCES = "3"  # intervals until a silent machine is lost: 6 s
-_SILENCES_OF_FIRST = "15"  # all ends with machine 0: 30 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +39,8 @@ def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) 
         if "=" not in option or option.startswith(("-", "=")):
             raise ConfigError(f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222")
     remote = f"{python or shlex.quote(sys.executable)} {' '.join(_PART)} ssh"
-    places = []
-    for host, silences in zip(hosts, (_SILENCES_OF_FIRST, *[_SILENCES] * len(hosts)), strict=False):
-        ours = _SSH | {"ServerAliveCountMax": silences}
-        words = [f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in ours.items()))]
-        places.append(Place(host.name, ("ssh", "-T", *words, "--", host.name, remote)))
-    return places
+    words = [f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in _SSH.items()))]
+    return [Place(host.name, ("ssh", "-T", *words, "--", host.name, remote)) for host in hosts]
 
 
 def in_slurm(env: Mapping[str, str]) -> list[Place]:

@@ -16,8 +16,9 @@ import msgspec
 
 MARK = "\x1e"  # ASCII's record separator
 ENDED = "ended "  # and the exit code: a part that is gone without having said so was lost
-DRAIN, KILL, ALIVE = b"d", b"k", b"."
-ALIVE_S = 5.0
+DRAIN, KILL, PING = b"d", b"k", b"."
+PONG = "pong"  # a part's answer to a ping, so that each side notices that the other is gone
+PING_S = 1.0
 SILENCE_S = 60.0  # a part ends after that: as long as one may hold a launcher by Ctrl-Z
 REPORT_S = 0.2
 

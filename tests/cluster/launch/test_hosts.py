@@ -61,8 +61,7 @@ def test_the_users_options_come_before_ours() -> None:
     assert words.index("-oConnectTimeout=60") < words.index("-oConnectTimeout=5")
     assert {"-oBatchMode=yes", "-T"} <= set(words)
     assert words[-3:-1] == ("--", "me@a")
-    assert "-oServerAliveCountMax=15" in words  # all ends with machine 0, so it is given more time
-    assert "-oServerAliveCountMax=3" in second.command
+    assert second.command[-2] == "b"
     with pytest.raises(ConfigError, match="must be NAME=VALUE"):
         over_ssh(parse_hosts("a"), None, ["-p 22"])
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from moeserve.cluster.launch import supervise
+from moeserve.cluster.launch import machine, supervise
 from moeserve.cluster.launch.places import Place
 from moeserve.cluster.launch.protocol import Hello, Order
 from moeserve.cluster.launch.supervise import Launch
@@ -61,6 +61,20 @@ async def test_restarts_are_bounded(capfd: pytest.CaptureFixture[str], monkeypat
     err = capfd.readouterr().err
     assert err.count("b (machine 1 of 2): starting") == 3
     assert "giving up: b ended 3 times within an hour; --max-restarts allows more" in err
+
+
+async def test_a_silent_machine_is_lost(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection stands, but nothing comes any more; a new one is made."""
+    monkeypatch.setattr(machine, "PING_S", 0.02)
+    monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
+    answers = "import sys\n" + "\n".join(
+        "print('\\x1epong', flush=True) if sys.stdin.read(1) else None" for _ in range(40)
+    )
+    silent = place("b", "import time; time.sleep(60)")
+    assert await launch(place("a", answers, ended(0)), silent) == 0
+    err = capfd.readouterr().err
+    assert "b (machine 1 of 2): lost" in err
+    assert "b (machine 1 of 2): restarting" in err
 
 
 async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
