@@ -65,15 +65,15 @@ class Stream:
             self.times.append(time.monotonic())
 
 
-async def ready(url: str) -> float:
-    """Waits until the server takes requests; returns when it did."""
+async def ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Waits until the server takes requests."""
     deadline = time.monotonic() + READY_S
     async with aiohttp.ClientSession() as session:
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and server.poll() is None:
             try:
                 async with session.get(f"{url}/readyz") as answer:
                     if answer.status == 200:
-                        return time.monotonic()
+                        return
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.02)
@@ -114,9 +114,9 @@ async def lose_once(args: argparse.Namespace, expected: list[Stream]) -> dict[st
     }
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
+async def measure(args: argparse.Namespace, server: subprocess.Popen[bytes]) -> dict[str, Any]:
     """All rounds, on a server that runs."""
-    await ready(args.url)
+    await ready(args.url, server)
     expected = [Stream(body) for body in bodies(args.streams, args.max_tokens)]
     await answers(args.url, expected)
     assert all(len(stream.tokens) == args.max_tokens for stream in expected), [it.error for it in expected]
@@ -138,7 +138,7 @@ def main() -> int:
     args = made.parse_args()
     server = subprocess.Popen(args.start)
     try:
-        results = asyncio.run(measure(args))
+        results = asyncio.run(measure(args, server))
         server.terminate()
         results["exit_code"] = server.wait(60)
     finally:
