@@ -30,7 +30,7 @@ class Machine:
     """A machine and, while it is connected, its part. on_state: hears each new state."""
 
     def __init__(self, place: Place, rank: int, num_machines: int) -> None:
-        self.name, self.rank = place.name, rank
+        self.name, self.remedy, self.rank = place.name, place.remedy, rank
         self.state = ""
         self.joined = False  # once at least
         self.on_state: Callable[[str], None] = lambda state: None

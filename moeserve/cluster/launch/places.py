@@ -17,14 +17,22 @@ _SSH = {  # the first value that ssh sees of an option counts
     "ConnectTimeout": "5",
     "LogLevel": "ERROR",
 }
+_SSH_REMEDY = (
+    "Check that `ssh -o BatchMode=yes HOST true` works, and that moeserve is installed there at the path that it has "
+    "here, or name its Python with --python"
+)
+_SLURM_REMEDY = (
+    "Check that `srun hostname` works, and that moeserve is installed on all nodes at the path that it has here"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A machine, by its name for people, and the command that starts its part."""
+    """A machine, by its name for people, the command that starts its part, and what to check if that fails."""
 
     name: str
     command: tuple[str, ...]
+    remedy: str = ""
 
 
 def on_this_machine(number: int) -> list[Place]:
@@ -40,7 +48,7 @@ def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) 
             raise ConfigError(f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222")
     remote = f"{python or shlex.quote(sys.executable)} {' '.join(_PART)} ssh"
     words = [f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in _SSH.items()))]
-    return [Place(host.name, ("ssh", "-T", *words, "--", host.name, remote)) for host in hosts]
+    return [Place(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY) for host in hosts]
 
 
 def in_slurm(env: Mapping[str, str]) -> list[Place]:
@@ -57,4 +65,6 @@ def in_slurm(env: Mapping[str, str]) -> list[Place]:
     except ValueError as error:
         raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r:.100}: {error}") from None
     step = ("--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
-    return [Place(it, ("srun", *step, f"--nodelist={it}", sys.executable, *_PART, "slurm")) for it in names]
+    return [
+        Place(it, ("srun", *step, f"--nodelist={it}", sys.executable, *_PART, "slurm"), _SLURM_REMEDY) for it in names
+    ]

@@ -61,8 +61,9 @@ class Launch:
                 life = self._first(machine, zero) if machine.rank == 0 else self._keep(machine, zero)
                 tasks.append(asyncio.create_task(life, name=machine.name))
             self._machines[0].on_state = self._on_state_of_first
-            done, _ = await asyncio.wait((*tasks, killed), return_when=asyncio.FIRST_COMPLETED)
-            return await self._finish(tasks, next(iter(done)).result())
+            await asyncio.wait((*tasks, killed), return_when=asyncio.FIRST_COMPLETED)
+            first = next(it for it in (*tasks, killed) if it.done())  # machine 0's end counts, if it is among them
+            return await self._finish(tasks, first.result())
         finally:
             for task in tasks:
                 task.cancel()
@@ -86,17 +87,15 @@ class Launch:
         for machine in self._machines:
             machine.enter(CONNECTING)
         found = await asyncio.gather(*(machine.connect() for machine in self._machines), return_exceptions=True)
-        bad = []
+        bad, remedy = [], ""
         for machine, hello in zip(self._machines, found, strict=True):
             if isinstance(hello, Unreachable):
                 bad.append(f"{machine.name}: {hello}")
+                remedy = machine.remedy
             elif isinstance(hello, BaseException):
                 raise hello
         if bad:
-            raise ConfigError(
-                "cannot start on " + "; ".join(bad) + ". Check that `ssh -o BatchMode=yes HOST true` works, and that "
-                "moeserve is installed there at the path that it has here, or name its Python with --python"
-            )
+            raise ConfigError(f"cannot start on {'; '.join(bad)}. {remedy}".rstrip())
         zero = found[0]
         assert isinstance(zero, Hello)
         addresses = {hello.address for hello in found if isinstance(hello, Hello)}

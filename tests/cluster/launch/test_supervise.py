@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import sys
 import time
 
@@ -61,6 +64,22 @@ async def test_restarts_are_bounded(capfd: pytest.CaptureFixture[str], monkeypat
     err = capfd.readouterr().err
     assert err.count("b (machine 1 of 2): starting") == 3
     assert "giving up: b ended 3 times within an hour; --max-restarts allows more" in err
+
+
+async def test_a_second_signal_ends_all_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first one asks machine 0 to drain, which takes its time here."""
+    until_killed = "import sys\nprint('\\x1edraining' if sys.stdin.read(2)[1] == 'd' else '', flush=True)\n"
+    until_killed += "while sys.stdin.read(1) != 'k': pass\n" + ended(137)
+    running = asyncio.create_task(launch(place("a", until_killed), place("b", until_killed)))
+    said = ""
+    for number, state in ((signal.SIGTERM, "starting"), (signal.SIGINT, "draining")):
+        async with asyncio.timeout(20):
+            while f"a (machine 0 of 2): {state}" not in said:
+                said += capfd.readouterr().err
+                await asyncio.sleep(0.01)
+        os.kill(os.getpid(), number)
+    assert await running == 128 + signal.SIGINT
+    assert "a (machine 0 of 2): ended with code 137" in capfd.readouterr().err
 
 
 async def test_a_silent_machine_is_lost(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
