@@ -110,14 +110,15 @@ def token_of(secret: bytes, purpose: str) -> str:
 def read_secret(path: str) -> bytes:
     """Reads the cluster's secret from a file. Raises ConfigError when others can read the file, or it is too short."""
     try:
-        mode = os.stat(path).st_mode
+        info = os.stat(path)
         secret = Path(path).read_bytes().strip()
     except OSError as exc:
         raise ConfigError(f"--cluster-key-file: cannot read {path}: {exc}") from exc
-    if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(
-            f"--cluster-key-file: {path} can be read by others (mode {stat.S_IMODE(mode):o}); run: chmod 600 {path}"
-        )
+    mode = stat.S_IMODE(info.st_mode)
+    # A Secret in a pod whose user is not root: root owns it, and lets the pod's own group (fsGroup) read it.
+    others = 0o037 if info.st_uid == 0 != os.geteuid() else 0o077
+    if mode & others:
+        raise ConfigError(f"--cluster-key-file: {path} can be read by others (mode {mode:o}); run: chmod 600 {path}")
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"--cluster-key-file: {path} holds {len(secret)} bytes and a secret needs {MIN_SECRET_BYTES}; "

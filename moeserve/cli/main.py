@@ -25,6 +25,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("Serve", "serve", "serve a model over an OpenAI-compatible HTTP API"),
+    "launch": Command("Serve", "launch", "serve on several machines: starts, watches and stops the part of each"),
     "chat": Command(
         "Talk to a running server", "talk:ChatSession", "chat in the terminal, or ask one question with -q"
     ),
@@ -75,7 +76,7 @@ def _main(words: list[str]) -> int:
     from moeserve.errors import ConfigError, MoeserveError
 
     try:
-        args = _parse(build_parser(name), rest)
+        args = parse(build_parser(name), rest)
         code: int = _entry(name).run(args)
         return code
     except MoeserveError as error:
@@ -104,7 +105,8 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Parses a command's words; those that nobody knows end the process with a hint."""
     known = parser._option_string_actions
     if "--max-num-seqs" not in known:
         args, unknown = parser.parse_known_args(words)

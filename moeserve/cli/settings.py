@@ -205,7 +205,8 @@ def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
     """Returns the MOESERVE_* variables that no setting has, each with a hint: most likely typing errors."""
     known = [s.env for s in settings() if s.env]
     unknown = [n for n in env if n.startswith(PREFIX) and n not in known]
-    return [name + nearest(name, known) for name in unknown if "_SERVICE_" not in name and "_PORT_" not in name]
+    others = ("_SERVICE_", "_PORT_", "_LAUNCH_")  # of Kubernetes and of `moeserve launch`
+    return [name + nearest(name, known) for name in unknown if not any(word in name for word in others)]
 
 
 def setting_named(name: str) -> Setting:

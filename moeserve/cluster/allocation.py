@@ -1,7 +1,7 @@
 """What a launcher tells its processes: how many machines there are, which one this is, and where machine 0 is.
 
-Variables of LWS, Grove, torchrun, SkyPilot and Slurm are read, in this order. The functions are pure: they map an
-environment to an `Allocation`. An empty variable counts as unset.
+Variables of `moeserve launch`, LWS, Grove, torchrun, SkyPilot and Slurm are read, in this order. The functions are
+pure: they map an environment to an `Allocation`. An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from moeserve.cluster.launch import protocol
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
 
@@ -49,7 +50,11 @@ def find(env: Mapping[str, str]) -> Allocation | None:
 
     Raises ConfigError for a variable that is missing or wrong, and for launchers that contradict each other.
     """
-    found = [it for read in (_lws, _grove, _torchrun, _skypilot, _slurm) if (it := read(_Variables(env))) is not None]
+    found = [
+        it
+        for read in (_launch, _lws, _grove, _torchrun, _skypilot, _slurm)
+        if (it := read(_Variables(env))) is not None
+    ]
     several = [it for it in found if it.num_nodes > 1] or [it for it in found if it.local_rank]
     if not several:
         return None
@@ -167,6 +172,15 @@ class _Variables:
     def wrong(self, name: str, why: str) -> ConfigError:
         """Returns the error about a variable's value."""
         return ConfigError(f"{name}={self.text(name)[:100]!r}: {why}; {BY_FLAGS}; {ALONE}")
+
+
+def _launch(read: _Variables) -> Allocation | None:
+    """`moeserve launch`, on any machine."""
+    if not read.any(protocol.NNODES):
+        return None
+    nodes = read.nodes(protocol.NNODES)
+    rank = read.number(protocol.NODE_RANK, 0, nodes - 1)
+    return Allocation("moeserve launch", nodes, rank, read.host(protocol.ADDRESS), read.number(protocol.PORT, 1, 65535))
 
 
 def _lws(read: _Variables) -> Allocation | None:

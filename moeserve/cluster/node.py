@@ -28,6 +28,7 @@ from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.host import Ended, Farewell, FromNode, LogLine, Signal, Start, Started, ToNode
+from moeserve.cluster.launch.protocol import tell
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
 from moeserve.cluster.rendezvous import TOKEN, Admitted, Attendance, TurnedAway, attendance, bracketed, resolve
@@ -152,6 +153,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             raise EngineDied(f"machine 0 is lost: {error}") from None
         self._host.keep(self._config)
         log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
+        tell("joined")
 
     def handle(self, msg: ToNode | PeerGone) -> None:
         """Obeys one order."""

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moeserve.cluster.launch.protocol import report
 from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, Overloaded
@@ -141,6 +142,7 @@ async def listening(
         timers = [
             asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams"),
             asyncio.create_task(reloads.run(), name="reloads"),
+            asyncio.create_task(report(lambda: context.phase.name), name="report"),
         ]
         try:
             yield

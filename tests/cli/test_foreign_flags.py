@@ -9,7 +9,7 @@ import pytest
 
 from moeserve.cli import main
 from moeserve.cli.foreign_flags import table, translate
-from moeserve.cli.main import _parse, build_parser
+from moeserve.cli.main import build_parser, parse
 from moeserve.cli.settings import ResolvedSettings, resolve, settings
 from moeserve.errors import ConfigError
 
@@ -18,7 +18,7 @@ NAMES = {setting.name: setting for setting in settings()}
 
 
 def asked(*words: str) -> ResolvedSettings:
-    return resolve(_parse(PARSER, list(words)), {})
+    return resolve(parse(PARSER, list(words)), {})
 
 
 @pytest.mark.parametrize(

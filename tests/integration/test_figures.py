@@ -23,11 +23,12 @@ MEASURED = re.compile(rf"{NUMBER} (?:ms|µs|us|s|minutes|seconds|tok/s|GB/s|time
 
 
 class Claim(NamedTuple):
-    """A sentence of README.md, the result file named in its paragraph, and the figures from that file's results."""
+    """A sentence of a page, the result file named in its paragraph, and the figures from that file's results."""
 
     text: str
     file: str
     figures: Callable[[Any], Sequence[float]]
+    page: str = "README.md"
 
 
 def _step_us(found: Any) -> list[float]:
@@ -63,6 +64,12 @@ def _quantized(found: Any) -> list[float]:
     return [speeds["moeserve-int8"] / speeds["moeserve"], speeds["moeserve-int4"] / speeds["moeserve"]]
 
 
+def _returns(found: Any) -> list[float]:
+    rounds = found["rounds"]
+    assert not any(it["lost_requests"] or it["different"] for it in rounds)
+    return [pick(it["return_s"] for it in rounds) for pick in (min, max)]
+
+
 CLAIMS = [
     Claim(
         "{} s from a new server to its first answer instead of {}",
@@ -87,6 +94,8 @@ CLAIMS = [
     Claim("| {} s; {} s |", "startup-demo", lambda r: [r["ready_s"]["median"], r["listening_s"]["median"]]),
     Claim("on one core | {} |", "streaming", lambda r: [r["events_per_s"]["median"]]),
     Claim("| {} % of a core |", "idle", lambda r: [100 * r["core_share_total"]["median"]]),
+    Claim("over ssh {} to {} s", "lost-machine-ssh", _returns, "docs/multi-node.md"),
+    Claim("under Slurm {} to {} s", "lost-machine-slurm", _returns, "docs/multi-node.md"),
 ]
 FACTS = (  # digits of the comparison that name a case or a format
     "1.29 billion parameters (0.38 active)", "Zen 5", "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99",
@@ -121,9 +130,9 @@ def _rounded_alike(shown: str, value: float) -> bool:
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text)
 def test_a_figure_is_what_its_file_holds(claim: Claim) -> None:
-    ((block, match),) = [(b, m) for b in _blocks(ROOT / "README.md") for m in [_pattern(claim).search(b)] if m]
+    ((block, match),) = [(b, m) for b in _blocks(ROOT / claim.page) for m in [_pattern(claim).search(b)] if m]
     near = block if block.startswith("|") or block not in _comparison() else " ".join([*_comparison()[:1], block])
-    (file,) = set(re.findall(rf"\((benchmarks/results/{claim.file}_[\w-]+\.json)\)", near))
+    (file,) = set(re.findall(rf"\((?:\.\./)?(benchmarks/results/{claim.file}_[\w-]+\.json)\)", near))
     figures = claim.figures(json.loads((ROOT / file).read_text("utf-8"))["results"])
     shown = match.groups()
     assert len(shown) == len(figures)

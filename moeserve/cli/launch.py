@@ -1,0 +1,191 @@
+"""`moeserve launch [where] -- serve MODEL ...`: the parts of several machines from one place, or files for what starts
+them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeserve.cluster.launch import protocol
+from moeserve.cluster.launch.files import KINDS, Deployment
+from moeserve.cluster.launch.hosts import MAX_HOSTS, common_slots, parse_hosts, read_hostfile
+from moeserve.cluster.launch.places import Place, in_slurm, on_this_machine, over_ssh
+from moeserve.cluster.launch.protocol import Hello, Order
+from moeserve.cluster.launch.supervise import Launch
+from moeserve.errors import ConfigError
+
+_OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that the launcher makes
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The command `serve ...` for every machine. flags: as given, by setting; those of the environment are not here."""
+
+    words: list[str]
+    flags: argparse.Namespace
+
+    def number(self, name: str, default: int) -> int:
+        """Returns a setting that is a number."""
+        from moeserve.cli.settings import setting_named
+
+        given = getattr(self.flags, name)
+        flag = f"--{name.replace('_', '-')}"
+        return default if given is None else int(setting_named(name).read(given, f"flag {flag}"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags."""
+    parser.usage = (
+        "%(prog)s [--hosts A,B,... | --hostfile FILE | --slurm | --local N | --print KIND] -- serve MODEL ..."
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A,B,...", help="machines to start over ssh; the first one answers HTTP")
+    where.add_argument("--hostfile", metavar="FILE", help="the same, a line each: host, host slots=N or host:N")
+    where.add_argument("--slurm", action="store_true", help="the nodes of this job of Slurm")
+    where.add_argument("--local", metavar="N", help="N machines that are all this one, to try it")
+    where.add_argument("--print", choices=KINDS, help="print a file for what starts the machines, and start nothing")
+    parser.add_argument("--ssh-option", metavar="NAME=VALUE", action="append", default=[], help="as in ssh_config")
+    parser.add_argument(
+        "--python", metavar="COMMAND", help="shell text that runs Python there [the path that it has here]"
+    )
+    parser.add_argument(
+        "--env", metavar="NAME[=VALUE]", action="append", default=[], help="a variable for all machines"
+    )
+    parser.add_argument("--max-restarts", metavar="N", help="of each machine within an hour [10]")
+    parser.add_argument("--nodes", metavar="N", help="with --print: how many machines")
+    parser.add_argument("--image", help="with --print lws and compose: the container image [moeserve]")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- serve ...", help="as on one machine")
+    parser.epilog = (
+        "Ctrl-C or SIGTERM lets running requests finish; once more stops now. A machine that dies is started again "
+        "and requests go on; all ends with machine 0, and with its exit code. See docs/multi-node.md."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until machine 0 ends; returns its exit code. Raises ConfigError."""
+    if not any((args.hosts, args.hostfile, args.slurm, args.local, args.print)):
+        raise ConfigError("say where: --hosts, --hostfile, --slurm, --local or --print")
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    served = _served(words)
+    _check_flags(args)
+    if args.print:
+        sys.stdout.write(_printed(args, served))
+        return 0
+    env = _environment(args.env)
+    places, slots = _places(args)
+    served = _with_engines(served, len(places), slots)
+    key = secrets.token_urlsafe(32) if len(places) > 1 else ""
+
+    def order(rank: int, zero: Hello) -> Order:
+        """Returns what a machine is to run."""
+        ours = (len(places), rank, zero.address, zero.port)
+        names = (protocol.NNODES, protocol.NODE_RANK, protocol.ADDRESS, protocol.PORT)
+        own = {name: str(value) for name, value in zip(names, ours, strict=True)}
+        return Order(served.words, env | own, os.getcwd(), key)
+
+    launch = Launch(places, order, _number(args.max_restarts or "10", "--max-restarts", 0, 10**6))
+    return asyncio.run(launch.run())
+
+
+def _served(words: Sequence[str]) -> Served:
+    """Reads the command that all machines run. Raises ConfigError; a flag that nobody knows ends the process."""
+    from moeserve.cli.main import build_parser, parse
+
+    if list(words[:1]) != ["serve"]:
+        raise ConfigError(f"give what to run after --, as in `-- serve MODEL --dp 2`; got {' '.join(words)!r:.100}")
+    flags = parse(build_parser("serve"), list(words[1:]))
+    for name in _OURS:
+        origin = f"--{name.replace('_', '-')}" if getattr(flags, name) is not None else f"MOESERVE_{name.upper()}"
+        if origin.startswith("--") or os.environ.get(origin):
+            raise ConfigError(f"{origin}: leave it out, the launcher numbers the machines and gives them a common key")
+    return Served(list(words), flags)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that would have no effect."""
+    ssh, printing = args.hosts or args.hostfile, args.print
+    for flag, given, fits, what in (
+        ("--ssh-option", args.ssh_option, ssh, "--hosts or --hostfile"),
+        ("--python", args.python, ssh, "--hosts or --hostfile"),
+        ("--env", args.env, not printing, "a launch; put variables into the printed file"),
+        ("--max-restarts", args.max_restarts, not printing, "a launch"),
+        ("--nodes", args.nodes, printing, "--print"),
+        ("--image", args.image, printing in ("lws", "compose"), "--print lws or --print compose"),
+    ):
+        if given and not fits:
+            raise ConfigError(f"{flag} is only for {what}")
+    if printing and not args.nodes:
+        raise ConfigError(f"--print {printing} needs --nodes N, the number of machines")
+
+
+def _places(args: argparse.Namespace) -> tuple[list[Place], int | None]:
+    """Returns the machines, and how many processes each has, if that was said."""
+    if args.slurm:
+        return in_slurm(os.environ), None
+    if args.local:
+        return on_this_machine(_number(args.local, "--local", 1, MAX_HOSTS)), None
+    hosts = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)
+    return over_ssh(hosts, args.python, args.ssh_option), common_slots(hosts)
+
+
+def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
+    """Returns the command with a number of engines: --dp if given, or as many as fit on the machines' slots, or one on
+    each machine. Raises ConfigError if slots and flags contradict each other."""
+    tp = served.number("tp", int(os.environ.get("MOESERVE_TP") or 1))
+    if slots is not None and slots % tp:
+        raise ConfigError(f"slots={slots} cannot be shared by engines of --tp {tp} processes")
+    default = machines * (slots or tp) // tp
+    if served.flags.dp is None and (served.flags.config or os.environ.get("MOESERVE_DP")):
+        return served
+    dp = served.number("dp", default)
+    if slots is not None and dp != default:
+        raise ConfigError(
+            f"--dp {dp} contradicts slots={slots}: {machines} machines have {default} engines of --tp {tp}"
+        )
+    if dp % machines:
+        fits = -(-dp // machines) * machines
+        raise ConfigError(f"--dp {dp} engines cannot be shared evenly by {machines} machines, --dp {fits} can")
+    words = served.words if served.flags.dp is not None else [*served.words, "--dp", str(dp)]
+    return Served(words, served.flags)
+
+
+def _environment(given: Sequence[str]) -> dict[str, str]:
+    """Returns the variables for all machines: settings of ours, and --env. Raises ConfigError."""
+    from moeserve.cli.settings import PREFIX
+
+    env = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and name not in os.environ):
+            raise ConfigError(f"--env {text}: must be NAME=VALUE, or the name of a variable that is set here")
+        env[name] = value if equals else os.environ[name]
+    return env
+
+
+def _number(text: str, flag: str, low: int, high: int) -> int:
+    if not text.isdecimal() or not low <= int(text[:9]) <= high:
+        raise ConfigError(f"{flag} {text}: must be a number from {low} to {high}")
+    return int(text)
+
+
+def _printed(args: argparse.Namespace, served: Served) -> str:
+    nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS)
+    served = _with_engines(served, nodes, None)
+    deployment = Deployment(
+        words=served.words[1:],
+        nodes=nodes,
+        model=Path(served.flags.model) if served.flags.model else None,
+        rendezvous=served.flags.rendezvous,
+        host_given=served.flags.host is not None,
+        https=served.flags.ssl_certfile is not None,
+        port=served.number("port", 8000),
+        drain_s=served.number("shutdown_timeout", 30),
+        image=args.image or "moeserve",
+    )
+    return KINDS[args.print](deployment)

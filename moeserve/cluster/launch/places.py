@@ -1,0 +1,70 @@
+"""Where parts run: the command that starts one on each machine, over ssh, by srun, or here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moeserve.cluster.allocation import expand
+from moeserve.cluster.launch.hosts import Host
+from moeserve.errors import ConfigError
+
+_PART = ("-m", "moeserve.cluster.launch.part")
+_SSH = {  # the first value that ssh sees of an option counts
+    "BatchMode": "yes",  # never ask
+    "ConnectTimeout": "5",
+    "LogLevel": "ERROR",
+}
+_SSH_REMEDY = (
+    "Check that `ssh -o BatchMode=yes HOST true` works, and that moeserve is installed there at the path that it has "
+    "here, or name its Python with --python"
+)
+_SLURM_REMEDY = (
+    "Check that `srun hostname` works, and that moeserve is installed on all nodes at the path that it has here"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A machine, by its name for people, the command that starts its part, and what to check if that fails."""
+
+    name: str
+    command: tuple[str, ...]
+    remedy: str = ""
+
+
+def on_this_machine(number: int) -> list[Place]:
+    """Returns `number` machines that are all this one."""
+    return [Place(f"local-{rank}", (sys.executable, *_PART, "local")) for rank in range(number)]
+
+
+def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) -> list[Place]:
+    """Returns the hosts, by the system's ssh, which reads the user's ~/.ssh/config. python: shell text that runs
+    Python there; the path of ours by default. options: as in ssh_config, Port=2222. Raises ConfigError."""
+    for option in options:
+        if "=" not in option or option.startswith(("-", "=")):
+            raise ConfigError(f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222")
+    remote = f"{python or shlex.quote(sys.executable)} {' '.join(_PART)} ssh"
+    words = [f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in _SSH.items()))]
+    return [Place(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY) for host in hosts]
+
+
+def in_slurm(env: Mapping[str, str]) -> list[Place]:
+    """Returns the nodes of this job of Slurm: a step for each, so that one alone can be started again. Raises
+    ConfigError outside of a job."""
+    nodes = env.get("SLURM_JOB_NODELIST") if env.get("SLURM_JOB_ID") else None
+    if not nodes:
+        raise ConfigError(
+            "--slurm: this is no job of Slurm; run it in `salloc --nodes N --no-kill` or a batch script "
+            "(`moeserve launch --print slurm --nodes N -- serve MODEL` writes one)"
+        )
+    try:
+        names = expand(nodes)
+    except ValueError as error:
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r:.100}: {error}") from None
+    step = ("--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
+    return [
+        Place(it, ("srun", *step, f"--nodelist={it}", sys.executable, *_PART, "slurm"), _SLURM_REMEDY) for it in names
+    ]

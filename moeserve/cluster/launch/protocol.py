@@ -1,0 +1,65 @@
+"""What the launcher and a machine's part say to each other, over the part's stdin and stdout.
+
+The part says `Hello`, gets one line with its `Order`, and from then on single bytes. Its stdout is its log; lines that
+begin with MARK are no log but what happens. Logs cannot forge them, because loggers escape control characters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+MARK = "\x1e"  # ASCII's record separator
+ENDED = "ended "  # and the exit code: a part that is gone without having said so was lost
+DRAIN, KILL, PING = b"d", b"k", b"."
+PONG = "pong"  # a part's answer to a ping, so that each side notices that the other is gone
+PING_S = 1.0
+SILENCE_S = 60.0  # a part ends after that: as long as one may hold a launcher by Ctrl-Z
+REPORT_S = 0.2
+
+NNODES, NODE_RANK = "MOESERVE_LAUNCH_NNODES", "MOESERVE_LAUNCH_NODE_RANK"
+ADDRESS, PORT = "MOESERVE_LAUNCH_ADDRESS", "MOESERVE_LAUNCH_PORT"
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """A part is there. address: of its machine, on the network by which it was reached. port: a free one."""
+
+    address: str
+    port: int
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a part runs: `moeserve` with these words, in this folder where there is one. key: the cluster's secret."""
+
+    words: list[str]
+    env: dict[str, str]
+    folder: str
+    key: str
+
+
+def tell(what: str) -> None:
+    """Tells the launcher, if there is one, what has happened on this machine."""
+    if NNODES in os.environ:
+        say(what)
+
+
+def say(what: str) -> None:
+    """Writes one line for the launcher."""
+    with suppress(OSError, ValueError):  # a launcher that is gone ends us in another way
+        sys.stdout.write(f"{MARK}{what}\n")
+        sys.stdout.flush()
+
+
+async def report(state: Callable[[], str]) -> None:
+    """Tells the launcher each change of a state. Returns at once without a launcher, otherwise never."""
+    told = ""
+    while NNODES in os.environ:
+        if (now := state()) != told:
+            tell(now)
+            told = now
+        await asyncio.sleep(REPORT_S)

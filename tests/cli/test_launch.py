@@ -1,0 +1,52 @@
+"""What `moeserve launch` refuses before it starts anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeserve.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--local 2 -- chat", "give what to run after --"),
+        ("--local 2", "give what to run after --"),
+        ("--local two -- serve", "--local two: must be a number from 1 to 1024"),
+        ("--local 2 -- serve --nnodes 2", "--nnodes: leave it out"),
+        ("--local 2 -- serve --node-rank 1", "--node-rank: leave it out"),
+        ("--local 2 -- serve --cluster-key-file k", "--cluster-key-file: leave it out"),
+        ("--local 2 -- serve --dp 3", "--dp 3 engines cannot be shared evenly by 2 machines, --dp 4 can"),
+        ("--hosts a:8,b:8 -- serve --dp 4 --tp 2", "--dp 4 contradicts slots=8: 2 machines have 8 engines of --tp 2"),
+        ("--hosts a:3,b:3 -- serve --tp 2", "slots=3 cannot be shared by engines of --tp 2"),
+        ("--hosts a,,b -- serve", "--hosts: '' is no host"),
+        ("--hostfile /nowhere -- serve", "--hostfile /nowhere"),
+        ("--slurm -- serve", "salloc --nodes N --no-kill"),
+        ("--local 2 --python x -- serve", "--python is only for --hosts or --hostfile"),
+        ("--local 2 --ssh-option A=b -- serve", "--ssh-option is only for"),
+        ("--local 2 --nodes 2 -- serve", "--nodes is only for --print"),
+        ("--print slurm --nodes 2 --image x -- serve", "--image is only for --print lws or --print compose"),
+        ("--print lws -- serve", "--print lws needs --nodes N"),
+        ("--local 2 --env NOT_SET_ANYWHERE -- serve", "--env NOT_SET_ANYWHERE: must be NAME=VALUE"),
+        ("--local 2 --max-restarts -- -1", "expected one argument"),
+        ("--hosts a --slurm -- serve", "not allowed with argument"),
+        ("--ray -- serve", "'--ray' is not known here"),
+        ("--kubernetes -- serve", "'--kubernetes' is not known here"),
+        ("-- serve", "say where: --hosts, --hostfile, --slurm, --local or --print"),
+        ("--local 2 -- serve --prot 1", "did you mean --port?"),
+    ],
+)
+def test_what_cannot_be_launched(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["launch", *words.split()])
+    except SystemExit as ended:
+        code = ended.code  # type: ignore[assignment]
+    assert (code, why in (err := capsys.readouterr().err) or err) == (2, True)
+
+
+def test_numbers_of_machines_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOESERVE_NNODES", "2")
+    assert main(["launch", "--local", "2", "--", "serve"]) == 2
+    assert "MOESERVE_NNODES: leave it out" in capsys.readouterr().err

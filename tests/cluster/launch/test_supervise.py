@@ -1,0 +1,113 @@
+"""The launcher's policy with parts that are small processes: they speak the protocol and end as told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from moeserve.cluster.launch import machine, supervise
+from moeserve.cluster.launch.places import Place
+from moeserve.cluster.launch.protocol import Hello, Order
+from moeserve.cluster.launch.supervise import Launch
+from moeserve.errors import ConfigError
+
+HELLO = f"print('\\x1e' + {json.dumps(json.dumps({'address': '10.0.0.1', 'port': 5}))}, flush=True); input()\n"
+FOREVER = "import sys; sys.stdin.read(1) == '.' and sys.stdin.read(1)\n"  # until it is told anything
+
+
+def place(name: str, *lines: str, hello: bool = True) -> Place:
+    return Place(name, (sys.executable, "-c", (HELLO if hello else "") + "\n".join(lines)))
+
+
+def ended(code: int) -> str:
+    return f"print('\\x1eended {code}', flush=True)"
+
+
+async def launch(*places: Place, max_restarts: int = 3) -> int:
+    orders: list[int] = []
+
+    def order(rank: int, zero: Hello) -> Order:
+        assert zero == Hello("10.0.0.1", 5)
+        orders.append(rank)
+        return Order([], {}, "", "")
+
+    return await Launch(places, order, max_restarts).run()
+
+
+@pytest.mark.parametrize("code", [0, 1, 7])
+async def test_machine_0_decides(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    joins = "print('\\x1ejoined', flush=True)"
+    assert await launch(place("a", ended(code)), place("b", joins, FOREVER, ended(0))) == code
+    assert f"a (machine 0 of 2): ended with code {code}" in capfd.readouterr().err
+
+
+async def test_machine_0_that_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    assert await launch(place("a", "pass"), place("b", FOREVER)) == 1
+    assert "a (machine 0 of 2): lost" in capfd.readouterr().err
+
+
+async def test_who_cannot_take_part_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    why = "print('moeserve serve: no model here')"
+    assert await launch(place("a", FOREVER, ended(0)), place("b", why, ended(3))) == 3
+    assert "giving up: b cannot take part: moeserve serve: no model here" in capfd.readouterr().err
+
+
+async def test_restarts_are_bounded(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
+    assert await launch(place("a", FOREVER, ended(0)), place("b", ended(1)), max_restarts=2) == 1
+    err = capfd.readouterr().err
+    assert err.count("b (machine 1 of 2): starting") == 3
+    assert "giving up: b ended 3 times within an hour; --max-restarts allows more" in err
+
+
+async def test_a_second_signal_ends_all_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first one asks machine 0 to drain, which takes its time here."""
+    until_killed = "import sys\nprint('\\x1edraining' if sys.stdin.read(2)[1] == 'd' else '', flush=True)\n"
+    until_killed += "while sys.stdin.read(1) != 'k': pass\n" + ended(137)
+    running = asyncio.create_task(launch(place("a", until_killed), place("b", until_killed)))
+    said = ""
+    for number, state in ((signal.SIGTERM, "starting"), (signal.SIGINT, "draining")):
+        async with asyncio.timeout(20):
+            while f"a (machine 0 of 2): {state}" not in said:
+                said += capfd.readouterr().err
+                await asyncio.sleep(0.01)
+        os.kill(os.getpid(), number)
+    assert await running == 128 + signal.SIGINT
+    assert "a (machine 0 of 2): ended with code 137" in capfd.readouterr().err
+
+
+async def test_a_silent_machine_is_lost(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection stands, but nothing comes any more; a new one is made."""
+    monkeypatch.setattr(machine, "PING_S", 0.02)
+    monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
+    answers = "import sys\n" + "\n".join(
+        "print('\\x1epong', flush=True) if sys.stdin.read(1) else None" for _ in range(40)
+    )
+    silent = place("b", "import time; time.sleep(60)")
+    assert await launch(place("a", answers, ended(0)), silent) == 0
+    err = capfd.readouterr().err
+    assert "b (machine 1 of 2): lost" in err
+    assert "b (machine 1 of 2): restarting" in err
+
+
+async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
+    began = time.monotonic()
+    refused = "print('ssh: Connection refused')"
+    with pytest.raises(ConfigError, match="cannot start on b: ssh: Connection refused; c: it said nothing"):
+        await launch(place("a", FOREVER), place("b", refused, hello=False), place("c", "pass", hello=False))
+    assert time.monotonic() - began < 10
+    with pytest.raises(ConfigError, match="cannot run /no/ssh: No such file"):
+        await launch(Place("a", ("/no/ssh",)))
+
+
+async def test_noise_and_long_lines_hurt_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    """A shell's greeting comes before the hello; a line may be longer than any buffer."""
+    noise = Place("a", (sys.executable, "-c", "print('welcome')\n" + HELLO + "print('x' * 3_000_000)\n" + ended(0)))
+    assert await launch(noise) == 0
+    assert "a (machine 0 of 1): ended with code 0" in capfd.readouterr().err
