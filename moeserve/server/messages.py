@@ -27,7 +27,7 @@ class TextBlock(Struct, tag="text", kw_only=True):
     """Text for the user."""
 
     text: str = ""
-    citations: None = None
+    citations: list[dict[str, Any]] = []  # neither null nor absent: clients differ in which of them they refuse
 
 
 class ThinkingBlock(Struct, tag="thinking", kw_only=True):
