@@ -116,6 +116,7 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True):
     role: str = written("assistant")
     content: str | None = written(None)
     refusal: str | None = written(None)
+    annotations: list[dict[str, Any]] = written([])
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None

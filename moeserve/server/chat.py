@@ -10,8 +10,8 @@ from moeserve import protocol
 from moeserve.frontend.generation import Delta
 from moeserve.server.answer import MARK, Chunks, collect, encode, stream_answer
 from moeserve.server.app import HttpCall
-from moeserve.server.chat_request import ChatRequest, chat_params, chat_tools
-from moeserve.server.conversation import ChatPart, Conversation, chat_prompt, conversation
+from moeserve.server.chat_request import ChatRequest
+from moeserve.server.conversation import ChatPart, Conversation, conversation, prompt_of
 from moeserve.server.logprobs import LogprobFormat
 
 
@@ -150,7 +150,5 @@ class ChatChunks(Chunks):
 async def render(call: HttpCall) -> web.StreamResponse:
     """Show the prompt that a conversation becomes, as text and as token ids."""
     request = await call.read(ChatRequest)
-    front, ready = call.context.serving(request.model)
-    chat_params(request, front.defaults).check(ready.vocab_size)
-    text, prompt = await chat_prompt(front, ready, request, chat_tools(request.tools, request.tool_choice))
+    text, prompt = await prompt_of(call, request)
     return call.answer(protocol.RenderedPrompt(prompt=text, prompt_token_ids=prompt))

@@ -138,7 +138,7 @@ class ChatRequest(Sampling, kw_only=True):
                 param = f"messages[{i}].function_call"
                 raise InvalidRequest(f"{param}: use tool_calls", param=param, code="unsupported_parameter")
             if len(unknown) < MAX_UNKNOWN:
-                rest = [name for name in message if name != "function_call"]
+                rest = [name for name, value in message.items() if value not in (None, [])]  # answers come back so
                 unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
         return unknown
 

@@ -127,11 +127,12 @@ def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
     return found
 
 
-async def prompt_of(call: HttpCall, request: ChatRequest) -> list[int]:
-    """Returns the token ids of a chat's prompt. Raises RequestError."""
+async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int]]:
+    """Returns the prompt of a chat that is not run, as text and as token ids. Raises RequestError as if it were."""
     front, ready = call.context.serving(request.model)
+    chat_params(request, front.defaults).check(ready.vocab_size)
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    return (await chat_prompt(front, ready, request, tools))[1]
+    return await chat_prompt(front, ready, request, tools)
 
 
 async def chat_prompt(

@@ -27,6 +27,7 @@ class TextBlock(Struct, tag="text", kw_only=True):
     """Text for the user."""
 
     text: str = ""
+    citations: list[dict[str, Any]] = []  # neither null nor absent: clients differ in which of them they refuse
 
 
 class ThinkingBlock(Struct, tag="thinking", kw_only=True):
@@ -127,7 +128,7 @@ async def create_message(call: HttpCall) -> web.StreamResponse:
 async def count_tokens(call: HttpCall) -> web.StreamResponse:
     """Count the tokens of a conversation."""
     request = await call.read(CountTokensRequest)
-    prompt = await prompt_of(call, request.chat())
+    _, prompt = await prompt_of(call, request.chat())
     return call.answer(TokenCount(input_tokens=len(prompt)))
 
 

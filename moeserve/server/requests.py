@@ -312,5 +312,8 @@ def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param:
     """Raises ContextLengthExceeded, before a text is tokenized, if not even the longest tokens would make it fit."""
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
         raise ContextLengthExceeded(
-            f"the prompt has {num_chars} characters, which cannot fit into {max_model_len} tokens", param=param
+            # clients know the error by its first words, which are OpenAI's
+            f"this model's maximum context length is {max_model_len} tokens; the prompt's {num_chars} characters do "
+            "not fit",
+            param=param,
         )

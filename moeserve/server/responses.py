@@ -65,7 +65,7 @@ async def count_input_tokens(call: HttpCall) -> web.StreamResponse:
     """Count the tokens of an input."""
     request = await call.read(ResponsesRequest)
     with fields_named(_NAMES):
-        prompt = await prompt_of(call, request.chat(_history(call, request)))
+        _, prompt = await prompt_of(call, request.chat(_history(call, request)))
     return call.answer(InputTokens(input_tokens=len(prompt)))
 
 

@@ -15,7 +15,7 @@ async def test_a_whole_answer(live, story):
     status, body, response = await live.post(CHAT, ASK)
     assert status == 200
     choice = body["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": story, "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": story, "refusal": None, "annotations": []}
     assert (choice["finish_reason"], choice["index"], choice["logprobs"]) == ("stop", 0, None)
     assert (body["object"], body["model"]) == ("chat.completion", "org/tiny")
     assert body["id"] == f"chatcmpl-{response.headers['X-Request-Id']}"

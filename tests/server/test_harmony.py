@@ -62,7 +62,7 @@ def join(events: list) -> dict:
 
 
 def plain(choice: dict) -> dict:
-    message = {name: value for name, value in choice["message"].items() if value is not None}
+    message = {name: value for name, value in choice["message"].items() if value not in (None, [])}
     if "tool_calls" in message:
         message["tool_calls"] = [call | {"id": call["id"].startswith("call_")} for call in message["tool_calls"]]
     return {"message": message, "finish_reason": choice["finish_reason"]}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, COUNT = "/v1/chat/completions", "/v1/completions", "/v1/responses/input_tokens"
+COUNTED = {"model": "org/tiny", "input": "a"}
 MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 BIG = "x" * 100_000
 
@@ -128,6 +129,7 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("stream_options alone", CHAT, chat(stream_options={"include_usage": True}), 400, None, "stream_options"),
     ("allowed ids empty", CHAT, chat(allowed_token_ids=[]), 400, None, "allowed_token_ids"),
     ("allowed ids outside", CHAT, chat(allowed_token_ids=[99_999]), 400, None, "allowed_token_ids"),
+    ("allowed ids outside, counted", COUNT, COUNTED | {"allowed_token_ids": [99_999]}, 400, None, "allowed_token_ids"),
     ("bad words empty", CHAT, chat(bad_words=[""]), 400, None, "bad_words[0]"),
     ("bad words many", CHAT, chat(bad_words=["a"] * 129), 400, None, "bad_words"),
     ("salt with a slash", CHAT, chat(cache_salt="a/b"), 400, None, "cache_salt"),
@@ -249,6 +251,11 @@ async def test_absurd_numbers_are_refused_at_once(live):
     assert time.process_time() - started < 10
 
 
+async def test_clients_know_a_prompt_that_is_too_long_by_the_words(live):
+    _, answer, _ = await live.post(CHAT, content("word " * 2560))
+    assert answer["error"]["message"].startswith("this model's maximum context length is ")
+
+
 async def test_unknown_fields_warn_or_are_refused(live, launch):
     body = chat(max_token=5) | {"messages": [{"role": "user", "content": "a", "colour": 1}]}
     _, _, response = await live.post(CHAT, body)
@@ -260,7 +267,10 @@ async def test_unknown_fields_warn_or_are_refused(live, launch):
     async with launch(strict=True) as strict:
         status, answer, _ = await strict.post(CHAT, body)
         assert (status, answer["error"]["code"]) == (400, "unknown_parameter")
-        assert (await strict.post(CHAT, chat()))[0] == 200
+        status, answer, _ = await strict.post(CHAT, chat())
+        assert status == 200
+        earlier = answer["choices"][0]["message"] | {"audio": None, "function_call": None}  # as OpenAI's clients add
+        assert (await strict.post(CHAT, {"messages": [*chat()["messages"], earlier, *chat()["messages"]]}))[0] == 200
 
 
 async def test_a_model_without_a_template_serves_completions_only(live):

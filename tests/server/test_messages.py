@@ -35,7 +35,7 @@ async def test_a_whole_answer(live, story):
     status, body, response = await live.post(MESSAGES, ASK | {"metadata": {"user_id": "me"}})
     assert status == 200
     assert response.headers["Request-Id"] == response.headers["X-Request-Id"]
-    assert body["content"] == [{"type": "text", "text": story}]
+    assert body["content"] == [{"type": "text", "text": story, "citations": []}]
     assert (body["type"], body["role"], body["model"]) == ("message", "assistant", "org/tiny")
     assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
     usage = body["usage"]
