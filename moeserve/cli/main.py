@@ -40,6 +40,7 @@ COMMANDS = {
     "receipt-key": Command("Look", "verify:ReceiptKey", "make a key that signs receipts"),
     "config show": Command("Look", "config:Show", "print every setting with its origin"),
     "config check": Command("Look", "config:Check", "check a --config file without starting anything"),
+    "plan": Command("Plan", "plan", "which layout of a model on some devices serves a load best, and why"),
     "simulate": Command("Plan", "simulate", "run a trace through the real scheduler in simulated time"),
     "collect-env": Command("Look", "collect_env", "versions and hardware, for a bug report"),
 }

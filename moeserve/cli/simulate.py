@@ -185,6 +185,5 @@ def _measure(config: Config, path: Path) -> int:
     write(path, found)
     print(f"{found.num_samples} steps, median error of the fit {100 * found.error:.1f} %")
     print("\n".join(f"  {name:<20}{1e6 * value:>12.4f} us" for name, value in found.terms.items()))
-    print(f"  between two steps {1e6 * found.gap[0]:.0f} us and {1e6 * found.gap[1]:.2f} per request; "
-          f"to the client and back {1e3 * found.delay_s:.2f} ms\nwritten: {path}")  # fmt: skip
+    print(f"  between two steps {1e6 * found.gap_s:.0f} us; to the client and back {1e3 * found.delay_s:.2f} ms\nwritten: {path}")  # fmt: skip
     return 0

@@ -1,9 +1,11 @@
-"""Seconds of a step from measured ones: a few coefficients, none negative, fitted so that relative errors are least."""
+"""Seconds of a step from measured ones: a table over tokens with a few terms beside it, none negative, fitted together
+so that relative errors are least."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -14,38 +16,38 @@ from moeserve.errors import ConfigError
 from moeserve.plan.roofline import Shape, Spans
 
 F64 = NDArray[np.float64]
-TERMS = ("step", "distinct experts", "expert rows", "tokens", "requests", "positions read", "query positions")
+KNOTS = tuple(2**i for i in range(12))  # tokens of a step, between which its time is interpolated
+ROUNDS, INTERRUPTED = 4, 3.0
+TERMS = (*(f"{n} tokens" for n in KNOTS), "other engines' tokens", "requests", "positions read", "query positions")
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A measured step of one engine. total: tokens of all engines. device_s: in the model; host_s: until the next step
-    began, where the engine had another one ready."""
+    """A measured step, as `features` takes it. device_s: in the model. period_s: between two results there, where the
+    engine had the next step ready."""
 
     tokens: int
     rows: int
     reads: float
     pairs: float
-    total: int
+    others: int
     device_s: float
-    host_s: float | None = None
+    period_s: float | None = None
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """A file of `moeserve simulate --measure`.
 
-    model: its architecture and what it was measured with. terms: seconds of each of TERMS. gap: seconds between two
-    steps, and per request in them. delay_s: from a client to the engine and back. error: median relative error of the
+    model: its architecture and what it was measured with. terms: seconds of each of TERMS. gap_s: between two steps.
+    delay_s: from a client to the engine and back. error: median relative error of the
     fit.
     """
 
     model: str
     dp: int
     tp: int
-    num_experts: int
-    top_k: int
     limits: dict[str, int | bool]
     terms: dict[str, float]
-    gap: tuple[float, float]
+    gap_s: float
     delay_s: float
     num_samples: int
     error: float
@@ -62,59 +64,64 @@ class MeasuredCost:
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """See `StepCost`: the slowest engine's time, and what passes before the next step."""
-        total = sum(shape.tokens for shape in shapes)
-        device_s = max(
-            float(features(s.tokens, s.rows, s.reads[0], s.pairs[0], total, self._file) @ self._terms)
-            for s in shapes
-            if s.rows
-        )
-        return device_s + self._file.gap[0] + self._file.gap[1] * max(shape.rows for shape in shapes)
+        most = max(shapes)  # by tokens
+        others = sum(shape.tokens for shape in shapes) - most.tokens
+        device_s = features(most.tokens, most.rows, most.reads[0], most.pairs[0], others) @ self._terms
+        return float(device_s) + self._file.gap_s
 
     def host_seconds(self, shape: Shape) -> float:
         """See `StepCost`: 0, as it is part of `seconds`."""
         return 0.0
 
 
-def features(tokens: float, rows: float, reads: float, pairs: float, total: float, of: Calibration) -> F64:
-    """Returns the numbers that the seconds of a step are linear in, in the order of TERMS."""
-    distinct = of.num_experts * (1 - (1 - of.top_k / of.num_experts) ** total) if of.num_experts else 0.0
-    return np.array([1.0, distinct, total * of.top_k / of.dp, tokens, rows, reads, pairs])
+def features(tokens: float, rows: float, reads: float, pairs: float, others: float) -> F64:
+    """Returns the numbers that the seconds of a step are linear in, in the order of TERMS: those of the engine with most
+    tokens, and the others' tokens. 3 tokens lie in the middle between 2 and 4; beyond the last knot time grows as
+    tokens do."""
+    knots = np.zeros(len(KNOTS))
+    above = min(int(np.searchsorted(KNOTS, tokens)), len(KNOTS) - 1)
+    if tokens > KNOTS[-1] or not above:
+        knots[above] = tokens / KNOTS[above]
+    else:
+        low, high = KNOTS[above - 1 : above + 1]
+        knots[above] = (tokens - low) / (high - low)
+        knots[above - 1] = 1 - knots[above]
+    return np.concatenate((knots, (others, rows, reads, pairs)))
 
 
 def fit(samples: Sequence[Sample], unfitted: Calibration) -> Calibration:
     """Returns the calibration with terms, gap and error of these samples. Raises ConfigError if there are too few."""
     if len(samples) < 2 * len(TERMS):
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(TERMS)} terms")
-    x = np.array([features(s.tokens, s.rows, s.reads, s.pairs, s.total, unfitted) for s in samples])
+    x = np.array([features(s.tokens, s.rows, s.reads, s.pairs, s.others) for s in samples])
     device_s = np.array([s.device_s for s in samples])
-    terms = not_negative(x / device_s[:, None], np.ones(len(samples)))
-    followed = [(s.rows, s.host_s) for s in samples if s.host_s is not None]
-    rows, between_s = np.array(followed or [(1, 0.0)]).T
-    first, each = not_negative(np.stack((np.ones_like(rows), rows), 1), between_s)
-    gap = float(first), float(each)
+    terms = not_negative(x, device_s)
+    between_s = [s.period_s - s.device_s for s in samples if s.period_s is not None]
+    gap_s = max(0.0, median(between_s)) if between_s else 0.0
     error = float(np.median(np.abs(x @ terms / device_s - 1)))
     return msgspec.structs.replace(
-        unfitted, terms=dict(zip(TERMS, map(float, terms), strict=True)), gap=gap, num_samples=len(samples), error=error
+        unfitted, terms=dict(zip(TERMS, map(float, terms), strict=True)), gap_s=gap_s, num_samples=len(samples), error=error
     )
 
 
 def not_negative(x: F64, y: F64) -> F64:
-    """Returns the least squares solution of x @ a = y without negative numbers: the most negative one becomes 0 until
-    there are none. Large deviations count less, twice over: a step that the machine interrupted says little."""
-    weight = np.ones(len(y))
+    """Returns a >= 0 such that the relative errors of x @ a are least, and 0 on average: they are relative to x @ a
+    itself, which the last round gave. Steps that took much longer were interrupted, and do not count."""
     a = np.zeros(x.shape[1])
-    for _ in range(3):
-        left = [i for i in range(x.shape[1]) if np.any(x[:, i])]
+    size = y
+    for _ in range(ROUNDS):
+        usual = y < INTERRUPTED * size
+        left = np.flatnonzero(x[usual].any(0)).tolist()
         a[:] = 0.0
         while left:
-            scale = np.linalg.norm(x[:, left], axis=0)
-            found = np.linalg.lstsq(x[:, left] / scale * weight[:, None], y * weight, rcond=None)[0] / scale
+            columns = x[usual][:, left] / size[usual, None]
+            norm = np.linalg.norm(columns, axis=0)
+            found = np.linalg.lstsq(columns / norm, y[usual] / size[usual], rcond=None)[0]
             if (found >= 0).all():
-                a[left] = found
+                a[left] = found / norm
                 break
-            left.pop(int((found * scale).argmin()))
-        off = np.abs(x @ a - y)
-        weight = 1 / np.maximum(1.0, off / max(1e-12, 1.5 * float(np.median(off)))) ** 0.5
+            left.pop(int(found.argmin()))
+        size = np.maximum(x @ a, 1e-9)
     return a
 
 
