@@ -56,7 +56,7 @@ def main() -> None:
     threads = {"threads": 1} if asked.dp > 1 else {}
     config = config_of(
         asked.model, dp=asked.dp, max_num_seqs=64, max_model_len=1024, kv_cache_bytes=2**28, rebalance="off",
-        enable_prefix_caching=False, skip_tokenizer_init=True, dbo="off", **threads,
+        enable_prefix_caching=False, skip_tokenizer_init=True, dbo="off", fork_server="off", **threads,
     )  # fmt: skip
     rounds = [asyncio.run(compare(config, asked, seed)) for seed in range(asked.rounds)]
     errors = [load["error"][key] for found in rounds for load in found["loads"] for key in COMPARED]

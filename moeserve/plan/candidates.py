@@ -21,6 +21,7 @@ from moeserve.plan.memory import RankMemory, rank_memory
 from moeserve.plan.roofline import Roofline, Shape
 
 STEP_TOKENS = (2048, 8192)
+CROWDED = 1.1  # KV blocks for each of the tokens held on average, above which requests preempt each other
 ROUNDS = 60
 
 
@@ -74,7 +75,8 @@ class Candidate:
         dp, limits = self.config.parallel.dp, self.memory.limits
         rate = load.rate / dp
         held = load.input + load.output / 2
-        most_rows = min(limits.max_num_seqs, limits.num_blocks * limits.block_size / (load.input + load.output))
+        kv_rows = limits.num_blocks * limits.block_size / (held * CROWDED)
+        most_rows = min(limits.max_num_seqs, kv_rows)
         decode = prefill = {"": 0.0}
         step_s, rows, share = 1e-3, 0.0, 0.0
         for _ in range(ROUNDS):
@@ -100,7 +102,7 @@ class Candidate:
         steps = math.ceil(load.input / chunk)
         queue = chunks / max(1e-6, 1 - chunks)  # prompts before this one, as in a queue with random arrivals
         ttft_s = 1.5 * step_s + (steps + queue) * times[1]
-        used = {"requests at once": rows / limits.max_num_seqs, "KV blocks": rows / most_rows, "reading prompts": chunks}
+        used = {"requests at once": rows / limits.max_num_seqs, "KV blocks": rows / kv_rows, "reading prompts": chunks}
         return Estimate(ttft_s, step_s, rows, share, max(used, key=lambda key: used[key]), decode, prefill)
 
     def _sums(

@@ -4,7 +4,8 @@ The shares are from kernels measured on H100, H800 and H200 by others: fused exp
 H200's 4.8 TB/s and compute 0.33 PFLOP/s in bf16 (vLLM's tables, 128 experts of 704 by 2,816); attention with latents
 reads 0.9 of the bandwidth and computes 0.58 PFLOP/s (FlashMLA on H800); fp8 products 0.93 to 1.35 of 1.98 PFLOP/s
 (DeepGEMM on H800). Those of all2all are from DeepEP's table of 8 to 128 ranks (128 tokens, width 7,168, 8 experts).
-None was fitted to the throughput of a server.
+A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`, was fitted to the throughput of a server:
+decode and 4k prefill of SGLang's 96 H100; benchmarks/published.py compares with others.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from moeserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What one device sends over, in bytes per second as reached, and the seconds that a message takes at least."""
+    """What one device sends over, in bytes per second as reached, and the seconds that a message takes at least.
+    gather_bytes_per_s: of gathers between tensor-parallel devices; 0: none are made over it."""
 
     name: str
     bytes_per_s: float
     latency_s: float
+    gather_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,7 @@ class Device:
 
     reads, dense, expert, attention: the shares that kernels reach, of the bandwidth, and of the operations in dense
     products, expert products and attention. overlap: the part of the shorter one of reading and computing that the
-    longer one hides. launch_s: of the kernels of a layer, in a graph. host_s, host_row_s: the host's work on a step and
+    longer one hides. in_situ: the speed that kernels keep among others, in a server. launch_s: of the kernels of a layer, in a graph. host_s, host_row_s: the host's work on a step and
     on each of its requests, beside the device's. peer: within a machine; num_peers: devices of the usual machine.
     """
 
@@ -44,19 +47,20 @@ class Device:
     num_peers: int = 8
     reads: float = 0.82
     dense: float = 0.70
-    expert: float = 0.36
+    expert: float = 0.45
     expert_8bit: float = 0.50
     attention: float = 0.55
     overlap: float = 0.6
+    in_situ: float = 0.70
     launch_s: float = 20e-6
     host_s: float = 300e-6
     host_row_s: float = 1.5e-6
 
 
-NVLINK4 = Link(name="NVLink 4", bytes_per_s=150e9, latency_s=25e-6)
-NVLINK5 = Link(name="NVLink 5", bytes_per_s=300e9, latency_s=20e-6)
-NVLINK3 = Link(name="NVLink 3", bytes_per_s=100e9, latency_s=25e-6)
-PCIE4 = Link(name="PCIe 4", bytes_per_s=20e9, latency_s=40e-6)
+NVLINK4 = Link(name="NVLink 4", bytes_per_s=150e9, latency_s=25e-6, gather_bytes_per_s=315e9)
+NVLINK5 = Link(name="NVLink 5", bytes_per_s=300e9, latency_s=20e-6, gather_bytes_per_s=630e9)
+NVLINK3 = Link(name="NVLink 3", bytes_per_s=100e9, latency_s=25e-6, gather_bytes_per_s=210e9)
+PCIE4 = Link(name="PCIe 4", bytes_per_s=20e9, latency_s=40e-6, gather_bytes_per_s=20e9)
 LINKS = {
     "ib400": Link(name="InfiniBand 400G", bytes_per_s=45e9, latency_s=25e-6),
     "ib200": Link(name="InfiniBand 200G", bytes_per_s=22e9, latency_s=25e-6),

@@ -123,6 +123,11 @@ class Roofline:
                 state = sum(t.heads * t.width for t in layer.mixer.cache(self.tp) if t.per_tile)
                 self.state_bytes += 8.0 * state
         self.spans: Spans = tuple(dict.fromkeys(span for span, _, _ in reads)) or (None,)
+        # A product reads its inputs and writes its outputs, and one pass over them lies before it; an expert's rows are
+        # copied there and back as well.
+        elements = sum(3 * inputs + outputs for outputs, inputs in spec.products()) / self.tp
+        self.passes = elements * self.itemsize
+        self.expert_passes = (5 * spec.hidden_size + 6 * spec.expert_size) * self.itemsize
         self.attending = [Attending(self.spans.index(s), n, size, ops) for (s, size, ops), n in reads.items()]
         dense_8bit = self.weights.dense_bytes < 1.5 * self.weights.dense and bool(spec.stored)
         expert_8bit = spec.expert_weights * 1.5 > self.weights.expert_bytes and any(f.kind == "fp8" for f in spec.stored)
@@ -162,7 +167,7 @@ class Roofline:
         dense = busy * self._roof(weights.dense_bytes, 2 * weights.dense * tokens / max(1, busy), self.dense_flops)
         attention = max((self._attention(shape) for shape in shapes), default=0.0)
         attention += rows * self.state_bytes / (device.reads * device.bytes_per_s)
-        experts = 0.0
+        experts = local = 0.0
         if self.load is not None:
             # Each rank of an engine sends a part of its tokens; a rank alone computes all of its own.
             seen, spread = (total, self.ep) if self.ep > 1 else (tokens, 1)
@@ -173,12 +178,15 @@ class Roofline:
         gathers = 0.0
         if self.tp > 1:
             sent = tokens * self.spec.hidden_size * self.itemsize * (self.tp - 1) / self.tp
-            gathers = 2 * len(self.spec.layers) * (parts * device.peer.latency_s / 2 + sent / device.peer.bytes_per_s)
+            gathers = 2 * len(self.spec.layers) * (parts * device.peer.latency_s / 2 + sent / device.peer.gather_bytes_per_s)
+        passes = tokens * self.passes + (local * parts * weights.moe_layers * self.expert_passes if self.load else 0.0)
         launch = parts * len(self.spec.layers) * device.launch_s + (SYNC_S if len(shapes) > 1 else 0.0)
-        return {
+        between = passes / (device.reads * device.bytes_per_s)
+        kernels = {
             "dense layers": dense, "attention": attention, "experts": experts, "LM head": head,
-            "tp gathers": gathers, "launch": launch,
+            "between products": between, "tp gathers": gathers,
         }  # fmt: skip
+        return {name: value / device.in_situ for name, value in kernels.items()} | {"launch": launch}
 
     def _roof(self, num_bytes: float, operations: float, flops: float) -> float:
         reading, computing = num_bytes / (self.device.reads * self.device.bytes_per_s), operations / flops
@@ -209,7 +217,7 @@ class Roofline:
             direct += tokens * k * size * (far / link.bytes_per_s + (1 - far) / peer.bytes_per_s)
             staged = parts * FAR_LATENCY_S + tokens * size * max(machines / link.bytes_per_s, k / peer.bytes_per_s)
             seconds += min(direct, staged) if far else direct
-        return self.weights.moe_layers * seconds
+        return self.weights.moe_layers * seconds / self.device.in_situ
 
 
 class Sampled:
