@@ -18,7 +18,7 @@ from tests.specs import make_spec
 QWEN3_30B = make_spec(
     num_layers=48, moe_layers=[True] * 48, num_heads=32, num_kv_heads=4, head_dim=128, num_experts=128,
     experts_per_token=8, expert_size=768, hidden_size=2048, vocab_size=151936, dtype="bfloat16",
-    architecture="Qwen3MoeForCausalLM",
+    architecture="Qwen3MoeForCausalLM", max_position=40960,
 )  # fmt: skip
 # One that does at once what it is told: 1 byte and 1 operation a second, and nothing beside them.
 PLAIN = replace(
