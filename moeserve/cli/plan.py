@@ -62,9 +62,12 @@ def run(args: argparse.Namespace) -> int:
         raise DoesNotFit("no layout fits:\n" + "\n".join(f"  {c.name}: {c.refused}" for c in found))
     rated = sorted(((c.capacity(load), c) for c in able), key=lambda pair: -pair[0])
     _print_layouts(rated, load)
-    for candidate in found if args.explain else []:
+    refused: dict[str, list[str]] = {}
+    for candidate in found:
         if candidate.refused:
-            print(f"refused  {candidate.name}: {candidate.refused}")
+            refused.setdefault(candidate.refused.split(". ")[0], []).append(candidate.name)
+    for why, names in refused.items():
+        print(f"refused: {why}:\n    {', '.join(names)}\n" if args.explain else f"refused: {len(names)}: {why}\n")
     best = _confirm(rated[:SIMULATED], load, args)
     _print_best(best, rated, load, cluster, args.explain)
     return 0
@@ -122,17 +125,16 @@ def _confirm(
     """Simulates layouts at the load; returns the one that keeps the goals with most to spare, or comes nearest."""
     from moeserve.plan.report import summarise
 
-    trace = read_load(args)
     tried = []
     for capacity, candidate in rated:
         assert candidate.memory is not None
         assert candidate.cost is not None
         dp = candidate.config.parallel.dp
         few = next(n for n in range(min(dp, MOST_ENGINES), 0, -1) if dp % n == 0)
+        trace = read_load(args, few / dp)
         limits, groups = candidate.memory.limits, candidate.memory.groups
         done = simulate(limits, groups, candidate.cost, trace, dp, few, together=together(candidate.config))
-        result = summarise(done.clients, done.steps)
-        result["output_throughput"] *= dp / few
+        result = summarise(done.clients, done.steps, copies=done.copies)
         ratio = max(
             result["p99_ttft_ms"] / (1e3 * load.ttft_s), result["p99_tpot_ms"] / (1e3 * load.itl_s), 0.0,
             0.0 if math.isfinite(load.itl_s + load.ttft_s) else load.rate / max(capacity, 1e-9),

@@ -6,21 +6,21 @@ import argparse
 import asyncio
 import json
 import math
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from moeserve.config import Config, Limits
     from moeserve.engine.blocks import KVGroup
     from moeserve.models.spec import ModelSpec
     from moeserve.plan.roofline import StepCost
+    from moeserve.plan.simulator import Simulation
     from moeserve.plan.trace import Trace
 
 
@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("simulate needs one of --gpus, --calibration and --measure")
     if args.measure:
         return _measure(config, args.measure)
-    trace = read_load(args)
     limits, groups, cost, delay_s = _calibrated(args.calibration, config) if args.calibration else _modelled(args, config)
     dp = config.parallel.dp
     few = args.engines or dp
@@ -67,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--engines {few}: must be from 1 to --dp {dp}")
     from moeserve.plan.report import summarise, table
 
+    trace = read_load(args, few / dp)
     began_s = time.perf_counter()
     simulation = simulate(limits, groups, cost, trace, dp, few, together=together(config))
     took_s = time.perf_counter() - began_s
-    result = summarise(simulation.clients, simulation.steps, delay_s)
+    result = summarise(simulation.clients, simulation.steps, delay_s, simulation.copies)
     result |= {"wall_s": round(took_s, 3), "engines": few, "stands_for": dp / few}
     print(json.dumps(result, indent=2) if args.json else table(result))
     if not args.json:
@@ -79,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_load(args: argparse.Namespace) -> Trace:
-    """Returns the requests that the flags describe; of a trace's engines, those simulated get their share."""
+def read_load(args: argparse.Namespace, part: float = 1.0) -> Trace:
+    """Returns the requests that the flags describe, or a random part of them."""
     from moeserve.cli.bench.load import arrival_times
-    from moeserve.plan.trace import read_trace, synthetic
+    from moeserve.plan.trace import Trace, read_trace, synthetic
 
     for name in ("input", "output", "num_requests"):
         if getattr(args, name) < 1:
@@ -91,11 +91,13 @@ def read_load(args: argparse.Namespace) -> Trace:
         raise ConfigError(f"--spread must be from 0 to below 1, got {args.spread}")
     rate = read_rate(args.rates) if args.rates else None
     if getattr(args, "trace", None):
-        times = None if rate is None else iter(arrival_times(1_000_000, rate, 1.0, args.seed))
-        return read_trace(args.trace, times)
+        whole = read_trace(args.trace, rate)
+        rng = random.Random(args.seed)
+        return whole if part == 1 else Trace([arrival for arrival in whole.arrivals if rng.random() < part])
     if rate is None:
         raise ConfigError("say how many requests come per second by --rates 20/s, or give a --trace")
-    return synthetic(arrival_times(args.num_requests, rate, 1.0, args.seed), args.input, args.output, args.spread, args.seed)
+    times_s = arrival_times(max(1, round(part * args.num_requests)), part * rate, 1.0, args.seed)
+    return synthetic(times_s, args.input, args.output, args.spread, args.seed)
 
 
 def read_rate(text: str) -> float:
@@ -117,19 +119,15 @@ def together(config: Config) -> bool:
 
 def simulate(
     limits: Limits, groups: tuple[KVGroup, ...], cost: StepCost, trace: Trace, dp: int, few: int, *, together: bool
-) -> Any:
-    """Runs a trace on `few` engines that stand for dp of them; they get their share of the requests."""
-    from moeserve.plan.roofline import Sampled
+) -> Simulation:
+    """Runs a trace, which is their share of all requests, on `few` engines that stand for dp of them."""
     from moeserve.plan.simulator import Simulation
-    from moeserve.plan.trace import Trace
 
-    if few < dp:
-        trace, cost = Trace(trace.arrivals[:: round(dp / few)]), Sampled(cost, dp)
     limits = replace(
         limits, enable_prefix_caching=limits.enable_prefix_caching and trace.shares_prefixes,
         max_model_len=min(limits.max_model_len, trace.longest + 1),
     )  # fmt: skip
-    simulation = Simulation(limits, groups, cost, few, together=together)
+    simulation = Simulation(limits, groups, cost, few, together=together, copies=dp / few)
     simulation.run(trace)
     return simulation
 

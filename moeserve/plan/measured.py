@@ -62,10 +62,10 @@ class MeasuredCost:
         self._file = calibration
         self._terms = np.array([calibration.terms[name] for name in TERMS])
 
-    def seconds(self, shapes: Sequence[Shape]) -> float:
+    def seconds(self, shapes: Sequence[Shape], copies: float = 1.0) -> float:
         """See `StepCost`: the slowest engine's time, and what passes before the next step."""
         most = max(shapes)  # by tokens
-        others = sum(shape.tokens for shape in shapes) - most.tokens
+        others = copies * sum(shape.tokens for shape in shapes) - most.tokens
         device_s = features(most.tokens, most.rows, most.reads[0], most.pairs[0], others) @ self._terms
         return float(device_s) + self._file.gap_s
 

@@ -53,9 +53,9 @@ class Steps:
     refused: dict[str, int] = field(default_factory=dict)
 
 
-def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str, Any]:
+def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0, copies: float = 1.0) -> dict[str, Any]:
     """Returns the numbers of a simulation. Times in ms, as `moeserve bench serve` names them. delay_s: from the engine
-    to the client and back."""
+    to the client and back. copies: engines that each simulated one stands for; throughputs are those of all."""
     done = clients.done
     duration_s = float(np.nanmax(clients.last_s) - clients.at_s[0]) if done.any() else 0.0
     tokens = int(clients.tokens.sum())
@@ -65,8 +65,8 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
     tpot_s = (clients.last_s - clients.first_s)[done][several] / (clients.tokens[done][several] - 1)
     result: dict[str, Any] = {
         "requests": len(done), "completed": int(done.sum()), "refused": sum(steps.refused.values()),
-        "duration": duration_s, "request_throughput": done.sum() / duration_s if duration_s else 0.0,
-        "output_throughput": tokens / duration_s if duration_s else 0.0,
+        "duration": duration_s, "request_throughput": copies * done.sum() / duration_s if duration_s else 0.0,
+        "output_throughput": copies * tokens / duration_s if duration_s else 0.0,
         "steps": steps.number, "empty_steps": steps.empty, "mean_rows": steps.rows / max(1, steps.number - steps.empty),
         "preemptions": steps.preempted, "most_waiting": steps.most_waiting, "peak_kv_use": 1 - steps.least_free,
         "cached_share": steps.cached_tokens / max(1, steps.prompt_tokens),

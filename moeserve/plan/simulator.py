@@ -100,7 +100,7 @@ class Group:
             return False
         busy = [shape for shape in shapes if shape.rows]
         begin_s = max(self._now_s, self._free_s)
-        took_s = self._cost.seconds(shapes)
+        took_s = self._cost.seconds(shapes, self._simulation.copies)
         self._free_s = begin_s + took_s
         self._in_flight.append((plans, self._free_s, max(map(self._cost.host_seconds, busy))))
         steps = self._simulation.steps
@@ -124,15 +124,15 @@ class Group:
 class Simulation:
     """One run of a trace. cost: of a step of all engines that step together.
 
-    dp: engines, which form one group if `together`, or each its own. stands_for: engines that each simulated one stands
-    for; requests are those of the simulated ones. observe: is told of every plan.
+    dp: engines that are simulated, which form one group if `together`, or each its own. copies: engines that each of
+    them stands for; requests are those of the simulated ones. observe: is told of every plan.
     """
 
     def __init__(
         self, limits: Limits, groups: tuple[KVGroup, ...], cost: StepCost, dp: int = 1, *, together: bool = True,
-        observe: Observe | None = None,
+        copies: float = 1.0, observe: Observe | None = None,
     ) -> None:  # fmt: skip
-        self.steps = Steps()
+        self.steps, self.copies = Steps(), copies
         engines = [Engine(rank, limits, groups) for rank in range(dp)]
         parts = [engines] if together else [[engine] for engine in engines]
         self.groups = [Group(part, cost, self, observe) for part in parts]

@@ -81,15 +81,15 @@ def prompt_of(rid: int, arrival: Arrival) -> bytes:
     return np.resize(np.repeat(ids, MOONCAKE_BLOCK), arrival.input).tobytes()
 
 
-def read_trace(path: Path, times_s: Iterator[float] | None = None) -> Trace:
-    """Reads a file of any of the kinds. times_s: when requests come, for files that do not say it, and in place of what
-    others say. Raises ConfigError naming file, line and what was expected."""
+def read_trace(path: Path, rate: float | None = None) -> Trace:
+    """Reads a file of any of the kinds. rate: requests per second, for files that do not say when each comes; times of
+    others are stretched to it. Raises ConfigError naming file, line and what was expected."""
     try:
         text = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror}") from error
     if text.lstrip()[:1] == b"[":
-        if times_s is None:
+        if rate is None:
             raise ConfigError(f"--trace {path}: conversations have no times; say how many come per second by --rates")
         found = list(_conversations(path, text))
     else:
@@ -97,10 +97,12 @@ def read_trace(path: Path, times_s: Iterator[float] | None = None) -> Trace:
     if not found:
         raise ConfigError(f"--trace {path}: there is no request in it")
     found.sort(key=lambda arrival: arrival.at_s)
-    if times_s is not None:
-        found = [arrival._replace(at_s=at) for arrival, at in zip(found, times_s, strict=False)]
-    first_s = found[0].at_s
-    return Trace([arrival._replace(at_s=arrival.at_s - first_s) for arrival in found])
+    first_s, lasts_s = found[0].at_s, found[-1].at_s - found[0].at_s
+    if rate is None or lasts_s:
+        stretch = 1.0 if rate is None else len(found) / rate / lasts_s
+        return Trace([arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in found])
+    gaps_s = np.random.default_rng(0).exponential(1 / rate, len(found))
+    return Trace([arrival._replace(at_s=float(at)) for arrival, at in zip(found, gaps_s.cumsum(), strict=True)])
 
 
 def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:

@@ -28,7 +28,7 @@ def test_simulate_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path
     trace.write_text("\n".join(map(json.dumps, lines)))
     assert main(["simulate", *DEMO, "--gpus", "8xH100", "--dp", "4", "--engines", "2", "--trace", str(trace), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["completed"] == 15
+    assert 5 < found["completed"] == found["requests"] < 25
     assert found["stands_for"] == 2
     assert found["cached_share"] > 0.5
 

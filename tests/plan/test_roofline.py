@@ -12,7 +12,7 @@ import pytest
 from moeserve.config import config_of
 from moeserve.plan.hardware import DEVICES, LINKS
 from moeserve.plan.memory import rank_weights
-from moeserve.plan.roofline import ExpertLoad, Roofline, Sampled, Shape, shape_of
+from moeserve.plan.roofline import ExpertLoad, Roofline, Shape, shape_of
 from tests.specs import make_spec
 
 QWEN3_30B = make_spec(
@@ -109,4 +109,4 @@ def test_micro_batches_are_taken_only_where_they_save_time() -> None:
 def test_engines_that_stand_for_others_cost_what_all_do() -> None:
     cost = roofline(DEVICES["h100"], dp=32)
     shape = Shape(64, 64, 64, (64e3,), (64e3,))
-    assert Sampled(cost, 32).seconds([shape] * 4) == cost.seconds([shape] * 32)
+    assert cost.seconds([shape] * 4, 8.0) == cost.seconds([shape] * 32)

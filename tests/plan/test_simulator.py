@@ -37,7 +37,7 @@ class EverySecond:
 
     spans = (None,)
 
-    def seconds(self, shapes: Sequence[Shape]) -> float:
+    def seconds(self, shapes: Sequence[Shape], copies: float = 1.0) -> float:
         return 1.0
 
     def host_seconds(self, shape: Shape) -> float:
@@ -134,7 +134,7 @@ def test_times_follow_from_steps() -> None:
 
 def test_the_slowest_engine_holds_up_the_others() -> None:
     class ByTokens(EverySecond):
-        def seconds(self, shapes: Sequence[Shape]) -> float:
+        def seconds(self, shapes: Sequence[Shape], copies: float = 1.0) -> float:
             return float(max(shape.tokens for shape in shapes))
 
     trace = Trace([Arrival(0.0, 16, 2), Arrival(0.0, 4, 2)])

@@ -24,6 +24,7 @@ def test_mooncake(tmp_path: Path) -> None:
     )
     trace = read_trace(write(tmp_path / "t.jsonl", *lines))
     assert trace.arrivals == [Arrival(0.0, 600, 9, (5, 8)), Arrival(2.0, 1000, 7, (5, 6))]
+    assert [a.at_s for a in read_trace(tmp_path / "t.jsonl", 10.0).arrivals] == [0.0, 0.2]
     assert trace.shares_prefixes
     one, two = (np.frombuffer(prompt_of(i, a), "<i4") for i, a in enumerate(trace.arrivals))
     assert (len(one), len(two)) == (600, 1000)
@@ -42,7 +43,8 @@ def test_access_log_without_requests_that_generated_nothing(tmp_path: Path) -> N
 def test_sharegpt_needs_times(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "y" * 80}]
     path = write(tmp_path / "s.json", [{"conversations": turns}, {"conversations": turns[:1]}])
-    assert read_trace(path, iter([4.0, 5.0])).arrivals == [Arrival(0.0, 10, 20)]
+    found = read_trace(path, 4.0).arrivals
+    assert [(arrival.input, arrival.output) for arrival in found] == [(10, 20)]
     with pytest.raises(ConfigError, match="--rates"):
         read_trace(path)
 
