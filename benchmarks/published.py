@@ -3,8 +3,8 @@
     python -m benchmarks.published
 
 Only the two rows marked as fitted set a number of the model (`in_situ` in moeserve/plan/hardware.py). Sources are named
-in each row. Layouts that share experts by columns (TP) are left out: this engine does not run them. Where their engines multiply latents out for prompts (MHA form), the model does so as well; moeserve attends
-to latents themselves, as docs/planning.md tells.
+in each row. Layouts that share experts by columns (TP) are left out: this engine does not run them. Where their engines
+multiply latents out for prompts, the model does so as well; moeserve attends to latents themselves (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ QWEN3_30B: dict[str, Any] = {
 }  # fmt: skip
 H100_NVL = replace(DEVICES["h100"], name="H100 NVL", memory=94 * 10**9, bytes_per_s=3.9e12, flops=835e12)
 BLOG = "lm-sys blog, 2025-05-05"
+PROFILE = "deepseek-ai profile-data, in the " + BLOG
+PREFILLS = ((1024, 57_700), (2048, 54_500), (4096, 50_300))
 
 
 def main() -> None:
@@ -58,14 +60,15 @@ def table() -> list[dict[str, Any]]:
     v3, qwen = spec_of(DEEPSEEK_V3), spec_of(QWEN3_30B)
     h100, h200 = DEVICES["h100"], DEVICES["h200"]
     rows = [
-        row("DeepSeek profile, H800, prefill EP32, 4k prompts, tokens/s/node", "deepseek-ai profile-data, in " + BLOG, 62_713,
+        row("DeepSeek profile, H800, prefill EP32, 4k prompts, tokens/s/node", PROFILE, 62_713,
             8 * prefill(v3, h100, 32, 16_384, 4096)),
-        row("DeepSeek profile, H800, decode EP128, 128 rows, 4k, tokens/s/node", "deepseek-ai profile-data, in " + BLOG,
+        row("DeepSeek profile, H800, decode EP128, 128 rows, 4k, tokens/s/node", PROFILE,
             18_598, 8 * decode(v3, h100, 128, 128, 4096)),
-        row("SGLang, 96 H100, decode EP72, 256 rows, 2k, tokens/s/node", BLOG, 22_282, 8 * decode(v3, h100, 72, 256, 2048),
-            fitted=True),
+        row("SGLang, 96 H100, decode EP72, 256 rows, 2k, tokens/s/node", BLOG, 22_282,
+            8 * decode(v3, h100, 72, 256, 2048), fitted=True),
         *(row(f"SGLang, 96 H100, prefill EP32, {n // 1024}k prompts, tokens/s/node", BLOG, there,
-              8 * prefill(v3, h100, 32, 16_384, n), fitted=n == 4096) for n, there in ((1024, 57_700), (2048, 54_500), (4096, 50_300))),
+              8 * prefill(v3, h100, 32, 16_384, n), fitted=n == 4096)
+          for n, there in PREFILLS),
         row("TensorRT-LLM, 8 H200, R1 fp8 DEP8, 1000/1000, output tokens/s/GPU", "TensorRT-LLM perf overview", 1627,
             served(v3, h200, 8, 1, 1000, 1000, 1024, 2048, 900_000) * 1000 / 8),
         row("vLLM, H100 NVL, Qwen3-30B-A3B, 4096/8, requests/s", "vllm#54742", 9.15,
@@ -77,7 +80,12 @@ def table() -> list[dict[str, Any]]:
     ]  # fmt: skip
     tokens = {64: 0.316, 512: 0.350, 4096: 0.691, 16384: 2.463}
     rows += [
-        row(f"vLLM experts, H200, 128 of 768 x 2048, {t} tokens, ms", "aiconfigurator-core", there, expert_ms(qwen, h200, t))
+        row(
+            f"vLLM experts, H200, 128 of 768 x 2048, {t} tokens, ms",
+            "aiconfigurator-core",
+            there,
+            expert_ms(qwen, h200, t),
+        )
         for t, there in tokens.items()
     ]
     return rows
@@ -128,7 +136,15 @@ def decode(spec: ModelSpec, device: Device, dp: int, rows: int, context: int) ->
 
 
 def served(
-    spec: ModelSpec, device: Device, dp: int, tp: int, num_input: int, num_output: int, rows: int, tokens: int = 8192, kv_tokens: int = 0,
+    spec: ModelSpec,
+    device: Device,
+    dp: int,
+    tp: int,
+    num_input: int,
+    num_output: int,
+    rows: int,
+    tokens: int = 8192,
+    kv_tokens: int = 0,
 ) -> float:
     """Returns the most requests per second of all engines, of at most so many rows each, in closed form."""
     config, cost = cost_of(spec, device, dp, tp, max_num_seqs=rows, max_num_batched_tokens=tokens)

@@ -1,4 +1,4 @@
-"""Predicted beside measured: real engines under three loads, and the simulator with the same requests at the same times.
+"""Predicted beside measured: real engines under three loads, and the simulator with the same requests at equal times.
 
     python -m benchmarks.simulate --dp 1
     python -m benchmarks.simulate --dp 2
@@ -6,7 +6,8 @@
 The engines are calibrated first, by closed batches and single prompts; then each load runs on the same engines: Poisson
 arrivals at these shares of the rate at which the simulator serves all requests that come at once. Client and front end
 share the machine with the engines, as they did in the calibration. A part during which other programs took more than
---foreign of the machine is repeated, up to --tries times in all. Goals: errors within 10 % at the median, 20 % at worst.
+--foreign of the machine is repeated, up to --tries times in all. Goals: errors within 10 % at the median, and 20 % at
+worst.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -78,7 +80,7 @@ class Alone:
             begin_s, busy_s, own_s = time.monotonic(), busy_seconds(), own_seconds()
             result = await work()
             took_s = time.monotonic() - begin_s
-            share = (busy_seconds() - busy_s - (own_seconds() - own_s)) / took_s / psutil.cpu_count()
+            share = (busy_seconds() - busy_s - (own_seconds() - own_s)) / took_s / (psutil.cpu_count() or 1)
             self._tries -= 1
             if share <= self._most or self._tries <= 0:
                 self.shares.append(round(share, 4))
@@ -101,7 +103,7 @@ def own_seconds() -> float:
 
 async def compare(config: Config, asked: argparse.Namespace, seed: int) -> dict[str, Any]:
     alone = Alone(asked.foreign, asked.tries)
-    calibration = await alone.run(lambda: measure(config))
+    calibration = await alone.run(partial(measure, config))
     spec = read_model_spec(resolve_model_dir(config.model.model))
     groups = groups_of(spec.kv_rules, config.cache.block_size)
 
@@ -119,7 +121,7 @@ async def compare(config: Config, asked: argparse.Namespace, seed: int) -> dict[
             rate = load * capacity
             times = arrival_times(max(20, round(rate * asked.seconds)), rate, 1.0, seed)
             trace = synthetic(times, INPUT, OUTPUT, SPREAD, seed)
-            measured = await alone.run(lambda trace=trace: serve(front, trace))
+            measured = await alone.run(partial(serve, front, trace))
             predicted = predict(trace)
             error = {key: predicted[key] / measured[key] - 1 for key in COMPARED}
             loads.append({
@@ -127,7 +129,12 @@ async def compare(config: Config, asked: argparse.Namespace, seed: int) -> dict[
                 "measured": {key: measured[key] for key in COMPARED},
                 "predicted": {key: predicted[key] for key in COMPARED},
             })  # fmt: skip
-    return {"capacity": capacity, "calibration": msgspec.to_builtins(calibration), "loads": loads, "foreign": alone.shares}
+    return {
+        "capacity": capacity,
+        "calibration": msgspec.to_builtins(calibration),
+        "loads": loads,
+        "foreign": alone.shares,
+    }
 
 
 async def serve(front: FrontEnd, trace: Trace) -> dict[str, Any]:

@@ -73,7 +73,9 @@ class LatentAttention(Mixer):
         if self.indexer is None:
             return (CacheRead(None, self.entry, operations),)
         chosen, width = CacheRead(self.indexer.top_k, self.entry, operations), self.indexer.dim
-        return (chosen,) if self.indexer.shared else (chosen, CacheRead(None, width, 2 * self.indexer.num_heads * width))
+        return (
+            (chosen,) if self.indexer.shared else (chosen, CacheRead(None, width, 2 * self.indexer.num_heads * width))
+        )
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""

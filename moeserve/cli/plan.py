@@ -25,7 +25,9 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds devices, load and goals, and the flags of `moeserve serve` without help."""
     parser.usage = "%(prog)s MODEL --gpus 2x8xH100 --rates 20/s [flags of `moeserve serve`]"
-    parser.add_argument("--gpus", required=True, metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)")
+    parser.add_argument(
+        "--gpus", required=True, metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)"
+    )
     parser.add_argument("--link", default="ib400", metavar="NAME", help="between machines [ib400]")
     parser.add_argument("--slo", default="", metavar="ttft=1s,itl=50ms", help="goals, each for 99 of 100 requests")
     parser.add_argument("--zipf", type=float, default=0.0, metavar="S", help="exponent of the experts' popularity [0]")
@@ -55,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"{spec.architecture}: {size.total / 1e9:.1f} B parameters, {size.active / 1e9:.1f} B for a token, {kinds}")
     print(f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
           f"{f', {cluster.link.name} between machines' if cluster.nodes > 1 else ''}")  # fmt: skip
-    print(f"{load.rate:g} requests/s of {args.input} + {args.output} tokens; max_model_len {config.model.max_model_len}\n")
+    print(
+        f"{load.rate:g} requests/s of {args.input} + {args.output} tokens; max_model_len {config.model.max_model_len}\n"
+    )
     found = list(candidates(spec, config, cluster, args.zipf))
     able = [candidate for candidate in found if not candidate.refused]
     if not able:
@@ -171,6 +175,7 @@ def _print_best(
         print(f"a rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, {weights.local_experts} experts of "
               f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.moe_layers} layers, "
               f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and LM head, "
-              f"{memory.workspace / 1e9:.2f} GB of work space, {memory.bytes_per_token / 1e3:.1f} kB of KV per token")  # fmt: skip
+              f"{memory.workspace / 1e9:.2f} GB of work space, {memory.bytes_per_token / 1e3:.1f} kB of KV "
+              "per token")  # fmt: skip
         if candidate.cost.load is not None:
             print(f"the fullest rank has {candidate.cost.load.imbalance:.2f} times the mean load of experts")

@@ -31,9 +31,7 @@ def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> Non
     group.add_argument("--input", type=int, default=1024, metavar="N", help="prompt tokens [1024]")
     group.add_argument("--output", type=int, default=128, metavar="N", help="answer tokens [128]")
     group.add_argument("--spread", type=float, default=0.0, metavar="R", help="lengths vary by length*(1-R..1+R) [0]")
-    group.add_argument(
-        "--num-requests", type=int, default=num_requests, metavar="N", help=f"how many [{num_requests}]"
-    )
+    group.add_argument("--num-requests", type=int, default=num_requests, metavar="N", help=f"how many [{num_requests}]")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of times and lengths [0]")
 
 
@@ -59,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("simulate needs one of --gpus, --calibration and --measure")
     if args.measure:
         return _measure(config, args.measure)
-    limits, groups, cost, delay_s = _calibrated(args.calibration, config) if args.calibration else _modelled(args, config)
+    limits, groups, cost, delay_s = (
+        _calibrated(args.calibration, config) if args.calibration else _modelled(args, config)
+    )
     dp = config.parallel.dp
     few = args.engines or dp
     if not 0 < few <= dp:
@@ -183,5 +183,6 @@ def _measure(config: Config, path: Path) -> int:
     write(path, found)
     print(f"{found.num_samples} steps, median error of the fit {100 * found.error:.1f} %")
     print("\n".join(f"  {name:<20}{1e6 * value:>12.4f} us" for name, value in found.terms.items()))
-    print(f"  between two steps {1e6 * found.gap_s:.0f} us; to the client and back {1e3 * found.delay_s:.2f} ms\nwritten: {path}")  # fmt: skip
+    print(f"  between two steps {1e6 * found.gap_s:.0f} us; to the client and back {1e3 * found.delay_s:.2f} ms")
+    print(f"written: {path}")
     return 0

@@ -102,7 +102,10 @@ class Candidate:
         steps = math.ceil(load.input / chunk)
         queue = chunks / max(1e-6, 1 - chunks)  # prompts before this one, as in a queue with random arrivals
         ttft_s = 1.5 * step_s + (steps + queue) * times[1]
-        used = {"requests at once": rows / limits.max_num_seqs, "KV blocks": rows / kv_rows, "reading prompts": chunks}
+        used = {
+            "max_num_seqs": rows / limits.max_num_seqs, "KV blocks": rows / kv_rows, "reading prompts": chunks,
+            "ttft goal": ttft_s / load.ttft_s, "itl goal": step_s / load.itl_s,
+        }  # fmt: skip
         return Estimate(ttft_s, step_s, rows, share, max(used, key=lambda key: used[key]), decode, prefill)
 
     def _sums(
@@ -152,12 +155,13 @@ def candidates(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float = 
 
 def _candidate(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float) -> Candidate:
     nodes = cluster.nodes if config.parallel.ep == "on" else 1  # engines that do not step together need no rendezvous
-    there = {"nnodes": nodes, "rendezvous": "HOST:29500", "cluster_key_file": "KEY"} if nodes > 1 else {}
+    asked = config.parallel
+    if nodes > 1:
+        asked = replace(asked, nnodes=nodes, rendezvous="HOST:29500", cluster_key_file="KEY")
     try:
-        check_parallel(replace(config, parallel=replace(config.parallel, **there)), spec)
+        check_parallel(replace(config, parallel=asked), spec)
         memory = rank_memory(spec, config, cluster.device)
     except ConfigError as error:
         return Candidate(config, refused=str(error))
     cost = Roofline(spec, config, cluster.device, cluster.link, cluster.per_node, zipf)
     return Candidate(config, memory=memory, cost=cost)
-

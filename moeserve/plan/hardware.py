@@ -4,8 +4,8 @@ The shares are from kernels measured on H100, H800 and H200 by others: fused exp
 H200's 4.8 TB/s and compute 0.33 PFLOP/s in bf16 (vLLM's tables, 128 experts of 704 by 2,816); attention with latents
 reads 0.9 of the bandwidth and computes 0.58 PFLOP/s (FlashMLA on H800); fp8 products 0.93 to 1.35 of 1.98 PFLOP/s
 (DeepGEMM on H800). Those of all2all are from DeepEP's table of 8 to 128 ranks (128 tokens, width 7,168, 8 experts).
-A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`, was fitted to the throughput of a server:
-decode and 4k prefill of SGLang's 96 H100; benchmarks/published.py compares with others.
+A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`, was fitted to the throughput of a
+server, decode and 4k prefill of SGLang's 96 H100; benchmarks/published.py compares with others.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Device:
 
     reads, dense, expert, attention: the shares that kernels reach, of the bandwidth, and of the operations in dense
     products, expert products and attention. overlap: the part of the shorter one of reading and computing that the
-    longer one hides. in_situ: the speed that kernels keep among others, in a server. launch_s: of the kernels of a layer, in a graph. host_s, host_row_s: the host's work on a step and
-    on each of its requests, beside the device's. peer: within a machine; num_peers: devices of the usual machine.
+    longer one hides. in_situ: the speed that kernels keep among others, in a server. launch_s: of the kernels of a
+    layer, in a graph. host_s, host_row_s: the host's work on a step and on each of its requests, beside the device's.
+    peer: within a machine.
     """
 
     name: str
@@ -44,7 +45,6 @@ class Device:
     flops: float
     flops_8bit: float
     peer: Link
-    num_peers: int = 8
     reads: float = 0.82
     dense: float = 0.70
     expert: float = 0.45

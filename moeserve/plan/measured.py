@@ -75,8 +75,8 @@ class MeasuredCost:
 
 
 def features(tokens: float, rows: float, reads: float, pairs: float, others: float) -> F64:
-    """Returns the numbers that the seconds of a step are linear in, in the order of TERMS: those of the engine with most
-    tokens, and the others' tokens. 3 tokens lie in the middle between 2 and 4; beyond the last knot time grows as
+    """Returns the numbers that the seconds of a step are linear in, in the order of TERMS: those of the engine with
+    most tokens, and the others' tokens. 3 tokens lie in the middle between 2 and 4; beyond the last knot time grows as
     tokens do."""
     knots = np.zeros(len(KNOTS))
     above = min(int(np.searchsorted(KNOTS, tokens)), len(KNOTS) - 1)
@@ -100,7 +100,11 @@ def fit(samples: Sequence[Sample], unfitted: Calibration) -> Calibration:
     gap_s = max(0.0, median(between_s)) if between_s else 0.0
     error = float(np.median(np.abs(x @ terms / device_s - 1)))
     return msgspec.structs.replace(
-        unfitted, terms=dict(zip(TERMS, map(float, terms), strict=True)), gap_s=gap_s, num_samples=len(samples), error=error
+        unfitted,
+        terms=dict(zip(TERMS, map(float, terms), strict=True)),
+        gap_s=gap_s,
+        num_samples=len(samples),
+        error=error,
     )
 
 

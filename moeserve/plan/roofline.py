@@ -130,7 +130,9 @@ class Roofline:
         self.expert_passes = (5 * spec.hidden_size + 6 * spec.expert_size) * self.itemsize
         self.attending = [Attending(self.spans.index(s), n, size, ops) for (s, size, ops), n in reads.items()]
         dense_8bit = self.weights.dense_bytes < 1.5 * self.weights.dense and bool(spec.stored)
-        expert_8bit = spec.expert_weights * 1.5 > self.weights.expert_bytes and any(f.kind == "fp8" for f in spec.stored)
+        expert_8bit = spec.expert_weights * 1.5 > self.weights.expert_bytes and any(
+            f.kind == "fp8" for f in spec.stored
+        )
         self.dense_flops = device.dense * (device.flops_8bit if dense_8bit else device.flops)
         self.expert_flops = device.expert_8bit * device.flops_8bit if expert_8bit else device.expert * device.flops
         self.row_bytes = spec.hidden_size * (1.03 if expert_8bit else self.itemsize), spec.hidden_size * self.itemsize
@@ -174,11 +176,15 @@ class Roofline:
             local = seen / parts * self.spec.experts_per_token / spread * self.load.imbalance
             read = self.load.distinct(seen / parts) * weights.expert_bytes
             experts = parts * weights.moe_layers * self._roof(read, 2 * local * weights.expert, self.expert_flops)
-        head = self._roof(weights.head_bytes, 2 * weights.head * samples, device.dense * device.flops) if samples else 0.0
+        head = (
+            self._roof(weights.head_bytes, 2 * weights.head * samples, device.dense * device.flops) if samples else 0.0
+        )
         gathers = 0.0
         if self.tp > 1:
             sent = tokens * self.spec.hidden_size * self.itemsize * (self.tp - 1) / self.tp
-            gathers = 2 * len(self.spec.layers) * (parts * device.peer.latency_s / 2 + sent / device.peer.gather_bytes_per_s)
+            gathers = (
+                2 * len(self.spec.layers) * (parts * device.peer.latency_s / 2 + sent / device.peer.gather_bytes_per_s)
+            )
         passes = tokens * self.passes + (local * parts * weights.moe_layers * self.expert_passes if self.load else 0.0)
         launch = parts * len(self.spec.layers) * device.launch_s + (SYNC_S if self.ranks > self.tp else 0.0)
         between = passes / (device.reads * device.bytes_per_s)
@@ -198,7 +204,9 @@ class Roofline:
         flops = self.device.attention * self.device.flops
         return sum(
             kind.layers
-            * self._roof(shape.reads[kind.span] * kind.bytes_per_position, shape.pairs[kind.span] * kind.operations, flops)
+            * self._roof(
+                shape.reads[kind.span] * kind.bytes_per_position, shape.pairs[kind.span] * kind.operations, flops
+            )
             for kind in self.attending
         )
 

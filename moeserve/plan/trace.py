@@ -74,7 +74,7 @@ def synthetic(times_s: Sequence[float], num_input: int, num_output: int, spread:
 
 
 def prompt_of(rid: int, arrival: Arrival) -> bytes:
-    """Returns a prompt as int32 tokens: those of a hash id are the id itself. Without any no two prompts begin alike."""
+    """Returns a prompt as int32 tokens: those of a hash id are the id itself. Without any they all differ."""
     if not arrival.hash_ids:
         return rid.to_bytes(4, "little") + bytes(4 * arrival.input - 4)
     ids = np.array([hash_id % (2**31 - 1) for hash_id in arrival.hash_ids], "<i4")
@@ -147,7 +147,7 @@ def _line(path: Path, number: int, line: bytes) -> Arrival | None:
 
 def _number(where: str, entry: dict[str, Any], key: str) -> float:
     value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"{where}: {key} must be a number of at least 0, got {value!r}")
     if key != "timestamp" and value > _MOST_TOKENS:
         raise ConfigError(f"{where}: {key} must be at most {_MOST_TOKENS}, got {value!r}")

@@ -26,7 +26,10 @@ def test_simulate_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path
     trace = tmp_path / "trace"
     lines = [{"timestamp": 10 * i, "input_length": 600, "output_length": 9, "hash_ids": [1]} for i in range(30)]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    assert main(["simulate", *DEMO, "--gpus", "8xH100", "--dp", "4", "--engines", "2", "--trace", str(trace), "--json"]) == 0
+    assert (
+        main(["simulate", *DEMO, "--gpus", "8xH100", "--dp", "4", "--engines", "2", "--trace", str(trace), "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert 5 < found["completed"] == found["requests"] < 25
     assert found["stands_for"] == 2

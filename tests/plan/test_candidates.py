@@ -65,11 +65,14 @@ def _decoding(candidate: Candidate) -> Any:
 
 def test_layouts_are_those_that_the_engine_runs(tmp_path: Path) -> None:
     """Ranks of an engine share 32 heads and lie on one machine; weights in whole do not fit beside each other."""
-    assert set(layouts(QWEN3_30B, "2x8xH100")) == {
-        (16 // tp, tp, ep) for tp in (1, 2, 4, 8) for ep in ("on", "off")
-    }
+    assert set(layouts(QWEN3_30B, "2x8xH100")) == {(16 // tp, tp, ep) for tp in (1, 2, 4, 8) for ep in ("on", "off")}
     found = layouts(spec_of("DeepSeek-V3.1", tmp_path), "4x8xH200")
-    assert {key for key, c in found.items() if not c.refused} == {(32, 1, "on"), (16, 2, "on"), (8, 4, "on"), (4, 8, "on")}
+    assert {key for key, c in found.items() if not c.refused} == {
+        (32, 1, "on"),
+        (16, 2, "on"),
+        (8, 4, "on"),
+        (4, 8, "on"),
+    }
     assert all("free" in c.refused for key, c in found.items() if key[2] == "off")
 
 

@@ -98,5 +98,5 @@ def test_bad_files_and_too_few_samples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--measure"):
         read(path)
     path.write_text(json.dumps({**msgspec.to_builtins(UNFITTED), "terms": {TERMS[0]: 1.0}}))
-    with pytest.raises(ConfigError, match="lacks .*requests"):
+    with pytest.raises(ConfigError, match=r"lacks .*requests"):
         read(path)

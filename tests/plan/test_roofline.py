@@ -92,9 +92,7 @@ def test_redundant_experts_even_out_a_skewed_load() -> None:
 
 def test_rows_that_travel_farther_take_longer() -> None:
     shape = Shape(128, 128, 128, (128e3,), (128e3,))
-    seconds = [
-        roofline(DEVICES["h100"], dp=dp, dbo="off").terms([shape] * dp)["all2all"] for dp in (8, 16, 32, 64)
-    ]
+    seconds = [roofline(DEVICES["h100"], dp=dp, dbo="off").terms([shape] * dp)["all2all"] for dp in (8, 16, 32, 64)]
     assert seconds == sorted(seconds)
     assert seconds[0] > 0
 

@@ -33,7 +33,12 @@ def test_mooncake(tmp_path: Path) -> None:
 
 
 def test_access_log_without_requests_that_generated_nothing(tmp_path: Path) -> None:
-    chat = {"time": "2026-11-24T00:00:01.5Z", "route": "/v1/chat/completions", "prompt_tokens": 20, "completion_tokens": 3}
+    chat = {
+        "time": "2026-11-24T00:00:01.5Z",
+        "route": "/v1/chat/completions",
+        "prompt_tokens": 20,
+        "completion_tokens": 3,
+    }
     probe = {"time": "2026-11-24T00:00:00Z", "route": "/health", "status": 200}
     later = {**chat, "time": "2026-11-24T00:00:03.5Z"}
     trace = read_trace(write(tmp_path / "log", chat, probe, "", later))
