@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from moeserve.plan.roofline import Shape, Spans
 
 F64 = NDArray[np.float64]
 KNOTS = tuple(2**i for i in range(12))  # tokens of a step, between which its time is interpolated
-ROUNDS, INTERRUPTED = 4, 3.0
+ROUNDS, INTERRUPTED = 4, 5.0
 TERMS = (*(f"{n} tokens" for n in KNOTS), "other engines' tokens", "requests", "positions read", "query positions")
 
 
@@ -62,10 +62,10 @@ class MeasuredCost:
         self._file = calibration
         self._terms = np.array([calibration.terms[name] for name in TERMS])
 
-    def seconds(self, shapes: Sequence[Shape], copies: float = 1.0) -> float:
+    def seconds(self, shapes: Sequence[Shape]) -> float:
         """See `StepCost`: the slowest engine's time, and what passes before the next step."""
         most = max(shapes)  # by tokens
-        others = copies * sum(shape.tokens for shape in shapes) - most.tokens
+        others = sum(shape.tokens for shape in shapes) - most.tokens
         device_s = features(most.tokens, most.rows, most.reads[0], most.pairs[0], others) @ self._terms
         return float(device_s) + self._file.gap_s
 
@@ -97,7 +97,7 @@ def fit(samples: Sequence[Sample], unfitted: Calibration) -> Calibration:
     device_s = np.array([s.device_s for s in samples])
     terms = not_negative(x, device_s)
     between_s = [s.period_s - s.device_s for s in samples if s.period_s is not None]
-    gap_s = max(0.0, median(between_s)) if between_s else 0.0
+    gap_s = max(0.0, fmean(between_s)) if between_s else 0.0
     error = float(np.median(np.abs(x @ terms / device_s - 1)))
     return msgspec.structs.replace(
         unfitted,

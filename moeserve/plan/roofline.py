@@ -47,8 +47,8 @@ class StepCost(Protocol):
 
     spans: Spans
 
-    def seconds(self, shapes: Sequence[Shape], copies: float = 1.0) -> float:
-        """Returns the time of a step that engines with these shapes run together, each with `copies` like it."""
+    def seconds(self, shapes: Sequence[Shape]) -> float:
+        """Returns the time of a step that engines with these shapes run together."""
         ...
 
     def host_seconds(self, shape: Shape) -> float:
@@ -141,29 +141,29 @@ class Roofline:
             redundant = config.parallel.redundant_experts if self.ep > 1 else 0
             self.load = ExpertLoad(spec.num_experts, spec.experts_per_token, self.ep, redundant, zipf)
 
-    def seconds(self, shapes: Sequence[Shape], copies: float = 1.0) -> float:
+    def seconds(self, shapes: Sequence[Shape]) -> float:
         """See `StepCost`."""
-        return sum(self.terms(shapes, copies).values())
+        return sum(self.terms(shapes).values())
 
     def host_seconds(self, shape: Shape) -> float:
         """See `StepCost`."""
         return self.device.host_s + self.device.host_row_s * shape.rows
 
-    def terms(self, shapes: Sequence[Shape], copies: float = 1.0) -> dict[str, float]:
+    def terms(self, shapes: Sequence[Shape]) -> dict[str, float]:
         """Returns the seconds of each part of a step, in one micro-batch or in two, whichever is shorter."""
-        one = self._computing(shapes, copies, 1) | {"all2all": self._all2all(shapes, 1)}
+        one = self._computing(shapes, 1) | {"all2all": self._all2all(shapes, 1)}
         if not self.dbo or self.ep == 1 or max(shape.tokens for shape in shapes) < 2:
             return one
-        two, travels = self._computing(shapes, copies, 2), self._all2all(shapes, 2)
+        two, travels = self._computing(shapes, 2), self._all2all(shapes, 2)
         # Each half's rows travel while the other half computes; the first ones and the last ones travel alone.
         computes = sum(two.values()) - two["launch"]
         alone = min(computes, travels) / max(1, 2 * self.weights.moe_layers)
         two["all2all"] = max(0.0, travels - computes) + alone
         return two if sum(two.values()) < (1 - DBO_SAVES) * sum(one.values()) else one
 
-    def _computing(self, shapes: Sequence[Shape], copies: float, parts: int) -> dict[str, float]:
+    def _computing(self, shapes: Sequence[Shape], parts: int) -> dict[str, float]:
         weights, device = self.weights, self.device
-        tokens, total = max(s.tokens for s in shapes), copies * sum(s.tokens for s in shapes)
+        tokens, total = max(s.tokens for s in shapes), sum(s.tokens for s in shapes)
         rows, samples = max(s.rows for s in shapes), max(s.samples for s in shapes)
         busy = min(parts, tokens)
         dense = busy * self._roof(weights.dense_bytes, 2 * weights.dense * tokens / max(1, busy), self.dense_flops)

@@ -8,6 +8,7 @@ with nothing to do run it all the same. Requests are read between two steps.
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -22,10 +23,11 @@ from moeserve.engine.vote import Action, Vote, decide
 from moeserve.errors import RequestError
 from moeserve.messages import Ready, StepOutput, Submit
 from moeserve.plan.report import Clients, Steps
-from moeserve.plan.roofline import NOTHING, StepCost, shape_of
+from moeserve.plan.roofline import NOTHING, Shape, StepCost, shape_of
 from moeserve.plan.trace import Trace, prompt_of
 from moeserve.sampling import TokenSampling
 
+PAST = 2000  # steps of engines, that the others' steps are drawn from
 Observe = Callable[[int, StepPlan], object]  # (engine, its plan)
 
 
@@ -56,8 +58,11 @@ class Group:
         self.engines = engines
         self._cost, self._simulation, self._observe = cost, simulation, observe
         self._depth = engines[0].scheduler.limits.depth
-        self._now_s = self._free_s = 0.0
+        self._now_s = self._free_s = self._took_s = 0.0
         self._in_flight: deque[tuple[list[StepPlan | None], float, float]] = deque()  # plans, their end, host's time
+        self._num_others = round(len(engines) * (simulation.copies - 1))
+        self._past: deque[Shape] = deque(maxlen=PAST)
+        self._rng = random.Random(0)
         self._num_votes = 0
         self._woken = False
 
@@ -69,6 +74,9 @@ class Group:
     def wake(self, now_s: float) -> None:
         """Lets engines that sleep read a request that came now."""
         if not self._in_flight:
+            if self._num_others and self._took_s:  # so do the others
+                slept = len(self.engines) * (now_s - self._now_s) / self._took_s
+                self._past.extend([NOTHING] * min(PAST, int(slept)))
             self._now_s = max(self._now_s, now_s)
             self._woken = True
 
@@ -100,8 +108,9 @@ class Group:
             return False
         busy = [shape for shape in shapes if shape.rows]
         begin_s = max(self._now_s, self._free_s)
-        took_s = self._cost.seconds(shapes, self._simulation.copies)
-        self._free_s = begin_s + took_s
+        took_s = self._cost.seconds([*shapes, *self._others()])
+        self._past.extend(shapes)
+        self._took_s, self._free_s = took_s, begin_s + took_s
         self._in_flight.append((plans, self._free_s, max(map(self._cost.host_seconds, busy))))
         steps = self._simulation.steps
         steps.number += len(shapes)
@@ -115,6 +124,12 @@ class Group:
                     self._observe(engine.rank, plan)
         return True
 
+    def _others(self) -> list[Shape]:
+        """Returns what the engines that are not simulated do in this step: as much as these did lately."""
+        if not self._num_others or not self._past:
+            return []
+        return self._rng.choices(tuple(self._past), k=self._num_others)
+
     def _settle(self, engine: Engine, plan: StepPlan) -> None:
         tokens = np.zeros(int(np.count_nonzero(plan.samples_R)), np.int32)
         output = engine.scheduler.update_from_output(plan, StepResult(plan.step, tokens))
@@ -125,7 +140,8 @@ class Simulation:
     """One run of a trace. cost: of a step of all engines that step together.
 
     dp: engines that are simulated, which form one group if `together`, or each its own. copies: engines that each of
-    them stands for; requests are those of the simulated ones. observe: is told of every plan.
+    them stands for: the others' steps are drawn from theirs of late. Requests are those of the
+    simulated ones. observe: is told of every plan.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def test_a_fit_predicts_steps_that_it_has_not_seen() -> None:
 
 
 def test_interrupted_steps_do_not_count() -> None:
-    interrupted = [msgspec.structs.replace(s, device_s=1.0) for s in samples(10)]
+    interrupted = [msgspec.structs.replace(s, device_s=1.0, period_s=1.0001) for s in samples(10)]
     clean, disturbed = (fit(samples(600) + more, UNFITTED) for more in ([], interrupted))
     shape = [Shape(48, 48, 48, (10_000.0,), (10_000.0,))]
     assert MeasuredCost(disturbed).seconds(shape) == pytest.approx(MeasuredCost(clean).seconds(shape), rel=0.03)

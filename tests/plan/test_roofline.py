@@ -102,9 +102,3 @@ def test_micro_batches_are_taken_only_where_they_save_time() -> None:
     for shape in (many, few):
         auto, off = (roofline(DEVICES["h100"], dp=32, dbo=dbo).seconds([shape] * 32) for dbo in ("auto", "off"))
         assert (auto < 0.97 * off) if shape is many else (auto == off)
-
-
-def test_engines_that_stand_for_others_cost_what_all_do() -> None:
-    cost = roofline(DEVICES["h100"], dp=32)
-    shape = Shape(64, 64, 64, (64e3,), (64e3,))
-    assert cost.seconds([shape] * 4, 8.0) == cost.seconds([shape] * 32)

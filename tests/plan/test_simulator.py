@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moeserve.actor.actor import Inbox
@@ -37,7 +38,7 @@ class EverySecond:
 
     spans = (None,)
 
-    def seconds(self, shapes: Sequence[Shape], copies: float = 1.0) -> float:
+    def seconds(self, shapes: Sequence[Shape]) -> float:
         return 1.0
 
     def host_seconds(self, shape: Shape) -> float:
@@ -134,7 +135,7 @@ def test_times_follow_from_steps() -> None:
 
 def test_the_slowest_engine_holds_up_the_others() -> None:
     class ByTokens(EverySecond):
-        def seconds(self, shapes: Sequence[Shape], copies: float = 1.0) -> float:
+        def seconds(self, shapes: Sequence[Shape]) -> float:
             return float(max(shape.tokens for shape in shapes))
 
     trace = Trace([Arrival(0.0, 16, 2), Arrival(0.0, 4, 2)])
@@ -142,6 +143,22 @@ def test_the_slowest_engine_holds_up_the_others() -> None:
     alone, _ = simulated(trace, dp=2, cost=ByTokens(), together=False)
     assert both.clients.first_s[1] == 16.0
     assert alone.clients.first_s[1] == 4.0
+
+
+def test_engines_that_stand_for_others_are_held_up_as_often() -> None:
+    """4 of 16 engines, with a quarter of the requests, beside all of them."""
+
+    class ByTokens(EverySecond):
+        def seconds(self, shapes: Sequence[Shape]) -> float:
+            return 1.0 + max(shape.tokens for shape in shapes)
+
+    def mean_s(dp: int, copies: float) -> float:
+        times_s = np.random.default_rng(1).exponential(2.0 * copies, 3000 // round(copies)).cumsum()
+        trace = Trace([Arrival(float(at_s), 16, 10) for at_s in times_s])
+        clients = simulated(trace, dp=dp, copies=copies, cost=ByTokens())[0].clients
+        return float(np.mean(clients.last_s - clients.at_s))
+
+    assert mean_s(4, 4.0) == pytest.approx(mean_s(16, 1.0), rel=0.15)
 
 
 def test_what_can_never_fit_is_refused_and_counted() -> None:
