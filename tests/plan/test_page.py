@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/planning.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize(("name", "gpus", "rate"), [("Qwen3-30B-A3B", "1xH100", 1.5), ("DeepSeek-V3.1", "4x8xH200", 10.0)])
+@pytest.mark.parametrize(
+    ("name", "gpus", "rate"), [("Qwen3-30B-A3B", "1xH100", 1.5), ("DeepSeek-V3.1", "4x8xH200", 10.0)]
+)
 def test_the_page_shows_the_layouts_that_the_command_prints(
     name: str, gpus: str, rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,7 +153,7 @@ def test_engines_that_stand_for_others_are_held_up_as_often() -> None:
             return 1.0 + max(shape.tokens for shape in shapes)
 
     def mean_s(dp: int, copies: float) -> float:
-        times_s = np.random.default_rng(1).exponential(2.0 * copies, 3000 // round(copies)).cumsum()
+        times_s = np.random.default_rng(1).exponential(6.0 * copies, 3000 // round(copies)).cumsum()
         trace = Trace([Arrival(float(at_s), 16, 10) for at_s in times_s])
         clients = simulated(trace, dp=dp, copies=copies, cost=ByTokens())[0].clients
         return float(np.mean(clients.last_s - clients.at_s))
