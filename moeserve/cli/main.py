@@ -34,14 +34,14 @@ COMMANDS = {
     "bench latency": Command("Measure", "bench.offline:Latency", "time one batch, offline"),
     "bench throughput": Command("Measure", "bench.offline:Throughput", "time many prompts, offline"),
     "tune": Command("Measure", "tune", "find launch parameters of the GPU kernels for a model"),
+    "plan": Command("Measure", "plan", "which layout of a model on some devices serves a load best, and why"),
+    "simulate": Command("Measure", "simulate", "run a trace through the real scheduler in simulated time"),
     "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
     "verify": Command("Look", "verify:Verify", "compute the answer of a receipt again, and say whether it is equal"),
     "replay": Command("Look", "verify:Replay", "do so for a request of a server's request_log"),
     "receipt-key": Command("Look", "verify:ReceiptKey", "make a key that signs receipts"),
     "config show": Command("Look", "config:Show", "print every setting with its origin"),
     "config check": Command("Look", "config:Check", "check a --config file without starting anything"),
-    "plan": Command("Plan", "plan", "which layout of a model on some devices serves a load best, and why"),
-    "simulate": Command("Plan", "simulate", "run a trace through the real scheduler in simulated time"),
     "collect-env": Command("Look", "collect_env", "versions and hardware, for a bug report"),
 }
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
