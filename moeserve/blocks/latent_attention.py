@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeserve.blocks.indexer import Indexer
-from moeserve.blocks.mixer import CacheTensor, Mixer, QueryScale
+from moeserve.blocks.mixer import CacheRead, CacheTensor, Mixer, QueryScale
 from moeserve.comm.world import World
 
 if TYPE_CHECKING:
@@ -66,6 +66,16 @@ class LatentAttention(Mixer):
         from moeserve.ops.inputs import HeadShape  # has torch
 
         return HeadShape(self.num_heads // tp_size, 1, self.entry, self.rank)
+
+    def reads(self, tp_size: int) -> tuple[CacheRead, ...]:
+        """See `Mixer`: an indexer reads its own keys of all positions, and attention reads those that it chose."""
+        operations = 2 * self.num_heads // tp_size * (self.entry + self.rank)
+        if self.indexer is None:
+            return (CacheRead(None, self.entry, operations),)
+        chosen, width = CacheRead(self.indexer.top_k, self.entry, operations), self.indexer.dim
+        return (
+            (chosen,) if self.indexer.shared else (chosen, CacheRead(None, width, 2 * self.indexer.num_heads * width))
+        )
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""

@@ -35,6 +35,16 @@ class CacheTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRead:
+    """What attention reads: `elements` of each position before a query, the last `span` of them (None: all), with
+    `operations` for each query and position."""
+
+    span: int | None
+    elements: int
+    operations: int
+
+
+@dataclass(frozen=True, slots=True)
 class QueryScale:
     """A factor on queries that grows with the position: 1 + slope * log(1 + floor((position + first) / every))."""
 
@@ -96,6 +106,14 @@ class Mixer(ABC):
     def head_shape(self, tp_size: int) -> HeadShape | None:
         """Returns the heads that attention is planned for on one of tp_size ranks; None without any."""
         return None
+
+    def reads(self, tp_size: int) -> tuple[CacheRead, ...]:
+        """Returns what attention reads of the cache on one of tp_size ranks; nothing without heads."""
+        if (heads := self.head_shape(tp_size)) is None:
+            return ()
+        elements = sum(tensor.heads * tensor.width for tensor in self.cache(tp_size))
+        operations = 2 * heads.num_heads * (heads.dim + heads.v_dim)
+        return (CacheRead(self.rule.window or self.rule.chunk, elements, operations),)
 
     @abstractmethod
     def products(self, width: int) -> list[tuple[int, int]]:

@@ -35,6 +35,8 @@ COMMANDS = {
     "bench latency": Command("Measure", "bench.offline:Latency", "time one batch, offline"),
     "bench throughput": Command("Measure", "bench.offline:Throughput", "time many prompts, offline"),
     "tune": Command("Measure", "tune", "find launch parameters of the GPU kernels for a model"),
+    "plan": Command("Measure", "plan", "which layout of a model on some devices serves a load best, and why"),
+    "simulate": Command("Measure", "simulate", "run a trace through the real scheduler in simulated time"),
     "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
     "verify": Command("Look", "verify:Verify", "compute the answer of a receipt again, and say whether it is equal"),
     "replay": Command("Look", "verify:Replay", "do so for a request of a server's request_log"),

@@ -1,0 +1,164 @@
+"""Predicted beside published: throughput and times that others measured on GPUs, and the roofline's for the same.
+
+    python -m benchmarks.published
+
+Only the two rows marked as fitted set a number of the model (`in_situ` in moeserve/plan/hardware.py). Sources are named
+in each row. Layouts that share experts by columns (TP) are left out: this engine does not run them. Where their engines
+multiply latents out for prompts, the model does so as well; moeserve attends to latents themselves (docs/planning.md).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common import parser, save
+from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.config import Config, config_of
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import ModelSpec
+from moeserve.plan.candidates import Candidate, Load
+from moeserve.plan.hardware import DEVICES, LINKS, Device
+from moeserve.plan.memory import rank_memory
+from moeserve.plan.roofline import Roofline, Shape
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 163840,
+    "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16", "rope_theta": 10000, "eos_token_id": 1,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128]},
+}  # fmt: skip
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "torch_dtype": "bfloat16", "tie_word_embeddings": False, "eos_token_id": 151645,
+}  # fmt: skip
+H100_NVL = replace(DEVICES["h100"], name="H100 NVL", memory=94 * 10**9, bytes_per_s=3.9e12, flops=835e12)
+BLOG = "lm-sys blog, 2025-05-05"
+PROFILE = "deepseek-ai profile-data, in the " + BLOG
+PREFILLS = ((1024, 57_700), (2048, 54_500), (4096, 50_300))
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    rows = list(table())
+    errors = [abs(row["error"]) for row in rows if not row["fitted"]]
+    save("published", args, {"rows": rows, "median_error": median(errors), "worst_error": max(errors)})
+
+
+def table() -> list[dict[str, Any]]:
+    """Returns each row with its error."""
+    v3, qwen = spec_of(DEEPSEEK_V3), spec_of(QWEN3_30B)
+    h100, h200 = DEVICES["h100"], DEVICES["h200"]
+    rows = [
+        row("DeepSeek profile, H800, prefill EP32, 4k prompts, tokens/s/node", PROFILE, 62_713,
+            8 * prefill(v3, h100, 32, 16_384, 4096)),
+        row("DeepSeek profile, H800, decode EP128, 128 rows, 4k, tokens/s/node", PROFILE,
+            18_598, 8 * decode(v3, h100, 128, 128, 4096)),
+        row("SGLang, 96 H100, decode EP72, 256 rows, 2k, tokens/s/node", BLOG, 22_282,
+            8 * decode(v3, h100, 72, 256, 2048), fitted=True),
+        *(row(f"SGLang, 96 H100, prefill EP32, {n // 1024}k prompts, tokens/s/node", BLOG, there,
+              8 * prefill(v3, h100, 32, 16_384, n), fitted=n == 4096)
+          for n, there in PREFILLS),
+        row("TensorRT-LLM, 8 H200, R1 fp8 DEP8, 1000/1000, output tokens/s/GPU", "TensorRT-LLM perf overview", 1627,
+            served(v3, h200, 8, 1, 1000, 1000, 1024, 2048, 900_000) * 1000 / 8),
+        row("vLLM, H100 NVL, Qwen3-30B-A3B, 4096/8, requests/s", "vllm#54742", 9.15,
+            served(qwen, H100_NVL, 1, 1, 4096, 8, 256)),
+        row("vLLM, H100 NVL, Qwen3-30B-A3B, 128/1024, 256 rows, requests/s", "vllm#54742", 6.35,
+            served(qwen, H100_NVL, 1, 1, 128, 1024, 256)),
+        row("vLLM, H100 NVL, Qwen3-30B-A3B, 1024/128, 64 rows, requests/s", "vllm#54742", 15.1,
+            served(qwen, H100_NVL, 1, 1, 1024, 128, 64)),
+    ]  # fmt: skip
+    tokens = {64: 0.316, 512: 0.350, 4096: 0.691, 16384: 2.463}
+    rows += [
+        row(
+            f"vLLM experts, H200, 128 of 768 x 2048, {t} tokens, ms",
+            "aiconfigurator-core",
+            there,
+            expert_ms(qwen, h200, t),
+        )
+        for t, there in tokens.items()
+    ]
+    return rows
+
+
+def row(what: str, source: str, published: float, predicted: float, *, fitted: bool = False) -> dict[str, Any]:
+    """Returns a row of the table."""
+    return {
+        "what": what, "source": source, "published": published, "predicted": round(predicted, 3), "fitted": fitted,
+        "error": round(predicted / published - 1, 4),
+    }  # fmt: skip
+
+
+def spec_of(values: dict[str, Any]) -> ModelSpec:
+    """Returns the spec of a config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(values), "utf-8")
+        return read_model_spec(Path(folder))
+
+
+def cost_of(spec: ModelSpec, device: Device, dp: int, tp: int = 1, **settings: Any) -> tuple[Config, Roofline]:
+    config = config_of("model", dp=dp, tp=tp, max_model_len=8192, **settings)
+    return config, Roofline(spec, config, device, LINKS["ib400"], 8)
+
+
+def prefill(spec: ModelSpec, device: Device, dp: int, tokens: int, length: int) -> float:
+    """Returns prompt tokens per second of one device."""
+    _, cost = cost_of(spec, device, dp)
+    mixer = spec.layers[0].mixer
+    if isinstance(mixer, LatentAttention):  # multiplied out, as these engines do for prompts
+        operations = 2 * mixer.num_heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)
+        cost.attending = [replace(kind, operations=operations) for kind in cost.attending]
+    rows = tokens // length
+    shape = Shape(tokens, rows, rows, (float(tokens),), (tokens * length / 2,))
+    return tokens / cost.seconds([shape] * dp)
+
+
+def step(spec: ModelSpec, device: Device, dp: int, tp: int, rows: int, context: int) -> float:
+    """Returns the seconds of a step in which each engine decodes so many rows."""
+    _, cost = cost_of(spec, device, dp, tp)
+    shape = Shape(rows, rows, rows, (float(rows * context),), (float(rows * context),))
+    return max(cost.seconds([shape] * dp), cost.host_seconds(shape))
+
+
+def decode(spec: ModelSpec, device: Device, dp: int, rows: int, context: int) -> float:
+    """Returns output tokens per second of one device."""
+    return rows / step(spec, device, dp, 1, rows, context)
+
+
+def served(
+    spec: ModelSpec,
+    device: Device,
+    dp: int,
+    tp: int,
+    num_input: int,
+    num_output: int,
+    rows: int,
+    tokens: int = 8192,
+    kv_tokens: int = 0,
+) -> float:
+    """Returns the most requests per second of all engines, of at most so many rows each, in closed form."""
+    config, cost = cost_of(spec, device, dp, tp, max_num_seqs=rows, max_num_batched_tokens=tokens)
+    memory = rank_memory(spec, config, device)
+    if kv_tokens:
+        memory = replace(memory, limits=replace(memory.limits, num_blocks=kv_tokens // memory.limits.block_size))
+    return Candidate(config, memory=memory, cost=cost).capacity(Load(1.0, num_input, num_output))
+
+
+def expert_ms(spec: ModelSpec, device: Device, tokens: int) -> float:
+    """Returns the milliseconds of one layer's experts alone."""
+    _, cost = cost_of(spec, replace(device, in_situ=1.0), 1)
+    return 1e3 * cost.terms([Shape(tokens, 1, 0, (0.0,), (0.0,))])["experts"] / cost.weights.moe_layers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""`moeserve plan`: which layout of a model on some devices serves a load best, and why."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from moeserve.cli.settings import add_flags, resolve
+from moeserve.cli.simulate import add_load_flags, read_load, read_rate, read_spec, simulate, together
+from moeserve.errors import ConfigError, DoesNotFit
+
+if TYPE_CHECKING:
+    from moeserve.config import Config
+    from moeserve.models.spec import ModelSpec
+    from moeserve.plan.candidates import Candidate, Estimate, Load
+    from moeserve.plan.hardware import Cluster
+
+SIMULATED = 3  # layouts
+MOST_ENGINES = 8  # of a layout that are simulated
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds devices, load and goals, and the flags of `moeserve serve` without help."""
+    parser.usage = "%(prog)s MODEL --gpus 2x8xH100 --rates 20/s [flags of `moeserve serve`]"
+    parser.add_argument(
+        "--gpus", required=True, metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)"
+    )
+    parser.add_argument("--link", default="ib400", metavar="NAME", help="between machines [ib400]")
+    parser.add_argument("--slo", default="", metavar="ttft=1s,itl=50ms", help="goals, each for 99 of 100 requests")
+    parser.add_argument("--zipf", type=float, default=0.0, metavar="S", help="exponent of the experts' popularity [0]")
+    parser.add_argument("--explain", action="store_true", help="show the terms of a step, and every refusal in full")
+    add_load_flags(parser, num_requests=2000)
+    add_flags(parser, shown=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the layouts, the best one, and what binds it. Raises DoesNotFit if there is none."""
+    from moeserve.models.spec import model_size
+    from moeserve.plan.candidates import Load, candidates
+    from moeserve.plan.hardware import read_gpus
+
+    if not args.rates:
+        raise ConfigError("say how many requests come per second by --rates 20/s")
+    goals = read_slo(args.slo)
+    load = Load(read_rate(args.rates), args.input, args.output, **goals)
+    if math.isinf(load.rate):
+        raise ConfigError("--rates inf: a plan needs a finite rate")
+    cluster = read_gpus(args.gpus, args.link)
+    config = resolve(args).config
+    spec = read_spec(config.model.model)
+    config = _with_context(config, spec, args.input + args.output)
+    size = model_size(spec)
+    kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored)) or spec.dtype
+    print(f"{spec.architecture}: {size.total / 1e9:.1f} B parameters, {size.active / 1e9:.1f} B for a token, {kinds}")
+    print(f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
+          f"{f', {cluster.link.name} between machines' if cluster.nodes > 1 else ''}")  # fmt: skip
+    print(
+        f"{load.rate:g} requests/s of {args.input} + {args.output} tokens; max_model_len {config.model.max_model_len}\n"
+    )
+    found = list(candidates(spec, config, cluster, args.zipf))
+    able = [candidate for candidate in found if not candidate.refused]
+    if not able:
+        raise DoesNotFit("no layout fits:\n" + "\n".join(f"  {c.name}: {c.refused}" for c in found))
+    rated = sorted(((c.capacity(load), c) for c in able), key=lambda pair: -pair[0])
+    _print_layouts(rated, load)
+    refused: dict[str, list[str]] = {}
+    for candidate in found:
+        if candidate.refused:
+            refused.setdefault(candidate.refused.split(". ")[0], []).append(candidate.name)
+    for why, names in refused.items():
+        print(f"refused: {why}:\n    {', '.join(names)}\n" if args.explain else f"refused: {len(names)}: {why}\n")
+    best = _confirm(rated[:SIMULATED], load, args)
+    _print_best(best, rated, load, cluster, args.explain)
+    return 0
+
+
+def read_slo(text: str) -> dict[str, float]:
+    """Parses goals: ttft=1s,itl=50ms -> {"ttft_s": 1.0, "itl_s": 0.05}. Raises ConfigError."""
+    goals = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.strip().partition("=")
+        digits = value.rstrip("mus")
+        try:
+            seconds = float(digits) * _UNITS[value[len(digits) :]]
+        except (ValueError, KeyError):
+            seconds = math.nan
+        if name not in ("ttft", "itl") or not seconds > 0:
+            raise ConfigError(f"--slo {part!r} is not like ttft=1s or itl=50ms")
+        goals[f"{name}_s"] = seconds
+    return goals
+
+
+def _with_context(config: Config, spec: ModelSpec, tokens: int) -> Config:
+    """Returns the config with a context for twice the usual request, unless one was asked for: work space for the
+    model's longest may take more memory than weights."""
+    if config.model.max_model_len is None:
+        rounded = min(spec.max_position, -(-2 * tokens // 1024) * 1024)
+        config = replace(config, model=replace(config.model, max_model_len=rounded))
+    if config.model.max_model_len is not None and config.model.max_model_len <= tokens:
+        raise ConfigError(
+            f"requests of {tokens} tokens do not fit into {config.model.max_model_len} positions: ask for less, or "
+            f"raise --max-model-len (the model has {spec.max_position})"
+        )
+    return config
+
+
+def _print_layouts(rated: list[tuple[float, Candidate]], load: Load) -> None:
+    width = max(len(candidate.name) for _, candidate in rated)
+    print(f"{'layout':<{width}}  weights   KV GB  tokens   most/s  ttft ms  itl ms  rows  limit")
+    for capacity, candidate in rated:
+        memory, found = candidate.memory, candidate.estimate(load)
+        assert memory is not None
+        held = memory.limits.num_blocks * memory.limits.block_size
+        words = f"{candidate.name:<{width}}{memory.weights / 1e9:>9.1f}{memory.kv / 1e9:>8.1f}{held / 1e3:>7.0f}k"
+        words += f"{capacity:>9.1f}"
+        if found is None:
+            print(f"{words}  more comes than is served")
+        else:
+            print(f"{words}{1e3 * found.ttft_s:>9.0f}{1e3 * found.itl_s:>8.1f}{found.rows:>6.0f}  {found.binds}")
+    print()
+
+
+def _confirm(
+    rated: list[tuple[float, Candidate]], load: Load, args: argparse.Namespace
+) -> tuple[Candidate, Estimate | None, dict[str, Any]]:
+    """Simulates layouts at the load; returns the one that keeps the goals with most to spare, or comes nearest."""
+    from moeserve.plan.report import summarise
+
+    tried = []
+    for capacity, candidate in rated:
+        assert candidate.memory is not None
+        assert candidate.cost is not None
+        dp = candidate.config.parallel.dp
+        few = next(n for n in range(min(dp, MOST_ENGINES), 0, -1) if dp % n == 0)
+        trace = read_load(args, few / dp)
+        limits, groups = candidate.memory.limits, candidate.memory.groups
+        done = simulate(limits, groups, candidate.cost, trace, dp, few, together=together(candidate.config))
+        result = summarise(done.clients, done.steps, copies=done.copies)
+        ratio = max(
+            result["p99_ttft_ms"] / (1e3 * load.ttft_s), result["p99_tpot_ms"] / (1e3 * load.itl_s), 0.0,
+            0.0 if math.isfinite(load.itl_s + load.ttft_s) else load.rate / max(capacity, 1e-9),
+        )  # fmt: skip
+        print(f"simulated {candidate.name}: {result['output_throughput']:,.0f} tokens/s; ms at p50 / p99: first token "
+              f"{result['p50_ttft_ms']:,.0f} / {result['p99_ttft_ms']:,.0f}, per token {result['p50_tpot_ms']:.1f} / "
+              f"{result['p99_tpot_ms']:.1f}")  # fmt: skip
+        tried.append((ratio, candidate, result))
+    _, best, result = min(tried, key=lambda row: row[0])
+    return best, best.estimate(load), result
+
+
+def _print_best(
+    best: tuple[Candidate, Estimate | None, dict[str, Any]], rated: list[tuple[float, Candidate]], load: Load,
+    cluster: Cluster, explain: bool,
+) -> None:  # fmt: skip
+    candidate, found, result = best
+    most = next(capacity for capacity, other in rated if other is candidate)
+    kept = result["p99_ttft_ms"] <= 1e3 * load.ttft_s and result["p99_tpot_ms"] <= 1e3 * load.itl_s
+    print(f"\nbest: moeserve serve MODEL {candidate.name} --max-model-len {candidate.config.model.max_model_len}"
+          f"{f' --nnodes {cluster.nodes}' if cluster.nodes > 1 and together(candidate.config) else ''}")  # fmt: skip
+    print(f"goals {'kept' if kept else 'MISSED'} in simulation; by the closed form up to {most:.1f} requests/s")
+    if found is None:
+        print("more comes than is served: more devices, or fewer requests")
+        return
+    for kind, terms in (("decodes", found.decode), ("reads a prompt too", found.prefill)):
+        total = sum(terms.values())
+        parts = sorted(terms.items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in parts if value > 0.02 * total)
+        print(f"a step that {kind}: {1e3 * total:.1f} ms: {shown}")
+    print(f"{100 * found.prefills:.0f} % of steps read a prompt; first to run out: {found.binds}")
+    if explain and candidate.cost is not None and candidate.memory is not None:
+        weights, memory = candidate.cost.weights, candidate.memory
+        print(f"a rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, {weights.local_experts} experts of "
+              f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.moe_layers} layers, "
+              f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and LM head, "
+              f"{memory.workspace / 1e9:.2f} GB of work space, {memory.bytes_per_token / 1e3:.1f} kB of KV "
+              "per token")  # fmt: skip
+        if candidate.cost.load is not None:
+            print(f"the fullest rank has {candidate.cost.load.imbalance:.2f} times the mean load of experts")

@@ -1,0 +1,188 @@
+"""`moeserve simulate`: runs a trace through the real scheduler in simulated time."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moeserve.cli.settings import add_flags, resolve
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moeserve.config import Config, Limits
+    from moeserve.engine.blocks import KVGroup
+    from moeserve.models.spec import ModelSpec
+    from moeserve.plan.roofline import StepCost
+    from moeserve.plan.simulator import Simulation
+    from moeserve.plan.trace import Trace
+
+
+def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> None:
+    """Adds what describes synthetic requests."""
+    group = parser.add_argument_group("requests")
+    group.add_argument("--rates", metavar="N/s", help="requests per second, Poisson; inf: all at once")
+    group.add_argument("--input", type=int, default=1024, metavar="N", help="prompt tokens [1024]")
+    group.add_argument("--output", type=int, default=128, metavar="N", help="answer tokens [128]")
+    group.add_argument("--spread", type=float, default=0.0, metavar="R", help="lengths vary by length*(1-R..1+R) [0]")
+    group.add_argument("--num-requests", type=int, default=num_requests, metavar="N", help=f"how many [{num_requests}]")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of times and lengths [0]")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the requests, the devices or a calibration, and the flags of `moeserve serve` without help."""
+    parser.usage = "%(prog)s MODEL (--gpus 8xH200 | --calibration FILE | --measure FILE) [flags of `moeserve serve`]"
+    parser.add_argument("--gpus", metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)")
+    parser.add_argument("--link", default="ib400", metavar="NAME", help="between machines [ib400]")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="measured steps instead of a device's data")
+    parser.add_argument("--measure", type=Path, metavar="FILE", help="measure this machine and write a calibration")
+    parser.add_argument("--zipf", type=float, default=0.0, metavar="S", help="exponent of the experts' popularity [0]")
+    parser.add_argument("--engines", type=int, metavar="N", help="simulate N of the dp engines, for all of them")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests: ShareGPT, Mooncake, or an access log")
+    add_load_flags(parser, num_requests=1000)
+    add_flags(parser, shown=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, or simulates and prints what clients would see."""
+    config = resolve(args).config
+    if sum(bool(given) for given in (args.gpus, args.calibration, args.measure)) != 1:
+        raise ConfigError("simulate needs one of --gpus, --calibration and --measure")
+    if args.measure:
+        return _measure(config, args.measure)
+    limits, groups, cost, delay_s = (
+        _calibrated(args.calibration, config) if args.calibration else _modelled(args, config)
+    )
+    dp = config.parallel.dp
+    few = args.engines or dp
+    if not 0 < few <= dp:
+        raise ConfigError(f"--engines {few}: must be from 1 to --dp {dp}")
+    from moeserve.plan.report import summarise, table
+
+    trace = read_load(args, few / dp)
+    began_s = time.perf_counter()
+    simulation = simulate(limits, groups, cost, trace, dp, few, together=together(config))
+    took_s = time.perf_counter() - began_s
+    result = summarise(simulation.clients, simulation.steps, delay_s, simulation.copies)
+    result |= {"wall_s": round(took_s, 3), "engines": few, "stands_for": dp / few}
+    print(json.dumps(result, indent=2) if args.json else table(result))
+    if not args.json:
+        part = f"{few} of {dp} engines stand for all; " if few < dp else ""
+        print(f"{part}simulated in {took_s:.1f} s, {len(trace.arrivals) / took_s:,.0f} requests/s")
+    return 0
+
+
+def read_load(args: argparse.Namespace, part: float = 1.0) -> Trace:
+    """Returns the requests that the flags describe, or a random part of them."""
+    from moeserve.cli.bench.load import arrival_times
+    from moeserve.plan.trace import Trace, read_trace, synthetic
+
+    for name in ("input", "output", "num_requests"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not 0 <= args.spread < 1:
+        raise ConfigError(f"--spread must be from 0 to below 1, got {args.spread}")
+    rate = read_rate(args.rates) if args.rates else None
+    if getattr(args, "trace", None):
+        whole = read_trace(args.trace, rate)
+        rng = random.Random(args.seed)
+        return whole if part == 1 else Trace([arrival for arrival in whole.arrivals if rng.random() < part])
+    if rate is None:
+        raise ConfigError("say how many requests come per second by --rates 20/s, or give a --trace")
+    times_s = arrival_times(max(1, round(part * args.num_requests)), part * rate, 1.0, args.seed)
+    return synthetic(times_s, args.input, args.output, args.spread, args.seed)
+
+
+def read_rate(text: str) -> float:
+    """Parses requests per second: 20/s, 0.5, 600/min, inf. Raises ConfigError."""
+    number, _, unit = text.strip().partition("/")
+    try:
+        rate = float(number) / {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}[unit]
+    except (ValueError, KeyError):
+        rate = math.nan
+    if not rate > 0:
+        raise ConfigError(f"--rates {text!r} is not like 20/s, 600/min or inf")
+    return rate
+
+
+def together(config: Config) -> bool:
+    """Whether the engines step together: their experts are sharded over all of them."""
+    return config.parallel.ep == "on"
+
+
+def simulate(
+    limits: Limits, groups: tuple[KVGroup, ...], cost: StepCost, trace: Trace, dp: int, few: int, *, together: bool
+) -> Simulation:
+    """Runs a trace, which is their share of all requests, on `few` engines that stand for dp of them."""
+    from moeserve.plan.simulator import Simulation
+
+    limits = replace(
+        limits, enable_prefix_caching=limits.enable_prefix_caching and trace.shares_prefixes,
+        max_model_len=min(limits.max_model_len, trace.longest + 1),
+    )  # fmt: skip
+    simulation = Simulation(limits, groups, cost, few, together=together, copies=dp / few)
+    simulation.run(trace)
+    return simulation
+
+
+def _modelled(args: argparse.Namespace, config: Config) -> tuple[Limits, tuple[KVGroup, ...], StepCost, float]:
+    from moeserve.cluster.check_parallel import check_parallel
+    from moeserve.plan.hardware import read_gpus
+    from moeserve.plan.memory import rank_memory
+    from moeserve.plan.roofline import Roofline
+
+    cluster, parallel = read_gpus(args.gpus, args.link), config.parallel
+    if parallel.num_ranks > cluster.num_devices:
+        raise ConfigError(
+            f"--dp {parallel.dp} --tp {parallel.tp} are {parallel.num_ranks} ranks, and --gpus {args.gpus} has "
+            f"{cluster.num_devices} devices"
+        )
+    spec = read_spec(config.model.model)
+    check_parallel(config, spec)
+    memory = rank_memory(spec, config, cluster.device)
+    cost = Roofline(spec, config, cluster.device, cluster.link, cluster.per_node, args.zipf)
+    return memory.limits, memory.groups, cost, 0.0
+
+
+def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...], StepCost, float]:
+    from moeserve.engine.blocks import groups_of
+    from moeserve.plan.measured import MeasuredCost, limits_of, read
+
+    calibration, spec, parallel = read(path), read_spec(config.model.model), config.parallel
+    measured = calibration.model, calibration.dp, calibration.tp
+    if measured != (spec.architecture, parallel.dp, parallel.tp):
+        raise ConfigError(
+            f"--calibration {path} is of {measured[0]} with --dp {measured[1]} --tp {measured[2]}, and this is "
+            f"{spec.architecture} with --dp {parallel.dp} --tp {parallel.tp}; measure again"
+        )
+    limits = limits_of(calibration)
+    return limits, groups_of(spec.kv_rules, limits.block_size), MeasuredCost(calibration), calibration.delay_s
+
+
+def read_spec(model: str) -> ModelSpec:
+    """Returns the spec of a model folder, of which only config.json is read, or of that file."""
+    from moeserve.loader.model_dir import resolve_model_dir
+    from moeserve.models.hf_config import read_model_spec
+
+    path = Path(model)
+    return read_model_spec(path.parent if path.name == "config.json" and path.is_file() else resolve_model_dir(model))
+
+
+def _measure(config: Config, path: Path) -> int:
+    from moeserve.plan.measure import measure
+    from moeserve.plan.measured import write
+
+    found = asyncio.run(measure(config))
+    write(path, found)
+    print(f"{found.num_samples} steps, median error of the fit {100 * found.error:.1f} %")
+    print("\n".join(f"  {name:<20}{1e6 * value:>12.4f} us" for name, value in found.terms.items()))
+    print(f"  between two steps {1e6 * found.gap_s:.0f} us; to the client and back {1e3 * found.delay_s:.2f} ms")
+    print(f"written: {path}")
+    return 0

@@ -1,0 +1,167 @@
+"""The layouts that a number of devices allows, and what each of them serves: first in closed form, for all; then the
+best few in simulation.
+
+In closed form an engine decodes B rows in every step, and a prompt is read in chunks beside them. A step of the group
+is one with a chunk on some engine or one without; how often the first kind comes depends on how long both last, so that
+rows, steps and times are found by iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moeserve.cluster.check_parallel import check_parallel
+from moeserve.config import Config
+from moeserve.errors import ConfigError
+from moeserve.models.spec import ModelSpec
+from moeserve.plan.hardware import Cluster
+from moeserve.plan.memory import RankMemory, rank_memory
+from moeserve.plan.roofline import Roofline, Shape
+
+STEP_TOKENS = (2048, 8192)
+CROWDED = 1.1  # KV blocks for each of the tokens held on average, above which requests preempt each other
+ROUNDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests per second of the whole cluster, tokens of each, and the goals in seconds (inf: none)."""
+
+    rate: float
+    input: float
+    output: float
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a layout would do. rows: of an engine. prefills: share of steps that read a prompt. binds: what is used up
+    first if more requests come. decode, prefill: the terms of both kinds of steps."""
+
+    ttft_s: float
+    itl_s: float
+    rows: float
+    prefills: float
+    binds: str
+    decode: dict[str, float]
+    prefill: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layout. refused: why the engine would not start with it; it has no memory and no cost then."""
+
+    config: Config
+    refused: str = ""
+    memory: RankMemory | None = None
+    cost: Roofline | None = None
+
+    @property
+    def name(self) -> str:
+        """The layout in the flags of `moeserve serve`."""
+        parallel, scheduler = self.config.parallel, self.config.scheduler
+        words = [f"--dp {parallel.dp}", f"--tp {parallel.tp}"]
+        words += ["--ep off"] if parallel.ep == "off" else []
+        words += [f"--redundant-experts {parallel.redundant_experts}"] if parallel.redundant_experts else []
+        return " ".join([*words, f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}"])
+
+    def estimate(self, load: Load) -> Estimate | None:
+        """Returns what happens at this load, in the long run; None if more comes than is served."""
+        assert self.cost is not None
+        assert self.memory is not None
+        dp, limits = self.config.parallel.dp, self.memory.limits
+        rate = load.rate / dp
+        held = load.input + load.output / 2
+        kv_rows = limits.num_blocks * limits.block_size / (held * CROWDED)
+        most_rows = min(limits.max_num_seqs, kv_rows)
+        decode = prefill = {"": 0.0}
+        step_s, rows, share = 1e-3, 0.0, 0.0
+        for _ in range(ROUNDS):
+            rows = rate * load.output * step_s
+            chunk = min(load.input, limits.prefill_chunk, limits.max_num_batched_tokens - rows)
+            if rows > most_rows or chunk < 1:
+                return None
+            chunks = rate * load.input / chunk * step_s  # of an engine, per step
+            if chunks > 1:
+                return None
+            whole = max(1.0, rows)
+            plain = Shape(round(whole), round(whole), round(whole), *self._sums(whole, held, 0.0))
+            reading = Shape(
+                round(whole + chunk), round(whole + 1), round(whole + 1), *self._sums(whole, held, chunk, load.input)
+            )
+            share = 1 - math.exp(-dp * chunks)
+            num_reading = min(dp, max(1, round(dp * chunks / share))) if share else 1
+            decode = self.cost.terms([plain] * dp)
+            prefill = self.cost.terms([reading] * num_reading + [plain] * (dp - num_reading))
+            host_s = self.cost.host_seconds(plain)
+            times = [max(host_s, sum(terms.values())) for terms in (decode, prefill)]
+            step_s += 0.5 * ((1 - share) * times[0] + share * times[1] - step_s)
+        steps = math.ceil(load.input / chunk)
+        queue = chunks / max(1e-6, 1 - chunks)  # prompts before this one, as in a queue with random arrivals
+        ttft_s = 1.5 * step_s + (steps + queue) * times[1]
+        used = {
+            "max_num_seqs": rows / limits.max_num_seqs, "KV blocks": rows / kv_rows, "reading prompts": chunks,
+            "ttft goal": ttft_s / load.ttft_s, "itl goal": step_s / load.itl_s,
+        }  # fmt: skip
+        return Estimate(ttft_s, step_s, rows, share, max(used, key=lambda key: used[key]), decode, prefill)
+
+    def _sums(
+        self, rows: float, held: float, chunk: float, prompt: float = 0.0
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Returns the reads and pairs of `Shape`. chunk: in the middle of a prompt."""
+        assert self.cost is not None
+        reads, pairs = [], []
+        for span in self.cost.spans:
+            most = math.inf if span is None else span
+            seen = rows * min(held, most)
+            middle = min(max(chunk, prompt) / 2, most) if chunk else 0.0
+            reads.append(seen + middle + chunk / 2)
+            pairs.append(seen + chunk * middle)
+        return tuple(reads), tuple(pairs)
+
+    def capacity(self, load: Load) -> float:
+        """Returns the most requests per second within the goals, to a hundredth; 0 if none."""
+        low, high = 0.0, 1.0
+        while high < 1e6 and self._good(replace(load, rate=high)):
+            low, high = high, 2 * high
+        while high - low > 0.01 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._good(replace(load, rate=middle)) else (low, middle)
+            if high < 1e-3:
+                return 0.0
+        return low
+
+    def _good(self, load: Load) -> bool:
+        found = self.estimate(load)
+        return found is not None and found.ttft_s <= load.ttft_s and found.itl_s <= load.itl_s
+
+
+def candidates(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float = 0.0) -> Iterator[Candidate]:
+    """Yields every layout of all devices that the engine runs or refuses. A setting that `config` has is kept."""
+    for tp in (n for n in spec.possible_tp if n <= cluster.per_node and cluster.per_node % n == 0):
+        dp = cluster.num_devices // tp
+        for ep in ("on", "off") if spec.moe and dp > 1 else ("on",):
+            sharded = spec.moe is not None and ep == "on" and dp * tp > 1
+            for redundant in (0, dp * tp) if sharded and zipf and dp * tp <= spec.num_experts else (0,):
+                asked = config.scheduler.max_num_batched_tokens
+                for tokens in (asked,) if asked else STEP_TOKENS:
+                    parallel = replace(config.parallel, dp=dp, tp=tp, ep=ep, redundant_experts=redundant)
+                    scheduler = replace(config.scheduler, max_num_batched_tokens=tokens)
+                    yield _candidate(spec, replace(config, parallel=parallel, scheduler=scheduler), cluster, zipf)
+
+
+def _candidate(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float) -> Candidate:
+    nodes = cluster.nodes if config.parallel.ep == "on" else 1  # engines that do not step together need no rendezvous
+    asked = config.parallel
+    if nodes > 1:
+        asked = replace(asked, nnodes=nodes, rendezvous="HOST:29500", cluster_key_file="KEY")
+    try:
+        check_parallel(replace(config, parallel=asked), spec)
+        memory = rank_memory(spec, config, cluster.device)
+    except ConfigError as error:
+        return Candidate(config, refused=str(error))
+    cost = Roofline(spec, config, cluster.device, cluster.link, cluster.per_node, zipf)
+    return Candidate(config, memory=memory, cost=cost)

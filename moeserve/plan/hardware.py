@@ -1,0 +1,125 @@
+"""Devices and links as data: peaks as their vendors give them, and the shares of them that kernels reach.
+
+The shares are from kernels measured on H100, H800 and H200 by others: fused expert kernels read 3.4 to 4.1 of the
+H200's 4.8 TB/s and compute 0.33 PFLOP/s in bf16 (vLLM's tables, 128 experts of 704 by 2,816); attention with latents
+reads 0.9 of the bandwidth and computes 0.58 PFLOP/s (FlashMLA on H800); fp8 products 0.93 to 1.35 of 1.98 PFLOP/s
+(DeepGEMM on H800). Those of all2all are from DeepEP's table of 8 to 128 ranks (128 tokens, width 7,168, 8 experts).
+A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`, was fitted to the throughput of a
+server, decode and 4k prefill of SGLang's 96 H100; benchmarks/published.py compares with others.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from moeserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What one device sends over, in bytes per second as reached, and the seconds that a message takes at least.
+    gather_bytes_per_s: of gathers between tensor-parallel devices; 0: none are made over it."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    gather_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A kind of device. memory: bytes. bytes_per_s: of its memory. flops: per second, of 16-bit and 8-bit operands.
+
+    reads, dense, expert, attention: the shares that kernels reach, of the bandwidth, and of the operations in dense
+    products, expert products and attention. overlap: the part of the shorter one of reading and computing that the
+    longer one hides. in_situ: the speed that kernels keep among others, in a server. launch_s: of the kernels of a
+    layer, in a graph. host_s, host_row_s: the host's work on a step and on each of its requests, beside the device's.
+    peer: within a machine.
+    """
+
+    name: str
+    memory: int
+    bytes_per_s: float
+    flops: float
+    flops_8bit: float
+    peer: Link
+    reads: float = 0.82
+    dense: float = 0.70
+    expert: float = 0.45
+    expert_8bit: float = 0.50
+    attention: float = 0.55
+    overlap: float = 0.6
+    in_situ: float = 0.70
+    launch_s: float = 20e-6
+    host_s: float = 300e-6
+    host_row_s: float = 1.5e-6
+
+
+NVLINK4 = Link(name="NVLink 4", bytes_per_s=150e9, latency_s=25e-6, gather_bytes_per_s=315e9)
+NVLINK5 = Link(name="NVLink 5", bytes_per_s=300e9, latency_s=20e-6, gather_bytes_per_s=630e9)
+NVLINK3 = Link(name="NVLink 3", bytes_per_s=100e9, latency_s=25e-6, gather_bytes_per_s=210e9)
+PCIE4 = Link(name="PCIe 4", bytes_per_s=20e9, latency_s=40e-6, gather_bytes_per_s=20e9)
+LINKS = {
+    "ib400": Link(name="InfiniBand 400G", bytes_per_s=45e9, latency_s=25e-6),
+    "ib200": Link(name="InfiniBand 200G", bytes_per_s=22e9, latency_s=25e-6),
+    "eth100": Link(name="Ethernet 100G", bytes_per_s=11e9, latency_s=60e-6),
+    "eth25": Link(name="Ethernet 25G", bytes_per_s=2.8e9, latency_s=60e-6),
+    "eth10": Link(name="Ethernet 10G", bytes_per_s=1.1e9, latency_s=60e-6),
+}
+_GB = 10**9
+DEVICES = {
+    device.name.lower(): device
+    for device in (
+        Device(name="H100", memory=80 * _GB, bytes_per_s=3.35e12, flops=989e12, flops_8bit=1979e12, peer=NVLINK4),
+        Device(name="H200", memory=141 * _GB, bytes_per_s=4.8e12, flops=989e12, flops_8bit=1979e12, peer=NVLINK4),
+        Device(name="B200", memory=180 * _GB, bytes_per_s=8.0e12, flops=2250e12, flops_8bit=4500e12, peer=NVLINK5),
+        Device(name="A100", memory=80 * _GB, bytes_per_s=2.04e12, flops=312e12, flops_8bit=312e12, peer=NVLINK3),
+        Device(name="L40S", memory=48 * _GB, bytes_per_s=0.864e12, flops=362e12, flops_8bit=733e12, peer=PCIE4),
+    )
+}
+_GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z]\w*)")
+
+
+def find_device(name: str) -> Device:
+    """Returns a device by its name, in any case. Raises ConfigError with the names there are."""
+    if name.lower() not in DEVICES:
+        near = get_close_matches(name.lower(), DEVICES, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"device {name!r} is not known; {hint}known: {', '.join(DEVICES)}")
+    return DEVICES[name.lower()]
+
+
+def find_link(name: str) -> Link:
+    """Returns a link between machines by its name. Raises ConfigError with the names there are."""
+    if name not in LINKS:
+        raise ConfigError(f"--link {name!r} is not known; known: {', '.join(LINKS)}")
+    return LINKS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Machines with equally many devices of one kind."""
+
+    nodes: int
+    per_node: int
+    device: Device
+    link: Link
+
+    @property
+    def num_devices(self) -> int:
+        """All of them."""
+        return self.nodes * self.per_node
+
+
+def read_gpus(text: str, link: str = "ib400") -> Cluster:
+    """Parses `MACHINESxDEVICESxKIND`: 2x8xH100, 8xH200 (one machine), B200 (one device). Raises ConfigError."""
+    match = _GPUS.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"--gpus {text!r} is not like 2x8xH100 (machines x devices x kind), 8xH200 or B200")
+    first, second, kind = match.groups()
+    nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
+    if not nodes or not per_node:
+        raise ConfigError(f"--gpus {text!r}: there must be at least one machine and one device")
+    return Cluster(nodes, per_node, find_device(kind), find_link(link))

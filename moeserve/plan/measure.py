@@ -1,0 +1,130 @@
+"""A short benchmark of real engines, from which `measured.py` fits its terms: some streams, each a request after the
+other, of all lengths mixed; and single prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import asdict, replace
+from statistics import median
+
+import msgspec
+
+from moeserve.config import Config, Limits
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.open import open_front_end
+from moeserve.frontend.stats import FrontStats
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.messages import StepRecord
+from moeserve.models.hf_config import read_model_spec
+from moeserve.plan.measured import Calibration, Sample, fit
+from moeserve.sampling import SamplingParams
+
+STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of each engine
+STREAM_S = 1.5  # for each number of streams
+PROMPTS = (16, 32, 64, 128, 256, 512)
+LONGEST_ANSWER = 64
+LATE = 4.0  # times a step's own time: what comes later has not followed it
+
+
+class Records(FrontStats):
+    """Keeps what engines say of their steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[StepRecord] = []
+
+    def step(self, record: StepRecord) -> None:
+        """Notes a step."""
+        super().step(record)
+        self.seen.append(record)
+
+
+async def measure(config: Config, most_streams: int = 64) -> Calibration:
+    """Runs the engines of this config for less than a minute, where a step takes milliseconds. most_streams: of
+    an engine."""
+    config = replace(
+        config,
+        cache=replace(config.cache, enable_prefix_caching=False),
+        model=replace(config.model, skip_tokenizer_init=True),
+        parallel=replace(config.parallel, rebalance="off"),
+    )
+    spec, dp = read_model_spec(resolve_model_dir(config.model.model)), config.parallel.dp
+    async with open_front_end(config, child=True) as front:
+        ready = await front.wait_ready()
+        records = front.stats = Records()
+        chunk = config.scheduler.max_num_batched_tokens or max(512, config.scheduler.max_num_seqs + 256)
+        limits = Limits(
+            max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=chunk, prefill_chunk=chunk,
+            max_model_len=ready.max_model_len, block_size=ready.block_size, num_blocks=ready.num_blocks // dp,
+            depth=config.scheduler.depth, enable_prefix_caching=False,
+            watermark_blocks=int(config.scheduler.watermark * ready.num_blocks / dp),
+        )  # fmt: skip
+        unfitted = Calibration(
+            model=spec.architecture, dp=dp, tp=config.parallel.tp, limits=asdict(limits), terms={}, gap_s=0.0,
+            delay_s=0.0, num_samples=0, error=0.0,
+        )  # fmt: skip
+        longest = min(chunk, ready.max_model_len - LONGEST_ANSWER)
+        prompts = [n for n in PROMPTS if n <= longest]
+        samples: list[Sample] = []
+        delays: list[float] = []
+        for streams in (n for n in STREAMS if n <= min(most_streams, config.scheduler.max_num_seqs)):
+            until_s = time.monotonic() + STREAM_S
+            records.seen.clear()
+            async with asyncio.TaskGroup() as group:
+                for seed in range(streams * dp):
+                    group.create_task(_stream(front, random.Random(seed), prompts, until_s))
+            samples += _samples(records.seen, limits.block_size)
+        for prompt in prompts * 4:
+            records.seen.clear()
+            first_s = await _answer(front, random.Random(prompt), prompt, 2)
+            delays += [first_s - r.device_us / 1e6 for r in records.seen if r.num_tokens == prompt]
+    fitted = fit(samples, unfitted)
+    delay_s = max(0.0, median(delays) - fitted.gap_s) if delays else 0.0
+    return msgspec.structs.replace(fitted, delay_s=delay_s)
+
+
+def _samples(records: list[StepRecord], block_size: int) -> list[Sample]:
+    """Returns the steps whose sizes the records tell: of decodes, and of decodes and one whole prompt."""
+    steps: list[list[StepRecord]] = []
+    for record in sorted(records, key=lambda r: r.at_s):
+        last = steps[-1] if steps else []
+        is_same = record.at_s - last[0].at_s < last[0].device_us / 2e6 if last else False
+        if is_same and record.dp_rank not in {r.dp_rank for r in last}:
+            last.append(record)
+        else:
+            steps.append([record])
+    samples = []
+    for step, second, third in zip(steps, steps[1:], steps[2:], strict=False):
+        most = max(step, key=lambda r: r.num_tokens)
+        prompt = most.num_tokens - most.num_requests + 1
+        if prompt > 1 and most.prompt_tokens != prompt:
+            continue
+        reads = block_size * (most.num_blocks - 1 - most.num_free_blocks - most.num_running / 2)
+        pairs = reads - prompt + prompt * (prompt + 1) / 2
+        device_s = max(r.device_us for r in step) / 1e6
+        # A plan is made when the step before the one before it is over: these two are one step apart.
+        period_s = third[0].at_s - second[0].at_s
+        followed = device_s / LATE < period_s < LATE * device_s
+        others = sum(r.num_tokens for r in step) - most.num_tokens
+        sample = Sample(most.num_tokens, most.num_requests, reads, pairs, others, device_s)
+        samples.append(msgspec.structs.replace(sample, period_s=period_s if followed else None))
+    return samples
+
+
+async def _stream(front: FrontEnd, rng: random.Random, prompts: list[int], until_s: float) -> None:
+    """Asks for one answer after the other."""
+    while time.monotonic() < until_s:
+        await _answer(front, rng, rng.choice(prompts), rng.randint(2, LONGEST_ANSWER))
+
+
+async def _answer(front: FrontEnd, rng: random.Random, num_prompt: int, num_tokens: int) -> float:
+    """Reads one answer; returns the seconds until its first token."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    prompt = [rng.randrange(5, 200) for _ in range(num_prompt)]
+    begin_s, first_s = time.monotonic(), 0.0
+    async with await front.generate(prompt, params) as deltas:
+        async for _ in deltas:
+            first_s = first_s or time.monotonic() - begin_s
+    return first_s

@@ -1,0 +1,101 @@
+"""What clients of a simulated server see, and what its engines were like meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+_EDGES = np.geomspace(1e-6, 1e4, 2303)  # seconds, a hundredth apart: gaps between tokens are too many to keep
+QUANTILES = (50, 90, 99)
+
+
+class Clients:
+    """The times of all requests, in the order in which they came. All in seconds; nan until it is known."""
+
+    def __init__(self, at_s: F64) -> None:
+        self.at_s = at_s
+        self.first_s = np.full(len(at_s), np.nan)
+        self.last_s = np.full(len(at_s), np.nan)
+        self.done = np.zeros(len(at_s), np.bool_)
+        self.tokens = np.zeros(len(at_s), np.int64)
+        self.gaps = np.zeros(len(_EDGES) + 1, np.int64)
+
+    def emitted(self, rids: NDArray[np.int64], now_s: float) -> None:
+        """Notes that each of these requests has one more token."""
+        before = self.last_s[rids]
+        fresh = np.isnan(before)
+        if fresh.any():
+            self.first_s[rids[fresh]] = now_s
+            before = before[~fresh]
+        np.add.at(self.gaps, np.searchsorted(_EDGES, now_s - before), 1)
+        self.last_s[rids] = now_s
+        self.tokens[rids] += 1
+
+
+@dataclass(slots=True)
+class Steps:
+    """Sums over the steps of all engines."""
+
+    number: int = 0
+    empty: int = 0  # an engine had nothing to do in them
+    busy_s: float = 0.0
+    tokens: int = 0
+    rows: int = 0
+    preempted: int = 0
+    most_waiting: int = 0
+    least_free: float = 1.0  # share of KV blocks
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0, copies: float = 1.0) -> dict[str, Any]:
+    """Returns the numbers of a simulation. Times in ms, as `moeserve bench serve` names them. delay_s: from the engine
+    to the client and back. copies: engines that each simulated one stands for; throughputs are those of all."""
+    done = clients.done
+    duration_s = float(np.nanmax(clients.last_s) - clients.at_s[0]) if done.any() else 0.0
+    tokens = int(clients.tokens.sum())
+    ttft_s = (clients.first_s - clients.at_s)[done] + delay_s
+    e2e_s = (clients.last_s - clients.at_s)[done] + delay_s
+    several = clients.tokens[done] > 1
+    tpot_s = (clients.last_s - clients.first_s)[done][several] / (clients.tokens[done][several] - 1)
+    result: dict[str, Any] = {
+        "requests": len(done), "completed": int(done.sum()), "refused": sum(steps.refused.values()),
+        "duration": duration_s, "request_throughput": copies * done.sum() / duration_s if duration_s else 0.0,
+        "output_throughput": copies * tokens / duration_s if duration_s else 0.0,
+        "steps": steps.number, "empty_steps": steps.empty, "mean_rows": steps.rows / max(1, steps.number - steps.empty),
+        "preemptions": steps.preempted, "most_waiting": steps.most_waiting, "peak_kv_use": 1 - steps.least_free,
+        "cached_share": steps.cached_tokens / max(1, steps.prompt_tokens),
+    }  # fmt: skip
+    for name, values_s in (("ttft", ttft_s), ("tpot", tpot_s), ("e2el", e2e_s)):
+        for q in QUANTILES:
+            result[f"p{q}_{name}_ms"] = 1e3 * float(np.percentile(values_s, q)) if len(values_s) else 0.0
+    total = clients.gaps.cumsum()
+    for q in QUANTILES:
+        at = int(np.searchsorted(total, q / 100 * total[-1])) if total[-1] else 0
+        result[f"p{q}_itl_ms"] = 1e3 * float(_EDGES[min(at, len(_EDGES) - 1)]) if total[-1] else 0.0
+    return {key: round(float(value), 3) if isinstance(value, float) else value for key, value in result.items()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Returns the numbers as text."""
+    lines = [
+        f"{result['completed']:,} of {result['requests']:,} requests in {result['duration']:,.1f} s: "
+        f"{result['request_throughput']:,.2f} requests/s, {result['output_throughput']:,.0f} tokens/s",
+        f"{'ms':<22}{'p50':>10}{'p90':>10}{'p99':>10}",
+    ]
+    names = {"ttft": "to the first token", "itl": "between tokens", "tpot": "per token", "e2el": "to the last token"}
+    for key, shown in names.items():
+        lines.append(f"{shown:<22}" + "".join(f"{result[f'p{q}_{key}_ms']:>10,.1f}" for q in QUANTILES))
+    lines.append(
+        f"{result['steps']:,} steps of an engine, {result['mean_rows']:.1f} requests in each; preemptions "
+        f"{result['preemptions']}; most waiting {result['most_waiting']}; KV blocks in use at most "
+        f"{100 * result['peak_kv_use']:.0f} %; {100 * result['cached_share']:.0f} % of prompt tokens from the cache"
+    )
+    if result["refused"]:
+        lines.append(f"{result['refused']} requests were refused: they can never fit")
+    return "\n".join(lines)

@@ -1,0 +1,228 @@
+"""Seconds of a step: for each kind of kernel the bytes that it reads and the operations that it does, for messages the
+rows that travel, and a constant for launches and the host.
+
+T tokens of a rank's step, E experts of a layer, k of them per token, R ranks that the experts are sharded over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from moeserve.config import Config
+from moeserve.engine.plan import StepPlan
+from moeserve.models.spec import ModelSpec
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.placement.solve import balance, rank_loads, solve
+from moeserve.plan.hardware import Device, Link
+from moeserve.plan.memory import RankWeights, rank_weights
+
+DBO_SAVES = 0.03  # of a step's time: micro-batches must save so much (runner/dbo.py)
+SYNC_S = 30e-6  # of the step vote
+FAR_LATENCY_S = 100e-6  # of an all2all that sends a row once to each machine, which then spreads it
+COUNTED_TOKENS = 10_000.0  # for the load that experts are placed by
+
+
+class Shape(NamedTuple):
+    """The size of one engine's step. reads, pairs: for each span (see `CacheRead`), positions that its rows read, and
+    pairs of a query and a position."""
+
+    tokens: int
+    rows: int
+    samples: int
+    reads: tuple[float, ...]
+    pairs: tuple[float, ...]
+
+
+NOTHING = Shape(0, 0, 0, (), ())
+Spans = tuple[int | None, ...]
+
+
+class StepCost(Protocol):
+    """What a simulation asks. spans: those that shapes have to count."""
+
+    spans: Spans
+
+    def seconds(self, shapes: Sequence[Shape]) -> float:
+        """Returns the time of a step that engines with these shapes run together."""
+        ...
+
+    def host_seconds(self, shape: Shape) -> float:
+        """Returns the host's time between a result and the next plan."""
+        ...
+
+
+def shape_of(plan: StepPlan, spans: Spans) -> Shape:
+    """Counts a plan. Rows of 1 token at position 9 and 4 at 0: tokens 5, reads 10 + 4, pairs 10 + (1 + 2 + 3 + 4)."""
+    counts = plan.counts_R.astype(np.float64)
+    ends = plan.starts_R + counts
+    middles = ends - (counts - 1) / 2
+    reads, pairs = [], []
+    for span in spans:
+        reads.append(float((ends if span is None else np.minimum(ends, counts + span)).sum()))
+        pairs.append(float(counts @ (middles if span is None else np.minimum(middles, span))))
+    rows = len(counts)
+    return Shape(int(counts.sum()), rows, int(np.count_nonzero(plan.samples_R)), tuple(reads), tuple(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """Layers whose attention costs the same. span: the index in `Roofline.spans`."""
+
+    span: int
+    layers: int
+    bytes_per_position: float
+    operations: float
+
+
+class ExpertLoad:
+    """How the tokens of a step fall on experts, whose shares follow Zipf's law with an exponent, and those on ranks."""
+
+    def __init__(self, num_experts: int, top_k: int, ranks: int, redundant: int, zipf: float) -> None:
+        weights = np.arange(1, num_experts + 1) ** -zipf
+        share = np.minimum(1.0, top_k * weights / weights.sum())
+        self.ranks = ranks
+        load_LE = share[None] * COUNTED_TOKENS
+        placement = Placement.initial(1, num_experts, ranks, redundant)
+        if zipf and ranks > 1:
+            placement = solve(load_LE, placement, 1)
+        self.imbalance = 1 / float(balance(rank_loads(load_LE, placement))[0])
+        self._tokens = np.concatenate(([0.0], np.geomspace(1, 1e7, 200)))
+        copies = np.maximum(placement.counts()[0], 1)
+        hit_TE = 1 - (1 - share / copies) ** self._tokens[:, None]
+        self._distinct = (hit_TE * copies).sum(1) / ranks
+
+    def distinct(self, tokens: float) -> float:
+        """Returns how many of a rank's experts are needed by so many tokens of all ranks together."""
+        return float(np.interp(tokens, self._tokens, self._distinct))
+
+
+class Roofline:
+    """Steps of a model on dp engines of tp devices each. near, far: links within and between machines of per_node."""
+
+    def __init__(
+        self, spec: ModelSpec, config: Config, device: Device, link: Link, per_node: int, zipf: float = 0.0
+    ) -> None:
+        self.spec, self.device, self.link, self.dbo = spec, device, link, config.parallel.dbo != "off"
+        self.tp, self.ranks = config.parallel.tp, config.parallel.num_ranks
+        self.weights: RankWeights = rank_weights(spec, config)
+        self.ep = self.ranks if config.parallel.ep == "on" and spec.moe else 1
+        self.near = min(per_node, self.ep)
+        self.itemsize = 4 if spec.dtype == "float32" else 2
+        kv_size = 1 if config.cache.kv_cache_dtype == "int8" else self.itemsize
+        reads: Counter[tuple[int | None, int, int]] = Counter()
+        self.state_bytes = 0.0
+        for layer in spec.layers:
+            for read in layer.mixer.reads(self.tp):
+                reads[read.span, read.elements * kv_size, read.operations] += 1
+            if layer.mixer.rule.tile is not None:  # read and written; the open tile's rows are few beside it
+                state = sum(t.heads * t.width for t in layer.mixer.cache(self.tp) if t.per_tile)
+                self.state_bytes += 8.0 * state
+        self.spans: Spans = tuple(dict.fromkeys(span for span, _, _ in reads)) or (None,)
+        # A product reads its inputs and writes its outputs, and one pass over them lies before it; an expert's rows are
+        # copied there and back as well.
+        elements = sum(3 * inputs + outputs for outputs, inputs in spec.products()) / self.tp
+        self.passes = elements * self.itemsize
+        self.expert_passes = (5 * spec.hidden_size + 6 * spec.expert_size) * self.itemsize
+        self.attending = [Attending(self.spans.index(s), n, size, ops) for (s, size, ops), n in reads.items()]
+        dense_8bit = self.weights.dense_bytes < 1.5 * self.weights.dense and bool(spec.stored)
+        expert_8bit = spec.expert_weights * 1.5 > self.weights.expert_bytes and any(
+            f.kind == "fp8" for f in spec.stored
+        )
+        self.dense_flops = device.dense * (device.flops_8bit if dense_8bit else device.flops)
+        self.expert_flops = device.expert_8bit * device.flops_8bit if expert_8bit else device.expert * device.flops
+        self.row_bytes = spec.hidden_size * (1.03 if expert_8bit else self.itemsize), spec.hidden_size * self.itemsize
+        self.load: ExpertLoad | None = None
+        if spec.moe is not None:
+            redundant = config.parallel.redundant_experts if self.ep > 1 else 0
+            self.load = ExpertLoad(spec.num_experts, spec.experts_per_token, self.ep, redundant, zipf)
+
+    def seconds(self, shapes: Sequence[Shape]) -> float:
+        """See `StepCost`."""
+        return sum(self.terms(shapes).values())
+
+    def host_seconds(self, shape: Shape) -> float:
+        """See `StepCost`."""
+        return self.device.host_s + self.device.host_row_s * shape.rows
+
+    def terms(self, shapes: Sequence[Shape]) -> dict[str, float]:
+        """Returns the seconds of each part of a step, in one micro-batch or in two, whichever is shorter."""
+        one = self._computing(shapes, 1) | {"all2all": self._all2all(shapes, 1)}
+        if not self.dbo or self.ep == 1 or max(shape.tokens for shape in shapes) < 2:
+            return one
+        two, travels = self._computing(shapes, 2), self._all2all(shapes, 2)
+        # Each half's rows travel while the other half computes; the first ones and the last ones travel alone.
+        computes = sum(two.values()) - two["launch"]
+        alone = min(computes, travels) / max(1, 2 * self.weights.moe_layers)
+        two["all2all"] = max(0.0, travels - computes) + alone
+        return two if sum(two.values()) < (1 - DBO_SAVES) * sum(one.values()) else one
+
+    def _computing(self, shapes: Sequence[Shape], parts: int) -> dict[str, float]:
+        weights, device = self.weights, self.device
+        tokens, total = max(s.tokens for s in shapes), sum(s.tokens for s in shapes)
+        rows, samples = max(s.rows for s in shapes), max(s.samples for s in shapes)
+        busy = min(parts, tokens)
+        dense = busy * self._roof(weights.dense_bytes, 2 * weights.dense * tokens / max(1, busy), self.dense_flops)
+        attention = max((self._attention(shape) for shape in shapes), default=0.0)
+        attention += rows * self.state_bytes / (device.reads * device.bytes_per_s)
+        experts = local = 0.0
+        if self.load is not None:
+            # Each rank of an engine sends a part of its tokens; a rank alone computes all of its own.
+            seen, spread = (total, self.ep) if self.ep > 1 else (tokens, 1)
+            local = seen / parts * self.spec.experts_per_token / spread * self.load.imbalance
+            read = self.load.distinct(seen / parts) * weights.expert_bytes
+            experts = parts * weights.moe_layers * self._roof(read, 2 * local * weights.expert, self.expert_flops)
+        head = (
+            self._roof(weights.head_bytes, 2 * weights.head * samples, device.dense * device.flops) if samples else 0.0
+        )
+        gathers = 0.0
+        if self.tp > 1:
+            sent = tokens * self.spec.hidden_size * self.itemsize * (self.tp - 1) / self.tp
+            gathers = (
+                2 * len(self.spec.layers) * (parts * device.peer.latency_s / 2 + sent / device.peer.gather_bytes_per_s)
+            )
+        passes = tokens * self.passes + (local * parts * weights.moe_layers * self.expert_passes if self.load else 0.0)
+        launch = parts * len(self.spec.layers) * device.launch_s + (SYNC_S if self.ranks > self.tp else 0.0)
+        between = passes / (device.reads * device.bytes_per_s)
+        kernels = {
+            "dense layers": dense, "attention": attention, "experts": experts, "LM head": head,
+            "between products": between, "tp gathers": gathers,
+        }  # fmt: skip
+        return {name: value / device.in_situ for name, value in kernels.items()} | {"launch": launch}
+
+    def _roof(self, num_bytes: float, operations: float, flops: float) -> float:
+        reading, computing = num_bytes / (self.device.reads * self.device.bytes_per_s), operations / flops
+        return max(reading, computing) + (1 - self.device.overlap) * min(reading, computing)
+
+    def _attention(self, shape: Shape) -> float:
+        if not shape.tokens:
+            return 0.0
+        flops = self.device.attention * self.device.flops
+        return sum(
+            kind.layers
+            * self._roof(
+                shape.reads[kind.span] * kind.bytes_per_position, shape.pairs[kind.span] * kind.operations, flops
+            )
+            for kind in self.attending
+        )
+
+    def _all2all(self, shapes: Sequence[Shape], parts: int) -> float:
+        """Seconds of dispatch and combine in all layers: rows go to each expert's rank (low latency), or once to each
+        machine that has any of them (high throughput), whichever is faster."""
+        if self.ep == 1:
+            return 0.0
+        tokens = max(shape.tokens for shape in shapes) / self.tp
+        k, peer, link, nodes = self.spec.experts_per_token, self.device.peer, self.link, -(-self.ep // self.near)
+        far = 1 - self.near / self.ep
+        machines = nodes * (1 - (1 - 1 / nodes) ** k) * far if nodes > 1 else 0.0
+        seconds = 0.0
+        for size in self.row_bytes:
+            direct = parts * max(peer.latency_s, link.latency_s if far else 0.0)
+            direct += tokens * k * size * (far / link.bytes_per_s + (1 - far) / peer.bytes_per_s)
+            staged = parts * FAR_LATENCY_S + tokens * size * max(machines / link.bytes_per_s, k / peer.bytes_per_s)
+            seconds += min(direct, staged) if far else direct
+        return self.weights.moe_layers * seconds / self.device.in_situ

@@ -1,0 +1,161 @@
+"""Requests of a simulation: how long prompt and answer are, when each comes, and which beginnings they share.
+
+Files: ShareGPT (JSON list of conversations), Mooncake's traces (JSON lines with timestamp in ms, input_length,
+output_length and hash_ids of blocks of 512 tokens), and an access log of moeserve.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from moeserve.errors import ConfigError
+
+MOONCAKE_BLOCK = 512  # tokens of a hash id
+CHARACTERS = 4  # of a token, where a file has text alone
+_MOST_TOKENS = 10_000_000
+
+
+class Arrival(NamedTuple):
+    """One request. hash_ids: equal ones at the beginning of two prompts mean equal tokens."""
+
+    at_s: float
+    input: int
+    output: int
+    hash_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order in which they come."""
+
+    arrivals: Sequence[Arrival]
+
+    def __post_init__(self) -> None:
+        if not self.arrivals:
+            raise ConfigError("there are no requests to simulate")
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether any two prompts may begin alike."""
+        return any(arrival.hash_ids for arrival in self.arrivals)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request."""
+        return max(arrival.input + arrival.output for arrival in self.arrivals)
+
+    @property
+    def mean_input(self) -> float:
+        """Tokens of a prompt."""
+        return float(np.mean([arrival.input for arrival in self.arrivals]))
+
+    @property
+    def mean_output(self) -> float:
+        """Tokens of an answer."""
+        return float(np.mean([arrival.output for arrival in self.arrivals]))
+
+
+def synthetic(times_s: Sequence[float], num_input: int, num_output: int, spread: float = 0.0, seed: int = 0) -> Trace:
+    """Returns requests of about these lengths, uniform in length * (1 - spread .. 1 + spread), at these times."""
+    rng = np.random.default_rng(seed)
+    lengths = [
+        np.maximum(1, np.rint(mean * rng.uniform(1 - spread, 1 + spread, len(times_s)))).astype(int).tolist()
+        for mean in (num_input, num_output)
+    ]
+    return Trace([Arrival(at, i, o) for at, i, o in zip(times_s, *lengths, strict=True)])
+
+
+def prompt_of(rid: int, arrival: Arrival) -> bytes:
+    """Returns a prompt as int32 tokens: those of a hash id are the id itself. Without any they all differ."""
+    if not arrival.hash_ids:
+        return rid.to_bytes(4, "little") + bytes(4 * arrival.input - 4)
+    ids = np.array([hash_id % (2**31 - 1) for hash_id in arrival.hash_ids], "<i4")
+    return np.resize(np.repeat(ids, MOONCAKE_BLOCK), arrival.input).tobytes()
+
+
+def read_trace(path: Path, rate: float | None = None) -> Trace:
+    """Reads a file of any of the kinds. rate: requests per second, for files that do not say when each comes; times of
+    others are stretched to it. Raises ConfigError naming file, line and what was expected."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}") from error
+    if text.lstrip()[:1] == b"[":
+        if rate is None:
+            raise ConfigError(f"--trace {path}: conversations have no times; say how many come per second by --rates")
+        found = list(_conversations(path, text))
+    else:
+        found = [arrival for n, line in enumerate(text.splitlines(), 1) if (arrival := _line(path, n, line))]
+    if not found:
+        raise ConfigError(f"--trace {path}: there is no request in it")
+    found.sort(key=lambda arrival: arrival.at_s)
+    first_s, lasts_s = found[0].at_s, found[-1].at_s - found[0].at_s
+    if rate is None or lasts_s:
+        stretch = 1.0 if rate is None else len(found) / rate / lasts_s
+        return Trace([arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in found])
+    gaps_s = np.random.default_rng(0).exponential(1 / rate, len(found))
+    return Trace([arrival._replace(at_s=float(at)) for arrival, at in zip(found, gaps_s.cumsum(), strict=True)])
+
+
+def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:
+    for i, entry in enumerate(_decoded(path, "", text)):
+        turns = entry.get("conversations", []) if isinstance(entry, dict) else None
+        if turns is None or not all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns):
+            raise ConfigError(f"--trace {path}: entry {i} has no `conversations` of turns with a text `value`")
+        if len(turns) >= 2:
+            prompt, answer = (max(1, len(turn["value"]) // CHARACTERS) for turn in turns[:2])
+            yield Arrival(0.0, prompt, answer)
+
+
+def _line(path: Path, number: int, line: bytes) -> Arrival | None:
+    """Returns the request of a line; None for an empty one and for one of a log that generated nothing."""
+    if not line.strip():
+        return None
+    where = f"--trace {path}: line {number}"
+    entry = _decoded(path, f" line {number}:", line)
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is not a JSON object")
+    if "input_length" in entry:
+        at_s, sizes = _number(where, entry, "timestamp") / 1e3, ("input_length", "output_length")
+        ids = entry.get("hash_ids", [])
+        if not isinstance(ids, list) or not all(isinstance(hash_id, int) for hash_id in ids):
+            raise ConfigError(f"{where}: hash_ids must be a list of integers")
+    elif "route" in entry and "time" in entry:
+        if not entry.get("prompt_tokens") or not entry.get("completion_tokens"):
+            return None
+        sizes, ids = ("prompt_tokens", "completion_tokens"), []
+        try:
+            at_s = datetime.fromisoformat(entry["time"]).timestamp()
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where}: time {entry['time']!r} is not like 2026-01-31T12:00:00Z") from None
+    else:
+        raise ConfigError(
+            f"{where}: expected Mooncake's timestamp, input_length and output_length, or a line of moeserve's access "
+            f"log, got the keys {', '.join(itertools.islice(entry, 6)) or '(none)'}"
+        )
+    tokens = [int(_number(where, entry, key)) for key in sizes]
+    return Arrival(at_s, max(1, tokens[0]), max(1, tokens[1]), tuple(ids))
+
+
+def _number(where: str, entry: dict[str, Any], key: str) -> float:
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ConfigError(f"{where}: {key} must be a number of at least 0, got {value!r}")
+    if key != "timestamp" and value > _MOST_TOKENS:
+        raise ConfigError(f"{where}: {key} must be at most {_MOST_TOKENS}, got {value!r}")
+    return float(value)
+
+
+def _decoded(path: Path, where: str, text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--trace {path}:{where} {error}") from None

@@ -1,0 +1,102 @@
+"""Fits of measured steps, and calibration files."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from moeserve.errors import ConfigError
+from moeserve.plan.measured import (
+    KNOTS,
+    TERMS,
+    Calibration,
+    MeasuredCost,
+    Sample,
+    features,
+    fit,
+    limits_of,
+    not_negative,
+    read,
+    write,
+)
+from moeserve.plan.roofline import NOTHING, Shape
+from tests.plan.test_simulator import LIMITS
+
+UNFITTED = Calibration(
+    model="Model", dp=1, tp=1, limits=asdict(LIMITS), terms={}, gap_s=0.0, delay_s=0.0, num_samples=0, error=0.0
+)
+
+
+def seconds(tokens: int, rows: int, reads: float, pairs: float) -> float:
+    """A machine that is simple: 1 ms, 20 us a token, 5 us a request, 10 ns a position."""
+    return 1e-3 + 20e-6 * tokens + 5e-6 * rows + 1e-8 * reads
+
+
+def samples(number: int) -> list[Sample]:
+    rng = random.Random(0)
+    found = []
+    for _ in range(number):
+        rows = rng.randint(1, 64)
+        tokens, reads = rows + rng.choice((0, 0, 100, 300)), rows * rng.uniform(16, 500)
+        took_s = seconds(tokens, rows, reads, reads) * rng.uniform(0.97, 1.03)
+        found.append(Sample(tokens, rows, reads, reads, 0, took_s, took_s + 1e-4))
+    return found
+
+
+def test_a_fit_predicts_steps_that_it_has_not_seen() -> None:
+    cost = MeasuredCost(fit(samples(600), UNFITTED))
+    for tokens, rows, reads in ((3, 3, 200.0), (48, 48, 10_000.0), (250, 20, 5_000.0)):
+        found = cost.seconds([Shape(tokens, rows, rows, (reads,), (reads,))])
+        assert found == pytest.approx(1e-4 + seconds(tokens, rows, reads, reads), rel=0.05)
+
+
+def test_interrupted_steps_do_not_count() -> None:
+    interrupted = [msgspec.structs.replace(s, device_s=1.0, period_s=1.0001) for s in samples(10)]
+    clean, disturbed = (fit(samples(600) + more, UNFITTED) for more in ([], interrupted))
+    shape = [Shape(48, 48, 48, (10_000.0,), (10_000.0,))]
+    assert MeasuredCost(disturbed).seconds(shape) == pytest.approx(MeasuredCost(clean).seconds(shape), rel=0.03)
+
+
+def test_no_term_is_negative() -> None:
+    x = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    assert not_negative(x, np.array([3.0, 2.0, 1.5])) == pytest.approx([2.0, 0.0], abs=0.2)
+
+
+def test_tokens_lie_between_knots() -> None:
+    assert features(3, 1, 0, 0, 0)[:3].tolist() == [0.0, 0.5, 0.5]
+    assert features(4, 1, 0, 0, 0)[:4].tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert features(2 * KNOTS[-1], 1, 0, 0, 0)[len(KNOTS) - 1] == 2.0
+    assert features(1, 7, 8, 9, 6)[len(KNOTS) :].tolist() == [6.0, 7.0, 8.0, 9.0]
+
+
+def test_the_engine_with_most_tokens_decides() -> None:
+    cost = MeasuredCost(fit(samples(600), UNFITTED))
+    large, small = Shape(300, 10, 10, (900.0,), (900.0,)), Shape(4, 4, 4, (90.0,), (90.0,))
+    assert cost.seconds([small, large]) >= cost.seconds([large, NOTHING]) > cost.seconds([small, NOTHING])
+
+
+def test_a_file_holds_all(tmp_path: Path) -> None:
+    found = fit(samples(100), UNFITTED)
+    write(tmp_path / "c.json", found)
+    assert read(tmp_path / "c.json") == found
+    assert limits_of(found) == LIMITS
+
+
+def test_bad_files_and_too_few_samples(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 measured steps are too few"):
+        fit(samples(3), UNFITTED)
+    path = tmp_path / "c.json"
+    with pytest.raises(ConfigError, match="No such file"):
+        read(path)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="--measure"):
+        read(path)
+    path.write_text(json.dumps({**msgspec.to_builtins(UNFITTED), "terms": {TERMS[0]: 1.0}}))
+    with pytest.raises(ConfigError, match=r"lacks .*requests"):
+        read(path)

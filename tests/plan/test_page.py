@@ -1,0 +1,43 @@
+"""docs/planning.md shows what the commands and the benchmark printed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from moeserve.cli.plan import _print_layouts
+from moeserve.config import config_of
+from moeserve.plan.candidates import Load, candidates
+from moeserve.plan.hardware import read_gpus
+from tests.plan.test_candidates import spec_of
+from tests.plan.test_roofline import QWEN3_30B
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/planning.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "rate"), [("Qwen3-30B-A3B", "1xH100", 1.5), ("DeepSeek-V3.1", "4x8xH200", 10.0)]
+)
+def test_the_page_shows_the_layouts_that_the_command_prints(
+    name: str, gpus: str, rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = QWEN3_30B if name.startswith("Qwen") else spec_of(name, tmp_path)
+    found = candidates(spec, config_of("model", max_model_len=5120), read_gpus(gpus))
+    load = Load(rate, 2000, 500, 1.0, 0.05)
+    rated = sorted(((c.capacity(load), c) for c in found if not c.refused), key=lambda pair: -pair[0])
+    _print_layouts(rated, load)
+    assert capsys.readouterr().out.strip() in PAGE
+
+
+def test_the_page_shows_the_published_rows() -> None:
+    (file,) = set(re.findall(r"\((?:\.\./)(benchmarks/results/published_[\w-]+\.json)\)", PAGE))
+    results = json.loads((ROOT / file).read_text("utf-8"))["results"]
+    for row in results["rows"]:
+        fitted = " (fitted)" if row["fitted"] else ""
+        error = f"{100 * row['error']:+.1f}{fitted}"
+        assert f"| {row['what']} | {row['published']:g} | {row['predicted']:g} | {error} | {row['source']} |" in PAGE
+    assert f"{100 * results['median_error']:.1f} per cent, the worst {100 * results['worst_error']:.1f}" in PAGE
