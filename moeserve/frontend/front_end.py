@@ -111,6 +111,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
         self._num_live = Counter[int]()  # sequences by priority
+        self._due: list[Generation] = []  # those with new deltas
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
         self._drain_by_s: float | None = None  # when draining ends
         self._idle = asyncio.Event()  # set when the last sequence ends
@@ -232,6 +233,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Handles the engine's messages. An unexpected error is logged and becomes the `failure` that callers see."""
         try:
             await super().turn()
+            for generation in self._due:  # once, however many steps came
+                generation.deliver()
+            self._due.clear()
         except Exception as error:
             log.exception("the front end failed")
             self._give_up(EngineDied(f"the front end failed: {error!r}"))
@@ -325,7 +329,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 assert self.notary is not None
                 assert self.ready is not None
                 delta.receipt = self.notary.end(sequence, delta, self.ready)
-        sequence.owner.push(delta)
+        if sequence.owner.push(delta):
+            self._due.append(sequence.owner)
 
     def _note_starts(self, rids: list[int], began_s: float) -> None:
         """Notes when these sequences stopped waiting. began_s: when their first step began."""
