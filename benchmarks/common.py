@@ -177,7 +177,9 @@ def running_server(
         env = {**os.environ, "PYTHONPATH": str(root)}
         with log.open("wb") as out:
             started_s = time.perf_counter()
-            process = psutil.Popen([*words, *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=root, env=env)
+            process = psutil.Popen(
+                [*words, *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=root, env=env
+            )
         if cores is not None:
             process.cpu_affinity(list(cores))  # before it starts a child; children inherit it
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moeserve.errors import ContextLengthExceeded, InvalidRequest, RequestError
+from moeserve.errors import ContextLengthExceeded, InvalidRequest
 from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
 from moeserve.receipts import Receipt
@@ -130,6 +130,7 @@ class Generation:
     A slow reader gets several tokens merged into one delta, so that memory is bounded by the answer itself. `aclose()`,
     leaving an `async with`, or cancelling the reader aborts the sequences that still run.
 
+    prompt_rows: prompt logprobs that came and were not delivered; None if there are none.
     taker: gets each delta for which the reader would be woken, and returns whether it took it; waking costs as much as
     the rest of a token's way. What it raises is raised to the reader.
     """
@@ -155,7 +156,7 @@ class Generation:
         self.salt = salt
         self.marked = marked  # see `FrontEnd.generate`
         self.taker: Callable[[Delta], bool] | None = None
-        self._prompt_rows: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.prompt_rows: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self._abort = abort
         self._pending: dict[int, Delta] = {}
         self._error: Exception | None = None
@@ -192,14 +193,9 @@ class Generation:
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:
         """Adds a chunk of prompt logprobs. A chunk may come again after a preemption."""
-        rows = self._prompt_rows or [None]
+        rows = self.prompt_rows or [None]
         rows[piece.start : piece.start + len(piece.rows)] = piece.rows
-        self._prompt_rows = rows
-
-    def take_prompt_rows(self) -> list[Logprobs | None] | None:
-        """Returns the prompt logprobs once; afterwards, or if not asked for, None."""
-        rows, self._prompt_rows = self._prompt_rows, None
-        return rows
+        self.prompt_rows = rows
 
     def fail(self, error: Exception) -> None:
         """Ends the whole request with an error, which is raised after the unread deltas. The first error counts."""

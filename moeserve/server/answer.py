@@ -49,9 +49,10 @@ class Counts:
     def add(self, delta: Delta) -> None:
         """Counts the tokens of a delta."""
         self.completion_tokens += len(delta.token_ids)
-        self.num_drafts += delta.num_drafts
-        self.num_accepted += delta.num_accepted
         self.num_reasoning += delta.num_reasoning
+        if delta.num_drafts:
+            self.num_drafts += delta.num_drafts
+            self.num_accepted += delta.num_accepted
         if delta.cached_tokens is not None and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
 

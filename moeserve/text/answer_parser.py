@@ -37,8 +37,7 @@ class DataParser:
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
         """Returns the parts that are certain after `text`. final: nothing follows."""
-        self._text.feed(text, final=final)
-        if not self._over:
+        if self._text.feed(text, final=final) and not self._over:
             self._over = next(self._run, True) is True
         parts = joined(self._parts) if len(self._parts) > 1 else self._parts[:]
         self._parts.clear()
