@@ -4,12 +4,12 @@ python -m benchmarks.overload             # the demo on one core, the clients on
 python -m benchmarks.overload --url http://127.0.0.1:8000 --places 8 --pid PID
 
 The first form pins the server's processes to one core and the clients to another in every phase, so that what clients
-cost is never taken from the server. places: its --max-num-seqs. First as many clients as places ask without a pause, so that nothing waits: that
-is its capacity. Then requests come a tenth faster than that, whether or not earlier ones are answered: that is
-saturation, with the queue that the server allows. Then they come at ten times that rate; a tenth is malformed, a tenth
-leaves after a tenth of a second. At the end the first two once more, since machines change their speed by the minute.
-pid: of the server; of its processes, in the order of their starts, the memory is read before and after, and the CPU
-time. Goodput: tokens of answers that came to an end.
+cost is never taken from the server. places: its --max-num-seqs. First as many clients as places ask without a pause, so
+that nothing waits: that is its capacity. Then requests come a tenth faster than that, whether or not earlier ones are
+answered: that is saturation, with the queue that the server allows. Then they come at ten times that rate; a tenth is
+malformed, a tenth leaves after a tenth of a second. At the end the first two once more, since machines change their
+speed by the minute. pid: of the server; of its processes, in the order of their starts, the memory is read before and
+after, and the CPU time. Goodput: tokens of answers that came to an end.
 """
 
 from __future__ import annotations

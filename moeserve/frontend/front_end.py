@@ -111,7 +111,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
         self._num_live = Counter[int]()  # sequences by priority
-        self._due: list[Generation] = []  # those with new deltas
+        self._due: list[Generation] = []  # those with new deltas, maybe twice
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
         self._drain_by_s: float | None = None  # when draining ends
         self._idle = asyncio.Event()  # set when the last sequence ends
@@ -327,8 +327,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             if ends_itself and self.notary is not None and (sequence.sampling.receipt or self.notary.logs):
                 assert self.ready is not None
                 delta.receipt = self.notary.end(sequence, delta, self.ready)
-        if sequence.owner.push(delta):
-            self._due.append(sequence.owner)
+        sequence.owner.push(delta)
+        self._due.append(sequence.owner)
 
     def _note_starts(self, rids: list[int], began_s: float) -> None:
         """Notes when these sequences stopped waiting. began_s: when their first step began."""

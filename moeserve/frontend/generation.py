@@ -162,18 +162,12 @@ class Generation:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def push(self, delta: Delta) -> bool:
-        """Adds a delta, merged with an unread one of the same sequence. Returns whether it is the only one, so that
-        `deliver` is due. For the front end."""
-        pending = self._pending
-        if not pending:
-            pending[delta.index] = delta
-            return True
-        held = pending.setdefault(delta.index, delta)
+    def push(self, delta: Delta) -> None:
+        """Adds a delta, merged with an unread one of the same sequence; `deliver` is due then. For the front end."""
+        held = self._pending.setdefault(delta.index, delta)
         if held is not delta:
             held.text += delta.text
             held.add(delta)
-        return False
 
     def deliver(self) -> None:
         """Gives the deltas to the taker, as far as it takes them, or wakes the reader. For the front end."""
@@ -188,7 +182,7 @@ class Generation:
                 del pending[index]
         except Exception as error:
             self.fail(error)
-        if pending:
+        if pending or not self.num_live:
             self._wake()
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:

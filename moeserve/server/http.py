@@ -161,7 +161,7 @@ class HttpServer(web.Server):
 class SseStream:
     """One response of server-sent events. The status line goes out with `start`: until then an error can set it.
 
-    While the socket takes data (`free`), each delta is one `write`. When the socket is full, `send` waits, and the front
+    While the socket takes data (`free`), each delta is one `write`. When it is full, `send` waits, and the front
     end merges the deltas that come meanwhile into one, so a slow reader costs at most its own answer in memory.
     sending, sent_at: whether a write waits for the reader, and when the last one began; `watch` reads both.
     """
