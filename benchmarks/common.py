@@ -162,16 +162,24 @@ class Server:
 
 
 @contextmanager
-def running_server(model: str, *flags: str, config: str = "", cores: set[int] | None = None) -> Iterator[Server]:
-    """`moeserve serve MODEL flags`, with a YAML config and pinned to `cores` (its children too); stopped at the end."""
+def running_server(
+    model: str, *flags: str, config: str = "", cores: set[int] | None = None, root: Path = ROOT
+) -> Iterator[Server]:
+    """`moeserve serve MODEL flags`, with a YAML config and pinned to `cores` (its children too); stopped at the end.
+
+    root: the checkout whose code serves.
+    """
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
         log, file = Path(folder, "log"), Path(folder, "config.yaml")
         file.write_text(config, "utf-8")
         port = free_port()
         words = [sys.executable, "-m", "moeserve.cli.main", "serve", model, "--port", str(port), "--config", str(file)]
+        env = {**os.environ, "PYTHONPATH": str(root)}
         with log.open("wb") as out:
             started_s = time.perf_counter()
-            process = psutil.Popen([*words, *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT)
+            process = psutil.Popen(
+                [*words, *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=root, env=env
+            )
         if cores is not None:
             process.cpu_affinity(list(cores))  # before it starts a child; children inherit it
         try:

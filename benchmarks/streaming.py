@@ -21,10 +21,11 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from benchmarks.common import Server, cpu_seconds, parser, running_server, save, summary
+from benchmarks.common import ROOT, Server, cpu_seconds, parser, running_server, save, summary
 
 TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TEMPLATE = """{% for tool in tools or [] %}<tools>{{ tool | tojson }}</tools>
@@ -42,6 +43,7 @@ def main() -> None:
     flags.add_argument("--repeat", type=int, default=5, help="rounds [5]")
     flags.add_argument("--chat", action="store_true", help="chat completions instead of completions")
     flags.add_argument("--tools", action="store_true", help="chat completions with tools, read by the format's parser")
+    flags.add_argument("--beside", type=Path, help="another checkout, whose rounds come in turns with this one's")
     flags.add_argument("--spread", action="store_true", help="the engine may use the reader's core")
     args = flags.parse_args()
     api = "tools" if args.tools else "chat" if args.chat else ""
@@ -56,12 +58,14 @@ def main() -> None:
             template.write(TEMPLATE)
             template.flush()
             config += f"model: {{chat_template: {template.name}, tool_format: hermes}}\n"
-        server = stack.enter_context(running_server("demo", config=config, cores={cores[0]}))
-        server.wait("/readyz")
-        if args.spread:
-            server.tree()["engine"].cpu_affinity([cores[1]])
-        one_round(server, args.streams, 50, api)
-        rounds = [one_round(server, args.streams, args.tokens, api) for _ in range(args.repeat)]
+        roots = [ROOT, *filter(None, [args.beside])]
+        servers = [stack.enter_context(running_server("demo", config=config, cores={cores[0]}, root=r)) for r in roots]
+        for server in servers:
+            server.wait("/readyz")
+            if args.spread:
+                server.tree()["engine"].cpu_affinity([cores[1]])
+            one_round(server, args.streams, 50, api)
+        turns = [[one_round(server, args.streams, args.tokens, api) for server in servers] for _ in range(args.repeat)]
     ways = (api, "spread" if args.spread else "", "" if args.step_ms else "unpaced")
     save(
         "-".join(["streaming", *filter(None, ways)]),
@@ -72,9 +76,15 @@ def main() -> None:
             "step_ms": args.step_ms,
             "api": {"": "completions", "chat": "chat completions", "tools": "chat completions with tools"}[api],
             "pinning": "front end alone on one core" if args.spread else "front end and engine on one core",
-            **{key: summary([r[key] for r in rounds]) for key in rounds[0]},
+            **summaries([turn[0] for turn in turns]),
+            **({"beside": summaries([turn[1] for turn in turns])} if args.beside else {}),
         },
     )
+
+
+def summaries(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Returns the summary of each number over the rounds."""
+    return {key: summary([one[key] for one in rounds]) for key in rounds[0]}
 
 
 @dataclass(slots=True)

@@ -111,6 +111,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
         self._num_live = Counter[int]()  # sequences by priority
+        self._due: list[Generation] = []  # those with new deltas, maybe twice
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
         self._drain_by_s: float | None = None  # when draining ends
         self._idle = asyncio.Event()  # set when the last sequence ends
@@ -232,6 +233,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Handles the engine's messages. An unexpected error is logged and becomes the `failure` that callers see."""
         try:
             await super().turn()
+            for generation in self._due:  # once, however many steps came
+                generation.deliver()
+            self._due.clear()
         except Exception as error:
             log.exception("the front end failed")
             self._give_up(EngineDied(f"the front end failed: {error!r}"))
@@ -284,9 +288,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             if rid in sequences:
                 sequences[rid].digests += digests
         for rid, token, finish in zip(rids, tokens, out.finish, strict=True):
-            sequence = sequences.get(rid)
-            if sequence is None:  # aborted here, or ended by a stop string, while the engine still computed it
-                continue
+            if (sequence := sequences.get(rid)) is None:
+                continue  # aborted here, or ended by a stop string, while the engine still computed it
             try:
                 self._advance(sequence, token, finish, out, now)
             except Exception as error:  # in its text, say; the other sequences go on
@@ -307,31 +310,30 @@ class FrontEnd(Actor[FromEngine], ServingState):
         delta = sequence.advance(token, finish, out.stop_ids.get(rid))
         if token >= 0:
             self._count_token(sequence, now)
-        if rows := out.logprobs.get(rid):
+        if out.logprobs and (rows := out.logprobs.get(rid)):
             delta.logprobs.append(rows.pop(0))
-        if verified := out.drafts.pop(rid, None):
+        if out.drafts and (verified := out.drafts.pop(rid, None)):
             delta.num_drafts, delta.num_accepted = verified
         if rid in out.cached and len(sequence.tokens) <= 1:  # a replay's cache hits are on our own earlier work
             delta.cached_tokens = out.cached[rid]
             self.stats.cached_prompt_tokens += out.cached[rid]
-        if sequence.index == 0:
-            delta.prompt_logprobs = sequence.owner.take_prompt_rows()
+        if sequence.owner.prompt_rows is not None and sequence.index == 0:
+            delta.prompt_logprobs, sequence.owner.prompt_rows = sequence.owner.prompt_rows, None
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
             if not finish:
                 self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
-            noted = self.notary is not None and (sequence.sampling.receipt or self.notary.logs)
-            if noted and delta.finish_reason != "abort":  # nobody could compute where that ended it
-                assert self.notary is not None
+            ends_itself = delta.finish_reason != "abort"  # nobody could compute where that ended it
+            if ends_itself and self.notary is not None and (sequence.sampling.receipt or self.notary.logs):
                 assert self.ready is not None
                 delta.receipt = self.notary.end(sequence, delta, self.ready)
         sequence.owner.push(delta)
+        self._due.append(sequence.owner)
 
     def _note_starts(self, rids: list[int], began_s: float) -> None:
         """Notes when these sequences stopped waiting. began_s: when their first step began."""
         for rid in rids:
-            sequence = self._sequences.get(rid)
-            if sequence is not None and sequence.started_at is None:  # a replay does not start again
+            if (sequence := self._sequences.get(rid)) and sequence.started_at is None:  # a replay does not start again
                 sequence.started_at = max(began_s, sequence.owner.submitted_at)
                 self.stats.queue_s.add(sequence.started_at - sequence.owner.submitted_at)
 
@@ -371,8 +373,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         live = [rid for rid in rids if rid in self._sequences]
         log.warning("%s; %d sequences go on where they were", why, len(live))
         for rid in live:
-            sequence = self._sequences.get(rid)
-            if sequence is None:
+            if (sequence := self._sequences.get(rid)) is None:
                 continue  # a sibling could not be sent
             try:
                 self._link.send(submission(sequence))
@@ -380,8 +381,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 self._fail(sequence.owner, error)
 
     def _on_refused(self, msg: Refused) -> None:
-        sequence = self._sequences.get(msg.rid)
-        if sequence is not None:
+        if (sequence := self._sequences.get(msg.rid)) is not None:
             kind = Overloaded if msg.code == "server_draining" else RequestError
             self._fail(sequence.owner, kind(msg.message, code=msg.code))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moeserve.errors import ContextLengthExceeded, InvalidRequest, RequestError
+from moeserve.errors import ContextLengthExceeded, InvalidRequest
 from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
 from moeserve.receipts import Receipt
@@ -129,6 +129,10 @@ class Generation:
 
     A slow reader gets several tokens merged into one delta, so that memory is bounded by the answer itself. `aclose()`,
     leaving an `async with`, or cancelling the reader aborts the sequences that still run.
+
+    prompt_rows: prompt logprobs that came and were not delivered; None if there are none.
+    taker: gets each delta for which the reader would be woken, and returns whether it took it; waking costs as much as
+    the rest of a token's way. What it raises is raised to the reader.
     """
 
     def __init__(
@@ -151,34 +155,43 @@ class Generation:
         self.priority = priority
         self.salt = salt
         self.marked = marked  # see `FrontEnd.generate`
-        self._prompt_rows: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.taker: Callable[[Delta], bool] | None = None
+        self.prompt_rows: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self._abort = abort
         self._pending: dict[int, Delta] = {}
-        self._error: RequestError | None = None
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, delta: Delta) -> None:
-        """Delivers a delta, merged with an unread one of the same sequence. For the front end."""
-        held = self._pending.get(delta.index)
-        if held is None:
-            self._pending[delta.index] = delta
-        else:
+        """Adds a delta, merged with an unread one of the same sequence; `deliver` is due then. For the front end."""
+        held = self._pending.setdefault(delta.index, delta)
+        if held is not delta:
             held.text += delta.text
             held.add(delta)
-        self._wake()
+
+    def deliver(self) -> None:
+        """Gives the deltas to the taker, as far as it takes them, or wakes the reader. For the front end."""
+        if self._waiter is None or self._waiter.done():
+            return
+        pending, taker = self._pending, self.taker
+        try:
+            while taker is not None and pending:
+                index = next(iter(pending))
+                if not taker(pending[index]):
+                    break
+                del pending[index]
+        except Exception as error:
+            self.fail(error)
+        if pending or not self.num_live:
+            self._wake()
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:
         """Adds a chunk of prompt logprobs. A chunk may come again after a preemption."""
-        rows = self._prompt_rows or [None]
+        rows = self.prompt_rows or [None]
         rows[piece.start : piece.start + len(piece.rows)] = piece.rows
-        self._prompt_rows = rows
+        self.prompt_rows = rows
 
-    def take_prompt_rows(self) -> list[Logprobs | None] | None:
-        """Returns the prompt logprobs once; afterwards, or if not asked for, None."""
-        rows, self._prompt_rows = self._prompt_rows, None
-        return rows
-
-    def fail(self, error: RequestError) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the whole request with an error, which is raised after the unread deltas. The first error counts."""
         self._error = self._error or error
         self._wake()

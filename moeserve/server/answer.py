@@ -7,9 +7,10 @@ is encoded once. Only chunks with logprobs, token ids or running usage are built
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -48,9 +49,10 @@ class Counts:
     def add(self, delta: Delta) -> None:
         """Counts the tokens of a delta."""
         self.completion_tokens += len(delta.token_ids)
-        self.num_drafts += delta.num_drafts
-        self.num_accepted += delta.num_accepted
         self.num_reasoning += delta.num_reasoning
+        if delta.num_drafts:
+            self.num_drafts += delta.num_drafts
+            self.num_accepted += delta.num_accepted
         if delta.cached_tokens is not None and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
 
@@ -116,6 +118,11 @@ class RunningRequest:
                 self._queue.put_nowait((prompt, delta))
         except RequestError as error:
             self._queue.put_nowait(error)
+
+    def give_to(self, taker: Callable[[Delta], bool] | None) -> None:
+        """Sets the taker of a request of one prompt (see `Generation`)."""
+        if not self._pumps:
+            self.generations[0].taker = taker
 
     async def abort(self) -> int:
         """Ends the request; its reader gets finish_reason "abort". Returns how many sequences were running."""
@@ -317,7 +324,12 @@ async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Frames)
     streams.add(stream)
     try:
         async with aclosing(running.deltas()) as deltas:
-            await _relay(stream, deltas, chunks, call.context.config.sse_ping_s)
+            await _begin(stream, deltas, chunks, call.context.config.sse_ping_s)
+            running.give_to(partial(_send_now, stream, chunks))
+            async for prompt, delta in deltas:
+                if frames := chunks.frames(prompt, delta):
+                    await stream.send(frames)
+            await stream.send(chunks.closing())
     except Exception as error:
         if isinstance(error, ConnectionError) or not stream.started:
             raise
@@ -326,10 +338,21 @@ async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Frames)
         await stream.send(chunks.failure(shown, call.id))
     finally:
         streams.discard(stream)
+        running.give_to(None)
     return await stream.finish()
 
 
-async def _relay(stream: SseStream, deltas: Deltas, chunks: Frames, ping_s: float) -> None:
+def _send_now(stream: SseStream, chunks: Frames, delta: Delta) -> bool:
+    """Sends a delta that is neither the last one nor has to wait for the reader; returns whether it was one."""
+    if delta.finish_reason is not None or not stream.free:
+        return False
+    if frames := chunks.frames(0, delta):
+        stream.write(frames)
+    return True
+
+
+async def _begin(stream: SseStream, deltas: Deltas, chunks: Frames, ping_s: float) -> None:
+    """Sends the first delta, and what comes before it."""
     first = asyncio.ensure_future(anext(deltas))
     try:
         await asyncio.wait([first], timeout=ping_s)
@@ -346,7 +369,3 @@ async def _relay(stream: SseStream, deltas: Deltas, chunks: Frames, ping_s: floa
         await stream.start()
     if frames:
         await stream.send(frames)
-    async for prompt, delta in deltas:
-        if frames := chunks.frames(prompt, delta):
-            await stream.send(frames)
-    await stream.send(chunks.closing())

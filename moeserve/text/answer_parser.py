@@ -37,8 +37,7 @@ class DataParser:
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
         """Returns the parts that are certain after `text`. final: nothing follows."""
-        self._text.feed(text, final=final)
-        if not self._over:
+        if self._text.feed(text, final=final) and not self._over:
             self._over = next(self._run, True) is True
         parts = joined(self._parts) if len(self._parts) > 1 else self._parts[:]
         self._parts.clear()
@@ -174,15 +173,17 @@ class _Flow:
     def add(self, piece: str) -> None:
         """Adds a piece."""
         text = piece.rstrip(_SPACES)
+        space = piece[len(text) :]
         if text:
             if self.is_empty and self._trim:
                 text = text.lstrip(_SPACES)
-            self._parts.append(Part(self._kind, "".join([*self._space, text])))
-            self._space.clear()
+            if self._space:
+                text = "".join([*self._space, text])
+                self._space.clear()
+            self._parts.append(Part(self._kind, text))
             self.is_empty = False
-            piece = piece[len(piece.rstrip(_SPACES)) :]
-        if piece and not (self.is_empty and self._trim):
-            self._space.append(piece)
+        if space and not (self.is_empty and self._trim):
+            self._space.append(space)
 
     def end(self, *, keep: bool) -> None:
         """Ends the text. keep: with the white space at its end."""

@@ -40,6 +40,9 @@ class Stops:
         self.full = re.compile("|".join(map(re.escape, marked)) or "(?!)")
         begun = [*map(_prefixes, marked), f"{CONTROL_BEGIN}[^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}"]
         self.partial = re.compile(f"(?:{'|'.join(begun)})\\Z")
+        self.first = re.compile(
+            f"[{re.escape(''.join({CONTROL_BEGIN, *(text[0] for text in marked)}))}]"
+        )  # of any of them
         self.longest = max([_MAX_NAME + 2, *map(len, marked)])
 
 
@@ -71,12 +74,22 @@ class AnswerText:
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
+        self._passing: tuple[Stops, Emit] | None = None  # of an `until` that has emitted everything
         self.ended = False
         self.taken: list[str] | None = None
 
-    def feed(self, text: str, *, final: bool) -> None:
-        """Appends to the text. final: nothing follows."""
-        self._text, self._at, self.ended = self._text[self._at :] + text, 0, final
+    def feed(self, text: str, *, final: bool) -> bool:
+        """Appends to the text, and returns whether its reader has to look at it: not where `until` would emit it all.
+
+        final: nothing follows.
+        """
+        if self._passing is not None and not final:
+            stops, emit = self._passing
+            if not stops.first.search(text):
+                emit(text)
+                return False
+        self._text, self._at, self.ended, self._passing = self._text[self._at :] + text, 0, final, None
+        return True
 
     @property
     def is_empty(self) -> bool:
@@ -97,16 +110,19 @@ class AnswerText:
     def until(self, stops: Stops, emit: Emit) -> Wait[str]:
         """Takes and emits the text before the first of the stops, takes that and returns it, "" at the end."""
         while True:
-            if found := stops.full.search(self._text, self._at):
+            end = len(self._text)
+            begun = stops.first.search(self._text, self._at)  # most texts have nothing to look at any closer
+            if begun and (found := stops.full.search(self._text, begun.start())):
                 emit(self.take(found.start()))
                 self.take(found.end())
                 return stops.named[found[0]]
-            end = len(self._text)
             if self.ended:
                 emit(self.take(end))
                 return ""
-            held = stops.partial.search(self._text, max(self._at, end - stops.longest))
+            held = begun and stops.partial.search(self._text, max(begun.start(), end - stops.longest))
             emit(self.take(held.start() if held else end))
+            if not held and self.taken is None:
+                self._passing = stops, emit
             yield
 
     def header(self, stops: Stops, *, take: bool = True) -> Wait[str]:

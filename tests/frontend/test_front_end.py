@@ -85,6 +85,43 @@ async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine(front, engin
     assert engine.take(Abort) == [Abort([submit.rid])]
 
 
+async def test_a_taker_gets_deltas_in_place_of_a_reader_that_waits(front, engine, tokenizer):
+    """Each token once and in order, whoever gets it; steps that come together are one delta."""
+    generation = await front.generate([5], SamplingParams(max_tokens=40))
+    (submit,) = engine.take(Submit)
+    taken, takes = [], True
+
+    def take(delta: Delta) -> bool:
+        if takes:
+            taken.append((delta.token_ids, generation._waiter.done()))
+        return takes
+
+    generation.taker = take
+    await engine.rows((submit.rid, 10, 0))  # nobody waits yet
+    reading = asyncio.create_task(collect(generation))
+    await engine.rows((submit.rid, 11, 0))
+    await engine.rows((submit.rid, 12, 0), (submit.rid, 13, 0))
+    takes = False
+    await engine.rows((submit.rid, 14, 0))
+    takes = True
+    await engine.rows((submit.rid, 15, LENGTH))
+    assert taken == [([11], False), ([12, 13], False), ([15], False)]
+    assert [delta.token_ids for delta in await reading] == [[10], [14]]
+
+
+async def test_what_a_taker_raises_reaches_the_reader(front, engine):
+    generation, other = [await front.generate([5], SamplingParams(max_tokens=40)) for _ in range(2)]
+    first, second = engine.take(Submit)
+    generation.taker = lambda delta: 1 // 0
+    reading = [asyncio.create_task(collect(one)) for one in (generation, other)]
+    await asyncio.sleep(0)
+    await engine.rows((first.rid, 10, 0), (second.rid, 11, LENGTH))
+    with pytest.raises(ZeroDivisionError):
+        await reading[0]
+    assert [delta.token_ids for delta in await reading[1]] == [[11]]
+    generation.abort()
+
+
 async def test_a_reader_that_lags_gets_merged_deltas(front, engine, tokenizer):
     ids = tokenizer.encode("A small fox ran home.", special=False)
     generation = await front.generate([5], SamplingParams(max_tokens=50, logprobs=0))
