@@ -246,7 +246,7 @@ def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
         raise InvalidRequest(f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt")
     if len(prompt) >= ready.max_model_len:
         raise ContextLengthExceeded(
-            f"the prompt has {len(prompt)} tokens; this model's context holds {ready.max_model_len}, "
+            f"this model's maximum context length is {ready.max_model_len} tokens; the prompt has {len(prompt)}; it holds "
             "prompt and answer together, so shorten the prompt",
             param="prompt",
         )
