@@ -246,8 +246,8 @@ def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
         raise InvalidRequest(f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt")
     if len(prompt) >= ready.max_model_len:
         raise ContextLengthExceeded(
-            f"this model's maximum context length is {ready.max_model_len} tokens, prompt and answer together; the prompt "
-            f"has {len(prompt)}, so shorten it",
+            f"this model's maximum context length is {ready.max_model_len} tokens, prompt and answer together; "
+            f"the prompt has {len(prompt)}, so shorten it",
             param="prompt",
         )
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
