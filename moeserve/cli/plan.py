@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     config = _with_context(config, spec, args.input + args.output)
     size = model_size(spec)
     kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored)) or spec.dtype
-    print(f"{spec.architecture}: {size.total / 1e9:.1f} B parameters, {size.active / 1e9:.1f} B for a token, {kinds}")
+    unit, name = (1e9, "B") if size.total >= 1e9 else (1e6, "M")
+    total, active = size.total / unit, size.active / unit
+    print(f"{spec.architecture}: {total:.1f} {name} parameters, {active:.1f} {name} for a token, {kinds}")
     print(f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
           f"{f', {cluster.link.name} between machines' if cluster.nodes > 1 else ''}")  # fmt: skip
     print(
