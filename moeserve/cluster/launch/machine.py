@@ -109,6 +109,7 @@ class Machine:
                 if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)  # srun is two processes
             await process.wait()
+            process._transport.close()  # type: ignore[attr-defined]  # pipes that a grandchild holds, too
 
     async def _ping(self) -> None:
         """Ends the connection if the part is silent. It counts pings, not seconds: Ctrl-Z may stop this process."""

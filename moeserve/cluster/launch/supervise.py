@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from moeserve.actor.process import to_stderr
+from moeserve.cluster.heartbeat import UNHEALTHY_S
 from moeserve.cluster.launch.machine import Machine, Unreachable
 from moeserve.cluster.launch.places import Place
 from moeserve.cluster.launch.protocol import DRAIN, KILL, Hello, Order
@@ -25,6 +26,7 @@ RECENT_S = 60.0
 REACH_S = 1.0  # between tries to reach a machine
 FAREWELL_S = 10.0  # for the others to end after machine 0
 KILL_S = 2.0
+SETTLED_S = UNHEALTHY_S + 1  # machine 0 says by then that it waits for a machine that has joined, or it serves with it
 CONNECTING = "connecting"
 _HOPELESS = range(2, 6)  # settings, model files, port, memory: a new try would end alike
 
@@ -61,6 +63,8 @@ class Launch:
                 life = self._first(machine, zero) if machine.rank == 0 else self._keep(machine, zero)
                 tasks.append(asyncio.create_task(life, name=machine.name))
             self._machines[0].on_state = self._on_state_of_first
+            for machine in self._machines[1:]:
+                machine.on_state = self._on_state_of_other
             await asyncio.wait((*tasks, killed), return_when=asyncio.FIRST_COMPLETED)
             first = next(it for it in (*tasks, killed) if it.done())  # machine 0's end counts, if it is among them
             return await self._finish(tasks, first.result())
@@ -165,6 +169,11 @@ class Launch:
         for machine in self._machines[1:]:
             if state == "ready" and machine.state == "joined":
                 machine.enter("ready")
+
+    def _on_state_of_other(self, state: str) -> None:
+        """Machine 0 is silent about a machine that comes back so fast that no probe would fail."""
+        if state == "joined" and self._machines[0].state == "ready":
+            asyncio.get_running_loop().call_later(SETTLED_S, lambda: self._on_state_of_first(self._machines[0].state))
 
     async def _finish(self, tasks: Sequence[asyncio.Task[int]], code: int) -> int:
         """Ends what still runs: with machine 0 those who have joined end on their own."""

@@ -8,6 +8,7 @@ fp32 logarithms could decide between two tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class NativeHead:
         where = module.HeadTables(
             tokens=tables.arena.data_ptr(), width=tables.width, blocks=blocks.data_ptr(), max_blocks=blocks.shape[1],
             block_size=groups[full].block_size, window=rule.window, section=rule.chunk,
-            heads=[shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim], k=k_cache.data_ptr(),
+            heads=list(astuple(shape)), k=k_cache.data_ptr(),
             v=v_cache.data_ptr(), kv_type=KV_TYPES[k_cache.dtype], columns=[column.ctypes.data for column in columns],
             token_hash=sampler.gumbel.token_hash.data_ptr(), random=Trait.RANDOM,
         )  # fmt: skip

@@ -90,7 +90,7 @@ async def test_a_silent_machine_is_lost(capfd: pytest.CaptureFixture[str], monke
         "print('\\x1epong', flush=True) if sys.stdin.read(1) else None" for _ in range(40)
     )
     silent = place("b", "import time; time.sleep(60)")
-    assert await launch(place("a", answers, ended(0)), silent) == 0
+    assert await launch(place("a", answers, ended(0)), silent, max_restarts=1000) == 0
     err = capfd.readouterr().err
     assert "b (machine 1 of 2): lost" in err
     assert "b (machine 1 of 2): restarting" in err
