@@ -21,8 +21,8 @@ from benchmarks.common import parser, save, summary
 from moeserve.config import Config, config_of
 from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.stats import FrontStats
 from moeserve.messages import StepRecord
+from moeserve.plan.measure import Records
 from moeserve.sampling import SamplingParams
 
 PROMPT_TOKENS = 32
@@ -75,18 +75,6 @@ async def compare(one: Config, two: Config, batch: int, num_tokens: int, num_rou
         "two_engines_one_thread_tokens_per_s": summary(rates["two"]),
         "share_of_step": {key: summary(values) for key, values in shares.items()},
     }
-
-
-class Records(FrontStats):
-    """Keeps what engines say of their steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[StepRecord] = []
-
-    def step(self, record: StepRecord) -> None:
-        super().step(record)
-        self.seen.append(record)
 
 
 async def one_round(front: FrontEnd, batch: int, num_tokens: int) -> tuple[float, list[StepRecord]]:

@@ -21,7 +21,7 @@ from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.config import Config, config_of
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec
-from moeserve.plan.candidates import Candidate, Load
+from moeserve.plan.candidates import Candidate, Workload
 from moeserve.plan.hardware import DEVICES, LINKS, Device
 from moeserve.plan.memory import rank_memory
 from moeserve.plan.roofline import Roofline, Shape
@@ -151,7 +151,7 @@ def served(
     memory = rank_memory(spec, config, device)
     if kv_tokens:
         memory = replace(memory, limits=replace(memory.limits, num_blocks=kv_tokens // memory.limits.block_size))
-    return Candidate(config, memory=memory, cost=cost).capacity(Load(1.0, num_input, num_output))
+    return Candidate(config, memory=memory, cost=cost).capacity(Workload(1.0, num_input, num_output))
 
 
 def expert_ms(spec: ModelSpec, device: Device, tokens: int) -> float:

@@ -34,10 +34,10 @@ from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.models.hf_config import read_model_spec
+from moeserve.plan.calibration import MeasuredCost, limits_of
 from moeserve.plan.measure import measure
-from moeserve.plan.measured import MeasuredCost, limits_of
 from moeserve.plan.report import Clients, Steps, summarise
-from moeserve.plan.trace import Trace, synthetic
+from moeserve.plan.trace import RequestTrace, synthetic
 from moeserve.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ async def compare(config: Config, asked: argparse.Namespace, seed: int) -> dict[
     spec = read_model_spec(resolve_model_dir(config.model.model))
     groups = groups_of(spec.kv_rules, config.cache.block_size)
 
-    def predict(trace: Trace) -> dict[str, Any]:
+    def predict(trace: RequestTrace) -> dict[str, Any]:
         limits, cost, dp = limits_of(calibration), MeasuredCost(calibration), calibration.dp
         done = simulate(limits, groups, cost, trace, dp, dp, together=together(config))
         return summarise(done.clients, done.steps, calibration.delay_s)
@@ -137,7 +137,7 @@ async def compare(config: Config, asked: argparse.Namespace, seed: int) -> dict[
     }
 
 
-async def serve(front: FrontEnd, trace: Trace) -> dict[str, Any]:
+async def serve(front: FrontEnd, trace: RequestTrace) -> dict[str, Any]:
     """Sends the requests of a trace at their times; returns the numbers that the simulator gives."""
     clients = Clients(np.array([arrival.at_s for arrival in trace.arrivals]))
     rng = random.Random(1)

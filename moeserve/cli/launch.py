@@ -15,9 +15,9 @@ from pathlib import Path
 from moeserve.cluster.launch import protocol
 from moeserve.cluster.launch.files import KINDS, Deployment
 from moeserve.cluster.launch.hosts import MAX_HOSTS, common_slots, parse_hosts, read_hostfile
-from moeserve.cluster.launch.places import Place, in_slurm, on_this_machine, over_ssh
-from moeserve.cluster.launch.protocol import Hello, Order
+from moeserve.cluster.launch.protocol import Order, PartHello
 from moeserve.cluster.launch.supervise import Launch
+from moeserve.cluster.launch.targets import LaunchTarget, in_slurm, on_this_machine, over_ssh
 from moeserve.errors import ConfigError
 
 _OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that the launcher makes
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     served = _with_engines(served, len(places), slots)
     key = secrets.token_urlsafe(32) if len(places) > 1 else ""
 
-    def order(rank: int, zero: Hello) -> Order:
+    def order(rank: int, zero: PartHello) -> Order:
         """Returns what a machine is to run."""
         ours = (len(places), rank, zero.address, zero.port)
         names = (protocol.NNODES, protocol.NODE_RANK, protocol.ADDRESS, protocol.PORT)
@@ -124,7 +124,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--print {printing} needs --nodes N, the number of machines")
 
 
-def _places(args: argparse.Namespace) -> tuple[list[Place], int | None]:
+def _places(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
     """Returns the machines, and how many processes each has, if that was said."""
     if args.slurm:
         return in_slurm(os.environ), None

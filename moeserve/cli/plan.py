@@ -14,7 +14,7 @@ from moeserve.errors import ConfigError, DoesNotFit
 if TYPE_CHECKING:
     from moeserve.config import Config
     from moeserve.models.spec import ModelSpec
-    from moeserve.plan.candidates import Candidate, Estimate, Load
+    from moeserve.plan.candidates import Candidate, Estimate, Workload
     from moeserve.plan.hardware import Cluster
 
 SIMULATED = 3  # layouts
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the layouts, the best one, and what binds it. Raises DoesNotFit if there is none."""
     from moeserve.models.spec import model_size
-    from moeserve.plan.candidates import Load, candidates
+    from moeserve.plan.candidates import Workload, candidates
     from moeserve.plan.hardware import read_gpus
 
     if not args.rates:
         raise ConfigError("say how many requests come per second by --rates 20/s")
     goals = read_slo(args.slo)
-    load = Load(read_rate(args.rates), args.input, args.output, **goals)
+    load = Workload(read_rate(args.rates), args.input, args.output, **goals)
     if math.isinf(load.rate):
         raise ConfigError("--rates inf: a plan needs a finite rate")
     cluster = read_gpus(args.gpus, args.link)
@@ -109,7 +109,7 @@ def _with_context(config: Config, spec: ModelSpec, tokens: int) -> Config:
     return config
 
 
-def _print_layouts(rated: list[tuple[float, Candidate]], load: Load) -> None:
+def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None:
     width = max(len(candidate.name) for _, candidate in rated)
     print(f"{'layout':<{width}}  weights   KV GB  tokens   most/s  ttft ms  itl ms  rows  limit")
     for capacity, candidate in rated:
@@ -126,7 +126,7 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Load) -> None:
 
 
 def _confirm(
-    rated: list[tuple[float, Candidate]], load: Load, args: argparse.Namespace
+    rated: list[tuple[float, Candidate]], load: Workload, args: argparse.Namespace
 ) -> tuple[Candidate, Estimate | None, dict[str, Any]]:
     """Simulates layouts at the load; returns the one that keeps the goals with most to spare, or comes nearest."""
     from moeserve.plan.report import summarise
@@ -154,7 +154,7 @@ def _confirm(
 
 
 def _print_best(
-    best: tuple[Candidate, Estimate | None, dict[str, Any]], rated: list[tuple[float, Candidate]], load: Load,
+    best: tuple[Candidate, Estimate | None, dict[str, Any]], rated: list[tuple[float, Candidate]], load: Workload,
     cluster: Cluster, explain: bool,
 ) -> None:  # fmt: skip
     candidate, found, result = best

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moeserve.models.spec import ModelSpec
     from moeserve.plan.roofline import StepCost
     from moeserve.plan.simulator import Simulation
-    from moeserve.plan.trace import Trace
+    from moeserve.plan.trace import RequestTrace
 
 
 def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> None:
@@ -79,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_load(args: argparse.Namespace, part: float = 1.0) -> Trace:
+def read_load(args: argparse.Namespace, part: float = 1.0) -> RequestTrace:
     """Returns the requests that the flags describe, or a random part of them."""
     from moeserve.cli.bench.load import arrival_times
-    from moeserve.plan.trace import Trace, read_trace, synthetic
+    from moeserve.plan.trace import RequestTrace, read_trace, synthetic
 
     for name in ("input", "output", "num_requests"):
         if getattr(args, name) < 1:
@@ -93,7 +93,7 @@ def read_load(args: argparse.Namespace, part: float = 1.0) -> Trace:
     if getattr(args, "trace", None):
         whole = read_trace(args.trace, rate)
         rng = random.Random(args.seed)
-        return whole if part == 1 else Trace([arrival for arrival in whole.arrivals if rng.random() < part])
+        return whole if part == 1 else RequestTrace([arrival for arrival in whole.arrivals if rng.random() < part])
     if rate is None:
         raise ConfigError("say how many requests come per second by --rates 20/s, or give a --trace")
     times_s = arrival_times(max(1, round(part * args.num_requests)), part * rate, 1.0, args.seed)
@@ -118,7 +118,14 @@ def together(config: Config) -> bool:
 
 
 def simulate(
-    limits: Limits, groups: tuple[KVGroup, ...], cost: StepCost, trace: Trace, dp: int, few: int, *, together: bool
+    limits: Limits,
+    groups: tuple[KVGroup, ...],
+    cost: StepCost,
+    trace: RequestTrace,
+    dp: int,
+    few: int,
+    *,
+    together: bool,
 ) -> Simulation:
     """Runs a trace, which is their share of all requests, on `few` engines that stand for dp of them."""
     from moeserve.plan.simulator import Simulation
@@ -153,7 +160,7 @@ def _modelled(args: argparse.Namespace, config: Config) -> tuple[Limits, tuple[K
 
 def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...], StepCost, float]:
     from moeserve.engine.blocks import groups_of
-    from moeserve.plan.measured import MeasuredCost, limits_of, read
+    from moeserve.plan.calibration import MeasuredCost, limits_of, read
 
     calibration, spec, parallel = read(path), read_spec(config.model.model), config.parallel
     measured = calibration.model, calibration.dp, calibration.tp
@@ -176,8 +183,8 @@ def read_spec(model: str) -> ModelSpec:
 
 
 def _measure(config: Config, path: Path) -> int:
+    from moeserve.plan.calibration import write
     from moeserve.plan.measure import measure
-    from moeserve.plan.measured import write
 
     found = asyncio.run(measure(config))
     write(path, found)

@@ -26,7 +26,7 @@ ROUNDS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """Requests per second of the whole cluster, tokens of each, and the goals in seconds (inf: none)."""
 
     rate: float
@@ -68,7 +68,7 @@ class Candidate:
         words += [f"--redundant-experts {parallel.redundant_experts}"] if parallel.redundant_experts else []
         return " ".join([*words, f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}"])
 
-    def estimate(self, load: Load) -> Estimate | None:
+    def estimate(self, load: Workload) -> Estimate | None:
         """Returns what happens at this load, in the long run; None if more comes than is served."""
         assert self.cost is not None
         assert self.memory is not None
@@ -122,7 +122,7 @@ class Candidate:
             pairs.append(seen + chunk * middle)
         return tuple(reads), tuple(pairs)
 
-    def capacity(self, load: Load) -> float:
+    def capacity(self, load: Workload) -> float:
         """Returns the most requests per second within the goals, to a hundredth; 0 if none."""
         low, high = 0.0, 1.0
         while high < 1e6 and self._good(replace(load, rate=high)):
@@ -134,7 +134,7 @@ class Candidate:
                 return 0.0
         return low
 
-    def _good(self, load: Load) -> bool:
+    def _good(self, load: Workload) -> bool:
         found = self.estimate(load)
         return found is not None and found.ttft_s <= load.ttft_s and found.itl_s <= load.itl_s
 

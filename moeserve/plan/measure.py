@@ -1,4 +1,4 @@
-"""A short benchmark of real engines, from which `measured.py` fits its terms: some streams, each a request after the
+"""A short benchmark of real engines, from which `calibration.py` fits its terms: some streams, each a request after the
 other, of all lengths mixed; and single prompts."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import StepRecord
 from moeserve.models.hf_config import read_model_spec
-from moeserve.plan.measured import Calibration, Sample, fit
+from moeserve.plan.calibration import Calibration, StepSample, fit
 from moeserve.sampling import SamplingParams
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of each engine
@@ -67,7 +67,7 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
         )  # fmt: skip
         longest = min(chunk, ready.max_model_len - LONGEST_ANSWER)
         prompts = [n for n in PROMPTS if n <= longest]
-        samples: list[Sample] = []
+        samples: list[StepSample] = []
         delays: list[float] = []
         for streams in (n for n in STREAMS if n <= min(most_streams, config.scheduler.max_num_seqs)):
             until_s = time.monotonic() + STREAM_S
@@ -85,7 +85,7 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
     return msgspec.structs.replace(fitted, delay_s=delay_s)
 
 
-def _samples(records: list[StepRecord], block_size: int) -> list[Sample]:
+def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
     """Returns the steps whose sizes the records tell: of decodes, and of decodes and one whole prompt."""
     steps: list[list[StepRecord]] = []
     for record in sorted(records, key=lambda r: r.at_s):
@@ -108,7 +108,7 @@ def _samples(records: list[StepRecord], block_size: int) -> list[Sample]:
         period_s = third[0].at_s - second[0].at_s
         followed = device_s / LATE < period_s < LATE * device_s
         others = sum(r.num_tokens for r in step) - most.num_tokens
-        sample = Sample(most.num_tokens, most.num_requests, reads, pairs, others, device_s)
+        sample = StepSample(most.num_tokens, most.num_requests, reads, pairs, others, device_s)
         samples.append(msgspec.structs.replace(sample, period_s=period_s if followed else None))
     return samples
 

@@ -79,7 +79,7 @@ class Attending:
     operations: float
 
 
-class ExpertLoad:
+class ExpertShares:
     """How the tokens of a step fall on experts, whose shares follow Zipf's law with an exponent, and those on ranks."""
 
     def __init__(self, num_experts: int, top_k: int, ranks: int, redundant: int, zipf: float) -> None:
@@ -136,10 +136,10 @@ class Roofline:
         self.dense_flops = device.dense * (device.flops_8bit if dense_8bit else device.flops)
         self.expert_flops = device.expert_8bit * device.flops_8bit if expert_8bit else device.expert * device.flops
         self.row_bytes = spec.hidden_size * (1.03 if expert_8bit else self.itemsize), spec.hidden_size * self.itemsize
-        self.load: ExpertLoad | None = None
+        self.load: ExpertShares | None = None
         if spec.moe is not None:
             redundant = config.parallel.redundant_experts if self.ep > 1 else 0
-            self.load = ExpertLoad(spec.num_experts, spec.experts_per_token, self.ep, redundant, zipf)
+            self.load = ExpertShares(spec.num_experts, spec.experts_per_token, self.ep, redundant, zipf)
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """See `StepCost`."""

@@ -24,7 +24,7 @@ from moeserve.errors import RequestError
 from moeserve.messages import Ready, StepOutput, Submit
 from moeserve.plan.report import Clients, Steps
 from moeserve.plan.roofline import NOTHING, Shape, StepCost, shape_of
-from moeserve.plan.trace import Trace, prompt_of
+from moeserve.plan.trace import RequestTrace, prompt_of
 from moeserve.sampling import TokenSampling
 
 PAST = 2000  # steps of engines, that the others' steps are drawn from
@@ -159,7 +159,7 @@ class Simulation:
         self._num_blocks = limits.num_blocks
         self.clients = Clients(np.zeros(0))
 
-    def run(self, trace: Trace) -> None:
+    def run(self, trace: RequestTrace) -> None:
         """Simulates all requests to their ends. May be called once."""
         self.clients = Clients(np.array([arrival.at_s for arrival in trace.arrivals]))
         for rid, arrival in enumerate(trace.arrivals):

@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RequestTrace:
     """Requests in the order in which they come."""
 
     arrivals: Sequence[Arrival]
@@ -63,14 +63,16 @@ class Trace:
         return float(np.mean([arrival.output for arrival in self.arrivals]))
 
 
-def synthetic(times_s: Sequence[float], num_input: int, num_output: int, spread: float = 0.0, seed: int = 0) -> Trace:
+def synthetic(
+    times_s: Sequence[float], num_input: int, num_output: int, spread: float = 0.0, seed: int = 0
+) -> RequestTrace:
     """Returns requests of about these lengths, uniform in length * (1 - spread .. 1 + spread), at these times."""
     rng = np.random.default_rng(seed)
     lengths = [
         np.maximum(1, np.rint(mean * rng.uniform(1 - spread, 1 + spread, len(times_s)))).astype(int).tolist()
         for mean in (num_input, num_output)
     ]
-    return Trace([Arrival(at, i, o) for at, i, o in zip(times_s, *lengths, strict=True)])
+    return RequestTrace([Arrival(at, i, o) for at, i, o in zip(times_s, *lengths, strict=True)])
 
 
 def prompt_of(rid: int, arrival: Arrival) -> bytes:
@@ -81,7 +83,7 @@ def prompt_of(rid: int, arrival: Arrival) -> bytes:
     return np.resize(np.repeat(ids, MOONCAKE_BLOCK), arrival.input).tobytes()
 
 
-def read_trace(path: Path, rate: float | None = None) -> Trace:
+def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
     """Reads a file of any of the kinds. rate: requests per second, for files that do not say when each comes; times of
     others are stretched to it. Raises ConfigError naming file, line and what was expected."""
     try:
@@ -100,9 +102,9 @@ def read_trace(path: Path, rate: float | None = None) -> Trace:
     first_s, lasts_s = found[0].at_s, found[-1].at_s - found[0].at_s
     if rate is None or lasts_s:
         stretch = 1.0 if rate is None else len(found) / rate / lasts_s
-        return Trace([arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in found])
+        return RequestTrace([arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in found])
     gaps_s = np.random.default_rng(0).exponential(1 / rate, len(found))
-    return Trace([arrival._replace(at_s=float(at)) for arrival, at in zip(found, gaps_s.cumsum(), strict=True)])
+    return RequestTrace([arrival._replace(at_s=float(at)) for arrival, at in zip(found, gaps_s.cumsum(), strict=True)])
 
 
 def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:

@@ -59,8 +59,8 @@ def test_bad_requests_say_what_to_do(words: list[str], match: str, capsys: pytes
 
 
 def test_a_calibration_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from moeserve.plan.measured import fit, write
-    from tests.plan.test_measured import UNFITTED, samples
+    from moeserve.plan.calibration import fit, write
+    from tests.plan.test_calibration import UNFITTED, samples
 
     write(tmp_path / "c.json", fit(samples(100), UNFITTED))
     assert main(["simulate", "demo", "--calibration", str(tmp_path / "c.json"), "--rates", "1"]) != 0

@@ -14,7 +14,7 @@ from moeserve.config import Config, config_of
 from moeserve.errors import ConfigError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec, model_size
-from moeserve.plan.candidates import Candidate, Load, candidates
+from moeserve.plan.candidates import Candidate, Workload, candidates
 from moeserve.plan.hardware import read_gpus
 from tests.models.test_published_configs import RELEASES
 from tests.plan.test_roofline import QWEN3_30B
@@ -83,7 +83,7 @@ def test_redundant_experts_are_tried_where_experts_are_not_alike() -> None:
 
 def test_more_requests_take_longer_until_too_many_come() -> None:
     candidate = layouts(QWEN3_30B, "H200")[1, 1, "on"]
-    load = Load(1.0, 1000, 200)
+    load = Workload(1.0, 1000, 200)
     most = candidate.capacity(load)
     times = [candidate.estimate(replace(load, rate=share * most)) for share in (0.1, 0.5, 0.9)]
     assert all(found is not None for found in times)
@@ -94,9 +94,9 @@ def test_more_requests_take_longer_until_too_many_come() -> None:
 
 def test_goals_bound_the_rate() -> None:
     candidate = layouts(QWEN3_30B, "H200")[1, 1, "on"]
-    free, bound = (candidate.capacity(Load(1.0, 1000, 200, itl_s=itl_s)) for itl_s in (math.inf, 0.02))
+    free, bound = (candidate.capacity(Workload(1.0, 1000, 200, itl_s=itl_s)) for itl_s in (math.inf, 0.02))
     assert 0 < bound < free
-    assert candidate.capacity(Load(1.0, 1000, 200, itl_s=1e-6)) == 0.0
+    assert candidate.capacity(Workload(1.0, 1000, 200, itl_s=1e-6)) == 0.0
 
 
 @pytest.mark.parametrize(

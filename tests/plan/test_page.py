@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.cli.plan import _print_layouts
 from moeserve.config import config_of
-from moeserve.plan.candidates import Load, candidates
+from moeserve.plan.candidates import Workload, candidates
 from moeserve.plan.hardware import read_gpus
 from tests.plan.test_candidates import spec_of
 from tests.plan.test_roofline import QWEN3_30B
@@ -27,7 +27,7 @@ def test_the_page_shows_the_layouts_that_the_command_prints(
 ) -> None:
     spec = QWEN3_30B if name.startswith("Qwen") else spec_of(name, tmp_path)
     found = candidates(spec, config_of("model", max_model_len=5120), read_gpus(gpus))
-    load = Load(rate, 2000, 500, 1.0, 0.05)
+    load = Workload(rate, 2000, 500, 1.0, 0.05)
     rated = sorted(((c.capacity(load), c) for c in found if not c.refused), key=lambda pair: -pair[0])
     _print_layouts(rated, load)
     assert capsys.readouterr().out.strip() in PAGE

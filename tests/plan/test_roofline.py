@@ -12,7 +12,7 @@ import pytest
 from moeserve.config import config_of
 from moeserve.plan.hardware import DEVICES, LINKS
 from moeserve.plan.memory import rank_weights
-from moeserve.plan.roofline import ExpertLoad, Roofline, Shape, shape_of
+from moeserve.plan.roofline import ExpertShares, Roofline, Shape, shape_of
 from tests.specs import make_spec
 
 QWEN3_30B = make_spec(
@@ -78,15 +78,15 @@ def test_terms_are_bytes_and_operations() -> None:
 
 
 def test_distinct_experts_follow_the_number_of_tokens() -> None:
-    even = ExpertLoad(128, 8, 1, 0, 0.0)
+    even = ExpertShares(128, 8, 1, 0, 0.0)
     for tokens in (1, 8, 32, 64):
         assert even.distinct(tokens) == pytest.approx(128 * (1 - (1 - 8 / 128) ** tokens), rel=2e-3)
-    assert ExpertLoad(128, 8, 8, 0, 0.0).distinct(1e6) == pytest.approx(16)
+    assert ExpertShares(128, 8, 8, 0, 0.0).distinct(1e6) == pytest.approx(16)
     assert even.imbalance == 1.0
 
 
 def test_redundant_experts_even_out_a_skewed_load() -> None:
-    skewed, replicated = (ExpertLoad(256, 8, 32, redundant, 1.0).imbalance for redundant in (0, 32))
+    skewed, replicated = (ExpertShares(256, 8, 32, redundant, 1.0).imbalance for redundant in (0, 32))
     assert 1.0 <= replicated < skewed
 
 

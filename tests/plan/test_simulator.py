@@ -22,7 +22,7 @@ from moeserve.messages import Drain, EngineIn, Submit
 from moeserve.plan.report import summarise
 from moeserve.plan.roofline import Shape
 from moeserve.plan.simulator import Simulation
-from moeserve.plan.trace import Arrival, Trace, prompt_of
+from moeserve.plan.trace import Arrival, RequestTrace, prompt_of
 from moeserve.sampling import TokenSampling
 
 LIMITS = Limits(
@@ -50,7 +50,7 @@ def batch_of(plan: StepPlan) -> Batch:
     return tuple((int(slot), int(start), int(count), bool(samples)) for slot, start, count, samples in rows)
 
 
-def simulated(trace: Trace, **options: Any) -> tuple[Simulation, list[Batch]]:
+def simulated(trace: RequestTrace, **options: Any) -> tuple[Simulation, list[Batch]]:
     batches: list[Batch] = []
     cost = options.pop("cost", EverySecond())
     limits = options.pop("limits", LIMITS)
@@ -94,7 +94,7 @@ def test_batches_are_those_of_the_real_engine() -> None:
     asyncio.run(EngineCore(Scheduler(LIMITS, GROUPS), runner, inbox, lambda out: None).run())
 
     # Plan n is made while step n - 1 begins, a second after the plan before it, but for the first two.
-    simulation, batches = simulated(Trace(order))
+    simulation, batches = simulated(RequestTrace(order))
     assert batches == runner.batches
     assert simulation.steps.preempted > 0
     assert simulation.steps.cached_tokens > 0
@@ -102,7 +102,7 @@ def test_batches_are_those_of_the_real_engine() -> None:
 
 @pytest.mark.parametrize(("dp", "together"), [(1, True), (3, True), (3, False)])
 def test_every_request_ends_with_all_its_tokens(dp: int, together: bool) -> None:
-    trace = Trace([Arrival(0.3 * i, 1 + 7 * i % 60, 1 + 11 * i % 40) for i in range(60)])
+    trace = RequestTrace([Arrival(0.3 * i, 1 + 7 * i % 60, 1 + 11 * i % 40) for i in range(60)])
     simulation, _ = simulated(trace, dp=dp, together=together)
     clients = simulation.clients
     assert clients.done.all()
@@ -117,14 +117,14 @@ def test_every_request_ends_with_all_its_tokens(dp: int, together: bool) -> None
 
 def test_an_engine_without_work_runs_the_steps_of_the_others() -> None:
     """One request on two engines: half of all steps are empty; alone, an engine does nothing."""
-    one = Trace([Arrival(0.0, 8, 10)])
+    one = RequestTrace([Arrival(0.0, 8, 10)])
     assert simulated(one, dp=2)[0].steps.empty == simulated(one, dp=2)[0].steps.number / 2 > 0
     assert simulated(one, dp=2, together=False)[0].steps.empty == 0
 
 
 def test_times_follow_from_steps() -> None:
     """A prompt of 20 in chunks of 16: two steps to the first token, one for each of the others."""
-    simulation, _ = simulated(Trace([Arrival(5.0, 20, 4)]))
+    simulation, _ = simulated(RequestTrace([Arrival(5.0, 20, 4)]))
     assert simulation.clients.first_s[0] == 7.0
     assert simulation.clients.last_s[0] == 10.0
     found = summarise(simulation.clients, simulation.steps, delay_s=0.5)
@@ -138,7 +138,7 @@ def test_the_slowest_engine_holds_up_the_others() -> None:
         def seconds(self, shapes: Sequence[Shape]) -> float:
             return float(max(shape.tokens for shape in shapes))
 
-    trace = Trace([Arrival(0.0, 16, 2), Arrival(0.0, 4, 2)])
+    trace = RequestTrace([Arrival(0.0, 16, 2), Arrival(0.0, 4, 2)])
     both, _ = simulated(trace, dp=2, cost=ByTokens())
     alone, _ = simulated(trace, dp=2, cost=ByTokens(), together=False)
     assert both.clients.first_s[1] == 16.0
@@ -154,7 +154,7 @@ def test_engines_that_stand_for_others_are_held_up_as_often() -> None:
 
     def mean_s(dp: int, copies: float) -> float:
         times_s = np.random.default_rng(1).exponential(6.0 * copies, 3000 // round(copies)).cumsum()
-        trace = Trace([Arrival(float(at_s), 16, 10) for at_s in times_s])
+        trace = RequestTrace([Arrival(float(at_s), 16, 10) for at_s in times_s])
         clients = simulated(trace, dp=dp, copies=copies, cost=ByTokens())[0].clients
         return float(np.mean(clients.last_s - clients.at_s))
 
@@ -162,7 +162,9 @@ def test_engines_that_stand_for_others_are_held_up_as_often() -> None:
 
 
 def test_what_can_never_fit_is_refused_and_counted() -> None:
-    simulation, _ = simulated(Trace([Arrival(0.0, 120, 50), Arrival(0.0, 4, 4)]), limits=replace(LIMITS, num_blocks=12))
+    simulation, _ = simulated(
+        RequestTrace([Arrival(0.0, 120, 50), Arrival(0.0, 4, 4)]), limits=replace(LIMITS, num_blocks=12)
+    )
     assert simulation.steps.refused == {"does_not_fit": 1}
     assert simulation.clients.done.tolist() == [False, True]
     assert summarise(simulation.clients, simulation.steps)["refused"] == 1

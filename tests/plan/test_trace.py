@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moeserve.errors import ConfigError
-from moeserve.plan.trace import Arrival, Trace, prompt_of, read_trace, synthetic
+from moeserve.plan.trace import Arrival, RequestTrace, prompt_of, read_trace, synthetic
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -79,7 +79,7 @@ def test_no_file_and_no_requests(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no request"):
         read_trace(write(tmp_path / "empty", ""))
     with pytest.raises(ConfigError, match="no requests"):
-        Trace([])
+        RequestTrace([])
 
 
 def test_synthetic_lengths_spread_around_the_mean() -> None:

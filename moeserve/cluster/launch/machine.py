@@ -11,8 +11,8 @@ from contextlib import suppress
 import msgspec
 
 from moeserve.actor.process import one_line, to_stderr
-from moeserve.cluster.launch.places import Place
-from moeserve.cluster.launch.protocol import ENDED, MARK, PING, PING_S, PONG, Hello, Order
+from moeserve.cluster.launch.protocol import ENDED, MARK, PING, PING_S, PONG, Order, PartHello
+from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError, MoeserveError
 
 HELLO_S = 30.0  # ssh itself gives up earlier
@@ -22,14 +22,14 @@ UNANSWERED_BY_FIRST = 30  # all ends with machine 0
 MAX_LINE_BYTES = 1 << 20
 
 
-class Unreachable(MoeserveError):
+class PartNotStarted(MoeserveError):
     """A machine's part did not start. The message is the last line that came."""
 
 
 class Machine:
     """A machine and, while it is connected, its part. on_state: hears each new state."""
 
-    def __init__(self, place: Place, rank: int, num_machines: int) -> None:
+    def __init__(self, place: LaunchTarget, rank: int, num_machines: int) -> None:
         self.name, self.remedy, self.rank = place.name, place.remedy, rank
         self.state = ""
         self.joined = False  # once at least
@@ -50,8 +50,8 @@ class Machine:
             to_stderr(f"moeserve launch: {self._title}: {state}")
             self.on_state(state)
 
-    async def connect(self) -> Hello:
-        """Starts the part, which then waits for its order. Raises Unreachable, or ConfigError without ssh or srun."""
+    async def connect(self) -> PartHello:
+        """Starts the part, which waits for its order then. Raises PartNotStarted; ConfigError without ssh or srun."""
         pipe = asyncio.subprocess.PIPE
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -70,13 +70,13 @@ class Machine:
             async with asyncio.timeout(HELLO_S):
                 while (line := await self._line()) is not None:
                     if line.startswith(MARK):
-                        return msgspec.json.decode(line[len(MARK) :], type=Hello)
+                        return msgspec.json.decode(line[len(MARK) :], type=PartHello)
                     self.last_line = one_line(line)
             why = self.last_line
         except TimeoutError:
             why = f"no answer within {HELLO_S:g} s ({self.last_line})"
         await self.end()
-        raise Unreachable(why)
+        raise PartNotStarted(why)
 
     async def live(self, order: Order) -> int | None:
         """Gives the part its order, and returns the exit code once it has ended; None if it was lost before that."""
@@ -103,13 +103,16 @@ class Machine:
 
     async def end(self) -> None:
         """Ends the connection, and with it the part."""
+        self._kill()
         process, self._process = self._process, None
         if process is not None:
-            with suppress(ProcessLookupError):
-                if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # srun is two processes
             await process.wait()
             process._transport.close()  # type: ignore[attr-defined]  # pipes that a grandchild holds, too
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # srun is two processes
 
     async def _ping(self) -> None:
         """Ends the connection if the part is silent. It counts pings, not seconds: Ctrl-Z may stop this process."""
@@ -120,7 +123,7 @@ class Machine:
             self.send(PING)
             await asyncio.sleep(PING_S)
         self.last_line = f"no answer within {most * PING_S:g} s"
-        await self.end()
+        self._kill()
 
     async def _read(self) -> None:
         """Prints the log and notes states, until the end."""

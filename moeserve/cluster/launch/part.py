@@ -19,7 +19,7 @@ from contextlib import suppress
 import msgspec
 
 from moeserve.actor.guard import die_with_parent
-from moeserve.cluster.launch.protocol import DRAIN, ENDED, KILL, PING, PONG, SILENCE_S, Hello, Order, say
+from moeserve.cluster.launch.protocol import DRAIN, ENDED, KILL, PING, PONG, SILENCE_S, Order, PartHello, say
 
 END_S = 10.0  # for a server whose launcher is gone, before it is killed
 
@@ -28,7 +28,7 @@ def main() -> int:
     """Returns the exit code of what was run, as a shell counts it."""
     with socket.create_server(("", 0)) as free:
         port = int(free.getsockname()[1])
-    say(msgspec.json.encode(Hello(_own_address(sys.argv[1]), port)).decode())
+    say(msgspec.json.encode(PartHello(_own_address(sys.argv[1]), port)).decode())
     line = _read_line()
     if not line:
         return 0  # the launcher has ended, or has no use for us

@@ -1,7 +1,7 @@
 """What the launcher and a machine's part say to each other, over the part's stdin and stdout.
 
-The part says `Hello`, gets one line with its `Order`, and from then on single bytes. Its stdout is its log; lines that
-begin with MARK are no log but what happens. Logs cannot forge them, because loggers escape control characters.
+The part says `PartHello`, gets one line with its `Order`, and from then on single bytes. Its stdout is its log; lines
+that begin with MARK are no log but what happens. Logs cannot forge them, because loggers escape control characters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NNODES, NODE_RANK = "MOESERVE_LAUNCH_NNODES", "MOESERVE_LAUNCH_NODE_RANK"
 ADDRESS, PORT = "MOESERVE_LAUNCH_ADDRESS", "MOESERVE_LAUNCH_PORT"
 
 
-class Hello(msgspec.Struct, frozen=True):
+class PartHello(msgspec.Struct, frozen=True):
     """A part is there. address: of its machine, on the network by which it was reached. port: a free one."""
 
     address: str

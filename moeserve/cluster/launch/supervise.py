@@ -15,9 +15,9 @@ from contextlib import suppress
 
 from moeserve.actor.process import to_stderr
 from moeserve.cluster.heartbeat import UNHEALTHY_S
-from moeserve.cluster.launch.machine import Machine, Unreachable
-from moeserve.cluster.launch.places import Place
-from moeserve.cluster.launch.protocol import DRAIN, KILL, Hello, Order
+from moeserve.cluster.launch.machine import Machine, PartNotStarted
+from moeserve.cluster.launch.protocol import DRAIN, KILL, Order, PartHello
+from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError
 
 RESTARTS_WITHIN_S = 3600.0
@@ -30,13 +30,13 @@ SETTLED_S = UNHEALTHY_S + 1  # machine 0 says by then that it waits for a machin
 CONNECTING = "connecting"
 _HOPELESS = range(2, 6)  # settings, model files, port, memory: a new try would end alike
 
-MakeOrder = Callable[[int, Hello], Order]  # by a machine's number and machine 0's hello
+MakeOrder = Callable[[int, PartHello], Order]  # by a machine's number and machine 0's hello
 
 
 class Launch:
     """All machines from their start to one exit code."""
 
-    def __init__(self, places: Sequence[Place], make_order: MakeOrder, max_restarts: int) -> None:
+    def __init__(self, places: Sequence[LaunchTarget], make_order: MakeOrder, max_restarts: int) -> None:
         self._machines = [Machine(place, rank, len(places)) for rank, place in enumerate(places)]
         self._make_order = make_order
         self._max_restarts = max_restarts
@@ -85,7 +85,7 @@ class Launch:
         to_stderr(f"moeserve launch: {number.name}: draining; once more stops now")
         self._machines[0].send(DRAIN)
 
-    async def _connect(self) -> Hello:
+    async def _connect(self) -> PartHello:
         """Connects to all machines at once, so that every one that cannot be used is named. Returns machine 0's
         hello."""
         for machine in self._machines:
@@ -93,7 +93,7 @@ class Launch:
         found = await asyncio.gather(*(machine.connect() for machine in self._machines), return_exceptions=True)
         bad, remedy = [], ""
         for machine, hello in zip(self._machines, found, strict=True):
-            if isinstance(hello, Unreachable):
+            if isinstance(hello, PartNotStarted):
                 bad.append(f"{machine.name}: {hello}")
                 remedy = machine.remedy
             elif isinstance(hello, BaseException):
@@ -101,8 +101,8 @@ class Launch:
         if bad:
             raise ConfigError(f"cannot start on {'; '.join(bad)}. {remedy}".rstrip())
         zero = found[0]
-        assert isinstance(zero, Hello)
-        addresses = {hello.address for hello in found if isinstance(hello, Hello)}
+        assert isinstance(zero, PartHello)
+        addresses = {hello.address for hello in found if isinstance(hello, PartHello)}
         if zero.address.startswith("127.") and len(addresses) > 1:
             raise ConfigError(
                 f"machine 0 ({self._machines[0].name}) was reached at {zero.address}, where the others cannot reach "
@@ -110,13 +110,13 @@ class Launch:
             )
         return zero
 
-    async def _first(self, machine: Machine, zero: Hello) -> int:
+    async def _first(self, machine: Machine, zero: PartHello) -> int:
         """Machine 0's life. Returns its exit code, 1 if it was lost."""
         code = await self._live(machine, zero)
         self._over.set()
         return 1 if code is None else code
 
-    async def _keep(self, machine: Machine, zero: Hello) -> int:
+    async def _keep(self, machine: Machine, zero: PartHello) -> int:
         """Another machine's lives. Returns an exit code when there is no use in going on."""
         restarts: deque[float] = deque()
         while True:
@@ -136,7 +136,7 @@ class Launch:
             if not await self._reach(machine):
                 return 0
 
-    async def _live(self, machine: Machine, zero: Hello) -> int | None:
+    async def _live(self, machine: Machine, zero: PartHello) -> int | None:
         machine.enter("starting")
         code = await machine.live(self._make_order(machine.rank, zero))
         machine.enter("lost" if code is None else f"ended with code {code}")
@@ -160,7 +160,7 @@ class Launch:
             try:
                 await machine.connect()
                 return True
-            except Unreachable as error:
+            except PartNotStarted as error:
                 machine.enter(f"not reachable: {error}; trying again")
             if await self._is_over(REACH_S):
                 return False

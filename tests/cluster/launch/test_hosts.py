@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moeserve.cluster.launch.hosts import Host, common_slots, parse_hosts, read_hostfile
-from moeserve.cluster.launch.places import in_slurm, over_ssh
+from moeserve.cluster.launch.targets import in_slurm, over_ssh
 from moeserve.errors import ConfigError
 
 

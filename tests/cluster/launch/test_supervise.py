@@ -12,28 +12,28 @@ import time
 import pytest
 
 from moeserve.cluster.launch import machine, supervise
-from moeserve.cluster.launch.places import Place
-from moeserve.cluster.launch.protocol import Hello, Order
+from moeserve.cluster.launch.protocol import Order, PartHello
 from moeserve.cluster.launch.supervise import Launch
+from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError
 
 HELLO = f"print('\\x1e' + {json.dumps(json.dumps({'address': '10.0.0.1', 'port': 5}))}, flush=True); input()\n"
 FOREVER = "import sys; sys.stdin.read(1) == '.' and sys.stdin.read(1)\n"  # until it is told anything
 
 
-def place(name: str, *lines: str, hello: bool = True) -> Place:
-    return Place(name, (sys.executable, "-c", (HELLO if hello else "") + "\n".join(lines)))
+def place(name: str, *lines: str, hello: bool = True) -> LaunchTarget:
+    return LaunchTarget(name, (sys.executable, "-c", (HELLO if hello else "") + "\n".join(lines)))
 
 
 def ended(code: int) -> str:
     return f"print('\\x1eended {code}', flush=True)"
 
 
-async def launch(*places: Place, max_restarts: int = 3) -> int:
+async def launch(*places: LaunchTarget, max_restarts: int = 3) -> int:
     orders: list[int] = []
 
-    def order(rank: int, zero: Hello) -> Order:
-        assert zero == Hello("10.0.0.1", 5)
+    def order(rank: int, zero: PartHello) -> Order:
+        assert zero == PartHello("10.0.0.1", 5)
         orders.append(rank)
         return Order([], {}, "", "")
 
@@ -96,6 +96,24 @@ async def test_a_silent_machine_is_lost(capfd: pytest.CaptureFixture[str], monke
     assert "b (machine 1 of 2): restarting" in err
 
 
+async def test_a_machine_that_joins_while_the_first_one_serves_is_ready_once_that_is_settled(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machine 0 says nothing about one that is back so fast that no probe would have failed."""
+    monkeypatch.setattr(supervise, "SETTLED_S", 0.1)
+    ready, joins = "print('\\x1eready', flush=True)", "print('\\x1ejoined', flush=True)"
+    later = "import time; time.sleep(0.5)"
+    running = asyncio.create_task(launch(place("a", ready, FOREVER, ended(0)), place("b", later, joins, FOREVER)))
+    said = ""
+    async with asyncio.timeout(20):
+        while "b (machine 1 of 2): ready" not in said:
+            said += capfd.readouterr().err
+            await asyncio.sleep(0.01)
+    assert said.index("a (machine 0 of 2): ready") < said.index("b (machine 1 of 2): joined")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 0
+
+
 async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
     began = time.monotonic()
     refused = "print('ssh: Connection refused')"
@@ -103,11 +121,13 @@ async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
         await launch(place("a", FOREVER), place("b", refused, hello=False), place("c", "pass", hello=False))
     assert time.monotonic() - began < 10
     with pytest.raises(ConfigError, match="cannot run /no/ssh: No such file"):
-        await launch(Place("a", ("/no/ssh",)))
+        await launch(LaunchTarget("a", ("/no/ssh",)))
 
 
 async def test_noise_and_long_lines_hurt_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     """A shell's greeting comes before the hello; a line may be longer than any buffer."""
-    noise = Place("a", (sys.executable, "-c", "print('welcome')\n" + HELLO + "print('x' * 3_000_000)\n" + ended(0)))
+    noise = LaunchTarget(
+        "a", (sys.executable, "-c", "print('welcome')\n" + HELLO + "print('x' * 3_000_000)\n" + ended(0))
+    )
     assert await launch(noise) == 0
     assert "a (machine 0 of 1): ended with code 0" in capfd.readouterr().err

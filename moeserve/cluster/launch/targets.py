@@ -27,7 +27,7 @@ _SLURM_REMEDY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchTarget:
     """A machine, by its name for people, the command that starts its part, and what to check if that fails."""
 
     name: str
@@ -35,12 +35,12 @@ class Place:
     remedy: str = ""
 
 
-def on_this_machine(number: int) -> list[Place]:
+def on_this_machine(number: int) -> list[LaunchTarget]:
     """Returns `number` machines that are all this one."""
-    return [Place(f"local-{rank}", (sys.executable, *_PART, "local")) for rank in range(number)]
+    return [LaunchTarget(f"local-{rank}", (sys.executable, *_PART, "local")) for rank in range(number)]
 
 
-def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) -> list[Place]:
+def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) -> list[LaunchTarget]:
     """Returns the hosts, by the system's ssh, which reads the user's ~/.ssh/config. python: shell text that runs
     Python there; the path of ours by default. options: as in ssh_config, Port=2222. Raises ConfigError."""
     for option in options:
@@ -48,10 +48,10 @@ def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) 
             raise ConfigError(f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222")
     remote = f"{python or shlex.quote(sys.executable)} {' '.join(_PART)} ssh"
     words = [f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in _SSH.items()))]
-    return [Place(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY) for host in hosts]
+    return [LaunchTarget(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY) for host in hosts]
 
 
-def in_slurm(env: Mapping[str, str]) -> list[Place]:
+def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
     """Returns the nodes of this job of Slurm: a step for each, so that one alone can be started again. Raises
     ConfigError outside of a job."""
     nodes = env.get("SLURM_JOB_NODELIST") if env.get("SLURM_JOB_ID") else None
@@ -66,5 +66,6 @@ def in_slurm(env: Mapping[str, str]) -> list[Place]:
         raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r:.100}: {error}") from None
     step = ("--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
     return [
-        Place(it, ("srun", *step, f"--nodelist={it}", sys.executable, *_PART, "slurm"), _SLURM_REMEDY) for it in names
+        LaunchTarget(it, ("srun", *step, f"--nodelist={it}", sys.executable, *_PART, "slurm"), _SLURM_REMEDY)
+        for it in names
     ]

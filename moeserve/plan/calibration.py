@@ -21,7 +21,7 @@ ROUNDS, INTERRUPTED = 4, 5.0
 TERMS = (*(f"{n} tokens" for n in KNOTS), "other engines' tokens", "requests", "positions read", "query positions")
 
 
-class Sample(msgspec.Struct, frozen=True):
+class StepSample(msgspec.Struct, frozen=True):
     """A measured step, as `features` takes it. device_s: in the model. period_s: between two results there, where the
     engine had the next step ready."""
 
@@ -89,7 +89,7 @@ def features(tokens: float, rows: float, reads: float, pairs: float, others: flo
     return np.concatenate((knots, (others, rows, reads, pairs)))
 
 
-def fit(samples: Sequence[Sample], unfitted: Calibration) -> Calibration:
+def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
     """Returns the calibration with terms, gap and error of these samples. Raises ConfigError if there are too few."""
     if len(samples) < 2 * len(TERMS):
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(TERMS)} terms")

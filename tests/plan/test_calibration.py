@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from moeserve.errors import ConfigError
-from moeserve.plan.measured import (
+from moeserve.plan.calibration import (
     KNOTS,
     TERMS,
     Calibration,
     MeasuredCost,
-    Sample,
+    StepSample,
     features,
     fit,
     limits_of,
@@ -38,14 +38,14 @@ def seconds(tokens: int, rows: int, reads: float, pairs: float) -> float:
     return 1e-3 + 20e-6 * tokens + 5e-6 * rows + 1e-8 * reads
 
 
-def samples(number: int) -> list[Sample]:
+def samples(number: int) -> list[StepSample]:
     rng = random.Random(0)
     found = []
     for _ in range(number):
         rows = rng.randint(1, 64)
         tokens, reads = rows + rng.choice((0, 0, 100, 300)), rows * rng.uniform(16, 500)
         took_s = seconds(tokens, rows, reads, reads) * rng.uniform(0.97, 1.03)
-        found.append(Sample(tokens, rows, reads, reads, 0, took_s, took_s + 1e-4))
+        found.append(StepSample(tokens, rows, reads, reads, 0, took_s, took_s + 1e-4))
     return found
 
 
