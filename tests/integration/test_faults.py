@@ -71,6 +71,7 @@ REPLAYED = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A story!"}], "seed": 9, "logprobs": True}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A song!"}], "seed": 1, "n": 2, "stop": "e"}),
 ]
+NUM_REPLAYED = 9  # sequences
 
 
 async def answers(session: aiohttp.ClientSession, url: str) -> list[tuple[object, ...]]:
@@ -92,13 +93,22 @@ def busy(server, num: int) -> bool:
     return running_requests(server) >= num
 
 
+def taken(server) -> int:
+    """Sequences that the server has taken so far, those that ended included."""
+    names = "moeserve:num_requests_active", "moeserve:request_success_total"
+    return int(
+        sum(float(line.split()[-1]) for line in server.get("/metrics")[1].splitlines() if line.startswith(names))
+    )
+
+
 async def test_answers_are_the_same_whatever_moment_the_engine_dies(own_server):
     async with aiohttp.ClientSession() as session:
         undisturbed = await answers(session, own_server.url)
         for delay_s in (0.0, 0.2):
             await until(lambda: own_server.get("/readyz")[0] == 200)
+            before = taken(own_server)
             asked = asyncio.create_task(answers(session, own_server.url))
-            await until(lambda: busy(own_server, 3))  # the others may have ended before anyone looks
+            await until(lambda before=before: taken(own_server) == before + NUM_REPLAYED)
             await asyncio.sleep(delay_s)
             own_server.engine().kill()
             assert await asked == undisturbed
@@ -134,9 +144,10 @@ async def test_an_engine_that_dies_while_the_server_drains_costs_nothing(own_ser
             stream_text(session, own_server.url, STORY, []), answers(session, own_server.url)
         )
         deaths = own_server.log.read_text().count("was killed by SIGKILL")
+        before = taken(own_server)
         stream = asyncio.create_task(stream_text(session, own_server.url, STORY, events))
         asked = asyncio.create_task(answers(session, own_server.url))
-        await until(lambda: busy(own_server, 4) and events)
+        await until(lambda: taken(own_server) == before + NUM_REPLAYED + 1 and events)
         engine = own_server.engine()
         os.kill(own_server.process.pid, signal.SIGTERM)
         await until(lambda: own_server.get("/readyz")[0] == 503)
