@@ -18,15 +18,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from moeserve.comm.envelope import PLAIN, Plain
 from moeserve.comm.members import Members
-from moeserve.comm.seal import PLAIN, Plain, Seal, SealedExchange
 from moeserve.errors import ConfigError, PeerLost
+
+if TYPE_CHECKING:
+    from moeserve.comm.seal import Seal
 
 dist: Any = torch.distributed  # its type hints lack most of what is used here
 
@@ -53,7 +56,7 @@ class Mesh:
         self._prefix = f"{members.public_name}/{name}"
         self.num_channels = num_channels
         self._terms = f"{terms}, encrypted" if sealed else terms
-        self.seal = Seal(members, self._prefix) if sealed else None
+        self.seal = _seal(members, self._prefix) if sealed else None
         self._store: Any | None = None
         self._server: Any | None = None  # of the store; a receive that hangs keeps what it used, so it is kept apart
         self._closed = threading.Event()
@@ -116,7 +119,7 @@ class Mesh:
 
     def envelope(self, channel: int, exchange: int) -> Plain:
         """Returns how the messages of an exchange travel."""
-        return PLAIN if self.seal is None else SealedExchange(self.seal, channel, exchange)
+        return PLAIN if self.seal is None else self.seal.envelope(channel, exchange)
 
     def close(self) -> None:
         """Closes every connection: waits here and at the peers fail."""
@@ -366,6 +369,12 @@ def _receive_all(queue: SimpleQueue[Exchange | None]) -> None:
 def _address(store: str) -> tuple[str, int]:
     host, _, port = store.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _seal(members: Members, name: str) -> Seal:
+    from moeserve.comm.seal import Seal  # 40 ms that most engines need not spend
+
+    return Seal(members, name)
 
 
 def _local_address(members: Members, host: str) -> str:

@@ -21,24 +21,10 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
+from moeserve.comm.envelope import Plain
 from moeserve.comm.members import Members
 
 HEAD_BYTES, TAG_BYTES = 8, 16
-
-
-class Plain:
-    """Messages that travel as they are."""
-
-    def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Returns where the peer's next message has to arrive, and what then brings its text to `into`.
-
-        That raises PermissionError if the message is not what the peer sent.
-        """
-        return into, _nothing
-
-    def outbox(self, peer: int, text: Tensor) -> Tensor:
-        """Returns the next message to the peer as it has to travel."""
-        return text
 
 
 class Seal:
@@ -49,6 +35,10 @@ class Seal:
         remote = [rank for rank in range(members.size) if host_of[rank] != host_of[me]]
         self.to = {rank: _key(members.token, f"{name}: {me} to {rank}") for rank in remote}
         self.back = {rank: _key(members.token, f"{name}: {rank} to {me}") for rank in remote}
+
+    def envelope(self, channel: int, exchange: int) -> Plain:
+        """Returns how the messages of an exchange travel."""
+        return SealedExchange(self, channel, exchange)
 
 
 class SealedExchange(Plain):
@@ -63,7 +53,7 @@ class SealedExchange(Plain):
     def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """See `Plain`."""
         if peer not in self._seal.back:
-            return into, _nothing
+            return super().inbox(peer, into)
         sealed = torch.empty(HEAD_BYTES + into.numel() + TAG_BYTES, dtype=torch.uint8)
         return sealed, partial(self._open, peer, sealed, into, self._nonce(self._expected, peer))
 
@@ -96,12 +86,5 @@ class SealedExchange(Plain):
             raise PermissionError("sent a message that was altered on the way, or is not its own") from None
 
 
-PLAIN = Plain()
-
-
 def _key(secret: str, purpose: str) -> AESGCM:
     return AESGCM(HKDF(algorithm=SHA256(), length=32, salt=None, info=purpose.encode()).derive(secret.encode()))
-
-
-def _nothing() -> None:
-    pass

@@ -48,7 +48,7 @@ class Notary:
         self._thread = ThreadPoolExecutor(1, "notary")
         self._weights: Future[tuple[str, str]] = Future()
         if key is not None:
-            from moeserve.frontend.signer import Signer  # needs a package that few have
+            from moeserve.frontend.signer import Signer  # few need it, and its import takes 40 ms
 
             self.signer = Signer(key)
         self.logs = request_log is not None

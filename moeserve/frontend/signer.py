@@ -1,21 +1,17 @@
-"""The server's key: signs receipts by Ed25519, and checks signatures. Needs the package `cryptography`."""
+"""The server's key: signs receipts by Ed25519, and checks signatures."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec.structs import replace
 
 from moeserve.errors import ConfigError
 from moeserve.receipts import Receipt, signed_bytes
-
-try:
-    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-except ImportError:
-    raise ConfigError("receipts need the package cryptography: pip install 'moeserve[receipts]'") from None
 
 
 class Signer:
