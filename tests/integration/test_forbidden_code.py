@@ -37,8 +37,8 @@ from importlib.metadata import packages_distributions, requires
 from packaging.requirements import Requirement
 
 needed = [Requirement(text) for text in requires("moeserve")]
-extras = {one.name.lower() for one in needed if one.marker and "extra" in str(one.marker)}
-extras -= {one.name.lower() for one in needed if not (one.marker and "extra" in str(one.marker))} | {"triton"}  # torch's
+plain = {one.name.lower() for one in needed if not (one.marker and "extra" in str(one.marker))}
+extras = {one.name.lower() for one in needed} - plain - {"triton"}
 away = {top for top, of in packages_distributions().items() if {name.lower() for name in of} <= extras}
 assert {"pytest", "transformers"} <= away, away
 
