@@ -7,7 +7,6 @@ their order hold the same.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from moeserve.messages import FinishReason, Logprobs, StepOutput
-from moeserve.receipts import Receipt
 from moeserve.sampling import SamplingParams, TokenSampling
 
 T = TypeVar("T")
@@ -44,16 +42,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
     marked: bool = False
 
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt as a list."""
-        return array("i", self.prompt).tolist()
-
 
 class Known(msgspec.Struct, kw_only=True):
     """The rows of one sequence so far; see `StepOutput` for what they have. drafts: by row.
 
-    There may be rows behind the one at which a stop string ends the sequence. receipt: once it was made.
+    There may be rows behind the one at which a stop string ends the sequence.
     """
 
     tokens: list[int] = []
@@ -63,7 +56,6 @@ class Known(msgspec.Struct, kw_only=True):
     logprobs: list[Logprobs] = []
     digests: list[bytes] = []
     drafts: dict[int, tuple[int, int]] = {}
-    receipt: Receipt | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -187,6 +179,10 @@ class Journal:
             full.append(self.streams[id])
             total -= num_bytes
         return full
+
+    def unread(self) -> list[Recorded]:
+        """Returns the streams that nobody reads."""
+        return [self.streams[id] for id in self._unread]
 
     def resume(self, id: str) -> None:
         """Notes that a stream is read again."""
