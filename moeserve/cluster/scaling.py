@@ -73,7 +73,8 @@ class Scaling:
         self.machines.here.keep(fleet.config)
         table = fleet.experts.table if fleet.experts is not None else None
         engines = fleet.engines = self._new_engines([self.machines.hosts[number] for number in at_start(parallel)])
-        self._start_engines(engines, engines, table)
+        for engine in engines:
+            engine.start(self._role_of(engine, engines, table))
         self._add_groups([engines] if fleet.together else [[engine] for engine in engines], table)
         if fleet.experts is not None and parallel.rebalance == "auto":
             self._watching = asyncio.get_running_loop().create_task(self.watch(), name="rebalancing")
@@ -88,13 +89,6 @@ class Scaling:
         fleet, taken = self._fleet, {engine.rank for engine in self._fleet.engines}
         free = (rank for rank in count() if rank not in taken)
         return [EngineHandle(fleet, next(free), host, fleet.config, **self._options) for host in hosts]
-
-    def _start_engines(
-        self, new: Iterable[EngineHandle], engines: Sequence[EngineHandle], table: PlacementTable | None
-    ) -> None:
-        """Starts engines that will be among `engines`, but belong to no group yet."""
-        for engine in new:
-            engine.start(self._role_of(engine, engines, table))
 
     def _role_of(self, engine: EngineHandle, engines: Sequence[EngineHandle], table: PlacementTable | None) -> Role:
         fleet, machines = self._fleet, [other.host.number for other in engines]
@@ -229,7 +223,8 @@ class Scaling:
         new = self._new_engines(hosts)
         engines = sorted([*old, *new], key=lambda engine: (engine.host.number, engine.rank))
         table = await asyncio.to_thread(self._rescaled, engines)
-        self._start_engines(new, engines, table)
+        for engine in new:
+            engine.start(self._role_of(engine, engines, table))
         try:
             await self._boot(new)
             if table is not None:
