@@ -300,15 +300,6 @@ class ScaleResponse(Struct, kw_only=True):
     took_s: float
 
 
-class DrainResponse(Struct, kw_only=True):
-    """engines: that the machine had; dp: engines that serve now."""
-
-    machine: int
-    engines: int
-    dp: int
-    took_s: float
-
-
 class RebalanceResponse(Struct, kw_only=True):
     """moved: false if no other placement would be more even. version: of the placement in force. why: in words."""
 
@@ -367,13 +358,6 @@ class ExpertEngine(Struct, kw_only=True):
     comm_s: float = 0.0
     exposed_comm_s: float = 0.0
     overlap_efficiency: float = 1.0
-
-
-class ExpertMachine(Struct, kw_only=True):
-    """One machine. state: here, missing (it is waited for) or drained (it may come back)."""
-
-    host: str = ""
-    state: str = ""
 
 
 class ExpertRank(Struct, kw_only=True):
@@ -442,8 +426,8 @@ class ExpertStatus(Answer, kw_only=True):
     """A moeserve server's experts, ranks and engines.
 
     ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and the placement is that of
-    one engine. complete: all engines serve. waiting: requests that wait for an engine. created: Unix time. dealt_out:
-    the former name of ep_sharded.
+    one engine. complete: all engines serve. waiting: requests that wait for an engine. machines: the state of each host:
+    here, missing (it is waited for) or drained. created: Unix time. dealt_out: the former name of ep_sharded.
     """
 
     object: str = "experts"
@@ -458,7 +442,7 @@ class ExpertStatus(Answer, kw_only=True):
     num_layers: int = 0
     num_experts: int = 0
     engines: list[ExpertEngine] = []
-    machines: list[ExpertMachine] = []
+    machines: dict[str, str] = {}
     ranks: list[ExpertRank] = []
     balance: ExpertBalance = field(default_factory=ExpertBalance)
     load: ExpertLoads = field(default_factory=ExpertLoads)

@@ -12,7 +12,7 @@ import msgspec
 
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineLink
-from moeserve.cluster.view import EngineView, FleetView, MachineView
+from moeserve.cluster.view import EngineView, FleetView
 from moeserve.errors import Conflict
 from moeserve.frontend.stats import FrontStats
 from moeserve.messages import ExpertLoad, Ready, Traced, TraceNext
@@ -55,7 +55,7 @@ class Watch:
                 waiting=0,
                 engines=(self._only_engine(state, ready),),
                 experts=None,
-                machines=(MachineView(host="node-0", state="here"),),
+                machines={"node-0": "here"},
             )
         if view.experts is None and (loads := self._all_experts(ready)) is not None:
             experts = msgspec.structs.replace(loads.view(), why="every engine has all experts")

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from moeserve.cluster.fleet import Fleet
 from moeserve.errors import Conflict, Forbidden, NotFound
-from moeserve.protocol import Aborted, DrainResponse, RebalanceResponse, ScaleResponse
+from moeserve.protocol import Aborted, RebalanceResponse, ScaleResponse
 from moeserve.server.app import HttpCall
 from moeserve.server.errors import shorten
 
@@ -63,9 +63,8 @@ async def drain(call: HttpCall) -> web.StreamResponse:
     fleet = _fleet(call)
     request = await call.read(DrainRequest)
     began_s = time.monotonic()
-    engines = await fleet.scaling.drain(request.machine)
-    took_s = time.monotonic() - began_s
-    return call.answer(DrainResponse(machine=request.machine, engines=engines, dp=fleet.dp, took_s=took_s))
+    before = await fleet.scaling.drain(request.machine)
+    return call.answer(ScaleResponse(dp=fleet.dp, before=before, took_s=time.monotonic() - began_s))
 
 
 async def rebalance(call: HttpCall) -> web.StreamResponse:

@@ -39,7 +39,7 @@ def expert_status(front: FrontEnd) -> protocol.ExpertStatus:
         num_layers=shape[0],
         num_experts=shape[1],
         engines=[_engine(engine, front.stats.engines[engine.rank]) for engine in view.engines],
-        machines=[protocol.ExpertMachine(host=machine.host, state=machine.state) for machine in view.machines],
+        machines=view.machines,
         ranks=_ranks(view, placement, loads_LR.sum(0)),
         balance=_balance(balance(loads_LR), balance(recent_LE)),
         load=protocol.ExpertLoads(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
