@@ -148,9 +148,8 @@ def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
         raise ConfigError(
             f"--dp {dp} contradicts slots={slots}: {machines} machines have {default} engines of --tp {tp}"
         )
-    if dp % machines:
-        fits = -(-dp // machines) * machines
-        raise ConfigError(f"--dp {dp} engines cannot be shared evenly by {machines} machines, --dp {fits} can")
+    if dp < machines:
+        raise ConfigError(f"--dp {dp}: {machines} machines need an engine each, --dp {machines} at least")
     words = served.words if served.flags.dp is not None else [*served.words, "--dp", str(dp)]
     return Served(words, served.flags)
 

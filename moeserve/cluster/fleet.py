@@ -17,6 +17,7 @@ import msgspec
 from moeserve import messages as m
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster.assignment import equal_shares
 from moeserve.cluster.balance import Traffic
 from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, combined
 from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid, ForFleet
@@ -226,7 +227,8 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         self._apart_s = None
         if self.experts is not None:
             facts = group.engines[0].ready
-            self.experts.joined(group.placement, facts.expert_bytes if facts is not None else 0)
+            nodes = equal_shares([engine.host.number for engine in group.engines])
+            self.experts.joined(group.placement, facts.expert_bytes if facts is not None else 0, nodes)
         for engine in group.engines:
             assert engine.ready is not None
             self.traffic.balancer.open(engine.rank, engine.ready)

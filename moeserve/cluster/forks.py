@@ -30,12 +30,12 @@ MAX_PAUSE_S = 60.0
 class LocalHost:
     """This machine, which starts engines: from a fork server once `keep` was called. Belongs to one loop.
 
-    name: hosts of equal names share memory. folder: private here, for sockets. absent: what the start of an engine
-    waits for, for people; empty if the machine is there.
+    number: of the machine. name: hosts of equal names share memory. folder: private here, for sockets. absent: what the
+    start of an engine waits for, for people; empty if the machine is there.
     """
 
     def __init__(self, folder: str) -> None:
-        self.name, self.folder, self.absent = "node-0", folder, ""
+        self.number, self.name, self.folder, self.absent = 0, "node-0", folder, ""
         self._tp_size = 1
         self._server: ForkServer | None = None
         self._keeping: asyncio.Task[None] | None = None

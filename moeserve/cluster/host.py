@@ -82,7 +82,7 @@ class RemoteHost:
     """
 
     def __init__(self, number: int, num_machines: int, address: str, keys: Keys) -> None:
-        self.name = f"node-{number}"
+        self.number, self.name = number, f"node-{number}"
         self.folder = ""
         self.absent = self._missing = f"waiting for machine {number} of {num_machines}"
         self.taken = False  # an agent was admitted as this machine
@@ -90,7 +90,7 @@ class RemoteHost:
         self._keys = keys
         self._address = address
         self._wire: ZmqWire[ToNode, FromNode | PeerGone] | None = None
-        self._here = asyncio.Event()  # the wire is there
+        self.here = asyncio.Event()  # the wire is there
         self._serving: asyncio.Task[None] | None = None
         self._ids = count(1)
         self._processes: dict[int, RemoteProcess] = {}
@@ -101,7 +101,7 @@ class RemoteHost:
 
     async def start(self, name: str, order: bytes) -> Process:
         """Waits for the machine and tells its agent to start the engine, which ends with the machine."""
-        await self._here.wait()
+        await self.here.wait()
         process = RemoteProcess(self, next(self._ids), name)
         self._processes[process.id] = process
         self.tell(Start(process.id, name, order))
@@ -109,7 +109,7 @@ class RemoteHost:
 
     def admit(self, folder: str) -> tuple[str, str]:
         """Returns address and token of the wire to which the agent may connect now. folder: its private one."""
-        self.taken, self.folder = True, folder
+        self.taken, self._let_go, self.folder = True, False, folder
         token = secrets.token_hex(16)
         inbox: Inbox[FromNode | PeerGone] = Inbox(f"{self.name} link")
         wire = listen(f"tcp://{self._address}:*", token=token, receives=FromNode, inbox=inbox, keys=self._keys)
@@ -117,7 +117,7 @@ class RemoteHost:
         return wire.address, token
 
     async def close(self, cause: str) -> None:
-        """Lets the agent go. cause: why machine 0 fails, empty if it was told to stop."""
+        """Lets the agent go; another one may come. cause: why machine 0 fails, empty if nothing failed."""
         if self._serving is None:
             return
         if self._wire is not None:
@@ -141,7 +141,7 @@ class RemoteHost:
             await wire.connected(CONNECT_S)
             log.info("%s is here", self.name)
             self._wire, self.absent = wire, ""
-            self._here.set()
+            self.here.set()
             gone: PeerGone | None = None
             while gone is None:
                 for msg in await inbox.drain(wait=True):
@@ -154,7 +154,7 @@ class RemoteHost:
             cause = str(error)
         finally:
             self._wire, self.absent, self.taken = None, self._missing, False
-            self._here.clear()
+            self.here.clear()
             wire.close()
             log.log(logging.INFO if cause == LET_GO else logging.WARNING, "%s is gone: %s", self.name, cause)
             for process in self._processes.values():

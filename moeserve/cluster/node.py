@@ -163,7 +163,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             case Signal():
                 self._signal(msg)
             case Farewell(cause=""):
-                log.info("machine 0 stops, and so do we")
+                log.info("machine 0 stops or drains this machine")
                 self.stop()
             case Farewell(cause=cause):
                 raise EngineDied(f"machine 0 failed: {cause}")

@@ -16,7 +16,7 @@ from moeserve.cli.main import main
         ("--local 2 -- serve --nnodes 2", "--nnodes: leave it out"),
         ("--local 2 -- serve --node-rank 1", "--node-rank: leave it out"),
         ("--local 2 -- serve --cluster-key-file k", "--cluster-key-file: leave it out"),
-        ("--local 2 -- serve --dp 3", "--dp 3 engines cannot be shared evenly by 2 machines, --dp 4 can"),
+        ("--local 3 -- serve --dp 2", "--dp 2: 3 machines need an engine each, --dp 3 at least"),
         ("--hosts a:8,b:8 -- serve --dp 4 --tp 2", "--dp 4 contradicts slots=8: 2 machines have 8 engines of --tp 2"),
         ("--hosts a:3,b:3 -- serve --tp 2", "slots=3 cannot be shared by engines of --tp 2"),
         ("--hosts a,,b -- serve", "--hosts: '' is no host"),

@@ -133,7 +133,7 @@ async def test_engines_of_two_machines_serve_as_one_fleet(cluster: Callable[...,
         assert [engine.num_requests for engine in front.fleet.view.engines] == [4, 4]
         assert await streams == answers(8, 100)
     node.ends()
-    assert "machine 0 stops, and so do we" in node.log.read_text()
+    assert "machine 0 stops or drains this machine" in node.log.read_text()
     assert SECRET not in node.log.read_text()
     assert not remote.is_running()
 
