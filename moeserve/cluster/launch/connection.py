@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from moeserve.errors import ConfigError, MoeserveError
 
@@ -19,26 +19,37 @@ class PartNotStarted(MoeserveError):
     """A machine's part did not start. The message is the last line that came."""
 
 
-class Connection(Protocol):
-    """What the launcher holds of a part."""
+class Connection(ABC):
+    """What the launcher holds of a part. out: what the part says, until it has ended or is lost."""
 
+    def __init__(self, out: asyncio.StreamReader) -> None:
+        self.out = out
+
+    async def readline(self) -> bytes:
+        """Returns the next line that is no longer than MAX_LINE_BYTES, b"" at the end."""
+        while True:
+            with suppress(ValueError):  # too long: dropped
+                return await self.out.readline()
+
+    @abstractmethod
     def write(self, data: bytes) -> None:
         """Sends to the part, if it is there."""
 
-    async def readline(self) -> bytes:
-        """Returns the part's next line, b"" once it has ended or is lost."""
-
+    @abstractmethod
     def kill(self) -> None:
-        """Ends the part at once; `readline` returns b"" then."""
+        """Ends the part at once, and so what it says."""
 
+    @abstractmethod
     async def close(self) -> None:
-        """Kills, and waits until nothing of the connection is left."""
+        """Kills, and waits until nothing of the connection is left here."""
 
 
-class ProcessConnection:
+class ProcessConnection(Connection):
     """A child process: the part itself, or the ssh or srun that leads to it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        super().__init__(process.stdout)
         self._process = process
         self._end = asyncio.create_task(self._close_after_exit())
 
@@ -60,20 +71,10 @@ class ProcessConnection:
         return ProcessConnection(process)
 
     def write(self, data: bytes) -> None:
-        """Sends to the part."""
+        """Sends to the process."""
         assert self._process.stdin is not None
         with suppress(OSError, RuntimeError):
             self._process.stdin.write(data)
-
-    async def readline(self) -> bytes:
-        """Returns the next line."""
-        assert self._process.stdout is not None
-        return await next_line(self._process.stdout)
-
-    async def read(self) -> bytes:
-        """Returns what has come, b"" at the end."""
-        assert self._process.stdout is not None
-        return await self._process.stdout.read(MAX_LINE_BYTES)
 
     def kill(self) -> None:
         """Kills the process and its children."""
@@ -84,8 +85,8 @@ class ProcessConnection:
     async def close(self) -> None:
         """Kills, and waits until the pipes are closed."""
         self.kill()
-        await self._process.wait()
         self._end.cancel()
+        await self._process.wait()
         self._close_pipes()
 
     async def _close_after_exit(self) -> None:
@@ -95,10 +96,3 @@ class ProcessConnection:
 
     def _close_pipes(self) -> None:
         self._process._transport.close()  # type: ignore[attr-defined]
-
-
-async def next_line(reader: asyncio.StreamReader) -> bytes:
-    """Returns the next line that is no longer than the reader's limit, b"" at the end."""
-    while True:
-        with suppress(ValueError):  # too long: dropped
-            return await reader.readline()

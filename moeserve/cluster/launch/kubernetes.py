@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import shutil
 import signal
 from contextlib import suppress
 from typing import Any
@@ -38,8 +39,7 @@ class KubernetesLaunch:
         self._kubectl = ("kubectl", *(("--namespace", namespace) if namespace else ()))
         self._states: dict[str, str] = {}  # by uid of the pod
         self._logs: dict[str, asyncio.Task[None]] = {}  # by uid and the number of restarts
-        self._ended = asyncio.get_running_loop().create_future()  # the leader, with this code
-        self._signals = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        self._ended, *self._signals = (asyncio.get_running_loop().create_future() for _ in range(3))
 
     async def run(self) -> int:
         """As `run_on_kubernetes`."""
@@ -50,7 +50,6 @@ class KubernetesLaunch:
         watching = asyncio.create_task(self._watch())
         try:
             await asyncio.wait((self._ended, drain), return_when=asyncio.FIRST_COMPLETED)
-            await self._last_logs()
             deleting = asyncio.create_task(self._delete(created))
             await asyncio.wait((deleting, kill), return_when=asyncio.FIRST_COMPLETED)
             if kill.done():
@@ -59,9 +58,10 @@ class KubernetesLaunch:
                 await self._delete(created)
                 return 128 + int(kill.result())
             await asyncio.wait((self._ended,), timeout=AGAIN_S)
-            await self._last_logs()
-            return self._ended.result() if self._ended.done() and deleting.result() else 1
+            return int(self._ended.result()) if self._ended.done() and deleting.result() else 1
         finally:
+            if self._logs:
+                await asyncio.wait(self._logs.values(), timeout=LAST_LOGS_S)
             tasks = (watching, *self._logs.values())
             for task in tasks:
                 task.cancel()
@@ -139,20 +139,13 @@ class KubernetesLaunch:
             self._ended.set_result(int(end["exitCode"]) if end else 1)
 
     async def _follow(self, pod: str, uid: str) -> None:
-        """Shows a container's log to its end; a connection that ends before that is made again."""
+        """Shows a container's log; a connection that ends before the container is made again."""
         since: tuple[str, ...] = ()
-        while True:
+        while not since or self._states[uid] in ("running", "ready"):
             async for line in self._lines("logs", "--follow", pod, *since):
                 to_stderr(f"{pod} | {line}")
             await asyncio.sleep(AGAIN_S)
-            if self._states[uid] not in ("running", "ready"):
-                return
             since = (f"--since={2 * AGAIN_S:g}s",)
-
-    async def _last_logs(self) -> None:
-        """Waits for logs of what has ended."""
-        if self._ended.done() and self._logs:
-            await asyncio.wait(self._logs.values(), timeout=LAST_LOGS_S)
 
     async def _lines(self, *words: str) -> Any:
         connection = await ProcessConnection.open((*self._kubectl, *words))
@@ -164,13 +157,12 @@ class KubernetesLaunch:
 
     async def _run(self, *words: str, stdin: str = "", limit_s: float = KUBECTL_S) -> tuple[int, str, str]:
         """Returns kubectl's exit code, what it printed, and its errors in one line."""
+        if shutil.which("kubectl") is None:
+            raise ConfigError("--kubernetes: there is no kubectl on PATH; install it on this machine")
         pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._kubectl, *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-            )
-        except OSError as error:
-            raise ConfigError(f"cannot run kubectl: {error.strerror}; install it on this machine") from None
+        process = await asyncio.create_subprocess_exec(
+            *self._kubectl, *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
         try:
             async with asyncio.timeout(limit_s):
                 out, err = await process.communicate(stdin.encode())

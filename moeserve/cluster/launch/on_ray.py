@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeserve.actor.process import one_line, to_stderr
-from moeserve.cluster.launch.connection import (
-    MAX_LINE_BYTES,
-    Connection,
-    PartNotStarted,
-    ProcessConnection,
-    next_line,
-)
+from moeserve.cluster.launch.connection import MAX_LINE_BYTES, Connection, PartNotStarted, ProcessConnection
 from moeserve.cluster.launch.targets import PART, LaunchTarget
 from moeserve.errors import ConfigError
 
@@ -32,7 +26,7 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
     ConfigError without Ray, or if there is no room."""
     try:
         import ray
-        from ray.util.placement_group import placement_group
+        from ray.util.placement_group import placement_group, placement_group_table
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     except ImportError as error:
         raise ConfigError(f"--ray: {error}; install Ray: pip install 'moeserve[ray]'") from None
@@ -53,7 +47,9 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
             f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs (see `ray status`)"
         )
     made = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1)(PartActor)
-    places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(nodes)]
+    here, chosen = ray.get_runtime_context().get_node_id(), placement_group_table(group)["bundles_to_node_id"]
+    ordered = sorted(range(nodes), key=lambda bundle: chosen[bundle] != here)  # machine 0 is here if it can be
+    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in ordered]
     actors = [made.options(scheduling_strategy=place).remote() for place in places]
     return [RayTarget(f"ray-{rank}", (), _REMEDY, actor) for rank, actor in enumerate(actors)]
 
@@ -76,7 +72,7 @@ class PartActor:
 
     async def read(self) -> bytes:
         """Returns what the part said, b"" at its end."""
-        return await self._part.read() if self._part else b""
+        return await self._part.out.read(MAX_LINE_BYTES) if self._part else b""
 
     async def write(self, data: bytes) -> None:
         """Says something to the part."""
@@ -107,21 +103,17 @@ class RayTarget(LaunchTarget):
         return RayConnection(self.actor)
 
 
-class RayConnection:
+class RayConnection(Connection):
     """A part's stdin and stdout by calls of its actor."""
 
     def __init__(self, actor: Any) -> None:
+        super().__init__(asyncio.StreamReader(limit=MAX_LINE_BYTES))
         self._actor = actor
-        self._out = asyncio.StreamReader(limit=MAX_LINE_BYTES)
         self._reading = asyncio.create_task(self._read())
 
     def write(self, data: bytes) -> None:
         """Sends to the part; calls of one caller arrive in their order."""
         self._actor.write.remote(data)
-
-    async def readline(self) -> bytes:
-        """Returns the next line."""
-        return await next_line(self._out)
 
     def kill(self) -> None:
         """Ends the part, if its actor is there."""
@@ -138,11 +130,11 @@ class RayConnection:
 
         try:
             while data := await self._actor.read.remote():
-                self._out.feed_data(data)
+                self.out.feed_data(data)
         except RayError as error:
-            self._out.feed_data(f"Ray: {_first_line(error)}\n".encode())
+            self.out.feed_data(f"Ray: {_first_line(error)}\n".encode())
         finally:
-            self._out.feed_eof()
+            self.out.feed_eof()
 
 
 def _first_line(error: BaseException) -> str:
