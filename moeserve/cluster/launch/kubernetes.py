@@ -49,7 +49,7 @@ class KubernetesLaunch:
         created = await self._create()
         watching = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait((self._ended, drain), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((self._ended, drain, watching), return_when=asyncio.FIRST_COMPLETED)
             deleting = asyncio.create_task(self._delete(created))
             await asyncio.wait((deleting, kill), return_when=asyncio.FIRST_COMPLETED)
             if kill.done():
@@ -57,6 +57,8 @@ class KubernetesLaunch:
                 await self._run("delete", "pods", "-l", f"{LABEL}name={NAME}", "--grace-period=0", "--force")
                 await self._delete(created)
                 return 128 + int(kill.result())
+            if watching.done():
+                await watching  # it has failed
             await asyncio.wait((self._ended,), timeout=AGAIN_S)
             return int(self._ended.result()) if self._ended.done() and deleting.result() else 1
         finally:
