@@ -158,7 +158,7 @@ class KubernetesLaunch:
             await connection.close()
 
     async def _run(self, *words: str, stdin: str = "", limit_s: float = KUBECTL_S) -> tuple[int, str, str]:
-        """Returns kubectl's exit code, what it printed, and its errors in one line."""
+        """Returns kubectl's exit code, what it printed, and the last line of its errors, which are all shown."""
         if shutil.which("kubectl") is None:
             raise ConfigError("--kubernetes: there is no kubectl on PATH; install it on this machine")
         pipe = asyncio.subprocess.PIPE
@@ -174,7 +174,10 @@ class KubernetesLaunch:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        return process.returncode or 0, out.decode(), one_line("; ".join(err.decode(errors="replace").splitlines()))
+        errors = [one_line(line) for line in err.decode(errors="replace").splitlines()]
+        for line in errors:
+            to_stderr(f"kubectl | {line}")
+        return process.returncode or 0, out.decode(), errors[-1] if errors else "it said nothing"
 
 
 def _state(status: dict[str, Any], container: dict[str, Any], *, leads: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ class Handle:
 
 
 @pytest.fixture
-async def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
+async def handle(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Handle]:
     errors = type(sys)("ray.exceptions")
     errors.RayError = Lost  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
@@ -49,7 +49,8 @@ async def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     actor = PartActor()
     assert "OMP_NUM_THREADS" not in os.environ  # Ray's, which would bound every part
     actor._part = await ProcessConnection.open((sys.executable, "-c", ECHO))
-    return Handle(actor)
+    yield Handle(actor)
+    await actor.kill()
 
 
 async def until_here(connection: RayConnection) -> None:
