@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -57,6 +58,15 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["launch", "--ray", "--nodes", "2", "--", "serve"]) == 2
     assert "pip install 'moeserve[ray]'" in capsys.readouterr().err
+
+
+def test_an_address_where_no_ray_listens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray itself would try for minutes. What is imported here is no part of the answer."""
+    for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    for address in ("127.0.0.1:1", "here", "127.0.0.1:x"):
+        assert main(["launch", "--ray", "--ray-address", address, "--", "serve"]) == 2
+        assert "give --ray-address ray://HEAD:10001" in capsys.readouterr().err
 
 
 def test_numbers_of_machines_in_the_environment(

@@ -90,10 +90,9 @@ class KubernetesLaunch:
         if code:
             if created:
                 await self._delete(created)
-            raise ConfigError(
-                f"kubectl create: {why}; what is left of another launch goes by "
-                f"`{' '.join(self._kubectl)} delete leaderworkerset/{NAME} service/{NAME} secret/{SECRET}`"
-            )
+            left = f"{' '.join(self._kubectl)} delete leaderworkerset/{NAME} service/{NAME} secret/{SECRET}"
+            remedy = f"; `{left}` ends another launch or what is left of it" if "AlreadyExists" in why else ""
+            raise ConfigError(f"kubectl create: {why}{remedy}")
         to_stderr(f"moeserve launch: created {', '.join(created)}")
         return created
 

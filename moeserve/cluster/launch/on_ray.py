@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from moeserve.cluster.launch.connection import MAX_LINE_BYTES, Connection, PartN
 from moeserve.cluster.launch.targets import PART, LaunchTarget
 from moeserve.errors import ConfigError
 
+CONNECT_S = 5.0
 PLACE_S = 60.0  # for Ray to find the nodes, an autoscaler to start some
 STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
 _REMEDY = "Check `ray status`, and that Ray's Python on all nodes has moeserve"
@@ -31,6 +33,9 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
     except ImportError as error:
         raise ConfigError(f"--ray: {error}; install Ray: pip install 'moeserve[ray]'") from None
     try:
+        if address and "://" not in address:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), CONNECT_S).close()  # Ray itself tries for minutes
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(

@@ -152,7 +152,7 @@ async def test_a_second_signal_ends_all_at_once(cluster: Cluster) -> None:
 async def test_what_kubectl_refuses_is_said_at_once_and_nothing_is_left(cluster: Cluster) -> None:
     cluster.mark("exists")
     cluster.mark("gone")
-    with pytest.raises(ConfigError, match=r"AlreadyExists.*kubectl --namespace space delete leaderworkerset/moeserve"):
+    with pytest.raises(ConfigError, match=r"AlreadyExists.*`kubectl --namespace space delete leaderworkerset/moeserve"):
         await launched()
     assert "--namespace space delete secret/moeserve-cluster-key --ignore-not-found" in cluster.calls()
 
