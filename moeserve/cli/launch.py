@@ -124,7 +124,7 @@ def _served(words: Sequence[str]) -> Served:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises ConfigError for flags that would have no effect."""
     ssh, printing = args.hosts or args.hostfile, args.print
-    file = printing or args.kubernetes
+    file, of_image = printing or args.kubernetes, args.kubernetes or printing in ("lws", "compose")
     for flag, given, fits, what in (
         ("--ssh-option", args.ssh_option, ssh, "--hosts or --hostfile"),
         ("--python", args.python, ssh, "--hosts or --hostfile"),
@@ -135,12 +135,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         ("--ray-placement", args.ray_placement, args.ray, "--ray"),
         ("--gpus-per-node", args.gpus_per_node, args.ray, "--ray"),
         ("--namespace", args.namespace, args.kubernetes, "--kubernetes"),
-        (
-            "--image",
-            args.image,
-            args.kubernetes or printing in ("lws", "compose"),
-            "--kubernetes, --print lws or --print compose",
-        ),
+        ("--image", args.image, of_image, "--kubernetes, --print lws or --print compose"),
     ):
         if given and not fits:
             raise ConfigError(f"{flag} is only for {what}")
