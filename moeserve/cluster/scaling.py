@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 BOOT_S = 1800.0  # for new engines to load; one that shows no progress is given up long before
 MOVE_S = 600.0  # for a placement to be prepared and put in force
 CHECK_S = 5.0  # between two looks at the load
+VERSIONS = 1 << 16  # numbers for the placements of one front end: those of the next one are above them
 
 T = TypeVar("T")
 
@@ -60,11 +62,10 @@ class Scaling:
             fleet.experts = await asyncio.to_thread(self._shard_experts)
         self._run_dir = RunDir()
         try:
-            self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+            self.machines = await Rendezvous.open(fleet.config, self._run_dir.path, fleet.root)
         except BaseException:
             self._run_dir.close()
             raise
-        self.machines.here.keep(fleet.config)
         table = fleet.experts.table if fleet.experts is not None else None
         engines = fleet.engines = self._new_engines(range(parallel.dp), parallel.dp, table)
         self._add_groups([engines] if fleet.together else [[engine] for engine in engines], table)
@@ -74,7 +75,11 @@ class Scaling:
     def _shard_experts(self) -> Rebalancing:
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
-        return Rebalancing.of(self._spec, self._fleet.config.parallel)
+        experts, root = Rebalancing.of(self._spec, self._fleet.config.parallel), self._fleet.root
+        if root is not None:  # engines that have served another front end know its placements by their versions
+            first = replace(experts.rebalancer.current, version=root.number * VERSIONS)
+            experts.rebalancer.joined(first)
+        return experts
 
     def _new_engines(self, ranks: Iterable[int], dp: int, table: PlacementTable | None) -> list[EngineHandle]:
         """Starts engines, which belong to no group yet."""
