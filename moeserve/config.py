@@ -201,6 +201,9 @@ class ServerConfig:
         None, "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)",
         flag=None, low=0.001,
     )  # fmt: skip
+    resume_window: float = _opt(
+        0.0, "seconds for which a stream that lost its reader can be gone on with (docs/http-api.md); 0: off", flag=None
+    )
     receipt_key: str | None = _opt(None, "file with the key that signs receipts (docs/receipts.md)", flag=None)
     request_log: str | None = _opt(
         None,

@@ -118,4 +118,5 @@ def _read_text_side(
         max_wait_s=max_wait_s,
         processors=all_entries(asked.logits_processors).keys(),
         notary=Notary(name, model_dir, config.server.receipt_key, config.server.request_log),
+        resume_window_s=config.server.resume_window,
     )
