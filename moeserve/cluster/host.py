@@ -181,12 +181,19 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
     """What a front end is told by the root process (server/standby.py), which keeps this machine's engines.
 
     number: of the front end, from 0. folder: private, for sockets. address, token: where the root's agent listens.
+    follows: the number of the front end that serves, -1 if there is none. secret: of the journals' feeds.
     """
 
     number: int
     folder: str
     address: str
     token: str
+    follows: int
+    secret: str
+
+    def journal_of(self, number: int) -> str:
+        """Returns the address at which a front end tells its journal."""
+        return f"ipc://{self.folder}/journal-{number}.sock"
 
 
 class RootHost(RemoteHost):

@@ -27,6 +27,7 @@ from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, Overloaded
 from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.journal_feed import follow, succeeding
 from moeserve.frontend.open import open_front_end, prepare
 from moeserve.messages import Ready
 from moeserve.server.access_log import AccessLog, Observer
@@ -73,12 +74,15 @@ def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn
 
     async def wait_and_run() -> int:
         """Runs when it is time."""
+        ours = asyncio.Event()
+        following = asyncio.create_task(follow(root, config.server.resume_window, ours), name="journal")
         prepared = await prepare(config, root, **_limits(config))
         await asyncio.to_thread(turn.get)
         context.began = time.monotonic()
-        return await run(
-            context, sockets[0], partial(open_front_end, config, child=True, prepared=prepared), *sockets[1:]
-        )
+        ours.set()
+        streams = list((await following).streams.values())
+        opened = open_front_end(config, child=True, prepared=prepared)
+        return await run(context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:])
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(wait_and_run())

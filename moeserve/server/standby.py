@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections import deque
+from dataclasses import replace
 from queue import SimpleQueue
 
 import msgspec
@@ -39,6 +40,7 @@ log = logging.getLogger("moeserve.server.standby")
 CRASHED = 70  # exit code of a front end after an unexpected error (EX_SOFTWARE); other codes are for people
 MAX_SILENT = 10  # beats that a front end may miss
 MAX_TAKEOVERS, WINDOW_S = 5, 300.0  # more within this time end the server
+RESUME_S = 60.0  # for clients to come back for their streams, where the settings say nothing
 CONNECT_S = 600.0  # for a front end to read the model's headers and connect
 MAX_PAUSE_S = 60.0  # between two starts of a front end that stands by
 
@@ -59,6 +61,8 @@ class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
     """Serves on these sockets until a signal comes or a front end ends on its own; returns the exit code."""
+    if not config.server.resume_window:
+        config = replace(config, server=replace(config.server, resume_window=RESUME_S))
     return asyncio.run(_keep(config, sockets))
 
 
@@ -80,7 +84,9 @@ async def _keep(config: Config, sockets: list[socket.socket]) -> int:
 class FrontEndProcess:
     """A front end, and the agent that starts its engines once it serves."""
 
-    def __init__(self, config: Config, host: LocalHost, kept: Kept, number: int, fds: list[int]) -> None:
+    def __init__(
+        self, config: Config, host: LocalHost, kept: Kept, fds: list[int], number: int, follows: int, secret: str
+    ) -> None:
         address, token = f"ipc://{host.folder}/root-{number}.sock", secrets.token_hex(16)
         self.agent = NodeAgent(
             config,
@@ -90,7 +96,8 @@ class FrontEndProcess:
             connect_s=CONNECT_S,
         )
         self._obeying: asyncio.Task[None] | None = None
-        root = Root(number=number, folder=host.folder, address=address, token=token)
+        root = Root(number=number, folder=host.folder, address=address, token=token, follows=follows, secret=secret)
+        self.number = number
         order = msgspec.json.encode(FrontEndOrder(config=config, root=root, fds=fds))
         self.child = Child.start(f"front end {number}", command_of("moeserve.server.standby"), order, pass_fds=fds)
 
@@ -120,12 +127,13 @@ class FrontEnds:
         self._number = 0  # of the next one
         self._stopping = False
         self._failures = 0  # of front ends that stood by, in a row
-        self._serving = self._new()
+        self._secret = secrets.token_hex(16)
+        self._serving = self._new(-1)
         self._standby: FrontEndProcess | None = None
 
-    def _new(self) -> FrontEndProcess:
-        self._number += 1
-        return FrontEndProcess(self._config, self._host, self._kept, self._number - 1, self._fds)
+    def _new(self, follows: int) -> FrontEndProcess:
+        number, self._number = self._number, self._number + 1
+        return FrontEndProcess(self._config, self._host, self._kept, self._fds, number, follows, self._secret)
 
     def stop(self) -> None:
         """Lets running requests finish; called again, it does not."""
@@ -148,7 +156,7 @@ class FrontEnds:
             takeovers.append(now_s)
             log.error("%s; the next one takes over", death.summary)
             standby, self._standby = self._standby, None
-            self._serving = standby if standby is not None and standby.child.alive else self._new()
+            self._serving = standby if standby is not None and standby.child.alive else self._new(-1)
 
     async def _until_death(self) -> Death:
         """Returns when the front end that serves is dead. Replaces the other one when it dies."""
@@ -158,7 +166,7 @@ class FrontEnds:
         while not dying.done():
             now_s = time.monotonic()
             if self._standby is None and not self._stopping and now_s >= next_s:
-                self._standby = self._new()
+                self._standby = self._new(serving.number)
             elif self._standby is not None and not self._standby.child.alive:
                 await self._standby.close()
                 lived_s = (await self._standby.child.death()).lived_s

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moeserve import AsyncClient
+
 from .conftest import Server, free_port, running_server
 
 FLAGS = ("--standby", "--dp", "2", "--max-model-len", "512", "--kv-cache-bytes", "64MiB")
@@ -80,6 +82,30 @@ def test_the_engines_outlive_the_front_end_and_serve_the_next_one(server: Server
     assert engines(server) == there
     assert len(there) == 2
     assert front_ends(server)[0] == other
+    until(stands_by(server))
+
+
+async def story(server: Server, kill_after: int = -1) -> tuple[str, str | None]:
+    """What a client reads that comes back by itself. kill_after: chunks until the front end is killed."""
+    text, finish, chunks = "", None, 0
+    ask = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
+    async with AsyncClient(base_url=f"{server.url}/v1") as client:
+        stream = await client.chat.completions.create(messages=ask, stream=True, seed=5, max_tokens=150)
+        async for chunk in stream:
+            chunks += 1
+            if chunks == kill_after:
+                kill(front_ends(server)[0])
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+    return text, finish
+
+
+async def test_a_stream_goes_on_behind_its_last_event_with_the_same_text(server: Server) -> None:
+    until(stands_by(server))
+    expected, there = await story(server), engines(server)
+    assert await story(server, kill_after=4) == expected
+    assert engines(server) == there
     until(stands_by(server))
 
 
