@@ -213,6 +213,6 @@ async def test_an_engine_keeps_its_sockets_in_its_machines_folder(tmp_path: Path
     admitted = Admitted(address=f"ipc://{tmp_path / 'nobody'}", token="t")
     agent = NodeAgent(config, LocalHost(str(tmp_path)), dial(admitted, keys_of(SECRET.encode())))
     order = EngineOrder(config=config, address="tcp://a:1", token="t", born_s=0.0, role=Role(folder="elsewhere"))
-    local = msgspec.json.decode(agent._made_local(msgspec.json.encode(order)), type=EngineOrder)
+    local = agent._made_local(msgspec.json.encode(order))
     agent._wire.close()
     assert local.role.folder == str(tmp_path)
