@@ -26,8 +26,8 @@ class SSEParser:
     """Finds the events in a byte stream that comes in pieces of any size. Lines end in LF or CRLF.
 
     Works on bytes, so that a character split over two pieces needs no care. Comments and fields other than `data` and
-    `id` are skipped; last_id: of the last whole event. Several `data` lines of one event are joined by LF. An event that the stream's end cuts off is never
-    returned.
+    `id` are skipped; several `data` lines of one event are joined by LF. An event that the stream's end cuts off is
+    never returned. last_id: of the last event that was returned.
     """
 
     def __init__(self) -> None:
