@@ -39,7 +39,6 @@ from moeserve.server.http import HttpServer, raise_file_limit, watch
 from moeserve.server.inside import ask
 from moeserve.server.reload import Reloads
 from moeserve.server.routes import METRICS_ROUTES, PAGES, ROUTES
-from moeserve.server.standby import keep_front_ends
 from moeserve.server.tls import GOODBYE_S, HANDSHAKE_S, tls_of
 from moeserve.version import __version__
 
@@ -60,6 +59,8 @@ def serve(config: Config) -> int:
     ports = [config.server.port] + ([] if config.server.metrics_port is None else [config.server.metrics_port])
     sockets = [bind(config.server, port) for port in ports]
     if config.parallel.standby:
+        from moeserve.server.standby import keep_front_ends  # here, because it needs what starts engines
+
         return keep_front_ends(config, sockets)
     context = _context(config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
