@@ -117,6 +117,19 @@ def test_a_front_end_that_stands_by_is_replaced(server: Server) -> None:
     assert server.get("/readyz")[0] == 200
 
 
+@pytest.mark.full("ranks")
+def test_a_front_end_that_hangs_is_killed_before_the_next_one_serves(server: Server) -> None:
+    until(stands_by(server))
+    expected, there = tokens(server), engines(server)
+    serving = front_ends(server)[0]
+    serving.suspend()
+    until(lambda: gone(serving))
+    server.wait_ready()
+    assert tokens(server) == expected
+    assert engines(server) == there
+    until(stands_by(server))
+
+
 def test_the_engines_outlive_both_front_ends(server: Server) -> None:
     expected, there = tokens(server), engines(server)
     for process in reversed(front_ends(server)):
