@@ -170,6 +170,7 @@ class ParallelConfig:
     node_rank: int = _opt(0, "number of this machine, from 0; machine 0 answers HTTP", high=1023)
     rendezvous: str | None = _opt(None, "HOST:PORT on machine 0 to which the other machines connect")
     cluster_key_file: str | None = _opt(None, "file with the secret that all machines share (nnodes > 1)")
+    standby: bool = _opt(False, "a second front end stands by: if the first one dies, engines and requests go on")
     encrypt_rows: bool = _opt(False, "encrypt tokens' rows between machines (AES-256-GCM; CPU)")
 
     @property
@@ -200,6 +201,9 @@ class ServerConfig:
         None, "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)",
         flag=None, low=0.001,
     )  # fmt: skip
+    resume_window: float = _opt(
+        0.0, "seconds for which a stream that lost its reader can be gone on with (docs/http-api.md); 0: off", flag=None
+    )
     receipt_key: str | None = _opt(None, "file with the key that signs receipts (docs/receipts.md)", flag=None)
     request_log: str | None = _opt(
         None,

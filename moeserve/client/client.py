@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, overload
 from urllib.parse import quote
 
+from aiohttp import ClientResponse
+
 from moeserve import protocol
 from moeserve.client.stream import Stream
 from moeserve.client.transport import Transport
 from moeserve.errors import RequestError, Unreachable
 
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+RESUME_TRIES = 6  # over about 20 s
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
 
 
@@ -26,6 +29,7 @@ class AsyncClient:
     The names are those of `openai.AsyncOpenAI`; answers are typed objects. timeout_s: seconds of silence after which a
     request fails. max_retries: further tries after a lost connection, 408, 409, 429 or 5xx, always before the first
     byte of an answer; waits 0.5 to 8 s, or what the server asks for with `retry-after-ms` or `Retry-After` (<= 120 s).
+    A stream that breaks is gone on with where the server keeps streams, unless max_retries is 0.
     Cancelling a task or leaving a stream closes its socket, and the server aborts the request.
     Raises the `RequestError`s of `moeserve.errors` with http_status, code, param and request_id.
     """
@@ -121,8 +125,16 @@ class _Resource:
         body = _without_none(**fields) | dict(extra_body or {})
         if not body.get("stream"):
             return await self._transport.fetch("POST", url, whole, body, headers=extra_headers, timeout_s=timeout_s)
-        response = await self._transport.open("POST", url, body, headers=extra_headers, timeout_s=timeout_s)
-        return Stream(response, chunk, timeout_s or self._transport.timeout_s)
+        transport = self._transport
+
+        async def reopen(last_id: str) -> ClientResponse:
+            """Returns the rest of the stream, maybe from a server that has to start first."""
+            headers, tries = {**(extra_headers or {}), "Last-Event-ID": last_id}, RESUME_TRIES
+            return await transport.open("POST", url, body, headers=headers, timeout_s=timeout_s, max_retries=tries)
+
+        response = await transport.open("POST", url, body, headers=extra_headers, timeout_s=timeout_s)
+        silence_s = timeout_s or transport.timeout_s
+        return Stream(response, chunk, silence_s, reopen if transport.max_retries else None)
 
 
 class Chat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, Self, TypeVar
 
 import aiohttp
@@ -13,10 +13,11 @@ from aiohttp import ClientResponse
 
 from moeserve.client.faults import build_error, read_error
 from moeserve.client.transport import unreachable
-from moeserve.errors import Unreachable
+from moeserve.errors import RequestError, Unreachable
 from moeserve.protocol import Answer
 
 T = TypeVar("T", bound=Answer)
+Reopen = Callable[[str], Awaitable[ClientResponse]]
 LONGEST_END_S = 1.0
 MAX_EVENT_BYTES = 64 * 2**20
 
@@ -24,13 +25,14 @@ MAX_EVENT_BYTES = 64 * 2**20
 class SSEParser:
     """Finds the events in a byte stream that comes in pieces of any size. Lines end in LF or CRLF.
 
-    Works on bytes, so that a character split over two pieces needs no care. Comments and fields other than `data` are
-    skipped; several `data` lines of one event are joined by LF. An event that the stream's end cuts off is never
-    returned.
+    Works on bytes, so that a character split over two pieces needs no care. Comments and fields other than `data` and
+    `id` are skipped; several `data` lines of one event are joined by LF. An event that the stream's end cuts off is
+    never returned. last_id: of the last event that was returned.
     """
 
     def __init__(self) -> None:
         self._tail = b""  # the beginning of a line
+        self.last_id = self.id = ""
         self._data: list[bytes] = []  # of the event that has begun
         self._size = 0
 
@@ -42,7 +44,10 @@ class SSEParser:
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
                 self._size += len(line)
+            elif line.startswith(b"id:"):
+                self.id = line[3:].strip().decode("latin-1")
             elif not line and self._data:
+                self.last_id = self.id
                 events.append(b"\n".join(self._data))
                 self._data, self._size = [], 0
         if len(self._tail) + self._size > MAX_EVENT_BYTES:
@@ -57,15 +62,18 @@ class Stream(Generic[T]):
             async for chunk in stream: ...
 
     `async for` without `async with` is fine too: the socket closes when the stream ends, fails, is cancelled or is
-    garbage. An error that the server sends inside the stream is raised; so is an end without `[DONE]`.
+    garbage. An error that the server sends inside the stream is raised; so is an end without `[DONE]`, unless events
+    have ids: then `reopen`, called with the last one, returns the response that has the rest.
     """
 
-    def __init__(self, response: ClientResponse, kind: type[T], silence_s: float) -> None:
+    def __init__(self, response: ClientResponse, kind: type[T], silence_s: float, reopen: Reopen | None = None) -> None:
         self.headers: Mapping[str, str] = response.headers
         self.request_id = response.headers.get("x-request-id")
         self._response = response
         self._decode = msgspec.json.Decoder(kind).decode
         self._silence_s = silence_s
+        self._reopen = reopen
+        self._reopened_at = ""  # the last id when the stream was opened again
         self._parser = SSEParser()
         self._waiting: deque[bytes] = deque()
         self._done = False
@@ -95,10 +103,26 @@ class Stream(Generic[T]):
         try:
             piece = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable(url, error, self._silence_s) from error
-        if not piece:
-            raise Unreachable(f"{url}: the stream ended before its [DONE]", code="stream_cut")
-        self._waiting.extend(self._parser.feed(piece))
+            await self._go_on(unreachable(url, error, self._silence_s))
+            return
+        if piece:
+            self._waiting.extend(self._parser.feed(piece))
+        else:
+            await self._go_on(Unreachable(f"{url}: the stream ended before its [DONE]", code="stream_cut"))
+
+    async def _go_on(self, fault: Unreachable) -> None:
+        """Opens the stream again behind its last event. Raises `fault` if that cannot be, or brought nothing before."""
+        last = self._parser.last_id
+        if self._reopen is None or last == self._reopened_at:
+            raise fault
+        self._reopened_at = last
+        self._response.close()
+        try:
+            self._response = await self._reopen(last)
+        except RequestError as error:
+            raise fault from error
+        self._parser = SSEParser()
+        self._parser.last_id = self._parser.id = last
 
     def _chunk(self, data: bytes) -> T:
         if b'"error"' in data and (found := read_error(data)) is not None:

@@ -53,7 +53,7 @@ class LocalHost:
         """Keeps a fork server from now on, if the settings ask for one and it would be of use."""
         self._tp_size = config.parallel.tp
         wanted = config.parallel.fork_server == "on" and not config.device.null_runner
-        if POSSIBLE and wanted and config.parallel.num_ranks > 1:
+        if self._keeping is None and POSSIBLE and wanted and config.parallel.num_ranks > 1:
             self._keeping = asyncio.get_running_loop().create_task(self._keep(), name="fork server")
 
     async def start(self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr) -> Child:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +38,7 @@ BOOT_S = 1800.0  # for new engines to load; one that shows no progress is given 
 MOVE_S = 600.0  # for a placement to be prepared and put in force
 CHECK_S = 5.0  # between two looks at the load
 LOOK_S = 1.0  # between two looks at machines whose engines load
+VERSIONS = 1 << 16  # numbers for the placements of one front end: those of the next one are above them
 
 T = TypeVar("T")
 
@@ -66,11 +68,10 @@ class Scaling:
             fleet.experts = await asyncio.to_thread(self._shard_experts)
         self._run_dir = RunDir()
         try:
-            self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+            self.machines = await Rendezvous.open(fleet.config, self._run_dir.path, fleet.root)
         except BaseException:
             self._run_dir.close()
             raise
-        self.machines.here.keep(fleet.config)
         table = fleet.experts.table if fleet.experts is not None else None
         engines = fleet.engines = self._new_engines([self.machines.hosts[number] for number in at_start(parallel)])
         for engine in engines:
@@ -82,7 +83,11 @@ class Scaling:
     def _shard_experts(self) -> Rebalancing:
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
-        return Rebalancing.of(self._spec, self._fleet.config.parallel)
+        experts, root = Rebalancing.of(self._spec, self._fleet.config.parallel), self._fleet.root
+        if root is not None:  # engines that have served another front end know its placements by their versions
+            first = replace(experts.rebalancer.current, version=root.number * VERSIONS)
+            experts.rebalancer.joined(first)
+        return experts
 
     def _new_engines(self, hosts: Sequence[Host]) -> list[EngineHandle]:
         """Returns an engine for each of these machines, under the lowest free numbers. They are not started yet."""

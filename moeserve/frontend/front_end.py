@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -32,9 +31,11 @@ from moeserve.errors import (
     place_of,
 )
 from moeserve.frontend.admission import Admission
-from moeserve.frontend.generation import Generation, Sequence, check_request, submission, token_sampling
+from moeserve.frontend.generation import Delta, Generation, Sequence, check_request, submission, token_sampling
 from moeserve.frontend.grammars import GrammarAdmission
 from moeserve.frontend.notary import Notary
+from moeserve.frontend.resumable import Resumable
+from moeserve.frontend.running import Running
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
@@ -56,11 +57,12 @@ from moeserve.messages import (
     Stopped,
     Traced,
 )
+from moeserve.receipts import Receipt
 from moeserve.sampling import GrammarSpec, SamplingParams
 from moeserve.text.answer_format import AnswerFormat, AnswerParser
 from moeserve.text.chat_template import ChatTemplate
-from moeserve.text.stop import StopMatcher, bad_sequences
-from moeserve.text.tokenizer import Detokenizer, Tokenizer
+from moeserve.text.stop import bad_sequences
+from moeserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
     answer_format: how the model writes reasoning and tool calls, None if that is unknown.
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
     max_wait_s: see `Admission`. processors: the names of logits processors. notary: makes receipts; without one, only
-    the digests for them are made.
+    the digests for them are made. resume_window_s: see `Resumable`; 0: streams end with their readers.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         max_wait_s: float = 0.0,
         processors: Collection[str] = (),
         notary: Notary | None = None,
+        resume_window_s: float = 0.0,
     ) -> None:
         Actor.__init__(self, "front end", link.outbox)
         ServingState.__init__(self)
@@ -104,17 +107,16 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.stats = FrontStats()
         self.fleet = link if isinstance(link, Fleet) and not link.single else None  # where there may be several engines
         self.watch = Watch(link, self.fleet, self.stats)
-        self._link = link
+        self.link = link
         self._admission = Admission(self.stats, max_queued, max_wait_s)
+        self.running = Running(self.stats, self._admission)
+        self.resumable = Resumable(self, resume_window_s) if resume_window_s else None
         self._grammars = GrammarAdmission(tokenizer)
         self._processors = processors
-        self._rids = itertools.count(1)
-        self._sequences: dict[int, Sequence] = {}
-        self._num_live = Counter[int]()  # sequences by priority
+        self.rids = itertools.count(1)
         self._due: list[Generation] = []  # those with new deltas, maybe twice
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
         self._drain_by_s: float | None = None  # when draining ends
-        self._idle = asyncio.Event()  # set when the last sequence ends
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -149,25 +151,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
             ready = self.admit(params.n, priority=priority)
         samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
         marked = marked or parser is not None
-        generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt, marked)
-        for index, sampling in enumerate(samplings):
-            sequence = Sequence(next(self._rids), index, generation, sampling)
-            if self.tokenizer is not None:
-                pieces = self.tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
-                sequence.detok = Detokenizer(self.tokenizer.marked_pieces if marked else pieces, prompt)
-            sequence.parser = parser and parser()
-            if params.stop_strings:
-                sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
-            generation.sequences.append(sequence)
-        self._sequences |= {sequence.rid: sequence for sequence in generation.sequences}
-        self._num_live[priority] += len(samplings)
-        self.stats.num_active = len(self._sequences)
-        self._admission.came(len(samplings), generation.submitted_at, len(prompt) * len(samplings))
+        generation = Generation(prompt, params, request_id, monotonic(), self.drop, priority, salt, marked)
+        generation.begin(samplings, self.rids, self.tokenizer, parser)
+        self.running.add(generation.sequences)
         try:
             for sequence in generation.sequences:
-                self._link.send(submission(sequence))
+                self.link.send(submission(sequence))
         except Overloaded:
-            self._drop(generation)
+            self.drop(generation)
             raise
         return generation
 
@@ -197,27 +188,29 @@ class FrontEnd(Actor[FromEngine], ServingState):
             raise self.refusal()
         now = monotonic()
         try:
-            behind = sum(num for later, num in self._num_live.items() if later > priority)
-            self._admission.check(len(self._sequences), num_sequences, self.ready, now, within_s, behind)
+            num_live, behind = len(self.running.sequences), self.running.num_behind(priority)
+            self._admission.check(num_live, num_sequences, self.ready, now, within_s, behind)
         except Overloaded:
             self.stats.rejected += 1
             self._admission.came(num_sequences, now)
             raise
         return self.ready
 
-    def _drop(self, generation: Generation, reason: str = "abort") -> None:
+    def drop(self, generation: Generation, reason: str = "abort") -> None:
         """Ends the sequences of a request that still run, here and in the engine."""
-        live = [s for s in generation.sequences if s.rid in self._sequences]
+        live = [s for s in generation.sequences if self.running.sequences.get(s.rid) is s]
         for sequence in live:
             self._end(sequence, reason)
         if live:
             self._stop_computing([s.rid for s in live])
+        if self.resumable is not None:
+            self.resumable.forget(generation)
 
     def _stop_computing(self, rids: list[int]) -> None:
         """Aborts sequences in the engine; if its inbox is full, again after its next output."""
         self._unsent_aborts += rids
         try:
-            self._link.send(Abort(self._unsent_aborts))
+            self.link.send(Abort(self._unsent_aborts))
         except Overloaded:
             return
         self._unsent_aborts = []
@@ -252,6 +245,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Acts on one message of the engine or of its link."""
         match msg:
             case StepOutput():
+                self._note(msg)
                 self._deliver(msg)
             case Phase():
                 self.phase = msg
@@ -272,15 +266,19 @@ class FrontEnd(Actor[FromEngine], ServingState):
             case _:
                 assert_never(msg)
 
+    def _note(self, out: StepOutput) -> None:
+        if self.resumable is not None:
+            self.resumable.journal.step(out)
+
     def _deliver(self, out: StepOutput) -> None:
         now = monotonic()
         if out.record is not None:
             self.stats.step(out.record)
             self._admission.step(out.record)
-            self._note_starts(out.started, now - out.record.device_us / 1e6)
+            self.running.note_starts(out.started, now - out.record.device_us / 1e6)
         rids = memoryview(out.rids).cast("q")
         tokens = memoryview(out.tokens).cast("i")
-        sequences = self._sequences
+        sequences = self.running.sequences
         for rid, piece in out.prompt_logprobs.items():
             if rid in sequences:
                 sequences[rid].owner.add_prompt_rows(piece)
@@ -307,48 +305,29 @@ class FrontEnd(Actor[FromEngine], ServingState):
             own_doing = why.startswith((NO_TOKEN_LEFT, GRAMMAR_FAILED))
             self._fail(sequence.owner, (ConstraintFailed if own_doing else RequestFailed)(why))
             return
-        delta = sequence.advance(token, finish, out.stop_ids.get(rid))
+        delta = sequence.advance(token, finish, out)
         if token >= 0:
-            self._count_token(sequence, now)
-        if out.logprobs and (rows := out.logprobs.get(rid)):
-            delta.logprobs.append(rows.pop(0))
-        if out.drafts and (verified := out.drafts.pop(rid, None)):
-            delta.num_drafts, delta.num_accepted = verified
-        if rid in out.cached and len(sequence.tokens) <= 1:  # a replay's cache hits are on our own earlier work
-            delta.cached_tokens = out.cached[rid]
-            self.stats.cached_prompt_tokens += out.cached[rid]
+            self.running.count_token(sequence, now)
+        if delta.cached_tokens is not None:
+            self.stats.cached_prompt_tokens += delta.cached_tokens
         if sequence.owner.prompt_rows is not None and sequence.index == 0:
             delta.prompt_logprobs, sequence.owner.prompt_rows = sequence.owner.prompt_rows, None
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
             if not finish:
                 self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
-            ends_itself = delta.finish_reason != "abort"  # nobody could compute where that ended it
-            if ends_itself and self.notary is not None and (sequence.sampling.receipt or self.notary.logs):
-                assert self.ready is not None
-                delta.receipt = self.notary.end(sequence, delta, self.ready)
+            delta.receipt = sequence.receipt = self.receipt(sequence, delta)
         sequence.owner.push(delta)
         self._due.append(sequence.owner)
 
-    def _note_starts(self, rids: list[int], began_s: float) -> None:
-        """Notes when these sequences stopped waiting. began_s: when their first step began."""
-        for rid in rids:
-            if (sequence := self._sequences.get(rid)) and sequence.started_at is None:  # a replay does not start again
-                sequence.started_at = max(began_s, sequence.owner.submitted_at)
-                self.stats.queue_s.add(sequence.started_at - sequence.owner.submitted_at)
-
-    def _count_token(self, sequence: Sequence, now: float) -> None:
-        stats = self.stats
-        stats.generation_tokens += 1
-        if sequence.first_at is None:
-            sequence.first_at = now
-            self._admission.unread_tokens -= len(sequence.owner.prompt_token_ids)
-            stats.ttft_s.add(now - sequence.owner.submitted_at)
-            if sequence.started_at is not None:
-                stats.prefill_s.add(now - sequence.started_at)
-        else:
-            stats.itl_s.add(now - sequence.last_at)
-        sequence.last_at = now
+    def receipt(self, sequence: Sequence, last: Delta) -> Receipt | None:
+        """Returns the receipt of a sequence that ends with this delta, if it asked for one, and logs it."""
+        if last.finish_reason == "abort" or self.notary is None:  # nobody could compute where an abort ended it
+            return None
+        if not sequence.sampling.receipt and not self.notary.logs:
+            return None
+        assert self.ready is not None
+        return self.notary.end(sequence, last, self.ready)
 
     def _on_ready(self, ready: Ready) -> None:
         again = self.ready is not None
@@ -358,9 +337,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.enter("ready")
         if again:
             self.stats.lost_engine(0, died=True)
-            self._replay(list(self._sequences), "the engine is back")
+            self._replay(list(self.running.sequences), "the engine is back")
         if self._drain_by_s is not None:
-            self._link.send(Drain(max(0.0, self._drain_by_s - monotonic())))
+            self.link.send(Drain(max(0.0, self._drain_by_s - monotonic())))
 
     def _on_lost(self, msg: RequestsLost) -> None:
         self.stats.lost_engine(msg.engine, died=msg.died)
@@ -370,18 +349,18 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
     def _replay(self, rids: Collection[int], why: str) -> None:
         """Submits these sequences again with the tokens that they have."""
-        live = [rid for rid in rids if rid in self._sequences]
+        live = [rid for rid in rids if rid in self.running.sequences]
         log.warning("%s; %d sequences go on where they were", why, len(live))
         for rid in live:
-            if (sequence := self._sequences.get(rid)) is None:
+            if (sequence := self.running.sequences.get(rid)) is None:
                 continue  # a sibling could not be sent
             try:
-                self._link.send(submission(sequence))
+                self.link.send(submission(sequence))
             except Overloaded as error:
                 self._fail(sequence.owner, error)
 
     def _on_refused(self, msg: Refused) -> None:
-        if (sequence := self._sequences.get(msg.rid)) is not None:
+        if (sequence := self.running.sequences.get(msg.rid)) is not None:
             kind = Overloaded if msg.code == "server_draining" else RequestError
             self._fail(sequence.owner, kind(msg.message, code=msg.code))
 
@@ -402,37 +381,22 @@ class FrontEnd(Actor[FromEngine], ServingState):
     def _fail(self, generation: Generation, error: RequestError) -> None:
         """Fails a whole request because of one sequence."""
         generation.fail(error)
-        self._drop(generation, "error")
+        self.drop(generation, "error")
 
     def _fail_all(self, why: str) -> None:
-        for generation in {sequence.owner for sequence in self._sequences.values()}:
+        for generation in {sequence.owner for sequence in self.running.sequences.values()}:
             error = EngineLost(why)
             error.__cause__ = self.failure
             self._fail(generation, error)
 
     def _end(self, sequence: Sequence, reason: str) -> None:
-        now = monotonic()
-        del self._sequences[sequence.rid]
-        owner = sequence.owner
-        owner.num_live -= 1
-        self._num_live -= Counter((owner.priority,))  # without zeros
-        self.stats.num_active = len(self._sequences)
-        self.stats.end(reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens))
-        if sequence.first_at is None:
-            self._admission.unread_tokens -= len(owner.prompt_token_ids)
-        else:
-            self.stats.decode_s.add(sequence.last_at - sequence.first_at)
-        if not owner.num_live:
-            self.stats.request_longest.add(max(len(s.tokens) for s in owner.sequences))
         assert self.ready is not None
-        self._admission.ended(now, len(self._sequences), self.ready)
-        if not self._sequences:
-            self._idle.set()
+        self.running.end(sequence, reason, self.ready)
 
     @property
     def healthy(self) -> bool:
         """Whether requests are taken and the engine makes progress, for readiness probes."""
-        return self.state == "ready" and self._link.healthy
+        return self.state == "ready" and self.link.healthy
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the rest.
@@ -440,11 +404,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
         An engine that dies meanwhile is replaced as usual, and its requests go on.
         """
         if self.state == "ready":
-            self._link.send(Drain(timeout_s))
+            self.link.send(Drain(timeout_s))
         self.enter("draining")
         self._drain_by_s = monotonic() + timeout_s
-        self._idle.clear()
-        if self._sequences:
+        self.running.idle.clear()
+        if self.resumable is not None:
+            self.resumable.close_unread()
+        if self.running.sequences:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), timeout_s + ABORT_GRACE_S)
+                await asyncio.wait_for(self.running.idle.wait(), timeout_s + ABORT_GRACE_S)
         self._fail_all("the server stopped before this request could finish")

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from moeserve.errors import ContextLengthExceeded, InvalidRequest
+from moeserve.frontend.journal import Recorded
 from moeserve.logits_processors import checked_processors
-from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
+from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, StepOutput, Submit
 from moeserve.receipts import Receipt
 from moeserve.sampling import GrammarSpec, SamplingParams, TokenSampling
 from moeserve.text.answer_format import AnswerParser, Part
 from moeserve.text.stop import StopMatcher
-from moeserve.text.tokenizer import Detokenizer
+from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
 _SEED_MASK = 2**63 - 1
 
@@ -49,6 +50,12 @@ class Delta(msgspec.Struct, gc=False):
     parts: list[Part] = []
     num_reasoning: int = 0
     receipt: Receipt | None = None  # in the sequence's last delta, if asked for
+
+    def append(self, later: Delta) -> None:
+        """Appends the next delta of the same sequence."""
+        self.text += later.text
+        self.cached_tokens = later.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        self.add(later)
 
     def add(self, later: Delta) -> None:
         """Appends the next delta of the same sequence, but for its text."""
@@ -80,11 +87,14 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     started_at: float | None = None  # when its first step began
     digests: list[bytes] = field(default_factory=list)  # of the tokens' logits, if asked for; maybe of more
+    ended: bool = False
+    receipt: Receipt | None = None
     first_at: float | None = None
     last_at: float = 0.0
 
-    def advance(self, token: int, finish: int, stop_id: int | None) -> Delta:
-        """Takes one row of a step output and returns the delta for the caller. A token of -1 means no token.
+    def advance(self, token: int, finish: int, out: StepOutput) -> Delta:
+        """Takes one row of a step output and returns the delta for the caller. A token of -1 means no token. What is
+        in columns of `out` for a request's rows is taken out of them.
 
         A stop token ends the text before itself unless `include_stop_str_in_output`.
         """
@@ -96,13 +106,20 @@ class Sequence:
         delta = Delta(self.index, text, [token] if token >= 0 else [])
         if finish:
             delta.finish_reason = FinishReason.NAMES[finish]
-            delta.stop_reason = stop_id
+            delta.stop_reason = out.stop_ids.get(self.rid)
             if self.detok is not None:
                 delta.text += self.detok.flush()
         if self.stops is not None:
             self._cut(delta)
         if self.parser is not None:
             self.read(delta)
+        if out.logprobs and (rows := out.logprobs.get(self.rid)):
+            delta.logprobs.append(rows.pop(0))
+        if out.drafts and (verified := out.drafts.pop(self.rid, None)):
+            delta.num_drafts, delta.num_accepted = verified
+        if out.cached and len(self.tokens) <= 1:  # a replay's cache hits are on our own earlier work
+            delta.cached_tokens = out.cached.get(self.rid)
+        self.ended = delta.finish_reason is not None
         return delta
 
     def read(self, delta: Delta) -> None:
@@ -128,11 +145,13 @@ class Generation:
     """A running request. `async for delta in generation` ends after the last sequence has ended.
 
     A slow reader gets several tokens merged into one delta, so that memory is bounded by the answer itself. `aclose()`,
-    leaving an `async with`, or cancelling the reader aborts the sequences that still run.
+    leaving an `async with`, or cancelling the reader aborts the sequences that still run, unless it is resumable.
 
     prompt_rows: prompt logprobs that came and were not delivered; None if there are none.
     taker: gets each delta for which the reader would be woken, and returns whether it took it; waking costs as much as
     the rest of a token's way. What it raises is raised to the reader.
+    merges: whether unread deltas are merged. recorded: what is kept of it, if it is resumable. leave: called when its
+    reader goes, by default to abort.
     """
 
     def __init__(
@@ -157,17 +176,38 @@ class Generation:
         self.marked = marked  # see `FrontEnd.generate`
         self.taker: Callable[[Delta], bool] | None = None
         self.prompt_rows: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.merges = True
+        self.recorded: Recorded | None = None
+        self.leave: Callable[[Generation], None] = Generation.abort
         self._abort = abort
-        self._pending: dict[int, Delta] = {}
+        self._pending: dict[object, Delta] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    def begin(
+        self,
+        samplings: list[TokenSampling],
+        rids: Iterator[int],
+        tokenizer: Tokenizer | None,
+        parser: Callable[[], AnswerParser] | None,
+    ) -> None:
+        """Makes the sequences. For the front end."""
+        params = self.params
+        for index, sampling in enumerate(samplings):
+            sequence = Sequence(next(rids), index, self, sampling)
+            if tokenizer is not None:
+                pieces = tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
+                sequence.detok = Detokenizer(tokenizer.marked_pieces if self.marked else pieces, self.prompt_token_ids)
+            sequence.parser = parser and parser()
+            if params.stop_strings:
+                sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
+            self.sequences.append(sequence)
+
     def push(self, delta: Delta) -> None:
         """Adds a delta, merged with an unread one of the same sequence; `deliver` is due then. For the front end."""
-        held = self._pending.setdefault(delta.index, delta)
+        held = self._pending.setdefault(delta.index if self.merges else object(), delta)
         if held is not delta:
-            held.text += delta.text
-            held.add(delta)
+            held.append(delta)
 
     def deliver(self) -> None:
         """Gives the deltas to the taker, as far as it takes them, or wakes the reader. For the front end."""
@@ -213,7 +253,7 @@ class Generation:
             try:
                 await self._waiter
             except asyncio.CancelledError:
-                self._abort(self)
+                self.leave(self)
                 raise
             finally:
                 self._waiter = None
@@ -224,9 +264,14 @@ class Generation:
         if self.num_live:
             self._abort(self)
 
+    def replace(self, error: Exception) -> None:
+        """Gives the reader an error in place of what it has not read. The sequences go on elsewhere."""
+        self._pending.clear()
+        self.fail(error)
+
     async def aclose(self) -> None:
-        """Does what `abort` does; for `aclosing`."""
-        self.abort()
+        """Tells that there is no reader any more; for `aclosing`."""
+        self.leave(self)
 
     async def __aenter__(self) -> Generation:
         return self

@@ -27,6 +27,7 @@ from moeserve.server.errors import as_request_error, error_body
 from moeserve.server.http import DONE, SseStream
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Sampling, StreamOptions
+from moeserve.server.resume import Numbered
 
 MARK = "\0"  # stands for the text of a chunk in its template
 
@@ -128,7 +129,7 @@ class RunningRequest:
         """Ends the request; its reader gets finish_reason "abort". Returns how many sequences were running."""
         num_open = len(self._open)
         for generation in self.generations:
-            await generation.aclose()
+            generation.abort()
             generation.fail(RequestAborted("the request was ended by its id"))
         return num_open
 
@@ -139,7 +140,7 @@ class RunningRequest:
             generation.fail(DeadlineExceeded("the request did not finish in the time that it was given"))
 
     async def aclose(self) -> None:
-        """Aborts what still runs; there is no reader any more."""
+        """Aborts what still runs, unless it is resumable; there is no reader any more."""
         for pump in self._pumps:
             pump.cancel()
         for generation in self.generations:
@@ -161,27 +162,25 @@ async def running_request(
     `FrontEnd.generate` raises for the first refused prompt.
     """
     left_s = call.time_left_s()
-    priority = call.priority(request.priority)
-    front.admit(len(prompts) * params.n, left_s, priority)
+    call.admit(front, len(prompts) * params.n, request.priority, left_s)
     call.charge(sum(map(len, prompts)))
-    generations: list[Generation] = []
-    options: dict[str, Any] = {"priority": priority, "salt": call.salt(request.cache_salt)}
+    options: dict[str, Any] = {"priority": call.priority(request.priority), "salt": call.salt(request.cache_salt)}
     if (constraint := request.constraint()) is not None:
         options["grammar_param"] = constraint[1]
     options |= how
-    try:
-        for prompt in prompts:
-            generations.append(await front.generate(prompt, params, request_id=call.id, **options))
-    except BaseException:
-        for generation in generations:
-            await generation.aclose()
-        raise
+    generations = await _begun(call, front, prompts, params, options)
     running = RunningRequest(generations, params.n, call.caller.owner)
     timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, running.expire)
     same_id = call.context.running.setdefault(call.id, [])
     same_id.append(running)
     try:
         yield running
+    except (ConnectionError, asyncio.CancelledError):
+        raise  # the reader left, and may come back
+    except Exception:
+        if not call.goes_on:  # a stream survives a wrong place in it
+            await running.abort()
+        raise
     finally:
         same_id.remove(running)
         if not same_id:
@@ -190,6 +189,25 @@ async def running_request(
             timer.cancel()
         call.settle(generations)
         await running.aclose()
+
+
+async def _begun(
+    call: HttpCall, front: FrontEnd, prompts: list[list[int]], params: SamplingParams, options: dict[str, Any]
+) -> list[Generation]:
+    """Returns the generations of all prompts, or that of the stream with which the request goes on."""
+    if (resumed := call.resumed(front, options.get("parser"))) is not None:
+        return [resumed]
+    generations: list[Generation] = []
+    try:
+        for prompt in prompts:
+            generations.append(await front.generate(prompt, params, request_id=call.id, **options))
+    except BaseException:
+        for generation in generations:
+            generation.abort()
+        raise
+    if len(generations) == 1:
+        call.record(front, generations[0])
+    return generations
 
 
 async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[Delta]]:
@@ -322,9 +340,18 @@ async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Frames)
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
     streams.add(stream)
+    recorded, place = running.generations[0].recorded, call.stream and call.stream.place
     try:
         async with aclosing(running.deltas()) as deltas:
-            await _begin(stream, deltas, chunks, call.context.config.sse_ping_s)
+            if recorded is not None:
+                chunks = Numbered(chunks, recorded.entry.id, len(recorded.known))
+            if place is not None and isinstance(chunks, Numbered):
+                frames = await chunks.go_on(deltas, place)
+                running.generations[0].merges = True
+                await stream.start()
+                await stream.send(frames or b": ok\n\n")
+            else:
+                await _begin(stream, deltas, chunks, call.context.config.sse_ping_s)
             running.give_to(partial(_send_now, stream, chunks))
             async for prompt, delta in deltas:
                 if frames := chunks.frames(prompt, delta):

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
@@ -30,6 +30,7 @@ from moeserve.server.errors import SERVER, HttpError, as_request_error, error_re
 from moeserve.server.http import check_headers, request_id_of
 from moeserve.server.requests import BodyRoom, convert, decode, read_json, unknown_fields
 from moeserve.server.response_store import ResponseStore
+from moeserve.server.resume import StreamKey, stream_key, unknown_stream
 from moeserve.server.tls import Tls
 from moeserve.version import __version__
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from moeserve.server.batches import Batches
     from moeserve.server.http import SseStream
     from moeserve.server.routes import Route
+    from moeserve.text.answer_format import AnswerParser
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class HttpCall:
     unknown: list[str] = field(default_factory=list)  # request fields that mean nothing to us
     counts: Counts | None = None  # of a generating request
     first_at: float | None = None  # when its first token came
+    stream: StreamKey | None = None  # of a resumable stream
     error: str = ""  # the code of the error that it was answered with
     began: float = field(default_factory=time.monotonic)
 
@@ -131,8 +134,10 @@ class HttpCall:
 
     async def read(self, kind: type[R]) -> R:
         """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413, 415 or 503."""
-        request, unknown = decode(await self._body(), kind)
+        body = await self._body()
+        request, unknown = decode(body, kind)
         self.note_unknown(unknown)
+        self.stream = stream_key(self, body)
         return request
 
     async def _body(self) -> dict[str, Any]:
@@ -184,9 +189,34 @@ class HttpCall:
             return (own if asked is None else asked) or 0
         return max(own, asked)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the request goes on with a stream, which was admitted and charged when it began."""
+        return self.stream is not None and self.stream.recorded is not None
+
+    def admit(self, front: FrontEnd, num: int, priority: int | None, within_s: float | None = None) -> None:
+        """Raises what `FrontEnd.admit` raises if so many sequences may not begin."""
+        if not self.goes_on:
+            front.admit(num, within_s, self.priority(priority))
+
+    def resumed(self, front: FrontEnd, parser: Callable[[], AnswerParser] | None) -> Generation | None:
+        """Returns the generation that the request goes on with; None for a new request. Raises NotFound."""
+        if self.stream is None or self.stream.recorded is None or front.resumable is None:
+            return None
+        if front.resumable.journal.streams.get(self.stream.id) is not self.stream.recorded:
+            raise unknown_stream()
+        return front.resumable.resume(self.stream.recorded, parser)
+
+    def record(self, front: FrontEnd, generation: Generation) -> None:
+        """Keeps the generation of a new stream, so that it can be gone on with."""
+        key = self.stream
+        if key is not None and key.recorded is None and front.resumable is not None:
+            owner = self.caller.owner
+            front.resumable.record(generation, id=key.id, created=key.created, digest=key.digest, owner=owner)
+
     def charge(self, num_prompt_tokens: int) -> None:
         """Counts a generating request against the rates of its key. Raises RateLimited."""
-        if self.caller.rates is not None:
+        if self.caller.rates is not None and not self.goes_on:
             self.caller.rates.take(num_prompt_tokens)
 
     def settle(self, generations: Sequence[Generation]) -> None:
@@ -194,7 +224,10 @@ class HttpCall:
         sequences = [sequence for generation in generations for sequence in generation.sequences]
         self.first_at = min((s.first_at for s in sequences if s.first_at is not None), default=None)
         if self.caller.rates is not None:
-            self.caller.rates.spend(sum(len(sequence.tokens) for sequence in sequences))
+            num, before = sum(len(sequence.tokens) for sequence in sequences), 0
+            if (recorded := generations[0].recorded) is not None:
+                before, recorded.settled = recorded.settled, max(num, recorded.settled)
+            self.caller.rates.spend(max(0, num - before))
 
     def time_left_s(self) -> float | None:
         """Returns the seconds until the request must be over; None for no limit. Raises InvalidRequest."""
@@ -219,7 +252,7 @@ class HttpCall:
         return {
             "id": f"{prefix}-{self.id}",
             "object": object,
-            "created": int(time.time()),
+            "created": int(time.time()) if self.stream is None else self.stream.created,
             "model": front.model_name,
             # changes when the same seed may give other tokens
             "system_fingerprint": f"moeserve-{__version__}-{ready.device.partition(' ')[0]}-{ready.dtype}",

@@ -45,9 +45,7 @@ async def completions(call: HttpCall) -> web.StreamResponse:
         raise InvalidRequest(
             f"{len(asked)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences", param="prompt"
         )
-    front.admit(
-        params.n * len(asked), priority=call.priority(request.priority)
-    )  # before any work on texts that may not run anyway
+    call.admit(front, params.n * len(asked), request.priority)  # before any work on texts that may not run anyway
     prompts = await _encode(front, ready, asked, request)
     call.counts = counts = Counts(sum(map(len, prompts)))
     head = call.head("cmpl", "text_completion", front, ready)

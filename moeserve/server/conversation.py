@@ -78,7 +78,7 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
     """
     front, ready = call.context.serving(request.model)
     params = chat_params(request, front.defaults)
-    front.admit(params.n, priority=call.priority(request.priority))  # before any work that may be in vain
+    call.admit(front, params.n, request.priority)  # before any work that may be in vain
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
     text, prompt = await chat_prompt(front, ready, request, tools)
     chat = Conversation(front, ready, prompt, params, tools)

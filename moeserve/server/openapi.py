@@ -18,6 +18,7 @@ import msgspec
 
 from moeserve import protocol
 from moeserve.sampling import TOKEN_ID
+from moeserve.server.resume import PATHS, RESUME_HEADER
 from moeserve.version import __version__
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ def _operation(route: Route, shapes: dict[Any, Any], examples: dict[str, Any]) -
     if route.path.endswith("/"):
         text = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": text}]
+    if route.path in PATHS:
+        id = {"type": "string", "description": "the id of a stream's last event, to get the rest"}
+        operation["parameters"] = [{"name": RESUME_HEADER, "in": "header", "schema": id}]
     if route.query is not None:
         (_, components) = msgspec.json.schema_components([route.query])
         for name, schema in components[route.query.__name__]["properties"].items():

@@ -157,3 +157,30 @@ async def test_a_finished_stream_gives_its_connection_back(server: Server, clien
     for _ in range(5):
         await text_of(await client.chat.completions.create(**ASK))
     assert len(server.connections) == 1
+
+
+def numbered(place: int, data: bytes) -> bytes:
+    return b"id: k:%d\n" % place + data
+
+
+async def test_a_stream_with_ids_goes_on_behind_its_last_whole_event(server: Server, client: AsyncClient) -> None:
+    half = numbered(3, chunk("lost"))[:-2]
+    server.script = [
+        stream(numbered(1, chunk("a")), numbered(2, chunk("b")) + half, cut=True),
+        error(503, "model_loading"),
+        stream(numbered(3, chunk("c"))),  # ends without [DONE]
+        stream(numbered(4, chunk("d", "stop")) + DONE),
+    ]
+    assert await text_of(await client.chat.completions.create(**ASK)) == "abcd"
+    assert [headers.get("last-event-id") for headers in server.headers] == [None, "k:2", "k:2", "k:3"]
+    assert all(seen == server.seen[0] for seen in server.seen)
+
+
+async def test_a_stream_that_breaks_again_without_an_event_or_is_not_kept_fails(
+    server: Server, client: AsyncClient
+) -> None:
+    for last in (stream(cut=True), error(404, "not_found")):
+        server.script = [stream(numbered(1, chunk("a")), cut=True), last, stream(numbered(2, chunk("b")), DONE)]
+        with pytest.raises(errors.Unreachable):
+            await text_of(await client.chat.completions.create(**ASK))
+        assert len(server.script) == 1

@@ -103,7 +103,7 @@ class ScriptedEngine:
             case Submit() if self.refuse:
                 self.outbox.put(Refused(msg.rid, self.refuse, "refused"))
             case Submit():
-                self.rows[msg.rid] = _Row(msg)
+                self.rows[msg.rid] = _Row(msg, len(msg.tokens) // 4 - msg.num_prompt)  # a replay goes on
                 self.wake.set()
             case Abort(rids):
                 for rid in rids:
@@ -307,6 +307,7 @@ async def live_server(
         defaults=defaults or {},
         max_queued=config.max_queued_requests,
         max_wait_s=config.max_queue_wait,
+        resume_window_s=config.resume_window,
     )
     state = Context(config, Auth(config), front if ready else None, tls=tls_of(config), observers=list(observers))
     sock = bind(config)
