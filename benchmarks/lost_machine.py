@@ -130,7 +130,7 @@ def main() -> int:
     made.add_argument("--lose", required=True)
     made.add_argument("--back", required=True)
     made.add_argument("--url", required=True)
-    made.add_argument("--name", default="ssh", help="of the launcher, in the file's name [%(default)s]")
+    made.add_argument("--with", dest="launcher", default="ssh", help="its name, in the file's name [%(default)s]")
     made.add_argument("--streams", type=int, default=16)
     made.add_argument("--max-tokens", type=int, default=400)
     made.add_argument("--away", type=float, default=3.0, help="seconds that the machine is gone [%(default)s]")
@@ -145,7 +145,7 @@ def main() -> int:
         if server.poll() is None:
             server.kill()
             server.wait()
-    save(f"lost-machine-{args.name}", args, results)
+    save(f"lost-machine-{args.launcher}", args, results)
     bad = any(it["lost_requests"] or it["different"] for it in results["rounds"])
     return 1 if bad or results["exit_code"] else 0
 

@@ -166,10 +166,11 @@ class ParallelConfig:
         "on: fork engines from a process that has imported everything, so that restarts are fast (Linux)",
         flag=None,
     )
-    nnodes: int = _opt(1, "machines that serve together; each gets dp / nnodes engines", low=1, high=1024)
+    nnodes: int = _opt(1, "machines that serve together and share the dp engines", low=1, high=1024)
     node_rank: int = _opt(0, "number of this machine, from 0; machine 0 answers HTTP", high=1023)
     rendezvous: str | None = _opt(None, "HOST:PORT on machine 0 to which the other machines connect")
     cluster_key_file: str | None = _opt(None, "file with the secret that all machines share (nnodes > 1)")
+    standby: bool = _opt(False, "a second front end stands by: if the first one dies, engines and requests go on")
     encrypt_rows: bool = _opt(False, "encrypt tokens' rows between machines (AES-256-GCM; CPU)")
 
     @property

@@ -45,6 +45,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     rids: list[int]
 
 
+class AbortAll(msgspec.Struct, frozen=True, tag=True):
+    """Ends all requests at once: their front end is gone, and the next one submits again what it knows of."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Refuses new requests, finishes the others, then stops the engine. Aborts the rest after deadline_s seconds."""
 
@@ -100,7 +104,7 @@ class TraceNext(msgspec.Struct, frozen=True, tag=True):
     """Records the next step that all ranks run; each rank sends a Traced."""
 
 
-EngineIn = Submit | Abort | Drain | Ping | Join | Place | TraceNext
+EngineIn = Submit | Abort | AbortAll | Drain | Ping | Join | Place | TraceNext
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):

@@ -426,8 +426,8 @@ class ExpertStatus(Answer, kw_only=True):
     """A moeserve server's experts, ranks and engines.
 
     ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and the placement is that of
-    one engine. complete: all engines serve. waiting: requests that wait for an engine. created: Unix time. dealt_out:
-    the former name of ep_sharded.
+    one engine. complete: all engines serve. waiting: requests that wait for an engine. machines: the state of each host:
+    here, missing (it is waited for) or drained. created: Unix time. dealt_out: the former name of ep_sharded.
     """
 
     object: str = "experts"
@@ -442,6 +442,7 @@ class ExpertStatus(Answer, kw_only=True):
     num_layers: int = 0
     num_experts: int = 0
     engines: list[ExpertEngine] = []
+    machines: dict[str, str] = {}
     ranks: list[ExpertRank] = []
     balance: ExpertBalance = field(default_factory=ExpertBalance)
     load: ExpertLoads = field(default_factory=ExpertLoads)

@@ -2,8 +2,8 @@
 
 There are two ties, because each has a gap. The kernel's parent-death signal (Linux) kills at once, even inside a long
 native call, but also when the thread that started us ends, and it is lost if the parent died before we asked for it.
-The lifeline is our stdin: the parent holds its other end and never writes after the document, so end-of-file means the
-parent's end, whatever killed it; a thread waits for that.
+The lifeline is our stdin: the parent holds its other end, so end-of-file means the parent's end, whatever killed it; a
+thread waits for that, and for further documents, which few children expect.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NoReturn
 
@@ -30,19 +31,21 @@ class Birth(msgspec.Struct, frozen=True):
     document: msgspec.Raw
 
 
-def adopt() -> bytes:
+def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
     """Ties this process to its parent and returns the document (JSON) that the parent gave it.
 
-    The first thing a child does. Exits with code 77 if the parent is gone already.
+    later: called in a thread with each further one (see `Child.hand_over`). The first thing a child does. Exits with
+    code 77 if the parent is gone already.
     """
-    line = _read_line()
+    lines = _read_lines()
+    line = next(lines, None)
     die_with_parent()
-    if not line.endswith(b"\n"):
+    if line is None:
         _end("the parent ended before it said what to do")
-    birth = msgspec.json.decode(line, type=Birth)
+    birth = _decode(line)
     if os.getppid() != birth.parent_pid:  # it died before we asked for the signal
         _end("the parent ended during start-up")
-    threading.Thread(target=_hold_lifeline, name="lifeline", daemon=True).start()
+    threading.Thread(target=_hold_lifeline, args=[lines, later], name="lifeline", daemon=True).start()
     return bytes(birth.document)
 
 
@@ -66,22 +69,23 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _read_line() -> bytes:
-    parts = []
-    while True:
-        part = os.read(LIFELINE_FD, 65536)
-        parts.append(part)
-        if not part or part.endswith(b"\n"):
-            return b"".join(parts)
+_decode = msgspec.json.Decoder(Birth).decode
 
 
-def _hold_lifeline() -> None:
-    while os.read(LIFELINE_FD, 4096):
-        pass
+def _read_lines() -> Iterator[bytes]:
+    rest = b""
+    while part := os.read(LIFELINE_FD, 65536):
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+
+
+def _hold_lifeline(lines: Iterator[bytes], later: Callable[[bytes], object]) -> None:
+    for line in lines:
+        later(bytes(_decode(line).document))
     _end("the parent is gone")
 
 
-def _end(why: str) -> None:
+def _end(why: str) -> NoReturn:
     # The parent's terminal or log may be gone as well.
     with suppress(OSError):
         os.write(2, f"{os.path.basename(sys.argv[0])}: {why}; ending\n".encode())

@@ -215,6 +215,11 @@ class Child(Process):
         """Sends SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
+    def hand_over(self, document: bytes, forward: Callable[[str], None] | None = None) -> None:
+        """Gives the running child another document: see `guard.adopt`. forward: for its lines from now on."""
+        self._log.forward = forward or self._log.forward
+        _hand_over(self._process, document, self.name)
+
     def _reap(self) -> None:
         # A thread and not a child watcher: those differ between asyncio, its versions and uvloop.
         code = self._process.wait()

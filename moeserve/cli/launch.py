@@ -15,11 +15,14 @@ from pathlib import Path
 from moeserve.cluster.launch import protocol
 from moeserve.cluster.launch.files import KINDS, Deployment
 from moeserve.cluster.launch.hosts import MAX_HOSTS, common_slots, parse_hosts, read_hostfile
+from moeserve.cluster.launch.kubernetes import run_on_kubernetes
+from moeserve.cluster.launch.on_ray import STRATEGIES, on_ray
 from moeserve.cluster.launch.protocol import Order, PartHello
 from moeserve.cluster.launch.supervise import Launch
 from moeserve.cluster.launch.targets import LaunchTarget, in_slurm, on_this_machine, over_ssh
 from moeserve.errors import ConfigError
 
+_WHERE = ("hosts", "hostfile", "slurm", "ray", "kubernetes", "local", "print")
 _OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that the launcher makes
 
 
@@ -42,12 +45,15 @@ class Served:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     parser.usage = (
-        "%(prog)s [--hosts A,B,... | --hostfile FILE | --slurm | --local N | --print KIND] -- serve MODEL ..."
+        "%(prog)s [--hosts A,B,... | --hostfile FILE | --slurm | --ray | --kubernetes | --local N | --print KIND] "
+        "-- serve MODEL ..."
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B,...", help="machines to start over ssh; the first one answers HTTP")
     where.add_argument("--hostfile", metavar="FILE", help="the same, a line each: host, host slots=N or host:N")
     where.add_argument("--slurm", action="store_true", help="the nodes of this job of Slurm")
+    where.add_argument("--ray", action="store_true", help="nodes of a cluster of Ray (pip install 'moeserve[ray]')")
+    where.add_argument("--kubernetes", action="store_true", help="pods of a LeaderWorkerSet, by the system's kubectl")
     where.add_argument("--local", metavar="N", help="N machines that are all this one, to try it")
     where.add_argument("--print", choices=KINDS, help="print a file for what starts the machines, and start nothing")
     parser.add_argument("--ssh-option", metavar="NAME=VALUE", action="append", default=[], help="as in ssh_config")
@@ -58,8 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--env", metavar="NAME[=VALUE]", action="append", default=[], help="a variable for all machines"
     )
     parser.add_argument("--max-restarts", metavar="N", help="of each machine within an hour [10]")
-    parser.add_argument("--nodes", metavar="N", help="with --print: how many machines")
-    parser.add_argument("--image", help="with --print lws and compose: the container image [moeserve]")
+    parser.add_argument(
+        "--nodes", metavar="N", help="how many machines, with --print, --kubernetes and --ray [all nodes of Ray]"
+    )
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="host:port or ray://host:10001 [this node's cluster]")
+    parser.add_argument("--ray-placement", choices=STRATEGIES, help="a node for each machine, or few nodes [spread]")
+    parser.add_argument("--gpus-per-node", metavar="N", help="what a machine asks of Ray, beside one CPU [0]")
+    parser.add_argument("--namespace", help="of Kubernetes [kubectl's]")
+    parser.add_argument("--image", help="the container's, with --kubernetes, --print lws and compose [moeserve]")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- serve ...", help="as on one machine")
     parser.epilog = (
         "Ctrl-C or SIGTERM lets running requests finish; once more stops now. A machine that dies is started again "
@@ -69,14 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until machine 0 ends; returns its exit code. Raises ConfigError."""
-    if not any((args.hosts, args.hostfile, args.slurm, args.local, args.print)):
-        raise ConfigError("say where: --hosts, --hostfile, --slurm, --local or --print")
+    if not any(getattr(args, name) for name in _WHERE):
+        raise ConfigError(f"say where: {', '.join(f'--{name}' for name in _WHERE[:-1])} or --{_WHERE[-1]}")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     served = _served(words)
     _check_flags(args)
     if args.print:
-        sys.stdout.write(_printed(args, served))
+        sys.stdout.write(KINDS[args.print](_deployment(args, served)))
         return 0
+    if args.kubernetes:
+        return asyncio.run(run_on_kubernetes(_deployment(args, served), args.namespace))
     env = _environment(args.env)
     places, slots = _places(args)
     served = _with_engines(served, len(places), slots)
@@ -110,24 +124,36 @@ def _served(words: Sequence[str]) -> Served:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises ConfigError for flags that would have no effect."""
     ssh, printing = args.hosts or args.hostfile, args.print
+    file, of_image = printing or args.kubernetes, args.kubernetes or printing in ("lws", "compose")
     for flag, given, fits, what in (
         ("--ssh-option", args.ssh_option, ssh, "--hosts or --hostfile"),
         ("--python", args.python, ssh, "--hosts or --hostfile"),
-        ("--env", args.env, not printing, "a launch; put variables into the printed file"),
-        ("--max-restarts", args.max_restarts, not printing, "a launch"),
-        ("--nodes", args.nodes, printing, "--print"),
-        ("--image", args.image, printing in ("lws", "compose"), "--print lws or --print compose"),
+        ("--env", args.env, not file, "parts that it starts itself; put variables into the printed file"),
+        ("--max-restarts", args.max_restarts, not file, "parts that it starts itself"),
+        ("--nodes", args.nodes, file or args.ray, "--print, --kubernetes or --ray"),
+        ("--ray-address", args.ray_address, args.ray, "--ray"),
+        ("--ray-placement", args.ray_placement, args.ray, "--ray"),
+        ("--gpus-per-node", args.gpus_per_node, args.ray, "--ray"),
+        ("--namespace", args.namespace, args.kubernetes, "--kubernetes"),
+        ("--image", args.image, of_image, "--kubernetes, --print lws or --print compose"),
     ):
         if given and not fits:
             raise ConfigError(f"{flag} is only for {what}")
-    if printing and not args.nodes:
-        raise ConfigError(f"--print {printing} needs --nodes N, the number of machines")
+    if file and not args.nodes:
+        what = f"--print {printing}" if printing else "--kubernetes"
+        raise ConfigError(f"{what} needs --nodes N, the number of machines")
+    if args.kubernetes and not args.image:
+        raise ConfigError("--kubernetes needs --image IMAGE, which the nodes can pull")
 
 
 def _places(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
     """Returns the machines, and how many processes each has, if that was said."""
     if args.slurm:
         return in_slurm(os.environ), None
+    if args.ray:
+        nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS) if args.nodes else None
+        gpus = _number(args.gpus_per_node or "0", "--gpus-per-node", 0, 1024)
+        return on_ray(nodes, args.ray_address, args.ray_placement or "spread", gpus), None
     if args.local:
         return on_this_machine(_number(args.local, "--local", 1, MAX_HOSTS)), None
     hosts = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)
@@ -148,9 +174,8 @@ def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
         raise ConfigError(
             f"--dp {dp} contradicts slots={slots}: {machines} machines have {default} engines of --tp {tp}"
         )
-    if dp % machines:
-        fits = -(-dp // machines) * machines
-        raise ConfigError(f"--dp {dp} engines cannot be shared evenly by {machines} machines, --dp {fits} can")
+    if dp < machines:
+        raise ConfigError(f"--dp {dp}: {machines} machines need an engine each, --dp {machines} at least")
     words = served.words if served.flags.dp is not None else [*served.words, "--dp", str(dp)]
     return Served(words, served.flags)
 
@@ -174,10 +199,10 @@ def _number(text: str, flag: str, low: int, high: int) -> int:
     return int(text)
 
 
-def _printed(args: argparse.Namespace, served: Served) -> str:
+def _deployment(args: argparse.Namespace, served: Served) -> Deployment:
     nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS)
     served = _with_engines(served, nodes, None)
-    deployment = Deployment(
+    return Deployment(
         words=served.words[1:],
         nodes=nodes,
         model=Path(served.flags.model) if served.flags.model else None,
@@ -188,4 +213,3 @@ def _printed(args: argparse.Namespace, served: Served) -> str:
         drain_s=served.number("shutdown_timeout", 30),
         image=args.image or "moeserve",
     )
-    return KINDS[args.print](deployment)

@@ -81,10 +81,10 @@ def apply(
         if name in given and (value := getattr(parallel, name)) != told:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} is {value}, {found.source} says {told}: leave it out; or {BY_FLAGS}; {ALONE}")
-    if parallel.dp % found.num_nodes:
+    if parallel.dp < found.num_nodes:
         raise ConfigError(
-            f"--dp {parallel.dp} engines cannot be sharded evenly to the {found.num_nodes} machines of {found.source}; "
-            f"the next number that can is --dp {math.ceil(parallel.dp / found.num_nodes) * found.num_nodes}; {ALONE}"
+            f"--dp {parallel.dp}: the {found.num_nodes} machines of {found.source} need an engine each, "
+            f"--dp {found.num_nodes} at least; {ALONE}"
         )
     rendezvous = parallel.rendezvous or found.rendezvous
     return replace(parallel, nnodes=found.num_nodes, node_rank=found.node_rank, rendezvous=rendezvous), found

@@ -36,11 +36,8 @@ def check_machines(parallel: ParallelConfig) -> None:
         raise ConfigError(
             "--encrypt-rows: no rows of tokens leave this machine; it needs --nnodes 2 or more and --ep on"
         )
-    if parallel.dp % nnodes:
-        raise ConfigError(
-            f"--dp {parallel.dp} engines cannot be sharded evenly to --nnodes {nnodes} machines; "
-            f"the next number that can is --dp {-(-parallel.dp // nnodes) * nnodes}"
-        )
+    if parallel.dp < nnodes:
+        raise ConfigError(f"--dp {parallel.dp}: --nnodes {nnodes} machines need an engine each, --dp {nnodes} at least")
     if nnodes > 1:
         rendezvous_of(parallel)
 
@@ -57,11 +54,7 @@ def rendezvous_of(parallel: ParallelConfig) -> tuple[str, int]:
 
 def check_scale(config: Config, spec: ModelSpec, dp: int) -> None:
     """Raises ConfigError if another number of engines cannot work; see `check_parallel`."""
-    if config.parallel.nnodes > 1:
-        raise ConfigError(
-            f"engines on {config.parallel.nnodes} machines stay as many as they are; start all machines with --dp {dp}"
-        )
-    check_parallel(replace(config, parallel=replace(config.parallel, dp=dp)), spec)
+    _check_redundant(replace(config.parallel, dp=dp), spec)
 
 
 def _check_redundant(parallel: ParallelConfig, spec: ModelSpec) -> None:

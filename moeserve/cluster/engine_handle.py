@@ -56,14 +56,15 @@ class EngineEnded:
 class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
     """The actor that stands for one engine. It tells the fleet EngineSaid, EngineLost and EngineEnded.
 
-    rank: data-parallel. role: what the next process is told. options: those of `EngineProcess`.
+    rank: its number, which stays the same whatever others come and go. host: the machine that it runs on. options:
+    those of `EngineProcess`.
     """
 
-    def __init__(self, fleet: Fleet, rank: int, role: Role, config: Config, **options: Any) -> None:
+    def __init__(self, fleet: Fleet, rank: int, host: Host, config: Config, **options: Any) -> None:
         super().__init__(f"engine {rank}", Inbox(f"engine {rank} link", INBOX_LIMIT))
         self.rank = rank
-        self.role = role
-        self.host: Host  # from `start` on
+        self.host = host
+        self.role: Role  # what the next process is told, from `start` on
         self.process = EngineProcess(self, config, **options)
         self.phase = m.Phase("starting", 0, 0.0)
         self.ready: m.Ready | None = None  # its facts while a process serves, or could join
@@ -83,9 +84,9 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
         self._closing = False  # the front end may not read any more
         self._served = False  # the process that lives now has been in a group
 
-    def start(self, host: Host) -> None:
-        """Starts the engine on that machine, and returns."""
-        self.host = host
+    def start(self, role: Role) -> None:
+        """Starts the engine, and returns."""
+        self.role = role
         self._task = asyncio.get_running_loop().create_task(self.run(), name=self.name)
 
     async def close(self, deadline_s: float) -> None:

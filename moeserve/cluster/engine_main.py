@@ -1,6 +1,7 @@
 """The engine process: `python -m moeserve.cluster.engine_main`, or a fork (fork_server.py); started by nobody else.
 
-It ties itself to its parent, connects, and only then does the slow part of its start. Exit codes: 0 after an ordered
+It ties itself to its parent, connects, and only then does the slow part of its start. With --standby it outlives its
+front end: it drops the requests and waits for the order of the next one. Exit codes: 0 after an ordered
 stop, 2 to 5 for a ConfigError (its own code), 1 for a crash, 77 when the parent is gone.
 """
 
@@ -10,7 +11,10 @@ import asyncio
 import gc
 import logging
 import signal
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -23,34 +27,36 @@ from moeserve.cluster.assemble import SeveralRanks, assemble
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
 from moeserve.errors import ActorStopped, ConfigError, EngineDied
-from moeserve.messages import Drain, EngineIn, EngineOut, Stopped
+from moeserve.messages import AbortAll, Drain, EngineIn, EngineOut, Ping, Pong, Ready, Stopped
 
 log = logging.getLogger("moeserve.cluster.engine_main")
 
 CONNECT_S = 10.0
 LINGER_S = 2.0  # for the last words to leave
+MARK = -1  # number of the ping behind the requests of a lost front end
 
 
 def main() -> None:
     """Runs an engine until it is told to stop, or fails, and ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
-    order = msgspec.json.decode(guard.adopt(), type=EngineOrder)
+    later: SimpleQueue[bytes] = SimpleQueue()
+    order = msgspec.json.decode(guard.adopt(later.put), type=EngineOrder)
     set_up_logging(order.config.server.log_level, order.config.server.log_format)
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_live_and_end(order))
+        asyncio.run(_live_and_end(order, later))
     else:
-        uvloop.run(_live_and_end(order))
+        uvloop.run(_live_and_end(order, later))
 
 
-async def _live_and_end(order: EngineOrder) -> None:
+async def _live_and_end(order: EngineOrder, later: SimpleQueue[bytes]) -> None:
     guard.end_process(
-        await _serve(order)
+        await _serve(order, later)
     )  # nothing of value is left in here, and a task may wait for a rank that is gone
 
 
-async def _serve(order: EngineOrder) -> int:
+async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
     inbox: Inbox[EngineIn] = Inbox("engine")
 
     def drain() -> None:
@@ -58,31 +64,83 @@ async def _serve(order: EngineOrder) -> int:
         if not inbox.closed:
             inbox.put(Drain(order.config.server.shutdown_timeout), force=True)
 
-    # Without a front end nobody is left to compute for.
-    wire: ZmqWire[EngineOut, EngineIn] = connect(
-        order.address,
-        token=order.token,
-        receives=EngineIn,
-        inbox=inbox,
-        notice=lambda gone: Drain(0.0),
-        keys=_keys(order),
-    )
+    link = FrontEndLink(order, inbox)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain)
+    if order.config.parallel.standby:
+        link.following = asyncio.get_running_loop().create_task(link.follow(later), name="next front end")
     try:
-        await wire.connected(CONNECT_S)
-        return await _live(order, inbox, wire.send)
+        await link.wire.connected(CONNECT_S)
+        return await _live(order, inbox, link.send)
     except ActorStopped as exc:  # refused by the front end; it knows why
         log.error("%s", exc)
         return 1
     except ConfigError as exc:
-        wire.send(Stopped(str(exc)))
+        link.send(Stopped(str(exc)))
         return exc.exit_code
     except Exception as exc:
         log.exception("the engine failed")
-        wire.send(Stopped(f"{type(exc).__name__}: {exc}"))
+        link.send(Stopped(f"{type(exc).__name__}: {exc}"))
         return 1
     finally:
-        wire.close(LINGER_S)
+        link.wire.close(LINGER_S)
+
+
+class FrontEndLink:
+    """The wire to the front end, and to the next one when that is lost (--standby)."""
+
+    def __init__(self, order: EngineOrder, inbox: Inbox[EngineIn]) -> None:
+        self.following: asyncio.Task[None] | None = None
+        self._inbox = inbox
+        self._ready: Ready | None = None  # the engine's facts, once it is built
+        self._emptied = asyncio.Event()
+        self.wire = self._connect(order)
+
+    def _connect(self, order: EngineOrder) -> ZmqWire[EngineOut, EngineIn]:
+        # Without a front end nobody is left to compute for.
+        notice = AbortAll() if order.config.parallel.standby else Drain(0.0)
+        return connect(
+            order.address,
+            token=order.token,
+            receives=EngineIn,
+            inbox=self._inbox,
+            notice=lambda gone: notice,
+            keys=_keys(order),
+        )
+
+    def send(self, msg: EngineOut) -> None:
+        """Sends the front end a message, if there is one."""
+        match msg:
+            case Pong(seq=seq) if seq == MARK:
+                self._emptied.set()
+                return
+            case Ready():
+                self._ready = msg
+        self.wire.send(msg)
+
+    async def follow(self, later: SimpleQueue[bytes]) -> None:
+        """Serves the front end of each further order in place of the one before; never returns."""
+        orders: asyncio.Queue[bytes] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def hear() -> None:
+            """Passes orders on to the loop, in a thread that lets the process end."""
+            while True:
+                loop.call_soon_threadsafe(orders.put_nowait, later.get())
+
+        threading.Thread(target=hear, name="orders", daemon=True).start()
+        while True:
+            order = msgspec.json.decode(await orders.get(), type=EngineOrder)
+            self.wire.close()
+            if self._ready is not None:  # otherwise there are no requests yet
+                self._emptied.clear()
+                self._inbox.put(AbortAll(), force=True)
+                self._inbox.put(Ping(MARK), force=True)
+                await self._emptied.wait()  # the next front end uses the same numbers for other requests
+            self.wire = self._connect(order)
+            with suppress(ActorStopped, TimeoutError):  # then it is gone, too
+                await self.wire.connected(CONNECT_S)
+                if self._ready is not None:
+                    self.wire.send(self._ready)
 
 
 def _keys(order: EngineOrder) -> Keys | None:

@@ -17,10 +17,12 @@ import msgspec
 from moeserve import messages as m
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster.assignment import equal_shares
 from moeserve.cluster.balance import Traffic
 from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, combined
 from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid, ForFleet
 from moeserve.cluster.heartbeat import UNHEALTHY_S
+from moeserve.cluster.host import Root
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, RequestsLost, Resized
 from moeserve.cluster.scaling import Scaling
 from moeserve.cluster.view import FleetView, fleet_view
@@ -36,16 +38,18 @@ POLICY = RestartPolicy(first_pause_s=0.05, proven_s=10.0)
 
 
 class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed]):
-    """`EngineLink` to dp engines of tp processes each; see link.py. options: those of `EngineProcess`.
+    """`EngineLink` to dp engines of tp processes each; see link.py. root: the process that keeps the engines here,
+    if that is another one. options: those of `EngineProcess`.
 
     A fleet is ready once all engines serve, and stays so while some of them are replaced. It ends when the group cannot
     be brought together again: an engine cannot be restarted, or the engines keep failing to meet. A single engine of
     one process has no others that could take over: the front end is told of its end instead.
     """
 
-    def __init__(self, config: Config, **options: Any) -> None:
+    def __init__(self, config: Config, root: Root | None = None, **options: Any) -> None:
         super().__init__("fleet")
         self.config = config
+        self.root = root
         self.single = config.parallel.num_ranks == 1
         self.outbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
         self.phase = m.Phase("starting", 0, 0.0)
@@ -81,7 +85,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
                 for group in self.groups:
                     if group.complete:
                         group.engines[0].send(msg)  # one vote is enough for all
-            case m.Ping() | m.Join() | m.Place():
+            case m.Ping() | m.Join() | m.Place() | m.AbortAll():
                 raise ValueError(f"a fleet sends {type(msg).__name__} itself")
             case _:
                 assert_never(msg)
@@ -226,7 +230,8 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         self._apart_s = None
         if self.experts is not None:
             facts = group.engines[0].ready
-            self.experts.joined(group.placement, facts.expert_bytes if facts is not None else 0)
+            nodes = equal_shares([engine.host.number for engine in group.engines])
+            self.experts.joined(group.placement, facts.expert_bytes if facts is not None else 0, nodes)
         for engine in group.engines:
             assert engine.ready is not None
             self.traffic.balancer.open(engine.rank, engine.ready)

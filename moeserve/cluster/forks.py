@@ -30,12 +30,12 @@ MAX_PAUSE_S = 60.0
 class LocalHost:
     """This machine, which starts engines: from a fork server once `keep` was called. Belongs to one loop.
 
-    name: hosts of equal names share memory. folder: private here, for sockets. absent: what the start of an engine
-    waits for, for people; empty if the machine is there.
+    number: of the machine. name: hosts of equal names share memory. folder: private here, for sockets. absent: what the
+    start of an engine waits for, for people; empty if the machine is there.
     """
 
     def __init__(self, folder: str) -> None:
-        self.name, self.folder, self.absent = "node-0", folder, ""
+        self.number, self.name, self.folder, self.absent = 0, "node-0", folder, ""
         self._tp_size = 1
         self._server: ForkServer | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -53,7 +53,7 @@ class LocalHost:
         """Keeps a fork server from now on, if the settings ask for one and it would be of use."""
         self._tp_size = config.parallel.tp
         wanted = config.parallel.fork_server == "on" and not config.device.null_runner
-        if POSSIBLE and wanted and config.parallel.num_ranks > 1:
+        if self._keeping is None and POSSIBLE and wanted and config.parallel.num_ranks > 1:
             self._keeping = asyncio.get_running_loop().create_task(self._keep(), name="fork server")
 
     async def start(self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr) -> Child:

@@ -18,7 +18,7 @@ import msgspec
 from moeserve.actor.actor import Inbox
 from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Death, Process, to_stderr
-from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect, listen
 from moeserve.cluster.forks import LocalHost
 from moeserve.errors import ActorStopped, Overloaded
 
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0  # for a node that was admitted to open its wire
 FAREWELL_S = 1.0  # for a node that was let go to hang up
+ALIVE_S = 1.0
 LET_GO = "it was let go"
 
 
@@ -35,6 +36,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     id: int
     name: str
     order: bytes
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Says every ALIVE_S that this front end's loop runs; only the root process listens to that."""
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
@@ -71,7 +76,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     death: Death
 
 
-ToNode = Start | Signal | Farewell
+ToNode = Start | Signal | Farewell | Alive
 FromNode = Started | LogLine | Ended
 
 
@@ -81,8 +86,8 @@ class RemoteHost:
     address: our own, on which we listen for the agent and for its engines (as in a URL).
     """
 
-    def __init__(self, number: int, num_machines: int, address: str, keys: Keys) -> None:
-        self.name = f"node-{number}"
+    def __init__(self, number: int, num_machines: int, address: str, keys: Keys | None) -> None:
+        self.number, self.name = number, f"node-{number}"
         self.folder = ""
         self.absent = self._missing = f"waiting for machine {number} of {num_machines}"
         self.taken = False  # an agent was admitted as this machine
@@ -90,7 +95,7 @@ class RemoteHost:
         self._keys = keys
         self._address = address
         self._wire: ZmqWire[ToNode, FromNode | PeerGone] | None = None
-        self._here = asyncio.Event()  # the wire is there
+        self.here = asyncio.Event()  # the wire is there
         self._serving: asyncio.Task[None] | None = None
         self._ids = count(1)
         self._processes: dict[int, RemoteProcess] = {}
@@ -101,7 +106,7 @@ class RemoteHost:
 
     async def start(self, name: str, order: bytes) -> Process:
         """Waits for the machine and tells its agent to start the engine, which ends with the machine."""
-        await self._here.wait()
+        await self.here.wait()
         process = RemoteProcess(self, next(self._ids), name)
         self._processes[process.id] = process
         self.tell(Start(process.id, name, order))
@@ -109,7 +114,7 @@ class RemoteHost:
 
     def admit(self, folder: str) -> tuple[str, str]:
         """Returns address and token of the wire to which the agent may connect now. folder: its private one."""
-        self.taken, self.folder = True, folder
+        self.taken, self._let_go, self.folder = True, False, folder
         token = secrets.token_hex(16)
         inbox: Inbox[FromNode | PeerGone] = Inbox(f"{self.name} link")
         wire = listen(f"tcp://{self._address}:*", token=token, receives=FromNode, inbox=inbox, keys=self._keys)
@@ -117,7 +122,7 @@ class RemoteHost:
         return wire.address, token
 
     async def close(self, cause: str) -> None:
-        """Lets the agent go. cause: why machine 0 fails, empty if it was told to stop."""
+        """Lets the agent go; another one may come. cause: why machine 0 fails, empty if nothing failed."""
         if self._serving is None:
             return
         if self._wire is not None:
@@ -141,7 +146,7 @@ class RemoteHost:
             await wire.connected(CONNECT_S)
             log.info("%s is here", self.name)
             self._wire, self.absent = wire, ""
-            self._here.set()
+            self.here.set()
             gone: PeerGone | None = None
             while gone is None:
                 for msg in await inbox.drain(wait=True):
@@ -154,7 +159,7 @@ class RemoteHost:
             cause = str(error)
         finally:
             self._wire, self.absent, self.taken = None, self._missing, False
-            self._here.clear()
+            self.here.clear()
             wire.close()
             log.log(logging.INFO if cause == LET_GO else logging.WARNING, "%s is gone: %s", self.name, cause)
             for process in self._processes.values():
@@ -170,6 +175,57 @@ class RemoteHost:
             case Ended(death=death):
                 process.end(death)
                 del self._processes[process.id]
+
+
+class Root(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front end is told by the root process (server/standby.py), which keeps this machine's engines.
+
+    number: of the front end, from 0. folder: private, for sockets. address, token: where the root's agent listens.
+    follows: the number of the front end that serves, -1 if there is none. secret: of the journals' feeds.
+    """
+
+    number: int
+    folder: str
+    address: str
+    token: str
+    follows: int
+    secret: str
+
+    def journal_of(self, number: int) -> str:
+        """Returns the address at which a front end tells its journal."""
+        return f"ipc://{self.folder}/journal-{number}.sock"
+
+
+class RootHost(RemoteHost):
+    """This machine, whose engines are children of the root process and outlive the front end."""
+
+    def __init__(self, root: Root) -> None:
+        super().__init__(0, 1, "", None)
+        self.folder = root.folder
+        self._number = root.number
+        inbox: Inbox[FromNode | PeerGone] = Inbox("root link")
+        wire = connect(root.address, token=root.token, receives=FromNode, inbox=inbox)
+        loop = asyncio.get_running_loop()
+        self._serving = loop.create_task(self._serve(wire, inbox), name=inbox.owner)
+        self._beating = loop.create_task(self._beat(), name="root heartbeat")
+
+    def listen_address(self, name: str) -> tuple[str, Keys | None]:
+        """Returns where this front end listens for an engine."""
+        return f"ipc://{self.folder}/{self._number}-{name.replace(' ', '-')}.sock", None
+
+    async def close(self, cause: str) -> None:
+        """Lets the root go."""
+        self._beating.cancel()
+        await super().close(cause)
+
+    async def _beat(self) -> None:
+        while True:
+            self.tell(Alive())
+            await asyncio.sleep(ALIVE_S)
+
+    def _hear(self, process: RemoteProcess, msg: FromNode) -> None:
+        if not isinstance(msg, LogLine):  # the root has printed it
+            super()._hear(process, msg)
 
 
 class RemoteProcess(Process):

@@ -1,8 +1,8 @@
 """`moeserve serve --node-rank i`: the agent of a machine that is not machine 0. It answers no HTTP.
 
 The agent joins at the rendezvous, starts the engines that machine 0 orders, and reports their ends. Its engines end
-with it, and it ends with machine 0. Exit codes: 0 after a stop of machine 0 or of the agent, 1 when machine 0 is lost,
-2 when the machine cannot join.
+with it, and it ends with machine 0; with --standby it keeps them for the next machine 0, for KEEP_S. Exit codes: 0
+after a stop of machine 0 or of the agent, 1 when machine 0 is lost, 2 when the machine cannot join.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -27,7 +27,7 @@ from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.host import Ended, Farewell, FromNode, LogLine, Signal, Start, Started, ToNode
+from moeserve.cluster.host import Alive, Ended, Farewell, FromNode, LogLine, Signal, Start, Started, ToNode
 from moeserve.cluster.launch.protocol import tell
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
@@ -42,6 +42,23 @@ JOIN_S = 4.0  # from the process's own start: less than 5 s until we say what is
 LAUNCHED_JOIN_S = 600.0  # a launcher starts machine 0 too, at its own time: with an image to pull, say
 ATTEMPT_S = 1.0  # at least, however slow the start was
 AGAIN_S = 0.1
+KEEP_S = 30.0  # for another front end to take over the engines of a lost one
+
+
+class FrontEndLost(EngineDied):
+    """The front end is gone without a farewell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine of this machine, and the order that it serves by."""
+
+    child: Child
+    order: EngineOrder
+
+
+Kept = dict[str, Engine]  # engines that wait for another front end, by name
+OpenWire = Callable[[Inbox[ToNode | PeerGone]], ZmqWire[FromNode, ToNode | PeerGone]]
 
 
 def serve_node(config: Config, join_s: float = JOIN_S) -> int:
@@ -64,15 +81,42 @@ async def _until_signal(config: Config, join_s: float) -> int:
 
 
 async def _live(config: Config, join_s: float) -> None:
-    secret = read_secret(str(config.parallel.cluster_key_file))
+    secret, clock = read_secret(str(config.parallel.cluster_key_file)), asyncio.get_running_loop().time
     run_dir = RunDir()
+    host, lost = LocalHost(run_dir.path), ""
+    kept: Kept | None = {} if config.parallel.standby else None
     try:
         facts = await in_thread("model", lambda: attendance(config, run_dir.path))
-        deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, join_s - _age_s())
-        admitted = await join(config, secret, facts, deadline_s)
-        await NodeAgent(config, LocalHost(run_dir.path), admitted, keys_of(secret)).run()
+        deadline_s = clock() + max(ATTEMPT_S, join_s - _age_s())
+        while True:
+            try:
+                admitted = await join(config, secret, facts, deadline_s)
+                await NodeAgent(config, host, dial(admitted, keys_of(secret)), kept).run()
+                return
+            except FrontEndLost as error:
+                if kept is None:
+                    raise
+                lost, deadline_s = str(error), clock() + KEEP_S
+                log.warning("%s; %d engines wait for another one, %g s", lost, len(kept), KEEP_S)
+            except ConfigError as error:
+                raise EngineDied(f"{lost}; {error}") if lost else error from None
     finally:
+        await end_all(kept)
+        await host.close()
         run_dir.close()
+
+
+def dial(admitted: Admitted, keys: Keys) -> OpenWire:
+    """Returns what opens the wire to machine 0."""
+    return lambda inbox: connect(admitted.address, token=admitted.token, receives=ToNode, inbox=inbox, keys=keys)
+
+
+async def end_all(kept: Kept | None) -> None:
+    """Ends the engines that wait for a front end."""
+    engines = [kept.pop(name) for name in list(kept)] if kept else []
+    for engine in engines:
+        engine.child.kill("was not needed any more")
+    await asyncio.gather(*(engine.child.death() for engine in engines))
 
 
 async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: float) -> Admitted:
@@ -131,29 +175,54 @@ async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | Tur
 class NodeAgent(Actor[ToNode | PeerGone]):
     """Starts, ends and watches engines by machine 0's orders.
 
-    `run` returns when machine 0 stops and raises EngineDied when machine 0 fails or is lost.
+    `run` returns when machine 0 stops and raises EngineDied when machine 0 fails, FrontEndLost when it is lost. The
+    engines end with it; but when machine 0 is lost, they go to `kept` if there is one, where the next agent finds them.
     """
 
-    def __init__(self, config: Config, host: LocalHost, admitted: Admitted, keys: Keys) -> None:
+    def __init__(
+        self, config: Config, host: LocalHost, open_wire: OpenWire, kept: Kept | None = None, connect_s: float = JOIN_S
+    ) -> None:
         super().__init__("machine 0")
+        self.beats = 0  # how often machine 0 has said that it is alive
         self._config = config
         self._host = host
-        self._children: dict[int, Child] = {}
-        self._lives: dict[int, asyncio.Task[None]] = {}  # one for each child, from the order to its end
-        self._wire: ZmqWire[FromNode, ToNode | PeerGone] = connect(
-            admitted.address, token=admitted.token, receives=ToNode, inbox=self.inbox, keys=keys
-        )
+        self._kept = kept
+        self._connect_s = connect_s
+        self._lost = False
+        self._engines: dict[int, Engine] = {}
+        self._sweeping: asyncio.Task[None] | None = None
+        self._lives: dict[int, asyncio.Task[None]] = {}  # one for each engine, from the order to its end
+        self._wire = open_wire(self.inbox)
 
     async def on_start(self) -> None:
         """Waits for the connection. Raises EngineDied."""
         try:
-            await self._wire.connected(JOIN_S)
-        except (ActorStopped, TimeoutError) as error:
+            await self._wire.connected(self._connect_s)
+        except BaseException as error:
             self._wire.close()
-            raise EngineDied(f"machine 0 is lost: {error}") from None
+            if not isinstance(error, ActorStopped | TimeoutError):
+                raise
+            raise FrontEndLost(f"machine 0 is lost: {error}") from None
         self._host.keep(self._config)
-        log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
-        tell("joined")
+        if self._config.parallel.node_rank:
+            log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
+            tell("joined")
+        if self._kept:
+            self._sweeping = asyncio.get_running_loop().create_task(self._sweep(), name="engines nobody wants")
+
+    @property
+    def connected(self) -> bool:
+        """Whether machine 0 has been there."""
+        return self._wire.greeted
+
+    def close(self) -> None:
+        """Closes the wire of an agent that did not run."""
+        self._wire.close()
+
+    async def _sweep(self) -> None:
+        """Ends the engines that this front end does not take over."""
+        await asyncio.sleep(KEEP_S)
+        await end_all(self._kept)
 
     def handle(self, msg: ToNode | PeerGone) -> None:
         """Obeys one order."""
@@ -162,38 +231,61 @@ class NodeAgent(Actor[ToNode | PeerGone]):
                 self._lives[msg.id] = asyncio.get_running_loop().create_task(self._live(msg), name=msg.name)
             case Signal():
                 self._signal(msg)
+            case Alive():
+                self.beats += 1
             case Farewell(cause=""):
-                log.info("machine 0 stops, and so do we")
+                log.info("machine 0 stops or drains this machine")
                 self.stop()
             case Farewell(cause=cause):
                 raise EngineDied(f"machine 0 failed: {cause}")
             case PeerGone(cause=cause):
-                raise EngineDied(f"machine 0 is lost: {cause}; the engines here are ended")
+                self._lost = True
+                fate = "are ended" if self._kept is None else "are kept"
+                raise FrontEndLost(f"machine 0 is lost: {cause}; the engines here {fate}")
             case _:
                 assert_never(msg)
 
     async def on_stop(self) -> None:
-        """Ends all engines."""
-        for id in list(self._lives):
-            self._signal(Signal(id, "was ended with its machine's agent"))
-        await self._host.close()
+        """Ends all engines, or keeps those that run."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        if self._lost and self._kept is not None:
+            for life in self._lives.values():
+                life.cancel()
+            self._kept |= {engine.child.name: engine for engine in self._engines.values()}
+        else:
+            for id in list(self._lives):
+                self._signal(Signal(id, "was ended with its machine's agent"))
+            await self._host.close()
         await asyncio.gather(*self._lives.values(), return_exceptions=True)
         self._wire.close()
 
     async def _live(self, msg: Start) -> None:
         """One engine, from its start to the report of its end."""
+        order = self._made_local(msg.order)
         try:
-            child = await self._host.start(msg.name, self._made_local(msg.order), self._relay(msg.id))
+            child = await self._kept_or_new(msg, order)
         except ConfigError as error:
             death = Death(msg.name, 0, 1, 0.0, (str(error),))
         else:
-            self._children[msg.id] = child
+            self._engines[msg.id] = Engine(child, order)
             self._tell(Started(msg.id, child.pid))
             death = await child.death()
-            del self._children[msg.id]
+            del self._engines[msg.id]
         del self._lives[msg.id]
         while not self._tell(Ended(msg.id, death)):  # noqa: ASYNC110  # once in a life
             await asyncio.sleep(AGAIN_S)
+
+    async def _kept_or_new(self, msg: Start, order: EngineOrder) -> Child:
+        """Gives the order to the engine of that name that lost its front end, or to a new one if that does not fit."""
+        kept = None if self._kept is None else self._kept.pop(msg.name, None)
+        if kept is not None and kept.child.alive:
+            if same_engine(kept.order, order):
+                kept.child.hand_over(msgspec.json.encode(order), self._relay(msg.id))
+                return kept.child
+            kept.child.kill("had other settings than the new front end asks for")
+            await kept.child.death()
+        return await self._host.start(msg.name, msgspec.json.encode(order), self._relay(msg.id))
 
     def _relay(self, id: int) -> Callable[[str], None]:
         def forward(line: str) -> None:
@@ -203,7 +295,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
         return forward
 
-    def _made_local(self, order: bytes) -> bytes:
+    def _made_local(self, order: bytes) -> EngineOrder:
         """Replaces what differs between machines by the settings of our own command line."""
         own, ordered = self._config, msgspec.json.decode(order, type=EngineOrder)
         config = replace(
@@ -214,18 +306,18 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             server=replace(ordered.config.server, log_level=own.server.log_level, log_format=own.server.log_format),
         )
         role = msgspec.structs.replace(ordered.role, folder=self._host.folder)
-        return msgspec.json.encode(msgspec.structs.replace(ordered, config=config, role=role, born_s=time.monotonic()))
+        return msgspec.structs.replace(ordered, config=config, role=role, born_s=time.monotonic())
 
     def _signal(self, msg: Signal) -> None:
-        if (child := self._children.get(msg.id)) is None:
+        if (engine := self._engines.get(msg.id)) is None:
             if (life := self._lives.pop(msg.id, None)) is not None:  # its start is under way
                 life.cancel()
                 why = msg.reason or "was stopped before it began"
                 self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), why)))
         elif msg.reason:
-            child.kill(msg.reason)
+            engine.child.kill(msg.reason)
         else:
-            child.terminate()
+            engine.child.terminate()
 
     def _tell(self, msg: FromNode) -> bool:
         """Returns False if machine 0 does not keep up; a log line may be lost then."""
@@ -234,3 +326,10 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         except Overloaded:
             return False
         return True
+
+
+def same_engine(ours: EngineOrder, asked: EngineOrder) -> bool:
+    """Returns whether an engine of one order can serve by the other: all else comes with a Join."""
+    role = msgspec.structs.replace(ours.role, placement=asked.role.placement)
+    same = {"address": asked.address, "token": asked.token, "born_s": asked.born_s, "role": role}
+    return msgspec.structs.replace(ours, **same) == asked

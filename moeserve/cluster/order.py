@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -28,13 +29,16 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
 
 
-def role_of(parallel: ParallelConfig, together: bool, rank: int, dp: int, placement: PlacementTable | None) -> Role:
-    """Returns the role of one of `dp` engines. together: all of them form one group."""
-    tp, here = parallel.tp, dp * parallel.tp // parallel.nnodes
+def role_of(
+    parallel: ParallelConfig, together: bool, number: int, machines: Sequence[int], placement: PlacementTable | None
+) -> Role:
+    """Returns the role of engine `number` among those on `machines` (of each). together: all of them form one group."""
+    tp, machine = parallel.tp, machines[number]
+    here, before = machines.count(machine) * tp, machines[:number].count(machine) * tp
     if together:
-        world = World(rank=rank * tp, size=dp * tp, tp_size=tp, ranks_on_host=here)
+        world = World(number * tp, len(machines) * tp, tp, ranks_on_host=here, host_rank=before)
     else:
-        world = World(size=tp, tp_size=tp, ep=False, ranks_on_host=here)
+        world = World(size=tp, tp_size=tp, ep=False, ranks_on_host=here, host_rank=before)
     return Role(world=world, grouped=together or tp > 1, placement=placement)
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moeserve.cluster.assignment import at_start, equal_shares
 from moeserve.cluster.view import ExpertsView, RebalanceDecision
 from moeserve.messages import ExpertLoad, Placed, PlacementTable
 from moeserve.moe.placement.placement import ONE_NODE, Nodes, Placement
@@ -48,7 +51,7 @@ class Rebalancing:
         """Returns the experts of a model that is sharded over all ranks, each node with its share of them."""
         router = spec.moe.router if spec.moe is not None else None
         groups = router.groups if router is not None and router.kept_groups < router.groups else 1
-        nodes = Nodes(parallel.nnodes, groups)
+        nodes = Nodes(equal_shares(at_start(parallel)), groups)
         return cls(len(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts, nodes)
 
     @property
@@ -56,9 +59,10 @@ class Rebalancing:
         """The placement in force, as a message."""
         return self.rebalancer.current.to_table()
 
-    def joined(self, table: PlacementTable | None, expert_bytes: int) -> None:
-        """All ranks have met with this placement and dropped the one that was being put in force."""
-        self.rebalancer.expert_bytes = expert_bytes
+    def joined(self, table: PlacementTable | None, expert_bytes: int, num_nodes: int = 1) -> None:
+        """All ranks have met with this placement and dropped the one that was being put in force. num_nodes: that have
+        equally many of them, see `Nodes`."""
+        self.rebalancer.expert_bytes, self.rebalancer.nodes = expert_bytes, self._nodes(num_nodes)
         if table is not None:
             self.rebalancer.joined(Placement.from_table(table))
         self._conclude("the group was formed anew")
@@ -113,9 +117,12 @@ class Rebalancing:
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(error)
 
-    def rescaled(self, num_ranks: int) -> Placement:
-        """Returns the placement for another number of ranks, to Join with."""
-        return self.rebalancer.rescaled(num_ranks, self._redundant)
+    def rescaled(self, was: Sequence[int], num_nodes: int) -> Placement:
+        """Returns the placement for other ranks, to Join with. was: the former number of each, -1 for a new one."""
+        return self.rebalancer.rescaled(len(was), self._redundant, self._nodes(num_nodes), was)
+
+    def _nodes(self, number: int) -> Nodes:
+        return replace(self.rebalancer.nodes, number=number)
 
     def view(self) -> ExpertsView:
         """Returns what there is to see now."""

@@ -20,7 +20,7 @@ import zmq.asyncio
 from moeserve.actor.handshake import Hello, Keys, answer_hello, keys_of, read_secret, secure, token_of
 from moeserve.cluster.check_parallel import rendezvous_of
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.host import Host, RemoteHost
+from moeserve.cluster.host import Host, RemoteHost, Root, RootHost
 from moeserve.config import Config
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.loader.checkpoint import fingerprint, open_checkpoint
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 TOKEN = "rendezvous"  # what the first token is for
 MAX_HELLO_BYTES = 1 << 16
+EPOCHS = 1 << 20  # numbers for the groups of one front end: those of the next one are above them
 _SHARED = ("parallel", "cache", "scheduler", "device")  # sections of settings that must be alike
 # Settings that each machine has for itself.
 _OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
@@ -103,14 +104,21 @@ class Rendezvous:
         self.hosts: tuple[Host, ...] = (self.here,)
         self.address = "127.0.0.1"  # at which other machines reach this one
         self.epochs = count(1)  # of all groups
+        self._root: RootHost | None = None
         self._nodes: dict[int, RemoteHost] = {}
         self._listening: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, config: Config, folder: str) -> Rendezvous:
-        """Returns the rendezvous of machine 0. folder: private, for sockets. Raises ConfigError for a key or an address
-        that cannot be used."""
-        self, num_nodes = cls(folder), config.parallel.nnodes
+    async def open(cls, config: Config, folder: str, root: Root | None = None) -> Rendezvous:
+        """Returns the rendezvous of machine 0. folder: private, for sockets. root: keeps the engines of this machine
+        if they are to outlive us. Raises ConfigError for a key or an address that cannot be used."""
+        self, num_nodes = cls(folder if root is None else root.folder), config.parallel.nnodes
+        if root is not None:
+            self._root = RootHost(root)
+            self.hosts = (self._root,)
+            self.epochs = count(1 + root.number * EPOCHS)
+        else:
+            self.here.keep(config)
         if num_nodes == 1:
             return self
         own = await asyncio.to_thread(attendance, config)
@@ -131,7 +139,8 @@ class Rendezvous:
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.wait([self._listening])
-        await asyncio.gather(*(node.close(cause) for node in self._nodes.values()))
+        far = [*self._nodes.values(), *([self._root] if self._root is not None else [])]
+        await asyncio.gather(*(host.close(cause) for host in far))
 
     async def _serve(self, socket: zmq.asyncio.Socket, own: Attendance, hello: Hello) -> None:
         """Answers those who come, until it is cancelled."""

@@ -1,18 +1,23 @@
-"""The engines of a fleet: how they start, and how they change while it serves: more, fewer, experts elsewhere."""
+"""The engines of a fleet: how they start, and how they change while it serves: more, fewer, elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moeserve.cluster.assignment import at_start, equal_shares, spread
 from moeserve.cluster.check_parallel import check_parallel, check_scale
-from moeserve.cluster.engine_group import EngineGroup, combined
+from moeserve.cluster.engine_group import JOIN_S, EngineGroup, combined
 from moeserve.cluster.engine_handle import EngineHandle
-from moeserve.cluster.order import role_of
+from moeserve.cluster.host import Host, RemoteHost
+from moeserve.cluster.order import Role, role_of
 from moeserve.cluster.rendezvous import Rendezvous
 from moeserve.cluster.rundir import RunDir
 from moeserve.cluster.view import RebalanceDecision
@@ -32,6 +37,8 @@ log = logging.getLogger(__name__)
 BOOT_S = 1800.0  # for new engines to load; one that shows no progress is given up long before
 MOVE_S = 600.0  # for a placement to be prepared and put in force
 CHECK_S = 5.0  # between two looks at the load
+LOOK_S = 1.0  # between two looks at machines whose engines load
+VERSIONS = 1 << 16  # numbers for the placements of one front end: those of the next one are above them
 
 T = TypeVar("T")
 
@@ -48,6 +55,7 @@ class Scaling:
         self._spec: ModelSpec
         self._watching: asyncio.Task[None] | None = None
         self._at_work: asyncio.Task[Any] | None = None
+        self.drained: dict[Host, asyncio.Task[None]] = {}  # machines, and what waits for their return
 
     # ---- the first ones, and the last -----------------------------------------------------------------------
 
@@ -60,13 +68,14 @@ class Scaling:
             fleet.experts = await asyncio.to_thread(self._shard_experts)
         self._run_dir = RunDir()
         try:
-            self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+            self.machines = await Rendezvous.open(fleet.config, self._run_dir.path, fleet.root)
         except BaseException:
             self._run_dir.close()
             raise
-        self.machines.here.keep(fleet.config)
         table = fleet.experts.table if fleet.experts is not None else None
-        engines = fleet.engines = self._new_engines(range(parallel.dp), parallel.dp, table)
+        engines = fleet.engines = self._new_engines([self.machines.hosts[number] for number in at_start(parallel)])
+        for engine in engines:
+            engine.start(self._role_of(engine, engines, table))
         self._add_groups([engines] if fleet.together else [[engine] for engine in engines], table)
         if fleet.experts is not None and parallel.rebalance == "auto":
             self._watching = asyncio.get_running_loop().create_task(self.watch(), name="rebalancing")
@@ -74,16 +83,21 @@ class Scaling:
     def _shard_experts(self) -> Rebalancing:
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
-        return Rebalancing.of(self._spec, self._fleet.config.parallel)
+        experts, root = Rebalancing.of(self._spec, self._fleet.config.parallel), self._fleet.root
+        if root is not None:  # engines that have served another front end know its placements by their versions
+            first = replace(experts.rebalancer.current, version=root.number * VERSIONS)
+            experts.rebalancer.joined(first)
+        return experts
 
-    def _new_engines(self, ranks: Iterable[int], dp: int, table: PlacementTable | None) -> list[EngineHandle]:
-        """Starts engines, which belong to no group yet."""
-        fleet, hosts, engines = self._fleet, self.machines.hosts, []
-        for rank in ranks:
-            role = role_of(fleet.config.parallel, fleet.together, rank, dp, table)
-            engines.append(EngineHandle(fleet, rank, role, fleet.config, **self._options))
-            engines[-1].start(hosts[rank * len(hosts) // dp])
-        return engines
+    def _new_engines(self, hosts: Sequence[Host]) -> list[EngineHandle]:
+        """Returns an engine for each of these machines, under the lowest free numbers. They are not started yet."""
+        fleet, taken = self._fleet, {engine.rank for engine in self._fleet.engines}
+        free = (rank for rank in count() if rank not in taken)
+        return [EngineHandle(fleet, next(free), host, fleet.config, **self._options) for host in hosts]
+
+    def _role_of(self, engine: EngineHandle, engines: Sequence[EngineHandle], table: PlacementTable | None) -> Role:
+        fleet, machines = self._fleet, [other.host.number for other in engines]
+        return role_of(fleet.config.parallel, fleet.together, engines.index(engine), machines, table)
 
     def _add_groups(self, groups: Iterable[list[EngineHandle]], table: PlacementTable | None) -> None:
         """Lets each of these lists of engines meet as a group."""
@@ -97,7 +111,7 @@ class Scaling:
         """Tells this membership and placement to engines that are started from now on."""
         fleet = self._fleet
         for engine in fleet.engines:
-            engine.role = role_of(fleet.config.parallel, fleet.together, engine.rank, fleet.dp, placement)
+            engine.role = self._role_of(engine, fleet.engines, placement)
         for group in fleet.groups:
             group.placement = placement
 
@@ -124,6 +138,18 @@ class Scaling:
             raise InvalidRequest(str(error), param="dp") from error
         return await self._alone(self._scale(dp))
 
+    async def drain(self, machine: int) -> int:
+        """Takes a machine out of service, also one that is lost; returns how many engines it had.
+
+        Its requests and experts go to the other machines, then its agent is let go. If an agent joins as this machine
+        later, it gets as many engines again. Raises InvalidRequest and Conflict.
+        """
+        hosts = self.machines.hosts
+        if not 0 < machine < len(hosts):
+            why = "it answers HTTP and keeps the requests" if machine == 0 else f"there are {len(hosts)} machines"
+            raise InvalidRequest(f"machine {machine} cannot be drained: {why}", param="machine")
+        return await self._alone(self._drain(hosts[machine]))
+
     async def rebalance(self) -> RebalanceDecision | None:
         """Moves experts to fit the load so far, even if that does not pay; returns None if they fit already.
 
@@ -147,7 +173,7 @@ class Scaling:
 
     async def stop(self) -> None:
         """Cancels the change that is under way, and lets no other follow by itself."""
-        for task in (self._watching, self._at_work):
+        for task in (self._watching, *self.drained.values(), self._at_work):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -174,34 +200,42 @@ class Scaling:
     # ---- how many -------------------------------------------------------------------------------------------
 
     async def _scale(self, dp: int) -> int:
-        fleet, before = self._fleet, self._fleet.dp
-        if all(engine.end is not None for engine in fleet.engines[:dp]):
-            raise Conflict("the engines that would stay are gone for good; start the server anew")
+        engines, before = self._fleet.engines, self._fleet.dp
+        stay = sorted(engine.rank for engine in engines)[:dp]
         if dp > before:
-            await self._grow(dp)
+            here = Counter(engine.host.number for engine in engines)
+            machines = {host.number: here[host.number] for host in self.machines.hosts if not host.absent}
+            await self._grow([self.machines.hosts[number] for number in spread(dp - before, machines)])
         elif dp < before:
-            await self._shrink(dp)
-        if dp != before:
-            fleet.announce()
-            fleet.traffic.flush()
-            log.info("%d engines serve; there were %d", dp, before)
+            await self._shrink([engine for engine in engines if engine.rank in stay], f"only {dp} shall serve")
         return before
 
-    def _rescaled(self, dp: int) -> PlacementTable | None:
-        experts = self._fleet.experts
-        return experts.rescaled(dp * self._fleet.config.parallel.tp).to_table() if experts is not None else None
+    def _rescaled(self, engines: Sequence[EngineHandle]) -> PlacementTable | None:
+        """Returns the placement for these engines instead of the present ones."""
+        experts, old, tp = self._fleet.experts, self._fleet.engines, self._fleet.config.parallel.tp
+        if experts is None:
+            return None
+        starts = [old.index(engine) * tp if engine in old else None for engine in engines]
+        was = [-1 if start is None else start + rank for start in starts for rank in range(tp)]
+        return experts.rescaled(was, equal_shares([engine.host.number for engine in engines])).to_table()
 
-    async def _grow(self, dp: int) -> None:
-        """Adds engines, which load while the others serve; then all meet."""
+    async def _grow(self, hosts: Sequence[Host]) -> None:
+        """Adds an engine on each of these machines; they load while the others serve, then all meet."""
         fleet, old = self._fleet, self._fleet.engines
-        table = await asyncio.to_thread(self._rescaled, dp)
-        new = self._new_engines(range(len(old), dp), dp, table)
+        missing = [engine.host for engine in old if engine.host.absent]
+        if fleet.together and missing:
+            raise Conflict(f"{missing[0].name} is missing; start it again, or drain it")
+        new = self._new_engines(hosts)
+        engines = sorted([*old, *new], key=lambda engine: (engine.host.number, engine.rank))
+        table = await asyncio.to_thread(self._rescaled, engines)
+        for engine in new:
+            engine.start(self._role_of(engine, engines, table))
         try:
             await self._boot(new)
             if table is not None:
-                await self._meet([*old, *new], table)
+                await self._meet(engines, table)
             else:
-                fleet.engines = [*old, *new]
+                fleet.engines = engines
                 self._add_groups(([engine] for engine in new), None)
                 self._set_placement(None)
         except BaseException as error:
@@ -209,18 +243,26 @@ class Scaling:
                 engine.retired = True
             await asyncio.gather(*(engine.close(0.0) for engine in new))
             if isinstance(error, MoeserveError):
-                raise Conflict(f"{len(old)} engines go on, {dp} could not be made to: {error}") from error
+                raise Conflict(f"{len(old)} engines go on, {len(engines)} could not be made to: {error}") from error
             raise
+        self._settle(len(old))
+
+    def _settle(self, before: int) -> None:
+        self._fleet.announce()
+        self._fleet.traffic.flush()
+        log.info("%d engines serve; there were %d", self._fleet.dp, before)
 
     async def _boot(self, new: list[EngineHandle]) -> None:
         """Returns once the new engines are up. Raises what keeps one of them from serving."""
-        try:
-            async with asyncio.timeout(BOOT_S):
-                facts = await asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new))
-        except TimeoutError:
-            late = [engine.name for engine in new if not engine.up]
-            raise ConfigError(f"{', '.join(late)} did not load within {BOOT_S:g} s") from None
-        combined([*(engine.ready for engine in self._fleet.engines if engine.ready is not None), *facts])
+        loading, began_s = asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new)), time.monotonic()
+        while not (await asyncio.wait([loading], timeout=LOOK_S))[0]:
+            late = [engine for engine in new if not engine.up]
+            lost = [engine.host.name for engine in late if engine.host.absent]
+            if lost or time.monotonic() - began_s > BOOT_S:
+                loading.cancel()
+                why = f"{lost[0]} was lost" if lost else f"they did not load within {BOOT_S:g} s"
+                raise ConfigError(f"{', '.join(engine.name for engine in late)}: {why}")
+        combined([*(engine.ready for engine in self._fleet.engines if engine.ready is not None), *loading.result()])
 
     async def _meet(self, engines: list[EngineHandle], table: PlacementTable) -> None:
         """Makes these engines the group. Raises Conflict with the cause if the group stays as it was."""
@@ -228,18 +270,22 @@ class Scaling:
         assert fleet.experts is not None
         old, old_table = fleet.engines, fleet.experts.table
         fleet.engines = engines
-        cause = await group.regroup(engines, table)
+        outcome = group.regroup(engines, table)
+        await asyncio.wait([outcome], timeout=JOIN_S)  # an old one may be lost meanwhile
+        cause = outcome.result() if outcome.done() else f"not all were there within {JOIN_S:g} s"
         if cause:
             fleet.engines = old
             group.regroup(old, old_table)
             raise Conflict(cause)
         self._set_placement(table)
 
-    async def _shrink(self, dp: int) -> None:
-        """Removes the last engines: their requests are handed back at once, and the others meet without them."""
-        fleet = self._fleet
-        stay, leave = fleet.engines[:dp], fleet.engines[dp:]
-        table = await asyncio.to_thread(self._rescaled, dp)
+    async def _shrink(self, stay: list[EngineHandle], cause: str) -> None:
+        """Removes the other engines: their requests are handed back at once, and those that stay meet without them."""
+        fleet, before = self._fleet, self._fleet.dp
+        if all(engine.end is not None for engine in stay):
+            raise Conflict("the engines that would stay are gone for good; start the server anew")
+        leave = [engine for engine in fleet.engines if engine not in stay]
+        table = await asyncio.to_thread(self._rescaled, stay)
         fleet.engines = stay
         for engine in leave:
             engine.retired = True
@@ -248,14 +294,52 @@ class Scaling:
             await group.close()
         self._set_placement(table)
         for engine in leave:
-            fleet.hand_back(engine, died=False, cause=f"only {dp} shall serve")
+            fleet.hand_back(engine, died=False, cause=cause)
         # By vote, some engines hold and the others end between the same two steps.
         ending = asyncio.gather(*(engine.close(0.0) for engine in leave))
         try:
             if table is not None:
-                await fleet.groups[0].regroup(stay, table)  # if it fails, the next meeting has the same engines
+                # If it fails, the next meeting has the same engines; nor can it be while another machine is lost.
+                meeting = fleet.groups[0].regroup(stay, table)
+                await asyncio.wait([meeting], timeout=JOIN_S if all(engine.up for engine in stay) else 0.0)
         finally:
             await ending
+        self._settle(before)
+
+    # ---- a machine that leaves, and comes back --------------------------------------------------------------
+
+    async def _drain(self, host: Host) -> int:
+        engines = self._fleet.engines
+        stay = [engine for engine in engines if engine.host is not host]
+        had = len(engines) - len(stay)
+        assert isinstance(host, RemoteHost)
+        if host in self.drained:
+            raise Conflict(f"{host.name} is drained already")
+        try:
+            check_scale(self._fleet.config, self._spec, len(stay))
+        except ConfigError as error:
+            raise Conflict(f"{host.name} cannot be drained: {error}") from error
+        if had:
+            await self._shrink(stay, f"{host.name} is drained")
+        await host.close("")
+        self.drained[host] = asyncio.get_running_loop().create_task(self._take_back(host, had), name=host.name)
+        return had
+
+    async def _take_back(self, host: RemoteHost, had: int) -> None:
+        """Gives a drained machine its engines back once an agent joins as this machine."""
+        while True:
+            await host.here.wait()
+            while self._at_work is not None:
+                await asyncio.wait([self._at_work])
+            try:
+                if had:
+                    await self._alone(self._grow([host] * had))
+                break
+            except Conflict as cause:
+                log.warning("%s is back, its engines are not: %s", host.name, cause)
+                if not host.absent:
+                    break  # POST /v1/admin/scale tries again
+        del self.drained[host]
 
     # ---- where the experts are ------------------------------------------------------------------------------
 

@@ -153,7 +153,8 @@ class Worker:
     def _build(self, build: commands.Build) -> int:
         from moeserve.cluster.build import make_rank
 
-        world = replace(build.world, rank=build.world.rank + self._tp_rank)
+        rank, host_rank = (start + self._tp_rank for start in (build.world.rank, build.world.host_rank))
+        world = replace(build.world, rank=rank, host_rank=host_rank)
         runner = make_rank(build.config, world, build.placement, grouped=True)
         runner.enter_thread()
         budget = runner.load(self._progress)

@@ -30,6 +30,13 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     last: StepRecord | None
 
 
+class MachineView(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine. state: here, missing (it is waited for) or drained (it may come back)."""
+
+    host: str
+    state: str
+
+
 class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one attempt to move experts. error: why it failed, "" if the placement is in force everywhere."""
 
@@ -72,11 +79,12 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int  # requests that wait for an engine
     engines: tuple[EngineView, ...]
     experts: ExpertsView | None
+    machines: tuple[MachineView, ...] = ()
 
 
 def fleet_view(fleet: Fleet) -> FleetView:
     """Returns what there is to see of a fleet now."""
-    loads = fleet.traffic.balancer.loads
+    loads, drained = fleet.traffic.balancer.loads, fleet.scaling.drained
     engines = []
     for engine in fleet.engines:
         load = loads.get(engine.rank)
@@ -102,6 +110,12 @@ def fleet_view(fleet: Fleet) -> FleetView:
         waiting=len(fleet.traffic.waiting),
         engines=tuple(engines),
         experts=fleet.experts.view() if fleet.experts is not None else None,
+        machines=tuple(
+            MachineView(
+                host=host.name, state="here" if not host.absent else "drained" if host in drained else "missing"
+            )
+            for host in (fleet.scaling.machines.hosts if fleet.engines else ())
+        ),
     )
 
 

@@ -10,7 +10,7 @@ class World:
     """One rank among `size`: engines of tp_size processes each, an engine's ranks side by side.
 
     ep: experts are sharded over all ranks; otherwise each rank has all of them. ranks_on_host: the number of ranks that
-    share this machine's cores and memory.
+    share this machine's cores and memory. host_rank: this rank's number among those.
     """
 
     rank: int = 0
@@ -18,6 +18,7 @@ class World:
     tp_size: int = 1
     ep: bool = True
     ranks_on_host: int = 1
+    host_rank: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

@@ -19,6 +19,7 @@ from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 from moeserve.messages import (
     Abort,
+    AbortAll,
     Drain,
     EngineIn,
     EngineOut,
@@ -134,6 +135,8 @@ class EngineCore(Actor[EngineIn]):
                 self._submit(msg)
             case Abort(rids=rids):
                 self._emit_rows(self.scheduler.abort(rids))
+            case AbortAll():
+                self._emit_rows(self.scheduler.abort_all())
             case Drain(deadline_s=deadline_s):
                 self._draining = True
                 self._deadline_s = min(self._deadline_s, self._clock() + deadline_s)

@@ -22,7 +22,7 @@ from moeserve.messages import Ready, StepRecord
 
 MAX_RETRY_AFTER_S = 60.0
 KV_FULL = 8  # with less than an eighth of the blocks free, they limit the sequences that run, and not their number
-EMPTY = 0.03  # share of the places that may be empty for want of a longer queue
+EMPTY = 0.01  # share of the places that may be empty for want of a longer queue
 COUNTED_ENDS = 8  # what comes is counted over the time of at least so many ends,
 COUNTED_WAIT = 0.25  # and of at least this part of the longest wait
 _KEPT = 0.95  # weight of what was measured before one more step, or one more end

@@ -6,13 +6,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.cluster.check_parallel import check_parallel
 from moeserve.cluster.fleet import Fleet
+from moeserve.cluster.host import Root
 from moeserve.cluster.link import EngineLink
 from moeserve.cluster.local_engine import LocalEngine
 from moeserve.config import Config
+from moeserve.errors import ConfigError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.notary import Notary
 from moeserve.loader.checkpoint import open_checkpoint
@@ -29,20 +32,34 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_front_end(
-    config: Config, *, child: bool, max_queued: int | None = None, max_wait_s: float = 0.0
+    config: Config,
+    *,
+    child: bool,
+    max_queued: int | None = None,
+    max_wait_s: float = 0.0,
+    prepared: Prepared | None = None,
 ) -> AsyncIterator[FrontEnd]:
     """Yields a running front end while the engine still loads (await `wait_ready()`).
 
     child: the engine gets a supervised process; otherwise it runs on this loop with a thread. Several ranks (dp, tp)
-    always have processes. max_queued, max_wait_s: see `Admission`. Raises ConfigError at once for errors that the
-    model's files show.
+    always have processes. max_queued, max_wait_s: see `Admission`. prepared: what `prepare` made.
+    Raises ConfigError at once for errors that the model's files show.
     """
     model_dir = resolve_model_dir(config.model.model)
     check_parallel(config, read_model_spec(model_dir))
-    link: EngineLink = Fleet(config) if child or config.parallel.num_ranks > 1 else LocalEngine(config)
+    link: EngineLink
+    if prepared is not None:
+        link = prepared.link
+    elif config.parallel.standby:
+        raise ConfigError("--standby: only `moeserve serve` has front ends of which one could stand by")
+    else:
+        link = Fleet(config) if child or config.parallel.num_ranks > 1 else LocalEngine(config)
     await link.start()  # first, because it takes longest
     try:
-        front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued, max_wait_s)
+        if prepared is not None:
+            front = prepared.front
+        else:
+            front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued, max_wait_s)
         life = asyncio.create_task(front.run(), name=front.name)
         try:
             yield front
@@ -51,6 +68,22 @@ async def open_front_end(
             await life
     finally:
         await link.close(5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A front end whose engines have not been started."""
+
+    link: Fleet
+    front: FrontEnd
+
+
+async def prepare(config: Config, root: Root, *, max_queued: int | None, max_wait_s: float) -> Prepared:
+    """Reads all that a front end needs, for `open_front_end` later. Raises ConfigError."""
+    link = Fleet(config, root)
+    model_dir = resolve_model_dir(config.model.model)
+    front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued, max_wait_s)
+    return Prepared(link, front)
 
 
 def _read_text_side(

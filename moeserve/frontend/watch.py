@@ -55,6 +55,7 @@ class Watch:
                 waiting=0,
                 engines=(self._only_engine(state, ready),),
                 experts=None,
+                machines={"node-0": "here"},
             )
         if view.experts is None and (loads := self._all_experts(ready)) is not None:
             experts = msgspec.structs.replace(loads.view(), why="every engine has all experts")

@@ -137,7 +137,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def _index(self) -> int:
         """Returns the device of this rank: the ranks of a host take the visible devices in turn."""
-        return self.world.rank % self.world.ranks_on_host % torch.cuda.device_count()
+        return self.world.host_rank % torch.cuda.device_count()
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         computed = torch.cuda.Event()  # type: ignore[no-untyped-call]

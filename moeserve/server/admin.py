@@ -1,4 +1,5 @@
-"""Changes to a server that runs: a request is aborted; engines are added, removed, or given other experts.
+"""Changes to a server that runs: a request is aborted; engines are added, removed, or given other experts; a
+machine is drained.
 
 POST /v1/admin/... needs a key of --admin-key-file.
 """
@@ -22,6 +23,12 @@ class ScaleRequest(Struct, kw_only=True):
     """dp: engines that share the requests."""
 
     dp: Annotated[int, Meta(ge=1, le=1024)]
+
+
+class DrainRequest(Struct, kw_only=True):
+    """machine: the --node-rank of the machine to take out of service."""
+
+    machine: Annotated[int, Meta(ge=0)]
 
 
 async def abort_request(call: HttpCall) -> web.StreamResponse:
@@ -49,6 +56,15 @@ async def scale(call: HttpCall) -> web.StreamResponse:
     began_s = time.monotonic()
     before = await fleet.scaling.scale(request.dp)
     return call.answer(ScaleResponse(dp=request.dp, before=before, took_s=time.monotonic() - began_s))
+
+
+async def drain(call: HttpCall) -> web.StreamResponse:
+    """Take a machine out of service: its experts and requests move, then its agent ends. It may join again."""
+    fleet = _fleet(call)
+    request = await call.read(DrainRequest)
+    began_s = time.monotonic()
+    before = await fleet.scaling.drain(request.machine)
+    return call.answer(ScaleResponse(dp=fleet.dp, before=before, took_s=time.monotonic() - began_s))
 
 
 async def rebalance(call: HttpCall) -> web.StreamResponse:

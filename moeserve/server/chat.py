@@ -11,8 +11,9 @@ from moeserve.frontend.generation import Delta
 from moeserve.server.answer import MARK, Chunks, collect, encode, stream_answer
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest
-from moeserve.server.conversation import ChatPart, Conversation, conversation, prompt_of
+from moeserve.server.conversation import Conversation, conversation, prompt_of
 from moeserve.server.logprobs import LogprobFormat
+from moeserve.text.answer_format import Part
 
 
 async def chat_completions(call: HttpCall) -> web.StreamResponse:
@@ -67,7 +68,7 @@ def _message(chat: Conversation, delta: Delta) -> protocol.ChatMessage:
     return message
 
 
-def _tool_call(part: ChatPart) -> dict[str, Any]:
+def _tool_call(part: Part) -> dict[str, Any]:
     return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
 
 
@@ -77,7 +78,7 @@ def _finish_reason(chat: Conversation, delta: Delta) -> str | None:
     return "stop" if named else delta.finish_reason
 
 
-def _choice_delta(part: ChatPart) -> protocol.ChoiceDelta:
+def _choice_delta(part: Part) -> protocol.ChoiceDelta:
     if part.kind == "content":
         return protocol.ChoiceDelta(content=part.text)
     if part.kind == "reasoning":
@@ -123,7 +124,10 @@ class ChatChunks(Chunks):
         if self._hides_reasoning:
             parts = [part for part in parts if part.kind != "reasoning"]
         if self._plain:
-            out = b"".join([self._part_frame(index, part) for part in parts])
+            # One part with most deltas: nothing to join.
+            out = b"" if not parts else self._part_frame(index, parts[0])
+            for part in parts[1:]:
+                out += self._part_frame(index, part)
         else:
             choices = [protocol.OpenChatChoice(index=index, delta=_choice_delta(part)) for part in parts]
             if delta.token_ids:
@@ -133,7 +137,7 @@ class ChatChunks(Chunks):
         ends = delta.finish_reason is not None
         return out + self.ending(index, delta, _finish_reason(self._chat, delta)) if ends else out
 
-    def _part_frame(self, index: int, part: ChatPart) -> bytes:
+    def _part_frame(self, index: int, part: Part) -> bytes:
         """Returns the frame of one part: all frames of a text are alike, except for the new text."""
         key = index, part.kind, part.number
         if (template := self._templates.get(key)) is None:

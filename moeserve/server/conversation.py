@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -23,22 +23,13 @@ from moeserve.server.answer import Counts, RunningRequest, encode, running_reque
 from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest, Tools, chat_messages, chat_params, chat_tools
 from moeserve.server.requests import check_chars
-from moeserve.text.answer_format import AnswerFormat
+from moeserve.text.answer_format import AnswerFormat, Part
 from moeserve.text.answer_parser import joined
 from moeserve.text.structured_outputs import either, grammar_of
 from moeserve.text.tokenizer import unshield
 
 if TYPE_CHECKING:
     from moeserve.server.tokenize import TokenizeRequest
-
-
-class ChatPart(NamedTuple):
-    """A `Part` of an answer. number: of the tool call that it begins or belongs to, from 0; id: that call's."""
-
-    kind: Literal["content", "reasoning", "call", "arguments"]
-    text: str
-    number: int = -1
-    id: str = ""
 
 
 class Conversation:
@@ -60,23 +51,20 @@ class Conversation:
         self.num_earlier = 0
         self._ids: list[list[str]] = [[] for _ in range(params.n)]  # of each choice's calls
 
-    def parts(self, delta: Delta) -> list[ChatPart]:
+    def parts(self, delta: Delta) -> list[Part]:
         """Returns the parts of a delta, each of which has to come here once and in order. Where a choice ends that
         called a tool, its finish_reason becomes "tool_calls"."""
         if not self.parsed:
-            return [ChatPart("content", delta.text)] if delta.text else []
-        found, ids = delta.parts, self._ids[delta.index]
-        if len(found) > 1:
-            found = joined(found)
-        parts = []
-        for kind, text in found:
-            if kind == "content" or kind == "reasoning":
-                parts.append(ChatPart(kind, text))
-                continue
-            if kind == "call":
+            return [Part("content", delta.text)] if delta.text else []
+        parts, ids = delta.parts, self._ids[delta.index]
+        if len(parts) > 1:
+            parts = joined(parts)
+        for i, part in enumerate(parts):
+            if part.kind == "call":
                 assert self.front.answer_format is not None
-                ids.append(self.front.answer_format.call_id(text, self.num_earlier + len(ids)))
-            parts.append(ChatPart(kind, text, len(ids) - 1, ids[-1]))
+                ids.append(self.front.answer_format.call_id(part.text, self.num_earlier + len(ids)))
+            if part.kind == "call" or part.kind == "arguments":
+                parts[i] = part._replace(number=len(ids) - 1, id=ids[-1])
         if ids and delta.finish_reason == "stop":
             delta.finish_reason = "tool_calls"
         return parts

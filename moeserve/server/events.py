@@ -7,7 +7,8 @@ from typing import Any
 
 from moeserve.frontend.generation import Delta
 from moeserve.server.answer import encode
-from moeserve.server.conversation import ChatPart, Conversation
+from moeserve.server.conversation import Conversation
+from moeserve.text.answer_format import Part
 
 
 class EventFrames:
@@ -21,7 +22,7 @@ class EventFrames:
         self._streams = streams
         self._frames = bytearray()
 
-    def add(self, parts: list[ChatPart], delta: Delta) -> None:
+    def add(self, parts: list[Part], delta: Delta) -> None:
         """Adds what is new of the answer."""
         raise NotImplementedError
 

@@ -39,6 +39,7 @@ def expert_status(front: FrontEnd) -> protocol.ExpertStatus:
         num_layers=shape[0],
         num_experts=shape[1],
         engines=[_engine(engine, front.stats.engines[engine.rank]) for engine in view.engines],
+        machines=view.machines,
         ranks=_ranks(view, placement, loads_LR.sum(0)),
         balance=_balance(balance(loads_LR), balance(recent_LE)),
         load=protocol.ExpertLoads(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
@@ -82,7 +83,7 @@ def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[p
     return [
         protocol.ExpertRank(
             rank=rank,
-            engine=rank // view.tp,
+            engine=view.engines[rank // view.tp].rank,
             tp_rank=rank % view.tp,
             slots=placement.experts_per_rank,
             share=round(float(loads_R[rank] / loads_R.sum()), 4) if counted and rank < len(loads_R) else None,

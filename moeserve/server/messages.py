@@ -14,11 +14,12 @@ from moeserve.frontend.generation import Delta
 from moeserve.protocol import Answer
 from moeserve.server.answer import Counts, stream_answer
 from moeserve.server.app import HttpCall
-from moeserve.server.conversation import ChatPart, Conversation, conversation, prompt_of
+from moeserve.server.conversation import Conversation, conversation, prompt_of
 from moeserve.server.errors import error_body
 from moeserve.server.events import EventFrames
 from moeserve.server.items import fields_named
 from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
+from moeserve.text.answer_format import Part
 
 _NAMES = {"response_format.json_schema.schema": "output_config.format.schema"}  # of a chat's fields here
 
@@ -144,7 +145,7 @@ class RunningMessage(EventFrames):
         self._texts: list[str] = []
         self.message = MessageAnswer(id=f"msg_{call.id}", model=chat.front.model_name, usage=_usage(chat.counts))
 
-    def add(self, parts: list[ChatPart], delta: Delta) -> None:
+    def add(self, parts: list[Part], delta: Delta) -> None:
         """Adds what is new of the answer. Raises RequestAborted if its id ended it, EngineLost if the server did."""
         for part in parts:
             if part.kind == "call" or type(self._open) is not _BLOCKS[part.kind]:
@@ -159,7 +160,7 @@ class RunningMessage(EventFrames):
     def finish(self) -> None:
         """Ends the message."""
         if self._open is None and not self.message.content:  # clients expect a block
-            self._begin(ChatPart("content", ""))
+            self._begin(Part("content", ""))
         self._close()
         reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(self._end.finish_reason or "", "end_turn")
         if reason == "max_tokens" and self._chat.counts.completion_tokens < self._max_tokens:
@@ -189,7 +190,7 @@ class RunningMessage(EventFrames):
         body = error_body(error, request_id, anthropic=True)
         return self._taken() + b"event: error\ndata: " + body + b"\n\n"
 
-    def _begin(self, part: ChatPart) -> None:
+    def _begin(self, part: Part) -> None:
         block: Block = TextBlock()
         if part.kind == "reasoning":
             block = ThinkingBlock()

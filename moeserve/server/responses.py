@@ -16,7 +16,7 @@ from moeserve.frontend.generation import Delta
 from moeserve.protocol import CachedTokens, TokenLogprob
 from moeserve.server.answer import Counts, encode, stream_answer
 from moeserve.server.app import HttpCall
-from moeserve.server.conversation import ChatPart, Conversation, conversation, prompt_of
+from moeserve.server.conversation import Conversation, conversation, prompt_of
 from moeserve.server.errors import error_message
 from moeserve.server.events import EventFrames
 from moeserve.server.file_objects import Deleted, page
@@ -35,6 +35,7 @@ from moeserve.server.responses_events import (
     ResponseUsage,
 )
 from moeserve.server.responses_request import ResponsesRequest, TextConfig, TextFormat
+from moeserve.text.answer_format import Part
 
 _NAMES = {  # of a chat's fields here
     "messages": "input",
@@ -137,7 +138,7 @@ class RunningResponse(EventFrames):
         self.response = _response(call, request, chat, key)
         self._output = ResponseOutput(self.response.output, key, self._emit)
 
-    def add(self, parts: list[ChatPart], delta: Delta) -> None:
+    def add(self, parts: list[Part], delta: Delta) -> None:
         """Adds what is new of the answer."""
         rows: list[TokenLogprob] = []
         if self._form is not None:

@@ -12,9 +12,9 @@ from typing import Any
 from msgspec import Struct, field
 
 from moeserve.protocol import Answer, CachedTokens, TokenLogprob
-from moeserve.server.conversation import ChatPart
 from moeserve.server.file_objects import Page
 from moeserve.server.responses_request import FunctionTool, ReasoningConfig, TextConfig
+from moeserve.text.answer_format import Part
 
 
 class OutputText(Struct, tag="output_text", kw_only=True):
@@ -174,7 +174,7 @@ class ResponseOutput:
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []  # not yet told
 
-    def add(self, parts: list[ChatPart], logprobs: list[TokenLogprob]) -> None:
+    def add(self, parts: list[Part], logprobs: list[TokenLogprob]) -> None:
         """Adds new parts of the answer."""
         self._logprobs += logprobs
         for part in parts:
@@ -209,10 +209,10 @@ class ResponseOutput:
     def end(self, status: str = "completed") -> None:
         """Ends the answer. One without parts has an empty message, so that clients find a text."""
         if not self._items:
-            self._begin(ChatPart("content", ""))
+            self._begin(Part("content", ""))
         self.close(status)
 
-    def _begin(self, part: ChatPart) -> None:
+    def _begin(self, part: Part) -> None:
         number = len(self._items)
         item: OutputItem
         if part.kind == "call" or part.kind == "arguments":

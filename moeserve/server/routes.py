@@ -112,6 +112,7 @@ ROUTES = (
     Route("GET", "/v1/models/", status.retrieve_model, None, protocol.ModelCard),
     Route("DELETE", "/v1/requests/", admin.abort_request, None, protocol.Aborted),
     Route("POST", "/v1/admin/scale", admin.scale, admin.ScaleRequest, protocol.ScaleResponse),
+    Route("POST", "/v1/admin/drain", admin.drain, admin.DrainRequest, protocol.ScaleResponse),
     Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
     Route("POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=trace.TraceQuery),
     Route("GET", "/v1/experts", status.experts, None, _EXPERTS, _EXPERTS, status.WatchQuery),

@@ -18,14 +18,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from moeserve.cluster.host import Root
 from moeserve.cluster.launch.protocol import report
 from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, Overloaded
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.open import open_front_end
+from moeserve.frontend.journal_feed import follow, succeeding
+from moeserve.frontend.open import open_front_end, prepare
 from moeserve.messages import Ready
 from moeserve.server.access_log import AccessLog, Observer
 from moeserve.server.app import App, Context
@@ -53,19 +56,48 @@ def serve(config: Config) -> int:
     """Runs until a signal comes; returns the exit code. Raises ConfigError or EngineDied if the server cannot go on."""
     set_up_logging(config.server.log_level, config.server.log_format)
     raise_file_limit()
+    ports = [config.server.port] + ([] if config.server.metrics_port is None else [config.server.metrics_port])
+    sockets = [bind(config.server, port) for port in ports]
+    if config.parallel.standby:
+        from moeserve.server.standby import keep_front_ends  # here, because it needs what starts engines
+
+        return keep_front_ends(config, sockets)
+    context = _context(config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        open_it = partial(open_front_end, config, child=True, **_limits(config))
+        return runner.run(run(context, sockets[0], open_it, *sockets[1:]))
+
+
+def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn: SimpleQueue[bytes]) -> int:
+    """Does the same as one front end of several: prepares all that it can, and serves from its turn on."""
+    raise_file_limit()
+    context = _context(config)
+
+    async def wait_and_run() -> int:
+        """Runs when it is time."""
+        ours = asyncio.Event()
+        following = asyncio.create_task(follow(root, config.server.resume_window, ours), name="journal")
+        prepared = await prepare(config, root, **_limits(config))
+        await asyncio.to_thread(turn.get)
+        context.began = time.monotonic()
+        ours.set()
+        streams = list((await following).streams.values())
+        opened = open_front_end(config, child=True, prepared=prepared)
+        return await run(context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:])
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(wait_and_run())
+
+
+def _limits(config: Config) -> dict[str, Any]:
+    return {"max_queued": config.server.max_queued_requests, "max_wait_s": config.server.max_queue_wait}
+
+
+def _context(config: Config) -> Context:
+    """Returns the state that all HTTP handlers share. Raises ConfigError."""
     context = Context(config.server, Auth(config.server), tls=tls_of(config.server))
     context.observers += _observers(config)
-    sock = bind(config.server)
-    metrics_sock = None if config.server.metrics_port is None else bind(config.server, config.server.metrics_port)
-    open_it = partial(
-        open_front_end,
-        config,
-        child=True,
-        max_queued=config.server.max_queued_requests,
-        max_wait_s=config.server.max_queue_wait,
-    )
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(run(context, sock, open_it, metrics_sock))
+    return context
 
 
 def _observers(config: Config) -> list[Observer]:

@@ -17,11 +17,14 @@ Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "descripti
 class Part(NamedTuple):
     """A piece of an answer. kind: "call" begins a tool call, whose name is `text`; "arguments" belong to the last.
 
-    The joined arguments of a call are the text of one JSON object.
+    The joined arguments of a call are the text of one JSON object. number: of the tool call that it begins or belongs
+    to, from 0; id: that call's. A conversation sets them (`server/conversation.py`).
     """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
+    number: int = -1
+    id: str = ""
 
 
 class AnswerParser(Protocol):

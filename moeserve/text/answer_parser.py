@@ -172,6 +172,9 @@ class _Flow:
 
     def add(self, piece: str) -> None:
         """Adds a piece."""
+        if piece[-1:] not in _SPACES and not (self._space or self.is_empty):  # as most are
+            self._parts.append(Part(self._kind, piece))
+            return
         text = piece.rstrip(_SPACES)
         space = piece[len(text) :]
         if text:

@@ -31,6 +31,17 @@ def script(body: str) -> list[str]:
     return [sys.executable, "-c", head + textwrap.dedent(body)]
 
 
+FURTHER = """
+from queue import SimpleQueue
+from moeserve.actor.guard import adopt
+queue = SimpleQueue()
+print("got", adopt(queue.put).decode(), flush=True)
+while True:
+    text = queue.get().decode()
+    print("got", text if len(text) < 99 else f"{len(text)} bytes", flush=True)
+"""
+
+
 class Lines(list[str]):
     """Collects a child's log; `seen` waits for a line."""
 
@@ -107,6 +118,21 @@ def test_a_death_at_start_is_told_at_once_with_exit_code_and_last_lines(run: Run
         assert str(death).startswith(f"engine (pid {death.pid}) exited with code 1 after ")
         assert str(death).endswith("\n    no such model: x")
         assert "its last log lines:" in str(death)
+
+    run(main())
+
+
+def test_a_child_that_runs_gets_further_documents(run: Run) -> None:
+    async def main() -> None:
+        command = [sys.executable, "-c", FURTHER]
+        log, others = Lines(), Lines()
+        child = Child.start("engine", command, b'"first"', forward=log)
+        child.hand_over(b'"second"')  # may arrive together with the first one
+        await log.seen("got", times=2)
+        child.hand_over(b'"%s"' % (b"x" * 200_000), others)  # more than a pipe holds by itself
+        await others.seen("got")
+        await child.stop(5.0)
+        assert (log, others) == (['got "first"', 'got "second"'], ["got 200002 bytes"])
 
     run(main())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from unittest.mock import MagicMock
+
 import pytest
 
 from moeserve.cli.main import main
@@ -16,7 +19,7 @@ from moeserve.cli.main import main
         ("--local 2 -- serve --nnodes 2", "--nnodes: leave it out"),
         ("--local 2 -- serve --node-rank 1", "--node-rank: leave it out"),
         ("--local 2 -- serve --cluster-key-file k", "--cluster-key-file: leave it out"),
-        ("--local 2 -- serve --dp 3", "--dp 3 engines cannot be shared evenly by 2 machines, --dp 4 can"),
+        ("--local 3 -- serve --dp 2", "--dp 2: 3 machines need an engine each, --dp 3 at least"),
         ("--hosts a:8,b:8 -- serve --dp 4 --tp 2", "--dp 4 contradicts slots=8: 2 machines have 8 engines of --tp 2"),
         ("--hosts a:3,b:3 -- serve --tp 2", "slots=3 cannot be shared by engines of --tp 2"),
         ("--hosts a,,b -- serve", "--hosts: '' is no host"),
@@ -24,15 +27,22 @@ from moeserve.cli.main import main
         ("--slurm -- serve", "salloc --nodes N --no-kill"),
         ("--local 2 --python x -- serve", "--python is only for --hosts or --hostfile"),
         ("--local 2 --ssh-option A=b -- serve", "--ssh-option is only for"),
-        ("--local 2 --nodes 2 -- serve", "--nodes is only for --print"),
-        ("--print slurm --nodes 2 --image x -- serve", "--image is only for --print lws or --print compose"),
+        ("--local 2 --nodes 2 -- serve", "--nodes is only for --print, --kubernetes or --ray"),
+        ("--print slurm --nodes 2 --image x -- serve", "--image is only for --kubernetes, --print lws or"),
         ("--print lws -- serve", "--print lws needs --nodes N"),
         ("--local 2 --env NOT_SET_ANYWHERE -- serve", "--env NOT_SET_ANYWHERE: must be NAME=VALUE"),
         ("--local 2 --max-restarts -- -1", "expected one argument"),
         ("--hosts a --slurm -- serve", "not allowed with argument"),
-        ("--ray -- serve", "'--ray' is not known here"),
-        ("--kubernetes -- serve", "'--kubernetes' is not known here"),
-        ("-- serve", "say where: --hosts, --hostfile, --slurm, --local or --print"),
+        ("--ray --gpus-per-node x -- serve", "--gpus-per-node x: must be a number from 0 to 1024"),
+        ("--ray --nodes 0 -- serve", "--nodes 0: must be a number from 1 to 1024"),
+        ("--ray --ray-placement near -- serve", "invalid choice: 'near'"),
+        ("--local 2 --ray-address x -- serve", "--ray-address is only for --ray"),
+        ("--local 2 --namespace x -- serve", "--namespace is only for --kubernetes"),
+        ("--kubernetes --image x -- serve", "--kubernetes needs --nodes N"),
+        ("--kubernetes --nodes 2 -- serve", "--kubernetes needs --image IMAGE"),
+        ("--kubernetes --nodes 2 --image x --env A=b -- serve", "--env is only for parts that it starts itself"),
+        ("--kubernetes --nodes 2 --image x -- serve --dp 3", "cannot be shared evenly by 2 machines"),
+        ("-- serve", "say where: --hosts, --hostfile, --slurm, --ray, --kubernetes, --local or --print"),
         ("--local 2 -- serve --prot 1", "did you mean --port?"),
     ],
 )
@@ -42,6 +52,21 @@ def test_what_cannot_be_launched(words: str, why: str, capsys: pytest.CaptureFix
     except SystemExit as ended:
         code = ended.code  # type: ignore[assignment]
     assert (code, why in (err := capsys.readouterr().err) or err) == (2, True)
+
+
+def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["launch", "--ray", "--nodes", "2", "--", "serve"]) == 2
+    assert "pip install 'moeserve[ray]'" in capsys.readouterr().err
+
+
+def test_an_address_where_no_ray_listens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray itself would try for minutes. What is imported here is no part of the answer."""
+    for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    for address in ("127.0.0.1:1", "here", "127.0.0.1:x"):
+        assert main(["launch", "--ray", "--ray-address", address, "--", "serve"]) == 2
+        assert f"--ray-address {address}: " in capsys.readouterr().err
 
 
 def test_numbers_of_machines_in_the_environment(

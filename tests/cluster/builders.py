@@ -214,3 +214,8 @@ def two_only(config: Config, role: Role, progress: Progress) -> Built:
 
 def second_crashes(config: Config, role: Role, progress: Progress) -> Built:
     return crash(config, role, progress) if role.world.dp_rank == 1 else paced(config, role, progress)
+
+
+def newcomers_load_for_ever(config: Config, role: Role, progress: Progress) -> Built:
+    """Two engines serve; those of a larger fleet never come up."""
+    return slow(config, role, progress) if role.world.size > 2 else paced(config, role, progress)

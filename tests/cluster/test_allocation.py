@@ -181,8 +181,8 @@ def test_flags_win_but_do_not_contradict() -> None:
         apply(ParallelConfig(dp=4, nnodes=4), {"nnodes"}, LWS)
     with pytest.raises(ConfigError, match=r"^--node-rank is 0, LWS says 1: leave it out"):
         apply(ParallelConfig(dp=2), {"node_rank"}, LWS)
-    with pytest.raises(ConfigError, match=r"^--dp 3 engines .* the 2 machines of LWS; .* --dp 4; --nnodes 1 serves"):
-        apply(ParallelConfig(dp=3), {"dp"}, LWS)
+    with pytest.raises(ConfigError, match=r"^--dp 1: the 2 machines of LWS .* --dp 2 at least; --nnodes 1 serves"):
+        apply(ParallelConfig(dp=1), {"dp"}, LWS)
 
 
 def test_an_ipv6_address_is_bracketed() -> None:

@@ -21,7 +21,7 @@ import pytest
 from moeserve.actor.handshake import keys_of
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.node import NodeAgent
+from moeserve.cluster.node import NodeAgent, dial
 from moeserve.cluster.order import EngineOrder, Role
 from moeserve.cluster.rendezvous import Admitted
 from moeserve.config import Config, ParallelConfig, config_of
@@ -133,7 +133,7 @@ async def test_engines_of_two_machines_serve_as_one_fleet(cluster: Callable[...,
         assert [engine.num_requests for engine in front.fleet.view.engines] == [4, 4]
         assert await streams == answers(8, 100)
     node.ends()
-    assert "machine 0 stops, and so do we" in node.log.read_text()
+    assert "machine 0 stops or drains this machine" in node.log.read_text()
     assert SECRET not in node.log.read_text()
     assert not remote.is_running()
 
@@ -211,8 +211,8 @@ async def test_log_lines_and_last_words_come_here(cluster: Callable[..., Cluster
 async def test_an_engine_keeps_its_sockets_in_its_machines_folder(tmp_path: Path) -> None:
     config = config_of("demo")
     admitted = Admitted(address=f"ipc://{tmp_path / 'nobody'}", token="t")
-    agent = NodeAgent(config, LocalHost(str(tmp_path)), admitted, keys_of(SECRET.encode()))
+    agent = NodeAgent(config, LocalHost(str(tmp_path)), dial(admitted, keys_of(SECRET.encode())))
     order = EngineOrder(config=config, address="tcp://a:1", token="t", born_s=0.0, role=Role(folder="elsewhere"))
-    local = msgspec.json.decode(agent._made_local(msgspec.json.encode(order)), type=EngineOrder)
+    local = agent._made_local(msgspec.json.encode(order))
     agent._wire.close()
     assert local.role.folder == str(tmp_path)

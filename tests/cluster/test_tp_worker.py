@@ -219,8 +219,8 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
     if forked:
         host.keep(config(tp=2))
     fleet: Any = ear
-    process = EngineHandle(fleet, 0, PAIR, config(tp=2), policy=RestartPolicy(first_pause_s=0.05, max_deaths=1))
-    process.start(host)
+    process = EngineHandle(fleet, 0, host, config(tp=2), policy=RestartPolicy(first_pause_s=0.05, max_deaths=1))
+    process.start(PAIR)
     try:
         ready: Ready = await ear.heard(Ready)
         assert (ready.num_moe_layers, ready.num_experts, ready.expert_bytes) == (4, 8, 3 * 256 * 320 * 2)

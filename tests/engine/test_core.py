@@ -17,6 +17,7 @@ from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.messages import (
     Abort,
+    AbortAll,
     Drain,
     EngineIn,
     EngineOut,
@@ -152,6 +153,21 @@ async def test_an_abort_is_answered_before_the_next_result() -> None:
         await e.quiet()
         assert e.tokens(0)[1] == "abort"
         assert not e.scheduler.has_work
+
+
+async def test_requests_whose_front_end_is_gone_end_and_others_may_come() -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT))
+        e.inbox.put(submit_of(1, PROMPT))
+        await e.quiet()
+        e.inbox.put(AbortAll())
+        e.runner.let(1)
+        await e.quiet()
+        assert e.tokens(0)[1] == e.tokens(1)[1] == "abort"
+        assert not e.scheduler.has_work
+        e.inbox.put(submit_of(2, PROMPT))
+        await e.quiet()
+        assert e.scheduler.has_work
 
 
 async def test_gauges_are_told_where_no_step_follows_an_abort() -> None:

@@ -51,7 +51,7 @@ def longest_queue(found: Admission, now_s: float) -> int:
     return 50
 
 
-@pytest.mark.parametrize(("per_end", "longest"), [(0.5, 50), (0.9, 50), (2.0, 4), (4.0, 1), (10.0, 0)])
+@pytest.mark.parametrize(("per_end", "longest"), [(0.5, 50), (0.9, 50), (2.0, 5), (4.0, 2), (10.0, 1), (100.0, 0)])
 def test_the_more_come_the_fewer_wait(per_end: float, longest: int) -> None:
     found = admission(max_wait_s=100.0)
     now_s = come(found, per_end, 200)
@@ -66,7 +66,7 @@ def test_a_burst_is_no_overload() -> None:
     found.came(90, NOW_S)
     assert longest_queue(found, NOW_S) >= 40
     found.came(1000, NOW_S)
-    assert longest_queue(found, NOW_S) == 0
+    assert longest_queue(found, NOW_S) == 1
     never = admission(max_wait_s=0.0)
     never.came(1000, NOW_S)
     assert longest_queue(never, NOW_S) == 50
@@ -79,7 +79,7 @@ def test_what_came_too_much_comes_back_when_it_could_have_been_served() -> None:
     found = admission()  # counts over 2 s: eight ends of 0.25 s
     now_s = come(found, 10.0, 60)
     with pytest.raises(Overloaded, match=r"10\.\d times as many") as caught:
-        found.check(4, 1, READY, now_s)
+        found.check(5, 1, READY, now_s)
     assert caught.value.retry_after_s == pytest.approx(9 * 2.0, rel=0.1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 from .conftest import Server, free_port
-from .test_expert_parallel import BODIES, BOOT_S, tokens
+from .test_expert_parallel import ADMIN, BODIES, BOOT_S, tokens
 from .test_faults import until
 
 HERE = [body | {"max_tokens": 60} for body in BODIES[:4]]
@@ -73,6 +74,7 @@ class Machines:
         self.rendezvous = f"{network.address}:{free_port()}"
         self.processes: list[subprocess.Popen[bytes]] = []
         self.key("key", "the secret of two machines")
+        self.key("admin", "root")
         self.port = free_port()
         self.log = folder / "machine-0"
         self.pair: Pair | None = None
@@ -92,6 +94,7 @@ class Machines:
 
     def first(self) -> Server:
         key = ["--cluster-key-file", str(self.folder / "key")]
+        key += ["--admin-key-file", str(self.folder / "admin")]
         process = self._start(self.log, (), ["--port", str(self.port), "--rendezvous", self.rendezvous, *key])
         return Server(process, self.port, self.log)
 
@@ -204,6 +207,26 @@ async def test_a_lost_machine_costs_no_token(pair: Pair, machines: Machines, alo
     await until(lambda: pair.server.get("/readyz")[0] == 200, BOOT_S)
 
 
+async def test_a_drained_machine_costs_no_token_and_may_return(
+    pair: Pair, machines: Machines, alone: list[list[int]]
+) -> None:
+    seen: list[list[int]] = [[] for _ in HERE]
+    streams = asyncio.create_task(ask(pair.server.url, seen))
+    await until(lambda: all(len(mine) >= 10 for mine in seen))
+    async with aiohttp.ClientSession() as session:
+        for machine, status, said in ((0, 400, "answers HTTP"), (1, 200, '"engines":1,"dp":1'), (1, 409, "drained")):
+            body, url = {"machine": machine}, pair.server.url + "/v1/admin/drain"
+            async with session.post(url, json=body, headers=ADMIN) as answer:
+                assert (answer.status, said in await answer.text()) == (status, True), await answer.text()
+    assert pair.node.wait(10) == 0
+    assert await streams == alone
+    assert pair.server.get("/readyz")[0] == 200
+    assert states(pair.server) == (["serving"], ["here", "drained"])
+    pair.node, pair.log = machines.node("returned"), "returned"
+    await until(lambda: states(pair.server) == (["serving"] * 2, ["here"] * 2), BOOT_S)
+    assert await ask(pair.server.url, [[] for _ in HERE]) == alone
+
+
 def test_without_machine_0_all_others_end(pair: Pair, machines: Machines) -> None:
     """Its own engines, those of the other machine, and what forked them."""
     ours = psutil.Process(pair.server.process.pid).children(recursive=True)
@@ -214,6 +237,12 @@ def test_without_machine_0_all_others_end(pair: Pair, machines: Machines) -> Non
     assert pair.node.wait(10) == 1
     assert "serve: machine 0 is lost: the connection was closed" in (machines.folder / pair.log).read_text()
     assert psutil.wait_procs([*ours, *theirs], timeout=10)[1] == []
+
+
+def states(server: Server) -> tuple[list[str], list[str]]:
+    """Of engines, and of machines."""
+    status = json.loads(server.get("/v1/experts")[1])
+    return [engine["state"] for engine in status["engines"]], [machine["state"] for machine in status["machines"]]
 
 
 def phase(server: Server) -> str:

@@ -55,7 +55,7 @@ class Group:
     """`size` engines of one rank each."""
 
     def __init__(self, path: Path, size: int, directory: Path, **settings: Any) -> None:
-        worlds = [World(rank=rank, size=size, ranks_on_host=size) for rank in range(size)]
+        worlds = [World(rank=rank, size=size, ranks_on_host=size, host_rank=rank) for rank in range(size)]
         self.engines = [Engine(runner_of(path, world, **settings)) for world in worlds]
         self.epoch = 0
         self.step = 0

@@ -160,7 +160,7 @@ def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number:
 @pytest.mark.parametrize(("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off")])
 def test_two_ranks_give_the_bits_of_one(graphs: str, dbo: str, tmp_path: Path) -> None:
     expected = alone()
-    drivers = [driver_of(World(rank=rank, size=2, ranks_on_host=2), graphs, dbo) for rank in range(2)]
+    drivers = [driver_of(World(rank=rank, size=2, ranks_on_host=2, host_rank=rank), graphs, dbo) for rank in range(2)]
     members = members_of(2, str(tmp_path))
     together([lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)])  # type: ignore[misc]
     (left, right), (a, b, c) = drivers, [Request(list(prompt), greedy()) for prompt in PROMPTS]

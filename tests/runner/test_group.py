@@ -284,7 +284,7 @@ async def test_a_group_of_one_grows_and_shrinks(path: Path, tmp_path: Path, expe
     await one.run([(first, 16)])
     assert one.engines[0].model.placement is not None
     layers, experts = one.engines[0].model.placement.experts_LS.shape
-    newcomer = Engine(runner_of(path, World(rank=1, size=2, ranks_on_host=2), all2all=FAST))
+    newcomer = Engine(runner_of(path, World(rank=1, size=2, ranks_on_host=2, host_rank=1), all2all=FAST))
     await newcomer.prepare()
     one.engines.append(newcomer)
     await one.engines[0].runner.leave()

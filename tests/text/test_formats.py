@@ -123,7 +123,7 @@ def read(answer_format, pieces, tools=TOOLS, **options):
     for piece in pieces:
         parts += parser.push(piece)
     texts, calls = {"content": "", "reasoning": ""}, []
-    for kind, text in [*parts, *parser.push("", final=True)]:
+    for kind, text, *_ in [*parts, *parser.push("", final=True)]:
         if kind == "call":
             calls.append([text, ""])
         elif kind == "arguments":

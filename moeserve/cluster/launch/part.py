@@ -1,4 +1,4 @@
-"""The part of one machine: `python -m moeserve.cluster.launch.part`, which ssh, srun or the launcher itself starts.
+"""The part of one machine: `python -m moeserve.cluster.launch.part`, which ssh, srun, Ray or the launcher starts.
 
 It runs `moeserve serve` and ends with it. Its stdin is the launcher: end-of-file, or silence for a minute, means that
 the launcher or the network is gone, and then everything here ends. The secret comes over stdin too and stays in memory:
@@ -54,11 +54,11 @@ def main() -> int:
 
 
 def _own_address(way: str) -> str:
-    """Returns this machine's address on the network by which it was reached."""
+    """Returns this machine's address on the network by which it was reached. way: ssh, slurm, or that address."""
     if way == "ssh":
         return os.environ["SSH_CONNECTION"].split()[2]
-    if way == "local":
-        return "127.0.0.1"
+    if way != "slurm":
+        return way
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or os.environ["SLURM_SRUN_COMM_HOST"]
     with socket.socket(socket.AF_INET6 if ":" in launcher else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((launcher, 9))  # sends nothing, but chooses our address

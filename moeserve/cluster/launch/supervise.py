@@ -15,7 +15,8 @@ from contextlib import suppress
 
 from moeserve.actor.process import to_stderr
 from moeserve.cluster.heartbeat import UNHEALTHY_S
-from moeserve.cluster.launch.machine import Machine, PartNotStarted
+from moeserve.cluster.launch.connection import PartNotStarted
+from moeserve.cluster.launch.machine import Machine
 from moeserve.cluster.launch.protocol import DRAIN, KILL, Order, PartHello
 from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moeserve.cluster.allocation import expand
+from moeserve.cluster.launch.connection import Connection, ProcessConnection
 from moeserve.cluster.launch.hosts import Host
 from moeserve.errors import ConfigError
 
-_PART = ("-m", "moeserve.cluster.launch.part")
+PART = ("-m", "moeserve.cluster.launch.part")
 _SSH = {  # the first value that ssh sees of an option counts
     "BatchMode": "yes",  # never ask
     "ConnectTimeout": "5",
@@ -34,10 +35,14 @@ class LaunchTarget:
     command: tuple[str, ...]
     remedy: str = ""
 
+    async def connect(self) -> Connection:
+        """Starts the part. Raises ConfigError where the command is not installed."""
+        return await ProcessConnection.open(self.command)
+
 
 def on_this_machine(number: int) -> list[LaunchTarget]:
     """Returns `number` machines that are all this one."""
-    return [LaunchTarget(f"local-{rank}", (sys.executable, *_PART, "local")) for rank in range(number)]
+    return [LaunchTarget(f"local-{rank}", (sys.executable, *PART, "127.0.0.1")) for rank in range(number)]
 
 
 def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) -> list[LaunchTarget]:
@@ -46,7 +51,7 @@ def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) 
     for option in options:
         if "=" not in option or option.startswith(("-", "=")):
             raise ConfigError(f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222")
-    remote = f"{python or shlex.quote(sys.executable)} {' '.join(_PART)} ssh"
+    remote = f"{python or shlex.quote(sys.executable)} {' '.join(PART)} ssh"
     words = [f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in _SSH.items()))]
     return [LaunchTarget(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY) for host in hosts]
 
@@ -66,6 +71,6 @@ def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
         raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r:.100}: {error}") from None
     step = ("--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
     return [
-        LaunchTarget(it, ("srun", *step, f"--nodelist={it}", sys.executable, *_PART, "slurm"), _SLURM_REMEDY)
+        LaunchTarget(it, ("srun", *step, f"--nodelist={it}", sys.executable, *PART, "slurm"), _SLURM_REMEDY)
         for it in names
     ]

@@ -6,6 +6,7 @@ NumPy only: this runs in the front end. One placement is on its way at a time.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,7 @@ class Rebalancer:
 
     current: the placement for a Join. pending: the one that was proposed and is not in force yet. why: the last
     decision, in words. moved_bytes: fetched since the start, by all ranks that reported. expert_bytes: of one expert in
-    one layer.
+    one layer. nodes: under the ranks of `current`.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Rebalancer:
         self.load_LE = np.zeros((placement.num_layers, placement.num_experts))  # fades with half_life_s
         self.expert_bytes = expert_bytes
         self._gate = gate
-        self._nodes = nodes
+        self.nodes = nodes
         self._bytes_per_s = gate.bytes_per_s
         self._newest = placement.version
         self._noted_s: float | None = None
@@ -89,7 +90,7 @@ class Rebalancer:
         if not force and (reason := self._too_early(now_s)):
             self.why = reason
             return None
-        new = solve(self.load_LE, self.current, self._newest + 1, self._nodes)
+        new = solve(self.load_LE, self.current, self._newest + 1, self.nodes)
         worth, self.why = self._weigh(new)
         if not worth and not (force and self._saving(new) > 0):
             self._not_before_s = now_s + self._gate.interval_s
@@ -127,11 +128,13 @@ class Rebalancer:
         self._newest = max(self._newest, placement.version)
         self.why = f"placement {placement.version} came with a new epoch"
 
-    def rescaled(self, num_ranks: int, redundant: int) -> Placement:
-        """Returns the placement with which to Join another number of ranks; call `joined` with it then."""
+    def rescaled(
+        self, num_ranks: int, redundant: int, nodes: Nodes | None = None, was: Sequence[int] | None = None
+    ) -> Placement:
+        """Returns the placement with which to Join other ranks; call `joined` with it then. was: see `rescaled`."""
         load_LE = self.load_LE if self.load_LE.any() else None
         self._newest += 1
-        return rescaled(self.current, num_ranks, redundant, self._newest, load_LE, self._nodes)
+        return rescaled(self.current, num_ranks, redundant, self._newest, load_LE, nodes or self.nodes, was)
 
     def _too_early(self, now_s: float) -> str:
         if now_s < self._not_before_s:

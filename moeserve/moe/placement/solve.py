@@ -19,6 +19,7 @@ L layers, E experts, R ranks (or nodes), e places of each, S = R * e places, A l
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,19 +83,22 @@ def rescaled(
     version: int,
     load_LE: F64 | None = None,
     nodes: Nodes = ONE_NODE,
+    was: Sequence[int] | None = None,
 ) -> Placement:
-    """Returns the placement for another number of ranks: ranks in both keep what they can, the last ones come or go.
+    """Returns the placement for other ranks: those that stay keep what they can.
 
-    redundant: see `Placement.initial`. Without load_LE all experts count alike.
+    redundant: see `Placement.initial`. Without load_LE all experts count alike. was: the former number of each rank, -1
+    for a new one; without it the last ranks come or go.
     """
     per_rank = -(-(placement.num_experts + redundant) // num_ranks)
     if load_LE is None:
         load_LE = np.ones((placement.num_layers, placement.num_experts))
     layers, old_per_rank = placement.num_layers, placement.experts_per_rank
-    both = min(num_ranks, placement.num_ranks)
+    was_R = np.arange(num_ranks) if was is None else np.asarray(was)
+    stays_R = (was_R >= 0) & (was_R < placement.num_ranks)
     width = max(per_rank, old_per_rank)
     old_LRe = np.full((layers, num_ranks, width), EMPTY, np.int32)
-    old_LRe[:, :both, :old_per_rank] = placement.experts_LS.reshape(layers, -1, old_per_rank)[:, :both]
+    old_LRe[:, stays_R, :old_per_rank] = placement.experts_LS.reshape(layers, -1, old_per_rank)[:, was_R[stays_R]]
     rows_LS = arrange(load_LE, old_LRe.reshape(layers, -1), num_ranks, per_rank, nodes)
     return Placement(version, num_ranks, placement.num_experts, keep_places(old_LRe, rows_LS, num_ranks))
 

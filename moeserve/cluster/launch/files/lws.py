@@ -7,8 +7,10 @@ from typing import Any
 from moeserve.cluster.launch.files.deployment import KEY, USER_ID, Deployment, as_yaml
 
 NAME = "moeserve"
-HEAD = """For LeaderWorkerSet 0.6 or newer. The machines' secret, once:
-  kubectl create secret generic moeserve-cluster-key --from-literal=cluster.key="$(head -c 32 /dev/urandom | base64)"
+SECRET = "moeserve-cluster-key"
+LABEL = "leaderworkerset.sigs.k8s.io/"
+HEAD = f"""For LeaderWorkerSet 0.6 or newer. The machines' secret, once:
+  kubectl create secret generic {SECRET} --from-literal=cluster.key="$(head -c 32 /dev/urandom | base64)"
 Add what the pods request: CPUs, memory, GPUs, nodes. The image is built by docs/observability/Containerfile.
 """
 HEAD_OF_MODELS = "The claim `models` holds the model; another volume does as well.\n"
@@ -29,7 +31,7 @@ def lws(it: Deployment) -> str:
         "metadata": {"name": NAME},
         "spec": {"replicas": 1, "leaderWorkerTemplate": template},
     }
-    leader = {"leaderworkerset.sigs.k8s.io/name": NAME, "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    leader = {f"{LABEL}name": NAME, f"{LABEL}worker-index": "0"}
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -48,7 +50,7 @@ def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
         folder = KEY.rpartition("/")[0]
         container["env"] = [{"name": "MOESERVE_CLUSTER_KEY_FILE", "value": KEY}]
         mounts.append({"name": "cluster-key", "mountPath": folder, "readOnly": True})
-        secret = {"secretName": "moeserve-cluster-key", "defaultMode": 0o400}
+        secret = {"secretName": SECRET, "defaultMode": 0o400}
         volumes.append({"name": "cluster-key", "secret": secret})
     if it.model_folder:
         mounts.append({"name": "models", "mountPath": it.model_folder, "readOnly": True})
@@ -57,6 +59,8 @@ def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
         container["ports"] = [{"name": "http", "containerPort": it.port}]
         container |= {"startupProbe": _probe(it, "/livez", 5, 24), "readinessProbe": _probe(it, "/readyz", 2, 1)}
         container["livenessProbe"] = _probe(it, "/livez", 10, 6)
+    else:  # It ends with the leader. Kubernetes would end all pods at once, in the middle of the requests.
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(it.drain_s)]}}}
     return {
         "terminationGracePeriodSeconds": it.stop_s,
         "enableServiceLinks": False,  # its variables look like settings of ours

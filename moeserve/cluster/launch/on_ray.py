@@ -1,0 +1,146 @@
+"""Ray: an actor for each machine in a placement group. It starts the part as its child and carries what is said.
+
+Ray starts an actor again where it can, on another node if need be; the launcher then starts its part again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from moeserve.actor.process import one_line, to_stderr
+from moeserve.cluster.launch.connection import MAX_LINE_BYTES, Connection, PartNotStarted, ProcessConnection
+from moeserve.cluster.launch.targets import PART, LaunchTarget
+from moeserve.errors import ConfigError
+
+CONNECT_S = 5.0
+PLACE_S = 60.0  # for Ray to find the nodes, an autoscaler to start some
+STRATEGIES = {"spread": "STRICT_SPREAD", "pack": "PACK"}
+_REMEDY = "Check `ray status`, and that Ray's Python on all nodes has moeserve"
+
+
+def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) -> list[LaunchTarget]:
+    """Returns as many machines, every node of the cluster if None, each with a CPU and so many GPUs of a node. Raises
+    ConfigError without Ray, or if there is no room."""
+    try:
+        import ray
+        from ray.util.placement_group import placement_group, placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    except ImportError as error:
+        raise ConfigError(f"--ray: {error}; install Ray: pip install 'moeserve[ray]'") from None
+    try:
+        if address and "://" not in address:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), CONNECT_S).close()  # Ray itself tries for minutes
+        ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"--ray-address {address or 'auto'}: {_first_line(error)}; run this on a node of a cluster of Ray (`ray start` makes it one), "
+            "or give --ray-address ray://HEAD:10001"
+        ) from None
+    bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
+    nodes = nodes or sum(it["Alive"] for it in ray.nodes())
+    group = placement_group([bundle] * nodes, strategy=STRATEGIES[placement])
+    if not group.wait(PLACE_S):
+        free = ray.available_resources()
+        raise ConfigError(
+            f"--ray: no room within {PLACE_S:g} s for {nodes} machines of {bundle}, {STRATEGIES[placement]}; "
+            f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs (see `ray status`)"
+        )
+    made = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1)(PartActor)
+    here, chosen = ray.get_runtime_context().get_node_id(), placement_group_table(group)["bundles_to_node_id"]
+    ordered = sorted(range(nodes), key=lambda bundle: chosen[bundle] != here)  # machine 0 is here if it can be
+    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in ordered]
+    actors = [made.options(scheduling_strategy=place).remote() for place in places]
+    return [RayTarget(f"ray-{rank}", (), _REMEDY, actor) for rank, actor in enumerate(actors)]
+
+
+class PartActor:
+    """Runs on a node of Ray: its child is the part."""
+
+    def __init__(self) -> None:
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's CPUs; --threads decides
+        self._part: ProcessConnection | None = None
+
+    async def start(self) -> str:
+        """Starts a part, in place of one that is left. Returns the node's address."""
+        import ray
+
+        await self.kill()
+        address = str(ray.util.get_node_ip_address())
+        self._part = await ProcessConnection.open((sys.executable, *PART, address))
+        return address
+
+    async def read(self) -> bytes:
+        """Returns what the part said, b"" at its end."""
+        return await self._part.out.read(MAX_LINE_BYTES) if self._part else b""
+
+    async def write(self, data: bytes) -> None:
+        """Says something to the part."""
+        if self._part:
+            self._part.write(data)
+
+    async def kill(self) -> None:
+        """Ends the part at once."""
+        if self._part:
+            await self._part.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RayTarget(LaunchTarget):
+    """A machine that Ray chooses, by its actor."""
+
+    actor: Any = None
+
+    async def connect(self) -> Connection:
+        """Starts the part. Raises PartNotStarted while Ray has no place for the actor."""
+        from ray.exceptions import RayError
+
+        try:
+            address = await self.actor.start.remote()
+        except RayError as error:
+            raise PartNotStarted(_first_line(error)) from None
+        to_stderr(f"moeserve launch: {self.name} is on {address}")
+        return RayConnection(self.actor)
+
+
+class RayConnection(Connection):
+    """A part's stdin and stdout by calls of its actor."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__(asyncio.StreamReader(limit=MAX_LINE_BYTES))
+        self._actor = actor
+        self._reading = asyncio.create_task(self._read())
+
+    def write(self, data: bytes) -> None:
+        """Sends to the part; calls of one caller arrive in their order."""
+        self._actor.write.remote(data)
+
+    def kill(self) -> None:
+        """Ends the part, if its actor is there."""
+        self._reading.cancel()
+        self._actor.kill.remote()
+
+    async def close(self) -> None:
+        """Ends the part, and waits for no actor that may be gone."""
+        self.kill()
+        await asyncio.wait((self._reading,))
+
+    async def _read(self) -> None:
+        from ray.exceptions import RayError
+
+        try:
+            while data := await self._actor.read.remote():
+                self.out.feed_data(data)
+        except RayError as error:
+            self.out.feed_data(f"Ray: {_first_line(error)}\n".encode())
+        finally:
+            self.out.feed_eof()
+
+
+def _first_line(error: BaseException) -> str:
+    return one_line(str(error).strip().partition("\n")[0])

@@ -1,0 +1,197 @@
+"""A front end that dies while another one stands by: the engines stay, the next one serves, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moeserve import AsyncClient
+
+from .conftest import Server, free_port, running_server
+
+FLAGS = ("--standby", "--dp", "2", "--max-model-len", "512", "--kv-cache-bytes", "64MiB")
+BODY = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 7, "temperature": 0.8, "return_token_ids": True}
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.02)
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether it ended; a zombie that waits for its parent's wait() has."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def tokens(server: Server) -> list[int]:
+    status, answer = server.post("/v1/completions", BODY)
+    assert status == 200, answer
+    return answer["choices"][0]["token_ids"]
+
+
+def front_ends(server: Server) -> list[psutil.Process]:
+    """Those that live, the oldest first: it serves."""
+    children = psutil.Process(server.process.pid).children()
+    found = [child for child in children if "moeserve.server.standby" in " ".join(child.cmdline())]
+    return sorted(found, key=psutil.Process.create_time)
+
+
+def engines(server: Server) -> set[int]:
+    children = psutil.Process(server.process.pid).children()
+    return {it.pid for it in children if it.name() == "moeserve-engine" or "engine_main" in " ".join(it.cmdline())}
+
+
+def stands_by(server: Server) -> Callable[[], bool]:
+    """Whether there is a second front end; it may still prepare."""
+    return lambda: len(front_ends(server)) == 2
+
+
+def kill(process: psutil.Process) -> None:
+    process.kill()
+    with suppress(psutil.NoSuchProcess):
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("standby") / "log", *FLAGS) as it:
+        until(stands_by(it))
+        yield it
+
+
+def test_the_engines_outlive_the_front_end_and_serve_the_next_one(server: Server) -> None:
+    expected, there = tokens(server), engines(server)
+    serving, other = front_ends(server)
+    kill(serving)
+    server.wait_ready()
+    assert tokens(server) == expected
+    assert engines(server) == there
+    assert len(there) == 2
+    assert front_ends(server)[0] == other
+    until(stands_by(server))
+
+
+async def story(server: Server, kill_after: int = -1) -> tuple[str, str | None]:
+    """What a client reads that comes back by itself. kill_after: chunks until the front end is killed."""
+    text, finish, chunks = "", None, 0
+    ask = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
+    async with AsyncClient(base_url=f"{server.url}/v1") as client:
+        stream = await client.chat.completions.create(messages=ask, stream=True, seed=5, max_tokens=150)
+        async for chunk in stream:
+            chunks += 1
+            if chunks == kill_after:
+                kill(front_ends(server)[0])
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+    return text, finish
+
+
+async def test_a_stream_goes_on_behind_its_last_event_with_the_same_text(server: Server) -> None:
+    until(stands_by(server))
+    expected, there = await story(server), engines(server)
+    assert await story(server, kill_after=4) == expected
+    assert engines(server) == there
+    until(stands_by(server))
+
+
+def test_a_front_end_that_stands_by_is_replaced(server: Server) -> None:
+    serving, other = front_ends(server)
+    kill(other)
+    until(lambda: len(front_ends(server)) == 2 and other not in front_ends(server))
+    assert front_ends(server)[0] == serving
+    assert server.get("/readyz")[0] == 200
+
+
+@pytest.mark.full("ranks")
+def test_a_front_end_that_hangs_is_killed_before_the_next_one_serves(server: Server) -> None:
+    until(stands_by(server))
+    expected, there = tokens(server), engines(server)
+    serving = front_ends(server)[0]
+    serving.suspend()
+    until(lambda: gone(serving))
+    server.wait_ready()
+    assert tokens(server) == expected
+    assert engines(server) == there
+    until(stands_by(server))
+
+
+def test_the_engines_outlive_both_front_ends(server: Server) -> None:
+    expected, there = tokens(server), engines(server)
+    for process in reversed(front_ends(server)):
+        kill(process)
+    server.wait_ready()
+    assert tokens(server) == expected
+    assert engines(server) == there
+
+
+def test_an_engine_is_still_replaced_when_it_dies(server: Server) -> None:
+    expected, there = tokens(server), engines(server)
+    os.kill(min(there), signal.SIGKILL)
+    until(lambda: len(engines(server) - there) == 1)
+    assert tokens(server) == expected
+
+
+def test_all_end_in_order(tmp_path: Path) -> None:
+    with running_server(tmp_path / "log", "--standby", "--max-model-len", "512") as server:
+        until(stands_by(server))
+        all_of_it = psutil.Process(server.process.pid).children(recursive=True)
+        assert server.stop() == 0
+        until(lambda: all(gone(process) for process in all_of_it))
+
+
+def test_nothing_outlives_the_root_process(tmp_path: Path) -> None:
+    with running_server(tmp_path / "log", "--standby", "--max-model-len", "512") as server:
+        until(stands_by(server))
+        all_of_it = psutil.Process(server.process.pid).children(recursive=True)
+        kill(psutil.Process(server.process.pid))
+        until(lambda: all(gone(process) for process in all_of_it))
+
+
+def test_settings_that_cannot_work_are_told_once(tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match="the server ended with 2") as told,
+        running_server(tmp_path / "log", "--standby", "--chat-template", "/nowhere/template.jinja"),
+    ):
+        pass
+    assert str(told.value).count("/nowhere/template.jinja") == 1
+
+
+def test_the_engines_of_another_machine_outlive_the_front_end_too(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("the secret of two machines")
+    key.chmod(0o600)
+    shared = (*FLAGS, "--nnodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}", "--cluster-key-file", str(key))
+    with (tmp_path / "node").open("wb") as out:
+        command = [sys.executable, "-m", "moeserve.cli.main", "serve", *shared, "--threads", "1", "--node-rank", "1"]
+        node = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    try:
+        with running_server(tmp_path / "log", *shared) as server:
+            until(stands_by(server))
+            expected, there = tokens(server), engines(server)
+            far = {child.pid for child in psutil.Process(node.pid).children()}
+            kill(front_ends(server)[0])
+            server.wait_ready()
+            assert tokens(server) == expected
+            assert engines(server) == there
+            assert {child.pid for child in psutil.Process(node.pid).children()} == far
+            assert server.stop() == 0
+            assert node.wait(10) == 0
+    finally:
+        if node.poll() is None:
+            node.kill()
+            node.wait()
