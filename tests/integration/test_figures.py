@@ -96,6 +96,7 @@ CLAIMS = [
     Claim("| {} % of a core |", "idle", lambda r: [100 * r["core_share_total"]["median"]]),
     Claim("over ssh {} to {} s", "lost-machine-ssh", _returns, "docs/multi-node.md"),
     Claim("under Slurm {} to {} s", "lost-machine-slurm", _returns, "docs/multi-node.md"),
+    Claim("on Ray {} to {} s", "lost-machine-ray", _returns, "docs/multi-node.md"),
 ]
 FACTS = (  # digits of the comparison that name a case or a format
     "1.29 billion parameters (0.38 active)", "Zen 5", "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99",
