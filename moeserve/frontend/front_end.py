@@ -30,12 +30,11 @@ from moeserve.errors import (
     RequestFailed,
     place_of,
 )
-from moeserve.frontend.admission import Admission
+from moeserve.frontend.admission import Admission, Running
 from moeserve.frontend.generation import Delta, Generation, Sequence, check_request, submission, token_sampling
 from moeserve.frontend.grammars import GrammarAdmission
 from moeserve.frontend.notary import Notary
 from moeserve.frontend.resumable import Resumable
-from moeserve.frontend.running import Running
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch

@@ -172,7 +172,7 @@ class Journal:
     def leave(self, recorded: Recorded) -> list[Recorded]:
         """Notes that nobody reads a stream any more; returns those that have to be closed for want of room."""
         self._unread[recorded.entry.id] = recorded.num_bytes
-        total, full = sum(self._unread.values()), []
+        total, full = sum(self._unread.values()), list[Recorded]()
         for id, num_bytes in self._unread.items():
             if total <= self._max_bytes and len(self.streams) - len(full) < self._max_count:
                 break
@@ -207,8 +207,8 @@ class Journal:
             case StepOutput(rids=rids, tokens=tokens):
                 self.step(change)
                 for rid, token in zip(memoryview(rids).cast("q"), memoryview(tokens).cast("i"), strict=True):
-                    if token >= 0 and (known := self._known.get(rid)) is not None:
-                        known.tokens.append(token)
+                    if token >= 0 and rid in self._known:
+                        self._known[rid].tokens.append(token)
 
     def snapshot(self) -> list[Opened]:
         """Returns the changes that make an empty journal like this one."""

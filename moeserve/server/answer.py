@@ -340,7 +340,7 @@ async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Frames)
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
     streams.add(stream)
-    recorded, place = running.generations[0].recorded, call.stream and call.stream.place
+    recorded, place = running.generations[0].recorded, None if call.stream is None else call.stream.place
     try:
         async with aclosing(running.deltas()) as deltas:
             if recorded is not None:

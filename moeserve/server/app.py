@@ -30,7 +30,7 @@ from moeserve.server.errors import SERVER, HttpError, as_request_error, error_re
 from moeserve.server.http import check_headers, request_id_of
 from moeserve.server.requests import BodyRoom, convert, decode, read_json, unknown_fields
 from moeserve.server.response_store import ResponseStore
-from moeserve.server.resume import StreamKey, stream_key, unknown_stream
+from moeserve.server.resume import RESUME_HEADER, StreamKey, stream_key, unknown_stream
 from moeserve.server.tls import Tls
 from moeserve.version import __version__
 
@@ -137,7 +137,9 @@ class HttpCall:
         body = await self._body()
         request, unknown = decode(body, kind)
         self.note_unknown(unknown)
-        self.stream = stream_key(self, body)
+        front = self.context.front
+        if RESUME_HEADER in self.request.headers or (front is not None and front.resumable is not None):
+            self.stream = stream_key(self, body)
         return request
 
     async def _body(self) -> dict[str, Any]:

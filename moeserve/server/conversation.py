@@ -7,6 +7,8 @@ these are merged, the texts of the parts of a choice, joined, are the same.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -39,7 +41,9 @@ class Conversation:
     engine's refusal before the first delta.
     """
 
-    def __init__(self, front: FrontEnd, ready: Ready, prompt: list[int], params: SamplingParams, tools: Tools) -> None:
+    def __init__(
+        self, call: HttpCall, front: FrontEnd, ready: Ready, prompt: list[int], params: SamplingParams, tools: Tools
+    ) -> None:
         self.front = front
         self.ready = ready
         self.prompt = prompt
@@ -49,6 +53,9 @@ class Conversation:
         self.parsed = False
         self.running: RunningRequest
         self.num_earlier = 0
+        self._key = (
+            uuid.uuid4().hex if call.stream is None else call.stream.id
+        )  # a stream that goes on has the same ids
         self._ids: list[list[str]] = [[] for _ in range(params.n)]  # of each choice's calls
 
     def parts(self, delta: Delta) -> list[Part]:
@@ -62,7 +69,8 @@ class Conversation:
         for i, part in enumerate(parts):
             if part.kind == "call":
                 assert self.front.answer_format is not None
-                ids.append(self.front.answer_format.call_id(part.text, self.num_earlier + len(ids)))
+                random = hashlib.sha256(f"{self._key}.{delta.index}.{len(ids)}".encode()).hexdigest()[:32]
+                ids.append(self.front.answer_format.call_id(part.text, self.num_earlier + len(ids), random))
             if part.kind == "call" or part.kind == "arguments":
                 parts[i] = part._replace(number=len(ids) - 1, id=ids[-1])
         if ids and delta.finish_reason == "stop":
@@ -81,7 +89,7 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
     call.admit(front, params.n, request.priority)  # before any work that may be in vain
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
     text, prompt = await chat_prompt(front, ready, request, tools)
-    chat = Conversation(front, ready, prompt, params, tools)
+    chat = Conversation(call, front, ready, prompt, params, tools)
     call.counts = chat.counts
     options: dict[str, Any] = {}
     if (form := front.answer_format) is not None:

@@ -56,14 +56,14 @@ class StreamKey:
 
 
 def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
-    """Returns the key of a stream, None for one that ends with its reader. Raises RequestError for a wrong
-    Last-Event-ID. A request that goes on with a stream gets the id of the one that began it."""
+    """Returns the key of a stream that is kept, None for other answers. Raises RequestError for a wrong Last-Event-ID.
+    A request that goes on with a stream gets the id of the one that began it."""
     path, last = call.request.raw_path.partition("?")[0], call.request.headers.get(RESUME_HEADER)
     if last is None and (path not in PATHS or body.get("stream") is not True):
         return None
-    resumable = call.context.serving()[0].resumable if last is not None or call.context.front else None
+    resumable = call.context.serving()[0].resumable
     if last is None:
-        return None if resumable is None else StreamKey(digest=_digest(path, body))
+        return StreamKey(digest=_digest(path, body))
     if path not in PATHS:
         raise InvalidRequest(f"{RESUME_HEADER} is for streams of {', '.join(PATHS)}", param=RESUME_HEADER)
     if resumable is None:

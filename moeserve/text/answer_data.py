@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from secrets import token_hex
 
 from msgspec.structs import replace
 
@@ -58,9 +57,9 @@ class DataFormat:
         opened = self._reasons(prompt, continued=False)
         return AnswerGrammar(self._constrained, self._special, opened=opened)
 
-    def call_id(self, name: str, index: int) -> str:
+    def call_id(self, name: str, index: int, random: str) -> str:
         """Returns an id for a call."""
-        return self._syntax.calls.id.format(name=name, index=index, random=token_hex(16))
+        return self._syntax.calls.id.format(name=name, index=index, random=random)
 
     def _reasons(self, prompt: str, *, continued: bool) -> bool:
         """Returns whether the answer to a prompt begins inside the reasoning."""

@@ -69,6 +69,9 @@ class AnswerFormat(Protocol):
         """
         ...
 
-    def call_id(self, name: str, index: int) -> str:
-        """Returns an id for the answer's call number `index`, as the model's template expects ids."""
+    def call_id(self, name: str, index: int, random: str) -> str:
+        """Returns an id for the answer's call number `index`, as the model's template expects ids.
+
+        random: 32 hexadecimal digits for it.
+        """
         ...

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from secrets import token_hex
 from typing import Literal
 
 from moeserve.sampling import GrammarSpec
@@ -147,9 +146,9 @@ class HarmonyFormat:
         except GrammarFault as fault:
             raise fault.as_request_error("grammar") from fault
 
-    def call_id(self, name: str, index: int) -> str:
+    def call_id(self, name: str, index: int, random: str) -> str:
         """Returns an id for a call."""
-        return f"call_{token_hex(12)}"
+        return f"call_{random[:24]}"
 
     def _spec(self, last: str, channels: str = '("analysis" | "commentary")') -> GrammarSpec:
         """Returns the grammar of messages on `channels`, and of the last one."""

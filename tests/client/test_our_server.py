@@ -161,3 +161,20 @@ async def test_experts_have_every_field_that_the_server_shows(ours: AsyncClient,
     assert (told["engines"], told["ranks"]) == (shown["engines"], shown["ranks"])
     async with await ours.watch_experts(interval_s=0.1) as stream:
         assert [(await anext(stream)).num_experts for _ in range(2)] == [4, 4]
+
+
+async def test_a_stream_that_loses_its_connection_goes_on() -> None:
+    async with live_server(make_tokenizer(), resume_window=30.0) as live, AsyncClient(f"{live.url}/v1") as client:
+        live.engine.gate.clear()
+        asking = asyncio.create_task(client.chat.completions.create(**ASK, stream=True))
+        await until(lambda: bool(live.engine.rows))
+        live.engine._step()
+        stream = await asking
+        chunks = [await anext(stream), await anext(stream)]
+        for broken in live.context.streams:
+            broken.drop()
+        live.engine.gate.set()
+        chunks += [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == STORY
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert not any(isinstance(told, Abort) for told in live.engine.told)

@@ -13,6 +13,7 @@ from moeserve.frontend.journal import Change
 from moeserve.messages import Abort, Submit
 
 from .conftest import live_server, until
+from .test_tools import CALLS, answering, asked
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 40, "seed": 3}
@@ -193,3 +194,39 @@ async def test_another_front_end_goes_on_with_what_the_first_one_told(tokenizer)
         resumed = asyncio.create_task(read(second, CHAT, ASK | {"n": 2}, last=had[-1][0]))
         second.engine.gate.set()
         assert texts([*had, *await resumed]) == texts(whole)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_reasoning_and_calls_go_on_with_the_same_ids_of_calls(path):
+    async with answering(CALLS, resume_window=30.0) as live:
+        body = asked(stream=True, max_tokens=300, model="org/tiny")
+        if path != CHAT:
+            body["tools"] = [
+                {
+                    "name": tool["function"]["name"],
+                    "input_schema": tool["function"].get("parameters", {"type": "object"}),
+                }
+                for tool in body["tools"]
+            ]
+        events = await read(live, path, body)
+        last = [data(events[-number:]) for number in range(1, 9)]  # calls come whole: no merging changes them
+        for number in range(1, len(events)):
+            rest = await read(live, path, body, last=events[number - 1][0])
+            assert data(rest[-8:]) == last[min(len(rest), 8) - 1]
+
+
+async def test_streams_of_other_keys_and_those_that_were_ended_by_their_id_are_unknown(tokenizer):
+    async with live_server(tokenizer, resume_window=30.0, api_key=("one", "two")) as live:
+        one, two = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
+        ((id, _),) = await read(live, CHAT, ASK, num=1, **one)
+        ((_, text),) = await read(live, CHAT, ASK, last=id, status=404, **two)
+        assert "not kept any more" in text
+        live.engine.gate.clear()
+        asking = asyncio.create_task(read(live, CHAT, ASK, **one))
+        await until(lambda: live.engine.rows)
+        (stream,) = [kept for kept in live.front.resumable.journal.streams.values() if kept.running.num_live]
+        url = f"{live.url}/v1/requests/{stream.entry.request_id}"
+        async with live.session.delete(url, headers=one) as response:
+            assert (await response.json())["aborted"] == 1
+        await asking
+        await read(live, CHAT, ASK, last=f"{stream.entry.id}:0", status=404, **one)

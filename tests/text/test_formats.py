@@ -327,5 +327,5 @@ def test_formats_by_name():
         find_format("", tokenizer_with([]), "gpt")
     with pytest.raises(ConfigError, match="harmony"):
         find_format("", tokenizer_with([]), "harmony")
-    assert find_format("", tokenizer_with([]), "kimi_k2").call_id("f", 2) == "functions.f:2"
-    assert len(find_format("", tokenizer_with([]), "mistral").call_id("f", 2)) == 9
+    assert find_format("", tokenizer_with([]), "kimi_k2").call_id("f", 2, "0" * 32) == "functions.f:2"
+    assert len(find_format("", tokenizer_with([]), "mistral").call_id("f", 2, "0" * 32)) == 9
