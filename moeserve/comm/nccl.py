@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import Mesh, dist
+from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
+from moeserve.comm.store import dist
 
 # Does work on some stream, and returns a function that makes the current stream wait for that work.
 Launch = Callable[[Callable[[], object]], Callable[[], object]]

@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import Mesh, dist
+from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
+from moeserve.comm.store import dist
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Layout
 from moeserve.moe.all2all.registry import BackendFacts
