@@ -283,8 +283,8 @@ class FrameSplitter(Generic[In]):
 
 
 class AsyncStream(Generic[In]):
-    """A stream that is used on the running loop, which calls `heard(message)`, one of the union `receives`, and, once the
-    stream is lost and closed, `lost(cause)`. What TCP carries is encrypted."""
+    """A stream that is used on the running loop, which calls `heard(message)`, one of the union `receives`, and, once
+    the stream is lost and closed, `lost(cause)`. What TCP carries is encrypted."""
 
     def __init__(
         self,
