@@ -70,7 +70,8 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         with self._changed:
             self._changed.wait_for(lambda: self.check(keys) or self._lost is not None, limit_s)
             if not self.check(keys):
-                raise self._lost or PeerLost(f"the store was told nothing of {', '.join(keys)} within {limit_s:g} s")
+                absent = ", ".join(key for key in keys if key not in self._values)
+                raise self._lost or PeerLost(f"the store was told nothing of {absent} within {limit_s:g} s")
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all keys have values."""

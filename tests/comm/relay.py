@@ -9,7 +9,7 @@ from itertools import count
 from moeserve.comm.stream import HEADER
 
 UP, DOWN = "to the listener", "to the connector"
-_GREETINGS = {UP: 40 + 32, DOWN: 48 + 1}  # bytes: hello and proof; nonce with proof, and accepted
+_GREETING = {UP: (40, 32), DOWN: (48, 1)}  # bytes: hello and proof; nonce with proof, and accepted
 Alter = Callable[[str, list[bytes]], Sequence[bytes]]
 
 
@@ -48,7 +48,8 @@ class Relay:
     async def _pass(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         frames: list[bytes] = []
         try:
-            writer.write(await reader.readexactly(_GREETINGS[way]))
+            for num_bytes in _GREETING[way]:
+                writer.write(await reader.readexactly(num_bytes))
             while True:
                 head = await reader.readexactly(HEADER.size)
                 frames.append(head + await reader.readexactly(*HEADER.unpack(head)))
