@@ -19,18 +19,15 @@ class Cipher:
 
     def __init__(self, key: bytes) -> None:
         self._aead = AESGCM(key)
-        self._numbers = count()
+        self._nonces = (number.to_bytes(NONCE_BYTES, "big") for number in count())
 
     def seal(self, text: bytes) -> bytes:
         """Returns the next message as it travels, 16 bytes longer."""
-        return self._aead.encrypt(self._nonce(), text, None)
+        return self._aead.encrypt(next(self._nonces), text, None)
 
     def open(self, sealed: bytes) -> bytes:
         """Returns the text of the next message. Raises ValueError if it is not what the other end sealed."""
         try:
-            return self._aead.decrypt(self._nonce(), sealed, None)
+            return self._aead.decrypt(next(self._nonces), sealed, None)
         except InvalidTag:
             raise ValueError("a message that was altered on the way, or is not its own") from None
-
-    def _nonce(self) -> bytes:
-        return next(self._numbers).to_bytes(NONCE_BYTES, "big")

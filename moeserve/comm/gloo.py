@@ -42,8 +42,8 @@ BREAK_TAG = (1 << 31) - 1  # no message has it
 class Mesh:
     """The connections between all ranks of an epoch. `close` may be called at any time, from any thread.
 
-    name: keeps the messages of one user apart from another's. terms: what all ranks must agree on, such as sizes.
-    sealed: messages between machines are encrypted.
+    name: keeps one user's keys apart from another's. terms: what all ranks must agree on, such as sizes. sealed:
+    messages between machines are encrypted.
     """
 
     def __init__(
@@ -51,10 +51,9 @@ class Mesh:
     ) -> None:
         self.members = members
         self.missing: tuple[int, ...] = ()  # known once a wait failed
-        self._prefix = f"{members.public_name}/{name}"
         self.num_channels = num_channels
         self._terms = f"{terms}, encrypted" if sealed else terms
-        self.seal = _seal(members, self._prefix) if sealed else None
+        self.seal = _seal(members, f"{members.epoch}/{name}") if sealed else None
         self._store: MembersStore | None = None
         self._closed = threading.Event()
         self.lock = threading.Lock()  # of what `close` removes
@@ -90,12 +89,11 @@ class Mesh:
         options._timeout = timedelta(seconds=min(members.deadline_s, CONNECT_S))
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         try:
-            prefixed = dist.PrefixStore(f"{self._prefix}/gloo", store)
+            prefixed = dist.PrefixStore("gloo", store)
             self._group = group = dist.ProcessGroupGloo(prefixed, members.rank, members.size, options)
             group.set_timeout(timedelta(seconds=members.deadline_s))  # of sends and collectives, from here on
         except (RuntimeError, PeerLost) as error:
-            missing = error.missing if isinstance(error, PeerLost) else ()
-            lost = self.lost(f"a rank left while all were connecting: {error}", missing)
+            lost = self.lost(f"a rank left while all were connecting: {error}", getattr(error, "missing", ()))
             self.close()
             raise lost from None
         self._channels = [Channel(self, index) for index in range(self.num_channels)]
@@ -144,7 +142,7 @@ class Mesh:
 
     def _await_ranks(self, store: MembersStore) -> None:
         """Waits until every rank is here and compares their terms, before Gloo's own time-out."""
-        keys = [f"{self._prefix}/rank/{rank}" for rank in range(self.members.size)]
+        keys = [f"rank/{rank}" for rank in range(self.members.size)]
         store.set(keys[self.members.rank], self._terms.encode())
         try:
             terms = [store.get(key).decode() for key in keys]

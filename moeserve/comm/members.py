@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 from moeserve.messages import Join
@@ -42,11 +41,6 @@ class Members:
             token=join.token,
             vote=join.vote,
         )
-
-    @property
-    def public_name(self) -> str:
-        """A name of this group that may be read on the network: it does not reveal the token."""
-        return f"{hashlib.sha256(self.token.encode()).hexdigest()}/{self.epoch}"
 
     @property
     def size(self) -> int:

@@ -62,7 +62,7 @@ class DeviceMesh(Mesh):
         if self.members.size == 1:
             return
         try:
-            self._nccl = self._open(dist.PrefixStore(f"{self._prefix}/device", self.store))
+            self._nccl = self._open(dist.PrefixStore("device", self.store))
             self._connect_devices(self._nccl)
         except RuntimeError as error:
             self.close()

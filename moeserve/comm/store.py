@@ -55,9 +55,9 @@ class MembersStore(dist.Store):  # type: ignore[misc]
 
     def set(self, key: str, value: bytes) -> None:
         """Tells all ranks, those that are still to come as well."""
-        self._keep(Put(key, value))
+        self._keep(put := Put(key, value))
         with suppress(RuntimeError):  # closed: waits say so
-            self._loop.call_soon_threadsafe(self._tell, Put(key, value))
+            self._loop.call_soon_threadsafe(self._tell, put)
 
     def get(self, key: str) -> bytes:
         """Returns a key's value once it has one."""
@@ -129,15 +129,15 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         connecting = connect(self._address, members.token, members.epoch, Peer(members.rank))
         try:
             self._open(0, await asyncio.wait_for(connecting, members.deadline_s))
-        except TimeoutError:
-            cause = f"rank 0 did not open the store at {members.store} within {members.deadline_s:g} s"
-            raise PeerLost(cause, (0,)) from None
-        except ConnectionError as error:
-            raise PeerLost(f"rank 0 did not let this rank use the store: {error}", (0,)) from None
+        except OSError as error:
+            cause = str(error) or f"nobody listened within {members.deadline_s:g} s"
+            raise PeerLost(f"rank 0 did not open the store at {members.store}: {cause}", (0,)) from None
 
     def _open(self, rank: int, link: Link) -> None:
-        lost = partial(self._died, rank)
-        self._streams[rank] = AsyncStream(link, Put | Leaving, partial(self._heard, rank), lost)
+        def died(cause: str) -> None:
+            self.close(PeerLost(f"rank {rank} {cause}", (rank,)))
+
+        self._streams[rank] = AsyncStream(link, Put | Leaving, partial(self._heard, rank), died)
 
     def _heard(self, rank: int, msg: Put | Leaving) -> None:
         if isinstance(msg, Leaving):
@@ -145,9 +145,6 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         else:
             self._keep(msg)
             self._tell(msg, but=rank)
-
-    def _died(self, rank: int, cause: str) -> None:
-        self.close(PeerLost(f"rank {rank} {cause}", (rank,)))
 
     def _keep(self, put: Put) -> None:
         with self._changed:

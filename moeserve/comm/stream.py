@@ -58,10 +58,8 @@ class Peer(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A connection between two ranks that have proved to know the token. It belongs to whoever has it.
-
-    sock: non-blocking. keys: what this end encrypts with, and what the other end does; known to nobody else.
-    """
+    """A connection between ranks that know the token: a non-blocking socket, and the keys that this end encrypts with
+    and the other one does."""
 
     sock: socket.socket
     keys: tuple[bytes, bytes]
@@ -295,8 +293,12 @@ class AsyncStream(Generic[In]):
         max_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self._sock = link.sock
-        mine, theirs = (None, None) if self._sock.family == socket.AF_UNIX else _ciphers(link)
-        self._cipher = mine
+        self._cipher: Cipher | None = None
+        theirs: Cipher | None = None
+        if self._sock.family != socket.AF_UNIX:
+            from moeserve.comm.cipher import Cipher  # 40 ms that engines on one machine need not spend
+
+            self._cipher, theirs = map(Cipher, link.keys)
         self._frames: FrameSplitter[In] = FrameSplitter(receives, max_bytes, theirs)
         self._heard = heard
         self._lost = lost
@@ -357,13 +359,6 @@ class AsyncStream(Generic[In]):
     def _break(self, cause: str) -> None:
         self.close()
         self._lost(cause)
-
-
-def _ciphers(link: Link) -> tuple[Cipher, Cipher]:
-    from moeserve.comm.cipher import Cipher  # 40 ms that engines on one machine need not spend
-
-    mine, theirs = link.keys
-    return Cipher(mine), Cipher(theirs)
 
 
 class BlockingStream(Generic[In]):

@@ -54,7 +54,7 @@ class BufferMesh(Mesh):
         group._set_default_backend(kinds.GLOO)
         if nccl:
             device = torch.device("cuda", torch.cuda.current_device())
-            prefix = dist.PrefixStore(f"{self.members.public_name}/nccl", store)
+            prefix = dist.PrefixStore("nccl", store)
             self._nccl = dist.ProcessGroupNCCL(prefix, gloo.rank(), gloo.size(), dist.ProcessGroupNCCL.Options())
             group.bound_device_id = device
             group._register_backend(torch.device("cuda"), kinds.NCCL, self._nccl)
