@@ -79,8 +79,8 @@ class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     A later Join replaces this one, and drops its connections first. hosts: the machine of each engine, by data-parallel
     rank (equal names share memory). directory: private folder for this epoch's Unix sockets, the same for all engines
-    of a machine. store: host:port of the TCPStore that data-parallel rank 0 opens. vote: host:port at which that rank
-    listens for the step vote, if there are several machines.
+    of a machine. store, vote: host:port at which data-parallel rank 0 listens for those who ask for addresses, and for
+    the step vote, if there are several machines; on one the store's is the path of a Unix socket.
     """
 
     epoch: int

@@ -426,8 +426,8 @@ class ExpertStatus(Answer, kw_only=True):
     """A moeserve server's experts, ranks and engines.
 
     ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and the placement is that of
-    one engine. complete: all engines serve. waiting: requests that wait for an engine. machines: the state of each host:
-    here, missing (it is waited for) or drained. created: Unix time. dealt_out: the former name of ep_sharded.
+    one engine. complete: all engines serve. waiting: requests that wait for an engine. machines: the state of each
+    host: here, missing (it is waited for) or drained. created: Unix time. dealt_out: the former name of ep_sharded.
     """
 
     object: str = "experts"

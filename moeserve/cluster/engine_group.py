@@ -188,10 +188,11 @@ class EngineGroup:
 
     def _send_joins(self, engines: list[EngineHandle], epoch: int, placement: PlacementTable | None) -> str:
         hosts = tuple(engine.host.name for engine in engines)
-        # For a group within another machine the port is a guess; if it is taken, they meet again with another one.
-        store, vote = _free_addresses(self._machines.address if len(set(hosts)) > 1 else "127.0.0.1", 2)
+        # Free now: if one of the ports is taken meanwhile, they meet again with others.
+        store, vote = _free_addresses(self._machines.address, 2) if len(set(hosts)) > 1 else ("", "")
         token = secrets.token_hex(16)
         for number, engine in enumerate(engines):
+            folder = os.path.join(engine.host.folder, f"epoch-{epoch}")
             try:
                 engine.send(
                     Join(
@@ -199,8 +200,8 @@ class EngineGroup:
                         dp_rank=number,
                         tp_size=engine.role.world.tp_size,
                         hosts=hosts,
-                        directory=os.path.join(engine.host.folder, f"epoch-{epoch}"),
-                        store=store,
+                        directory=folder,
+                        store=store or os.path.join(folder, "store.sock"),
                         vote=vote,
                         token=token,
                         placement=placement,

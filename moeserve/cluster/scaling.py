@@ -139,7 +139,7 @@ class Scaling:
         return await self._alone(self._scale(dp))
 
     async def drain(self, machine: int) -> int:
-        """Takes a machine out of service, also one that is lost; returns how many engines it had.
+        """Takes a machine out of service, also one that is lost; returns how many engines there were before.
 
         Its requests and experts go to the other machines, then its agent is let go. If an agent joins as this machine
         later, it gets as many engines again. Raises InvalidRequest and Conflict.
@@ -323,7 +323,7 @@ class Scaling:
             await self._shrink(stay, f"{host.name} is drained")
         await host.close("")
         self.drained[host] = asyncio.get_running_loop().create_task(self._take_back(host, had), name=host.name)
-        return had
+        return len(engines)
 
     async def _take_back(self, host: RemoteHost, had: int) -> None:
         """Gives a drained machine its engines back once an agent joins as this machine."""

@@ -30,13 +30,6 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     last: StepRecord | None
 
 
-class MachineView(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine. state: here, missing (it is waited for) or drained (it may come back)."""
-
-    host: str
-    state: str
-
-
 class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one attempt to move experts. error: why it failed, "" if the placement is in force everywhere."""
 
@@ -79,7 +72,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int  # requests that wait for an engine
     engines: tuple[EngineView, ...]
     experts: ExpertsView | None
-    machines: tuple[MachineView, ...] = ()
+    machines: dict[str, str] = {}  # by name: here, missing (it is waited for) or drained
 
 
 def fleet_view(fleet: Fleet) -> FleetView:
@@ -110,12 +103,10 @@ def fleet_view(fleet: Fleet) -> FleetView:
         waiting=len(fleet.traffic.waiting),
         engines=tuple(engines),
         experts=fleet.experts.view() if fleet.experts is not None else None,
-        machines=tuple(
-            MachineView(
-                host=host.name, state="here" if not host.absent else "drained" if host in drained else "missing"
-            )
+        machines={
+            host.name: "here" if not host.absent else "drained" if host in drained else "missing"
             for host in (fleet.scaling.machines.hosts if fleet.engines else ())
-        ),
+        },
     )
 
 

@@ -1,15 +1,14 @@
 """The step vote between the engines of a group, over one stream from each follower to the leader, engine 0.
 
 Followers send their votes to the leader, which sends all of them back; each engine decides from them by itself. On one
-host the streams are Unix sockets in the members' directory, between hosts TCP. All of it runs on the caller's event
-loop: a vote is one message and one wake-up, without a thread in between.
+host the streams are Unix sockets in the members' directory, between hosts TCP, encrypted. All of it runs on the
+caller's event loop: a vote is one message and one wake-up, without a thread in between.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 
 from moeserve.comm.members import Members
-from moeserve.comm.stream import Address, AsyncStream, FrameSplitter, Peer, StreamListener, connect, frame
+from moeserve.comm.stream import Address, AsyncStream, Link, Peer, StreamListener, connect, frame, to_address
 from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote, decide
 from moeserve.errors import ConfigError, PeerLost, StepSkew
 
@@ -184,27 +183,28 @@ class _Leader(_Coordinator):
                     await listener.complete.wait()
                 return cls(members, listener.accepted)
             except BaseException as error:
-                for sock in listener.accepted.values():
-                    sock.close()
+                for link in listener.accepted.values():
+                    link.sock.close()
                 if not isinstance(error, TimeoutError):
                     raise
         missing = sorted(peer.rank for peer in listener.missing)
         cause = f"did not come to the vote of epoch {members.epoch} within {members.deadline_s:g} s"
         raise _engines_lost(members, missing, cause)
 
-    def __init__(self, members: Members, followers: dict[Peer, socket.socket]) -> None:
+    def __init__(self, members: Members, followers: dict[Peer, Link]) -> None:
         super().__init__(members)
         self._num_engines = len(followers) + 1
         self._votes: dict[int, Vote] = {}  # of the open step
         self._parked = False
         self._streams = {
             peer.rank: AsyncStream[Vote | Leaving](
-                sock,
-                FrameSplitter(Vote | Leaving, MAX_FRAME_BYTES),
+                link,
+                Vote | Leaving,
                 partial(self._heard, peer.rank),
                 partial(self._died, peer.rank),
+                MAX_FRAME_BYTES,
             )
-            for peer, sock in followers.items()
+            for peer, link in followers.items()
         }
 
     def _cast(self, vote: Vote) -> None:
@@ -256,18 +256,18 @@ class _Follower(_Coordinator):
         """Connects to the leader."""
         try:
             async with asyncio.timeout(members.deadline_s):
-                sock = await connect(_address(members), members.token, members.epoch, Peer(members.dp_rank))
+                link = await connect(_address(members), members.token, members.epoch, Peer(members.dp_rank))
         except TimeoutError:
             cause = f"did not open the vote of epoch {members.epoch} within {members.deadline_s:g} s"
             raise _engines_lost(members, [0], cause) from None
         except ConnectionError as error:
             raise _engines_lost(members, [0], f"did not accept this engine: {error}") from None
-        return cls(members, sock)
+        return cls(members, link)
 
-    def __init__(self, members: Members, sock: socket.socket) -> None:
+    def __init__(self, members: Members, link: Link) -> None:
         super().__init__(members)
-        frames: FrameSplitter[Votes | Wake | Leaving] = FrameSplitter(Votes | Wake | Leaving, MAX_FRAME_BYTES)
-        self._streams[0] = AsyncStream(sock, frames, self._heard, partial(self._died, 0))
+        lost = partial(self._died, 0)
+        self._streams[0] = AsyncStream(link, Votes | Wake | Leaving, self._heard, lost, MAX_FRAME_BYTES)
 
     def _cast(self, vote: Vote) -> None:
         self._set_deadline(FOLLOWER_WAITS)
@@ -289,10 +289,7 @@ class _Follower(_Coordinator):
 
 
 def _address(members: Members) -> Address:
-    if members.one_host:
-        return os.path.join(members.directory, "vote.sock")
-    host, _, port = members.vote.rpartition(":")
-    return host.strip("[]"), int(port)
+    return to_address(os.path.join(members.directory, "vote.sock") if members.one_host else members.vote)
 
 
 def _listen(members: Members) -> StreamListener:

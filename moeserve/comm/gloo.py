@@ -21,21 +21,19 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from moeserve.comm.envelope import PLAIN, Plain
 from moeserve.comm.members import Members
+from moeserve.comm.store import MembersStore, dist
+from moeserve.comm.stream import to_address
 from moeserve.errors import ConfigError, PeerLost
 
 if TYPE_CHECKING:
     from moeserve.comm.seal import Seal
 
-dist: Any = torch.distributed  # its type hints lack most of what is used here
-
 CONNECT_S = 10.0  # limit on connecting once all ranks are known to be here
 LOOK_S = 0.2  # how often a wait looks whether the mesh was closed
-POLL_S = 0.01
 NUM_TAGS = 1 << 16  # far more than are ever in flight
 ON_DEVICE = -1  # time of arrival of what travels on a device: nobody waits for it on the host
 BREAK_TAG = (1 << 31) - 1  # no message has it
@@ -44,8 +42,8 @@ BREAK_TAG = (1 << 31) - 1  # no message has it
 class Mesh:
     """The connections between all ranks of an epoch. `close` may be called at any time, from any thread.
 
-    name: keeps the messages of one user apart from another's. terms: what all ranks must agree on, such as sizes.
-    sealed: messages between machines are encrypted.
+    name: keeps one user's keys apart from another's. terms: what all ranks must agree on, such as sizes. sealed:
+    messages between machines are encrypted.
     """
 
     def __init__(
@@ -53,12 +51,10 @@ class Mesh:
     ) -> None:
         self.members = members
         self.missing: tuple[int, ...] = ()  # known once a wait failed
-        self._prefix = f"{members.public_name}/{name}"
         self.num_channels = num_channels
         self._terms = f"{terms}, encrypted" if sealed else terms
-        self.seal = _seal(members, self._prefix) if sealed else None
-        self._store: Any | None = None
-        self._server: Any | None = None  # of the store; a receive that hangs keeps what it used, so it is kept apart
+        self.seal = _seal(members, f"{members.epoch}/{name}") if sealed else None
+        self._store: MembersStore | None = None
         self._closed = threading.Event()
         self.lock = threading.Lock()  # of what `close` removes
         self._channels: list[Channel] = []
@@ -70,12 +66,11 @@ class Mesh:
         return self._closed.is_set()
 
     @property
-    def store(self) -> Any:
-        """The TCPStore by which the ranks connected, for further connections. Raises PeerLost after `close`."""
-        store = self._store
-        if store is None:
+    def store(self) -> MembersStore:
+        """The store by which the ranks connected, for further connections. Raises PeerLost after `close`."""
+        if self._store is None or self.closed:
             raise self.lost()
-        return store
+        return self._store
 
     def connect(self) -> None:
         """Connects to the other ranks. Raises PeerLost naming those that did not come, ConfigError for other terms."""
@@ -83,22 +78,24 @@ class Mesh:
         if members.size == 1:
             self._channels = [Channel(self, index) for index in range(self.num_channels)]
             return
-        deadline = time.monotonic() + members.deadline_s
-        host, port = _address(members.store) if "/" not in members.store else ("127.0.0.1", 0)
-        address = _local_address(members, host)
-        self._store = store = self._open_store(host, port, deadline)
-        self._await_ranks(store, deadline)
+        address = _local_address(members)
+        with self.lock:
+            if self.closed:
+                raise self.lost()
+            self._store = store = MembersStore(members)
+        self._await_ranks(store)
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
         options._timeout = timedelta(seconds=min(members.deadline_s, CONNECT_S))
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         try:
-            prefixed = dist.PrefixStore(f"{self._prefix}/gloo", store)
+            prefixed = dist.PrefixStore("gloo", store)
             self._group = group = dist.ProcessGroupGloo(prefixed, members.rank, members.size, options)
             group.set_timeout(timedelta(seconds=members.deadline_s))  # of sends and collectives, from here on
-        except RuntimeError as error:
+        except (RuntimeError, PeerLost) as error:
+            lost = self.lost(f"a rank left while all were connecting: {error}", getattr(error, "missing", ()))
             self.close()
-            raise PeerLost(f"a rank left while all were connecting: {error}") from None
+            raise lost from None
         self._channels = [Channel(self, index) for index in range(self.num_channels)]
         if self.closed:
             self.close()
@@ -127,7 +124,9 @@ class Mesh:
         with self.lock:
             channels, self._channels = self._channels, []
             group: Any = self._group
-            self._group = self._store = self._server = None
+            self._group = None
+            if self._store is not None:  # not dropped: torch's threads may still ask it
+                self._store.close()
         others = [] if group is None else [rank for rank in range(group.size()) if rank != group.rank()]
         for peer in others:  # a connection that is gone fails at once, without closing the others
             with contextlib.suppress(RuntimeError):  # the time-out is the purpose
@@ -141,50 +140,19 @@ class Mesh:
             self.missing = missing
         return PeerLost(f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing)
 
-    def _open_store(self, host: str, port: int, deadline: float) -> Any:
-        if "/" in self.members.store:
-            return dist.FileStore(self.members.store, self.members.size)
-        limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        if self.members.rank == 0:
-            try:
-                listener = socket.create_server((host if self.members.one_host else "", port))
-            except OSError as error:
-                raise self.lost(f"cannot open the store at {host}:{port}: {error}") from None
-            master = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-            self._server = dist.TCPStore(host, port, timeout=limit, **master)
-        while True:
-            try:
-                socket.create_connection((host, port), timeout=1.0).close()
-                return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
-            except (OSError, RuntimeError) as error:
-                if self.closed:
-                    raise self.lost() from None
-                if time.monotonic() > deadline:
-                    raise self.lost(f"rank 0 did not open the store at {host}:{port}: {error}", (0,)) from None
-            time.sleep(POLL_S)
-
-    def _await_ranks(self, store: Any, deadline: float) -> None:
-        """Waits until every rank has registered in the store and compares their terms, before Gloo's own time-out."""
-        members = self.members
-        keys = {rank: f"{self._prefix}/rank/{rank}" for rank in range(members.size)}
+    def _await_ranks(self, store: MembersStore) -> None:
+        """Waits until every rank is here and compares their terms, before Gloo's own time-out."""
+        keys = [f"rank/{rank}" for rank in range(self.members.size)]
+        store.set(keys[self.members.rank], self._terms.encode())
         try:
-            store.set(keys[members.rank], self._terms or "-")
-            while absent := [rank for rank, key in keys.items() if not store.check([key])]:
-                if self.closed:
-                    raise self.lost()
-                if time.monotonic() > deadline:
-                    raise self.lost(f"ranks {absent} did not come within {members.deadline_s:g} s", tuple(absent))
-                time.sleep(POLL_S)
-            terms = {rank: store.get(key).decode() for rank, key in keys.items()}
-        except RuntimeError as error:
-            if self.closed:
-                raise self.lost() from None
-            raise self.lost(f"the store of rank 0 is gone: {error}", (0,)) from None
-        ours = terms[members.rank]
-        for rank, theirs in terms.items():
+            terms = [store.get(key).decode() for key in keys]
+        except PeerLost as error:
+            raise self.lost(str(error), error.missing) from None
+        ours = terms[self.members.rank]
+        for rank, theirs in enumerate(terms):
             if theirs != ours:
                 raise ConfigError(
-                    f"rank {members.rank} has {ours}, rank {rank} has {theirs}; "
+                    f"rank {self.members.rank} has {ours}, rank {rank} has {theirs}; "
                     "start all engines with the same settings"
                 )
 
@@ -366,22 +334,19 @@ def _receive_all(queue: SimpleQueue[Exchange | None]) -> None:
         exchange.receive()
 
 
-def _address(store: str) -> tuple[str, int]:
-    host, _, port = store.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def _seal(members: Members, name: str) -> Seal:
     from moeserve.comm.seal import Seal  # 40 ms that most engines need not spend
 
     return Seal(members, name)
 
 
-def _local_address(members: Members, host: str) -> str:
+def _local_address(members: Members) -> str:
     """Returns this machine's address on the interface that leads to the store. Nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    address = to_address(members.store)
+    host = "127.0.0.1" if isinstance(address, str) else address[0]
+    family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
+        probe.connect(there)
         local: str = probe.getsockname()[0]
     if not members.one_host and local.startswith("127.") and not host.startswith("127."):
         raise ConfigError(

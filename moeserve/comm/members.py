@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 from moeserve.messages import Join
@@ -13,9 +12,9 @@ class Members:
     """The members of one epoch. Rank r is process r % tp_size of engine r // tp_size.
 
     host_of[r]: the machine of rank r; equal names share memory. directory: private folder (mode 0700) of this epoch for
-    Unix sockets and the like, the same for all ranks of a machine. store: host:port of this epoch's TCPStore, which
-    rank 0 opens, or the path of a FileStore for ranks of one machine. vote: host:port at which rank 0 listens for the
-    step vote, where there are several machines. token: a secret that the members share. deadline_s: how long to wait
+    Unix sockets and the like, the same for all ranks of a machine. store: host:port at which rank 0 opens this epoch's
+    store, or the path of a Unix socket for ranks of one machine. vote: host:port at which rank 0 listens for the step
+    vote, where there are several machines. token: a secret that the members share. deadline_s: how long to wait
     for a member before it counts as missing.
     """
 
@@ -42,11 +41,6 @@ class Members:
             token=join.token,
             vote=join.vote,
         )
-
-    @property
-    def public_name(self) -> str:
-        """A name of this group that may be read on the network: it does not reveal the token."""
-        return f"{hashlib.sha256(self.token.encode()).hexdigest()}/{self.epoch}"
 
     @property
     def size(self) -> int:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import Mesh, dist
+from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
+from moeserve.comm.store import dist
 
 # Does work on some stream, and returns a function that makes the current stream wait for that work.
 Launch = Callable[[Callable[[], object]], Callable[[], object]]
@@ -61,7 +62,7 @@ class DeviceMesh(Mesh):
         if self.members.size == 1:
             return
         try:
-            self._nccl = self._open(dist.PrefixStore(f"{self._prefix}/device", self.store))
+            self._nccl = self._open(dist.PrefixStore("device", self.store))
             self._connect_devices(self._nccl)
         except RuntimeError as error:
             self.close()

@@ -123,16 +123,16 @@ class ShmGroup:
                     if waiting:
                         self._check_time(until_s, {p.rank for p in peers if p.rank != members.rank and p not in here})
             finally:
-                self._keep(listener.accepted)
+                self._keep({peer: link.sock for peer, link in listener.accepted.items()})
 
     async def _connect(self, folder: int, peer: Peer) -> None:
         members = self._members
         me = Peer(members.rank, peer.channel)
         try:
-            sock = await connect(self._path(folder, peer.rank), members.token, members.epoch, me)
+            link = await connect(self._path(folder, peer.rank), members.token, members.epoch, me)
         except ConnectionError as error:
             raise PeerLost(f"rank {peer.rank} refused this rank, or ended: {error}", (peer.rank,)) from None
-        self._keep({peer: sock})
+        self._keep({peer: link.sock})
 
     def _keep(self, sockets: dict[Peer, socket.socket]) -> None:
         with self._lock:

@@ -8,7 +8,9 @@
 
 The hello names the group's epoch, the sender's rank and, where two ranks share several streams, the channel. Messages
 are msgspec structs in msgpack, each behind its length. `connect` and `StreamListener` run on an event loop. Their
-sockets serve an event loop (`AsyncStream`), threads (`BlockingStream`), or whatever else two ranks send each other.
+links serve an event loop (`AsyncStream`), threads (`BlockingStream`), or, as bare sockets, whatever else two ranks send
+each other. Between machines, which is over TCP, an `AsyncStream` is encrypted (`comm/cipher.py`), by keys that follow
+from the token and both nonces.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from moeserve.comm.cipher import Cipher
 
 In = TypeVar("In")
 Address = str | tuple[str, int]  # the path of a Unix socket, or host and port
@@ -52,16 +57,23 @@ class Peer(NamedTuple):
     channel: int = 0
 
 
+class Link(NamedTuple):
+    """A connection between ranks that know the token: a non-blocking socket, and the keys that this end encrypts with
+    and the other one does."""
+
+    sock: socket.socket
+    keys: tuple[bytes, bytes]
+
+
 class StreamListener:
     """Accepts one connection of each expected peer on the running loop, until `close`.
 
     Each connection is greeted by a task of its own, so that a stranger holds nobody up. `complete` is set once every
-    peer is in `accepted`, as a non-blocking socket that belongs to the caller. Raises OSError for an address that
-    cannot be used.
+    peer is in `accepted`. Raises OSError for an address that cannot be used.
     """
 
     def __init__(self, address: Address, token: str, epoch: int, expected: Iterable[Peer]) -> None:
-        self.accepted: dict[Peer, socket.socket] = {}
+        self.accepted: dict[Peer, Link] = {}
         self.missing = set(expected)
         self.complete = asyncio.Event()
         self._token = token
@@ -70,6 +82,7 @@ class StreamListener:
         self._loop = asyncio.get_running_loop()
         self._path = address if isinstance(address, str) else None
         self._socket = socket.socket(_family(address))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind(address)
             if self._path is not None:
@@ -83,7 +96,7 @@ class StreamListener:
         self._check_complete()
 
     def close(self) -> None:
-        """Stops listening. Accepted sockets stay open."""
+        """Stops listening. Accepted links stay open."""
         self._loop.remove_reader(self._socket)
         self._socket.close()
         if self._path is not None:
@@ -109,7 +122,7 @@ class StreamListener:
     async def _greet(self, sock: socket.socket) -> bool:
         try:
             async with asyncio.timeout(_GREET_S):
-                peer = await self._prove(sock)
+                peer, keys = await self._prove(sock)
             if peer not in self.missing:
                 raise ValueError(f"rank {peer.rank} (channel {peer.channel}) is connected already or does not exist")
             sock.send(_ACCEPTED)
@@ -121,13 +134,13 @@ class StreamListener:
             log.info("a connection to this rank broke before it was accepted: %s", error)
         else:
             self.missing.remove(peer)
-            self.accepted[peer] = sock
+            self.accepted[peer] = Link(sock, keys)
             self._check_complete()
             return True
         return False
 
-    async def _prove(self, sock: socket.socket) -> Peer:
-        """Raises ValueError for a stranger."""
+    async def _prove(self, sock: socket.socket) -> tuple[Peer, tuple[bytes, bytes]]:
+        """Returns who it is, and the link's keys. Raises ValueError for a stranger."""
         hello = await _receive(sock, _HELLO.size)
         magic, epoch, rank, channel, _ = _HELLO.unpack(hello)
         if magic != _MAGIC:
@@ -140,11 +153,12 @@ class StreamListener:
         if not hmac.compare_digest(proof, _proof(self._token, b"connector", hello, nonce)):
             raise ValueError("it does not know the token")
         _tune(sock)
-        return Peer(rank, channel)
+        there, here = _keys(self._token, hello, nonce)
+        return Peer(rank, channel), (here, there)
 
 
-async def connect(address: Address, token: str, epoch: int, me: Peer) -> socket.socket:
-    """Returns a non-blocking socket once a listener at `address` has accepted us.
+async def connect(address: Address, token: str, epoch: int, me: Peer) -> Link:
+    """Returns a link once a listener at `address` has accepted us.
 
     Tries until somebody listens there; the caller sets the deadline. Raises ConnectionError when the listener is none
     of the group, or turned us away.
@@ -161,15 +175,15 @@ async def connect(address: Address, token: str, epoch: int, me: Peer) -> socket.
                 await asyncio.sleep(_RETRY_S)
                 continue
             try:
-                await _introduce(sock, token, epoch, me)
+                keys = await _introduce(sock, token, epoch, me)
             except (OSError, EOFError) as error:
                 reason = f"connection refused in epoch {epoch} ({error}): another token or epoch?"
                 raise ConnectionError(reason) from None
             stack.pop_all()
-            return sock
+            return Link(sock, keys)
 
 
-async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> None:
+async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> tuple[bytes, bytes]:
     loop = asyncio.get_running_loop()
     hello = _HELLO.pack(_MAGIC, epoch, *me, os.urandom(_NONCE_BYTES))
     await loop.sock_sendall(sock, hello)
@@ -180,6 +194,15 @@ async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> N
     await loop.sock_sendall(sock, _proof(token, b"connector", hello, nonce))
     await _receive(sock, len(_ACCEPTED))
     _tune(sock)
+    return _keys(token, hello, nonce)
+
+
+def to_address(text: str) -> Address:
+    """Returns the address of "host:port", "[host]:port", or the path of a Unix socket."""
+    if "/" in text:
+        return text
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _family(address: Address) -> socket.AddressFamily:
@@ -190,6 +213,11 @@ def _family(address: Address) -> socket.AddressFamily:
 
 def _proof(token: str, side: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(token.encode(), side + hello + nonce, hashlib.sha256)
+
+
+def _keys(token: str, hello: bytes, nonce: bytes) -> tuple[bytes, bytes]:
+    """Returns what the connector encrypts with, and what the listener does: of this connection alone."""
+    return _proof(token, b"from connector", hello, nonce), _proof(token, b"from listener", hello, nonce)
 
 
 def _tune(sock: socket.socket) -> None:
@@ -218,10 +246,11 @@ def frame(msg: msgspec.Struct) -> bytes:
 
 
 class FrameSplitter(Generic[In]):
-    """Splits received bytes into messages of the union `receives`, of at most `max_bytes` each."""
+    """Splits received bytes into messages of the union `receives`, of at most `max_bytes` each. cipher: opens them."""
 
-    def __init__(self, receives: Any, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self, receives: Any, max_bytes: int = MAX_FRAME_BYTES, cipher: Cipher | None = None) -> None:
         self._buffer = bytearray()
+        self._cipher = cipher
         self._max_bytes = max_bytes
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
 
@@ -243,6 +272,8 @@ class FrameSplitter(Generic[In]):
             return None
         body = bytes(buffer[HEADER.size : end])
         del buffer[:end]
+        if self._cipher is not None:
+            body = self._cipher.open(body)
         try:
             return self._decode(body)
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -250,25 +281,39 @@ class FrameSplitter(Generic[In]):
 
 
 class AsyncStream(Generic[In]):
-    """A stream that is used on the running loop, which calls `heard(message)` and, once the stream is lost and closed,
-    `lost(cause)`."""
+    """A stream that is used on the running loop, which calls `heard(message)`, one of the union `receives`, and, once
+    the stream is lost and closed, `lost(cause)`. What TCP carries is encrypted."""
 
     def __init__(
-        self, sock: socket.socket, frames: FrameSplitter[In], heard: Callable[[In], None], lost: Callable[[str], None]
+        self,
+        link: Link,
+        receives: Any,
+        heard: Callable[[In], None],
+        lost: Callable[[str], None],
+        max_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        self._sock = sock
-        self._frames = frames
+        self._sock = link.sock
+        self._cipher: Cipher | None = None
+        theirs: Cipher | None = None
+        if self._sock.family != socket.AF_UNIX:
+            from moeserve.comm.cipher import Cipher  # 40 ms that engines on one machine need not spend
+
+            self._cipher, theirs = map(Cipher, link.keys)
+        self._frames: FrameSplitter[In] = FrameSplitter(receives, max_bytes, theirs)
         self._heard = heard
         self._lost = lost
         self._is_open = True
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self._read)
+        self._loop.add_reader(self._sock, self._read)
 
     def send(self, data: bytes) -> None:
-        """Sends frames without waiting. A peer that lets the socket's buffer fill up is lost; protocols on this stream
+        """Sends a frame without waiting. A peer that lets the socket's buffer fill up is lost; protocols on this stream
         have a peer read each message before it causes another one."""
         if not self._is_open:
             return
+        if self._cipher is not None:
+            body = self._cipher.seal(data[HEADER.size :])
+            data = HEADER.pack(len(body)) + body
         try:
             sent = self._sock.send(data)
         except BlockingIOError:

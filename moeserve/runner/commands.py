@@ -106,4 +106,4 @@ Report = CommandDone | LoadProgress | Prepared | Failed
 def connect_to_leader(birth: WorkerBirth) -> BlockingStream[WorkerCommand]:
     """Returns a worker's stream to its leader. Raises ConnectionError or TimeoutError where that is gone."""
     connecting = connect(birth.address, birth.token, 0, Peer(birth.tp_rank))
-    return BlockingStream(asyncio.run(asyncio.wait_for(connecting, CONNECT_S)), WorkerCommand)
+    return BlockingStream(asyncio.run(asyncio.wait_for(connecting, CONNECT_S)).sock, WorkerCommand)

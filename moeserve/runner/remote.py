@@ -184,7 +184,7 @@ class Team:
     async def _accept(self, listener: StreamListener) -> None:
         with closing(listener):
             await listener.complete.wait()
-        self._workers = [RemoteWorker(peer.rank, sock) for peer, sock in sorted(listener.accepted.items())]
+        self._workers = [RemoteWorker(peer.rank, link.sock) for peer, link in sorted(listener.accepted.items())]
         for worker in self._workers:
             name = f"tp {worker.tp_rank}"
             worker.reader = threading.Thread(target=self._read, args=(worker,), name=name, daemon=True)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.comm.gloo import BREAK_TAG, dist
+from moeserve.comm.gloo import BREAK_TAG
 from moeserve.comm.nccl import DeviceMesh
+from moeserve.comm.store import dist
 from moeserve.moe.all2all import nccl as backends
 from moeserve.moe.streams import CommStream
 

@@ -20,9 +20,11 @@ import pytest
 from moeserve.comm.dp_coordinator import Wake, open_coordinator
 from moeserve.comm.members import Members
 from moeserve.comm.stream import frame
-from moeserve.engine.vote import Action, DPCoordinator, Vote
+from moeserve.engine.plan import Agreed
+from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote
 from moeserve.errors import ConfigError, PeerLost, StepSkew
 from tests.comm.ranks import free_port, members_of, together
+from tests.comm.relay import DOWN, FORGERIES, UP, Relay, once
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -202,6 +204,37 @@ async def test_several_hosts_meet_over_tcp() -> None:
         return decision.agreed and decision.agreed.most_tokens
 
     assert await asyncio.gather(*map(body, on_hosts(3))) == [(2, 0)] * 3
+
+
+@pytest.mark.parametrize("way", [UP, DOWN])
+@pytest.mark.parametrize("forgery", FORGERIES)
+async def test_a_vote_that_was_altered_on_the_way_ends_the_group(forgery: str, way: str) -> None:
+    leader, follower = on_hosts(2)
+    async with Relay(leader.vote, once(forgery, way, 3)) as relay:
+        ours = await asyncio.gather(open_coordinator(leader), open_coordinator(replace(follower, vote=relay.address)))
+        outcomes: list[object] = []
+        for step in range(4):
+            outcomes += await votes(list(ours), step=step, has_work=True)
+        for coordinator in ours:
+            await asyncio.wait_for(coordinator.broken(), 15.0)
+    told = ours[0].lost if way == UP else ours[1].lost
+    assert "altered on the way, or is not its own" in str(told)
+    assert told is not None
+    assert told.missing == ((1,) if way == UP else (0,))
+    believed = [outcome.agreed for outcome in outcomes if isinstance(outcome, Decision)]
+    assert believed == [Agreed(step, 1, (0, 0), 0, False) for step in range(3) for _ in ours][: len(believed)]
+    assert len(believed) < 7
+
+
+async def test_who_listens_on_the_way_does_not_read_votes() -> None:
+    leader, follower = on_hosts(2)
+    async with Relay(leader.vote) as relay:
+        ours = await asyncio.gather(open_coordinator(leader), open_coordinator(replace(follower, vote=relay.address)))
+        for step in range(2):
+            await votes(list(ours), step=step, tokens=77, has_work=True)
+        close(list(ours))
+    assert len(set(relay.seen)) == len(relay.seen) >= 4
+    assert not [seen for seen in relay.seen if b"Vote" in seen]
 
 
 async def test_a_port_that_was_taken_meanwhile_is_no_end() -> None:

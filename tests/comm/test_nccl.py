@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from moeserve.comm import nccl
-from moeserve.comm.gloo import dist
 from moeserve.comm.nccl import HANDLING, DeviceMesh, why_not
+from moeserve.comm.store import dist
 from moeserve.errors import PeerLost
 from tests.comm.ranks import members_of, together
 

@@ -168,9 +168,3 @@ def test_keys_are_of_one_direction_one_group_and_one_use() -> None:
         wire_of(replace(a, epoch=2), 1),
     ]
     assert len(set(wires)) == len(wires)
-
-
-def test_the_store_does_not_reveal_the_token() -> None:
-    (members, _) = on_hosts("a", "b")
-    assert members.token not in members.public_name
-    assert members.public_name != replace(members, token="another").public_name

@@ -82,8 +82,8 @@ async def test_each_expected_peer_is_let_in_once_and_nobody_else(tmp_path: Path)
         assert set(listener.accepted) == {Peer(1), Peer(2, 1)}
     with pytest.raises(FileNotFoundError):
         os.stat(path)
-    for sock in (first, second, *listener.accepted.values()):
-        sock.close()
+    for link in (first, second, *listener.accepted.values()):
+        link.sock.close()
 
 
 async def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from moeserve.engine.group_core import GroupCore
 from moeserve.errors import PeerLost
-from moeserve.messages import Abort, Drain, Ping, Place, PlacementTable, Pong, StepOutput, Stopped, TraceNext
+from moeserve.messages import Abort, Drain, Join, Ping, Place, PlacementTable, Pong, StepOutput, Stopped, TraceNext
+from tests.comm.ranks import free_port
+from tests.comm.relay import DOWN, UP, Relay, flipped
 from tests.engine.group_harness import Group, GroupModel
 
 PROMPT = [20, 21, 22, 23, 24, 25]
@@ -43,6 +46,35 @@ async def test_an_idle_engine_serves_the_others_and_wakes_for_them() -> None:
         records = [m.record for m in group.engines[1].out if isinstance(m, StepOutput) and m.record]
         assert {record.dp_rank for record in records} == {1}
         assert any(record.vote_us > 0 for record in records)
+
+
+class TwoMachines(Group):
+    """Machines "a" and "b", with someone on the way between them."""
+
+    def __init__(self, relay: Relay, listens: str) -> None:
+        self.votes = [listens, relay.address]
+        super().__init__(2)
+
+    def join_of(self, rank: int, directory: str, token: str = "t") -> Join:
+        join = super().join_of(rank, directory, f"{token}{self.epoch}")
+        return msgspec.structs.replace(join, hosts=("a", "b"), vote=self.votes[rank])
+
+
+@pytest.mark.parametrize("way", [UP, DOWN])
+async def test_a_vote_that_is_altered_on_the_way_costs_no_answer(way: str) -> None:
+    listens = f"127.0.0.1:{free_port()}"
+    flips = iter([False] * 5 + [True] + [False] * 100_000)
+
+    def flip(at: str, frames: list[bytes]) -> list[bytes]:
+        return [flipped(frames[-1]) if at == way and next(flips) else frames[-1]]
+
+    async with Relay(listens, flip) as relay, TwoMachines(relay, listens) as group:
+        for rid in range(6):
+            group.submit(rid % 2, rid, [*PROMPT, 20 + rid])
+        await group.all_answered()
+        group.check()
+        assert group.epoch == 2
+        assert any("altered on the way, or is not its own" in parted.cause for _, parted in group.parted)
 
 
 @pytest.mark.parametrize("gives_up", [False, True])

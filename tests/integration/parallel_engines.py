@@ -171,9 +171,7 @@ class Engines:
         assert self.deals or dp == 1, "engines that share nothing are tested one by one"
         self._folder = tempfile.TemporaryDirectory(prefix="ms-")  # short: names of sockets have a limit
         size = dp * tp
-        worlds = [
-            World(rank * tp, size, tp, ep=self.deals, ranks_on_host=size, host_rank=rank * tp) for rank in range(dp)
-        ]
+        worlds = [World(rank, size, tp, self.deals, ranks_on_host=size, host_rank=rank) for rank in range(0, size, tp)]
         self.engines = [Engine(self.config, self.spec, path, world, self._folder.name) for world in worlds]
         self.epoch = 0
         self._num_rids = 0

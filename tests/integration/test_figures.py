@@ -96,6 +96,7 @@ CLAIMS = [
     Claim("| {} % of a core |", "idle", lambda r: [100 * r["core_share_total"]["median"]]),
     Claim("over ssh {} to {} s", "lost-machine-ssh", _returns, "docs/multi-node.md"),
     Claim("under Slurm {} to {} s", "lost-machine-slurm", _returns, "docs/multi-node.md"),
+    Claim("on Ray {} to {} s", "lost-machine-ray", _returns, "docs/multi-node.md"),
 ]
 FACTS = (  # digits of the comparison that name a case or a format
     "1.29 billion parameters (0.38 active)", "Zen 5", "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99",
@@ -104,6 +105,9 @@ FACTS = (  # digits of the comparison that name a case or a format
 NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has them
     "12 to 21 minutes on two cores": "the test suite's own time: pytest prints it",
     "within 5 s:": "a limit, which tests/integration/test_machines.py checks",
+    "No room within 60 s": "a limit, PLACE_S of moeserve/cluster/launch/on_ray.py",
+    "only after 15 s": "a default of Ray: five health checks, every three seconds",
+    "and it takes 3 s": "the settings beside it: three health checks, every second",
     "silence after 5 s": "a limit, which tests/integration/test_machines.py checks",
 }
 

@@ -39,8 +39,8 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"--ray-address {address or 'auto'}: {_first_line(error)}; run this on a node of a cluster of Ray (`ray start` makes it one), "
-            "or give --ray-address ray://HEAD:10001"
+            f"--ray-address {address or 'auto'}: {_first_line(error)}; run this on a node of a cluster of Ray "
+            "(`ray start` makes it one), or give --ray-address ray://HEAD:10001"
         ) from None
     bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
     nodes = nodes or sum(it["Alive"] for it in ray.nodes())

@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import Mesh, dist
+from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
+from moeserve.comm.store import dist
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Layout
 from moeserve.moe.all2all.registry import BackendFacts
@@ -53,7 +54,7 @@ class BufferMesh(Mesh):
         group._set_default_backend(kinds.GLOO)
         if nccl:
             device = torch.device("cuda", torch.cuda.current_device())
-            prefix = dist.PrefixStore(f"{self.members.public_name}/nccl", store)
+            prefix = dist.PrefixStore("nccl", store)
             self._nccl = dist.ProcessGroupNCCL(prefix, gloo.rank(), gloo.size(), dist.ProcessGroupNCCL.Options())
             group.bound_device_id = device
             group._register_backend(torch.device("cuda"), kinds.NCCL, self._nccl)

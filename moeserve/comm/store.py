@@ -1,0 +1,157 @@
+"""torch's `Store` over authenticated streams: by it the ranks of an epoch tell each other their addresses.
+
+    rank r  -- Put -->  rank 0  -- Put -->  all others
+
+Every rank has all values, so that only `set` travels. There are what Gloo and NCCL call, and no more: both set a key
+once, and on one rank. Unlike torch's own TCPStore it lets in members only, is encrypted between machines, asks no DNS,
+and a rank that does not come is named on all the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch.distributed
+
+from moeserve.comm.dp_coordinator import FOLLOWER_WAITS, Leaving
+from moeserve.comm.members import Members
+from moeserve.comm.stream import AsyncStream, Link, Peer, StreamListener, connect, frame, to_address
+from moeserve.errors import PeerLost
+
+dist: Any = torch.distributed  # its type hints lack most of what is used here
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Either way: a key that has a value now."""
+
+    key: str
+    value: bytes
+
+
+class MembersStore(dist.Store):  # type: ignore[misc]
+    """The store of an epoch at `members.store`, where rank 0 listens. Its streams live in a thread until `close`.
+
+    Calls that wait raise PeerLost, naming the ranks that did not come or are gone.
+    """
+
+    def __init__(self, members: Members) -> None:
+        super().__init__()
+        self._members = members
+        self._address = to_address(members.store)
+        self._values: dict[str, bytes] = {}
+        self._lost: PeerLost | None = None
+        self._changed = threading.Condition()  # of these two
+        self._streams: dict[int, AsyncStream[Put | Leaving]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
+        threading.Thread(target=self._run, name="store", daemon=True).start()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Tells all ranks, those that are still to come as well."""
+        self._keep(put := Put(key, value))
+        with suppress(RuntimeError):  # closed: waits say so
+            self._loop.call_soon_threadsafe(self._tell, put)
+
+    def get(self, key: str) -> bytes:
+        """Returns a key's value once it has one."""
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
+        """Returns once all keys have values. limit: the members' deadline if None."""
+        limit_s = FOLLOWER_WAITS * self._members.deadline_s if limit is None else limit.total_seconds()
+        with self._changed:
+            self._changed.wait_for(lambda: self.check(keys) or self._lost is not None, limit_s)
+            if not self.check(keys):
+                absent = ", ".join(key for key in keys if key not in self._values)
+                raise self._lost or PeerLost(f"the store was told nothing of {absent} within {limit_s:g} s")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all keys have values."""
+        return all(key in self._values for key in keys)
+
+    def clone(self) -> MembersStore:
+        """Returns this store, which any thread may use."""
+        return self
+
+    def close(self, lost: PeerLost | None = None) -> None:
+        """Drops the connections, from any thread. The other ranks learn the cause; the first one counts."""
+        with self._changed:
+            self._lost = self._lost or lost or PeerLost("this rank left the group")
+            self._changed.notify_all()
+        with suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        with closing(self._loop), suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
+
+    async def _serve(self) -> None:
+        try:
+            await (self._connect() if self._members.rank else self._accept())
+            for key, value in list(self._values.items()):
+                self._tell(Put(key, value))
+            await self._loop.create_future()  # until `close`
+        except PeerLost as error:
+            self.close(error)
+        except OSError as error:
+            self.close(PeerLost(f"cannot use the store at {self._members.store}: {error}"))
+        finally:
+            assert self._lost is not None
+            self._tell(Leaving(str(self._lost), self._lost.missing))
+            for stream in self._streams.values():
+                stream.close()
+
+    async def _accept(self) -> None:
+        members = self._members
+        others = map(Peer, range(1, members.size))
+        with closing(StreamListener(self._address, members.token, members.epoch, others)) as listener:
+            try:
+                await asyncio.wait_for(listener.complete.wait(), members.deadline_s)
+            except TimeoutError:
+                absent = tuple(sorted(peer.rank for peer in listener.missing))
+                raise PeerLost(f"ranks {[*absent]} did not come within {members.deadline_s:g} s", absent) from None
+            finally:
+                for peer, link in listener.accepted.items():
+                    self._open(peer.rank, link)
+
+    async def _connect(self) -> None:
+        members = self._members
+        connecting = connect(self._address, members.token, members.epoch, Peer(members.rank))
+        try:
+            self._open(0, await asyncio.wait_for(connecting, members.deadline_s))
+        except OSError as error:
+            cause = str(error) or f"nobody listened within {members.deadline_s:g} s"
+            raise PeerLost(f"rank 0 did not open the store at {members.store}: {cause}", (0,)) from None
+
+    def _open(self, rank: int, link: Link) -> None:
+        def died(cause: str) -> None:
+            self.close(PeerLost(f"rank {rank} {cause}", (rank,)))
+
+        self._streams[rank] = AsyncStream(link, Put | Leaving, partial(self._heard, rank), died)
+
+    def _heard(self, rank: int, msg: Put | Leaving) -> None:
+        if isinstance(msg, Leaving):
+            self.close(PeerLost(f"rank {rank} left: {msg.cause}", msg.missing))
+        else:
+            self._keep(msg)
+            self._tell(msg, but=rank)
+
+    def _keep(self, put: Put) -> None:
+        with self._changed:
+            self._values[put.key] = put.value
+            self._changed.notify_all()
+
+    def _tell(self, msg: Put | Leaving, but: int = -1) -> None:
+        for rank, stream in list(self._streams.items()):
+            if rank != but:
+                stream.send(frame(msg))

@@ -1,0 +1,84 @@
+"""Someone on the way between two ranks, who sees what they send each other and may alter it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from moeserve.comm.stream import HEADER
+
+UP, DOWN = "to the listener", "to the connector"
+_GREETING = {UP: (40, 32), DOWN: (48, 1)}  # bytes: hello and proof; nonce with proof, and accepted
+Alter = Callable[[str, list[bytes]], Sequence[bytes]]
+
+
+def untouched(way: str, frames: list[bytes]) -> Sequence[bytes]:
+    return frames[-1:]
+
+
+class Relay:
+    """Takes connections at `address` to a listener at `target`. alter: what to pass on, from the way and all frames of
+    it so far, the last one being new."""
+
+    def __init__(self, target: str, alter: Alter = untouched) -> None:
+        self._target = target
+        self.alter = alter
+        self.seen: list[bytes] = []
+        self._server: asyncio.Server
+
+    async def __aenter__(self) -> Relay:
+        self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
+        self.address = "{}:{}".format(*self._server.sockets[0].getsockname())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._target.rpartition(":")
+        for _ in count():
+            try:
+                their_reader, their_writer = await asyncio.open_connection(host, int(port))
+                break
+            except OSError:  # nobody listens yet
+                await asyncio.sleep(0.005)
+        await asyncio.gather(self._pass(UP, reader, their_writer), self._pass(DOWN, their_reader, writer))
+
+    async def _pass(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames: list[bytes] = []
+        try:
+            for num_bytes in _GREETING[way]:
+                writer.write(await reader.readexactly(num_bytes))
+            while True:
+                head = await reader.readexactly(HEADER.size)
+                frames.append(head + await reader.readexactly(*HEADER.unpack(head)))
+                self.seen.append(frames[-1])
+                writer.writelines(self.alter(way, frames))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            writer.close()
+
+
+def flipped(frame: bytes) -> bytes:
+    return frame[:-1] + bytes([frame[-1] ^ 1])
+
+
+# What someone on the way does, from the frames so far.
+FORGERIES: dict[str, Callable[[list[bytes]], Sequence[bytes]]] = {
+    "a bit is flipped": lambda frames: [flipped(frames[-1])],
+    "a part is cut off": lambda frames: [HEADER.pack(len(frames[-1]) - 5) + frames[-1][HEADER.size : -1]],
+    "it comes twice": lambda frames: [frames[-1], frames[-1]],
+    "an older one instead": lambda frames: [frames[0]],
+    "one is put in": lambda frames: [HEADER.pack(20) + bytes(20), frames[-1]],
+}
+
+
+def once(forgery: str, way: str, number: int) -> Alter:
+    """Forges one frame: the `number`th of that way."""
+
+    def alter(at: str, frames: list[bytes]) -> Sequence[bytes]:
+        return FORGERIES[forgery](frames) if (at, len(frames)) == (way, number) else frames[-1:]
+
+    return alter
