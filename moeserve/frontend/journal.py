@@ -161,7 +161,7 @@ class Journal:
             known.cached = known.cached if known.tokens else cached  # later hits are on our own earlier work
         for known, stop_id in self._of(out.stop_ids):
             known.stop_id = stop_id
-        if any(out.finish):
+        if out.finish.count(0) < len(out.finish):
             for known, finish in self._of(dict(zip(memoryview(out.rids).cast("q"), out.finish, strict=True))):
                 known.finish = finish
 
