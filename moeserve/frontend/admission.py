@@ -148,7 +148,7 @@ class Admission:
 
 
 class Running:
-    """The sequences that run, by rid, and what is counted from the start of each to its end. idle: set when none runs."""
+    """The sequences that run, by rid, and what is counted of each from start to end. idle: set when none runs."""
 
     def __init__(self, stats: FrontStats, admission: Admission) -> None:
         self.sequences: dict[int, Sequence] = {}
