@@ -221,6 +221,7 @@ async def test_streams_of_other_keys_and_those_that_were_ended_by_their_id_are_u
         ((id, _),) = await read(live, CHAT, ASK, num=1, **one)
         ((_, text),) = await read(live, CHAT, ASK, last=id, status=404, **two)
         assert "not kept any more" in text
+        await until(lambda: not live.front.running.sequences)
         live.engine.gate.clear()
         asking = asyncio.create_task(read(live, CHAT, ASK, **one))
         await until(lambda: live.engine.rows)
