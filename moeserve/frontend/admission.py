@@ -148,7 +148,7 @@ class Admission:
 
 
 class Running:
-    """The sequences that run, by rid, counted from their start to their end. idle: set when the last one ends."""
+    """The sequences that run, by rid, and what is counted of each from start to end. idle: set when none runs."""
 
     def __init__(self, stats: FrontStats, admission: Admission) -> None:
         self.sequences: dict[int, Sequence] = {}

@@ -45,6 +45,7 @@ async def feed(journal: Journal, root: Root) -> None:
             for opened in journal.snapshot():
                 tell(opened)
             journal.listener = tell
+            log.info("a front end stands by, with %d streams", len(journal.streams))
             await inbox.drain(wait=True)  # nothing but its end comes
         except (ActorStopped, TimeoutError):
             pass
