@@ -217,7 +217,8 @@ class Child(Process):
 
     def hand_over(self, document: bytes, forward: Callable[[str], None] | None = None) -> None:
         """Gives the running child another document: see `guard.adopt`. forward: for its lines from now on."""
-        self._log.forward = forward or self._log.forward
+        if forward is not None:
+            self._log.forward = forward
         _hand_over(self._process, document, self.name)
 
     def _reap(self) -> None:
