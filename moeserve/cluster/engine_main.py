@@ -66,11 +66,13 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
 
     link = FrontEndLink(order, inbox)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain)
+    send: Callable[[EngineOut], object] = link.wire.send
     if order.config.parallel.standby:
+        send = link.send
         link.following = asyncio.get_running_loop().create_task(link.follow(later), name="next front end")
     try:
         await link.wire.connected(CONNECT_S)
-        return await _live(order, inbox, link.send)
+        return await _live(order, inbox, send)
     except ActorStopped as exc:  # refused by the front end; it knows why
         log.error("%s", exc)
         return 1
