@@ -41,7 +41,7 @@ from moeserve.cli.main import main
         ("--kubernetes --image x -- serve", "--kubernetes needs --nodes N"),
         ("--kubernetes --nodes 2 -- serve", "--kubernetes needs --image IMAGE"),
         ("--kubernetes --nodes 2 --image x --env A=b -- serve", "--env is only for parts that it starts itself"),
-        ("--kubernetes --nodes 2 --image x -- serve --dp 3", "cannot be shared evenly by 2 machines"),
+        ("--kubernetes --nodes 2 --image x -- serve --dp 1", "2 machines need an engine each, --dp 2 at least"),
         ("-- serve", "say where: --hosts, --hostfile, --slurm, --ray, --kubernetes, --local or --print"),
         ("--local 2 -- serve --prot 1", "did you mean --port?"),
     ],
