@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -70,6 +71,14 @@ def _returns(found: Any) -> list[float]:
     return [pick(it["return_s"] for it in rounds) for pick in (min, max)]
 
 
+def _kills(found: Any, key: str) -> list[float]:
+    kills = found["kills"]
+    assert not any(it["lost"] or it["different"] or it["repeated_events"] for it in kills)
+    return [pick(it[key] for it in kills) for pick in (min, max)]
+
+
+_served, _moving = partial(_kills, key="served_s"), partial(_kills, key="all_streams_moving_s")
+
 CLAIMS = [
     Claim(
         "{} s from a new server to its first answer instead of {}",
@@ -97,6 +106,8 @@ CLAIMS = [
     Claim("over ssh {} to {} s", "lost-machine-ssh", _returns, "docs/multi-node.md"),
     Claim("under Slurm {} to {} s", "lost-machine-slurm", _returns, "docs/multi-node.md"),
     Claim("on Ray {} to {} s", "lost-machine-ray", _returns, "docs/multi-node.md"),
+    Claim("The next one served {} to {} s later", "standby", _served, "docs/multi-node.md"),
+    Claim("all streams moved after {} to {} s", "standby", _moving, "docs/multi-node.md"),
 ]
 FACTS = (  # digits of the comparison that name a case or a format
     "1.29 billion parameters (0.38 active)", "Zen 5", "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99",
@@ -108,6 +119,11 @@ NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has
     "No room within 60 s": "a limit, PLACE_S of moeserve/cluster/launch/on_ray.py",
     "only after 15 s": "a default of Ray: five health checks, every three seconds",
     "and it takes 3 s": "the settings beside it: three health checks, every second",
+    "by 30 seconds": "the setting named beside it",
+    "they wait for it, 30 s": "a limit, KEEP_S of moeserve/cluster/node.py",
+    "wants within 30 s is ended": "the same",
+    "`resume_window`, 60 s where": "a default, RESUME_S of moeserve/server/standby.py",
+    "nothing for 10 s": "a limit of moeserve/server/standby.py",
     "silence after 5 s": "a limit, which tests/integration/test_machines.py checks",
 }
 
