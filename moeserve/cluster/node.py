@@ -50,14 +50,14 @@ class FrontEndLost(EngineDied):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class KeptEngine:
     """An engine of this machine, and the order that it serves by."""
 
     child: Child
     order: EngineOrder
 
 
-Kept = dict[str, Engine]  # engines that wait for another front end, by name
+Kept = dict[str, KeptEngine]  # engines that wait for another front end, by name
 OpenWire = Callable[[Inbox[ToNode | PeerGone]], ZmqWire[FromNode, ToNode | PeerGone]]
 
 
@@ -189,7 +189,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         self._kept = kept
         self._connect_s = connect_s
         self._lost = False
-        self._engines: dict[int, Engine] = {}
+        self._engines: dict[int, KeptEngine] = {}
         self._sweeping: asyncio.Task[None] | None = None
         self._lives: dict[int, asyncio.Task[None]] = {}  # one for each engine, from the order to its end
         self._wire = open_wire(self.inbox)
@@ -268,7 +268,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         except ConfigError as error:
             death = Death(msg.name, 0, 1, 0.0, (str(error),))
         else:
-            self._engines[msg.id] = Engine(child, order)
+            self._engines[msg.id] = KeptEngine(child, order)
             self._tell(Started(msg.id, child.pid))
             death = await child.death()
             del self._engines[msg.id]

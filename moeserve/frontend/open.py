@@ -37,7 +37,7 @@ async def open_front_end(
     child: bool,
     max_queued: int | None = None,
     max_wait_s: float = 0.0,
-    prepared: Prepared | None = None,
+    prepared: PreparedFrontEnd | None = None,
 ) -> AsyncIterator[FrontEnd]:
     """Yields a running front end while the engine still loads (await `wait_ready()`).
 
@@ -71,19 +71,19 @@ async def open_front_end(
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedFrontEnd:
     """A front end whose engines have not been started."""
 
     link: Fleet
     front: FrontEnd
 
 
-async def prepare(config: Config, root: Root, *, max_queued: int | None, max_wait_s: float) -> Prepared:
+async def prepare(config: Config, root: Root, *, max_queued: int | None, max_wait_s: float) -> PreparedFrontEnd:
     """Reads all that a front end needs, for `open_front_end` later. Raises ConfigError."""
     link = Fleet(config, root)
     model_dir = resolve_model_dir(config.model.model)
     front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued, max_wait_s)
-    return Prepared(link, front)
+    return PreparedFrontEnd(link, front)
 
 
 def _read_text_side(

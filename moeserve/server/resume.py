@@ -32,7 +32,7 @@ _ID = re.compile(r"([0-9a-f]{32}):(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:\+(\d{1,9})\.(\d
 
 
 @dataclass
-class Place:
+class StreamPlace:
     """A place in an answer: tokens of each choice, whether it has ended, and events behind that. choice, more, ends:
     of the delta that these events are of, if it is one."""
 
@@ -52,7 +52,7 @@ class StreamKey:
     created: int = field(default_factory=lambda: int(time.time()))
     digest: bytes = b""
     recorded: Recorded | None = None
-    place: Place | None = None
+    place: StreamPlace | None = None
 
 
 def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
@@ -76,7 +76,7 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
     if recorded is None or recorded.entry.owner != call.caller.owner:
         raise unknown_stream()
     entry, counts = recorded.entry, match[2].split(".")
-    place = Place([int(count.rstrip("e")) for count in counts], [count[-1] == "e" for count in counts])
+    place = StreamPlace([int(count.rstrip("e")) for count in counts], [count[-1] == "e" for count in counts])
     place.events = int(match[6] or 0)
     if match[3] is not None:
         place.choice, place.more, place.ends = int(match[3]), int(match[4]), bool(match[5])
@@ -146,7 +146,7 @@ class Numbered:
             out += self._head + (after if last and after else b"%b~%d" % (during, number)) + b"\n" + event
         return out
 
-    async def go_on(self, deltas: AsyncIterator[tuple[int, Delta]], place: Place) -> bytes:
+    async def go_on(self, deltas: AsyncIterator[tuple[int, Delta]], place: StreamPlace) -> bytes:
         """Returns the frames of an answer behind a place, as far as the answer is known.
 
         deltas: from the first one on, each of one row. Raises InvalidRequest if the answer ends before that place.

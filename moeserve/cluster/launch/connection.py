@@ -19,7 +19,7 @@ class PartNotStarted(MoeserveError):
     """A machine's part did not start. The message is the last line that came."""
 
 
-class Connection(ABC):
+class PartConnection(ABC):
     """What the launcher holds of a part. out: what the part says, until it has ended or is lost."""
 
     def __init__(self, out: asyncio.StreamReader) -> None:
@@ -44,7 +44,7 @@ class Connection(ABC):
         """Kills, and waits until nothing of the connection is left here."""
 
 
-class ProcessConnection(Connection):
+class ProcessConnection(PartConnection):
     """A child process: the part itself, or the ssh or srun that leads to it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from moeserve.actor.process import one_line, to_stderr
-from moeserve.cluster.launch.connection import Connection, PartNotStarted
+from moeserve.cluster.launch.connection import PartConnection, PartNotStarted
 from moeserve.cluster.launch.protocol import ENDED, MARK, PING, PING_S, PONG, Order, PartHello
 from moeserve.cluster.launch.targets import LaunchTarget
 
@@ -27,7 +27,7 @@ class Machine:
         self.on_state: Callable[[str], None] = lambda state: None
         self._title = f"{place.name} (machine {rank} of {num_machines})"
         self._place = place
-        self._connection: Connection | None = None
+        self._connection: PartConnection | None = None
         self._code: int | None = None  # of the part, once it has said so
         self._unanswered = 0
         self.last_line = ""  # of its log

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeserve.actor.process import one_line, to_stderr
-from moeserve.cluster.launch.connection import MAX_LINE_BYTES, Connection, PartNotStarted, ProcessConnection
+from moeserve.cluster.launch.connection import MAX_LINE_BYTES, PartConnection, PartNotStarted, ProcessConnection
 from moeserve.cluster.launch.targets import PART, LaunchTarget
 from moeserve.errors import ConfigError
 
@@ -96,7 +96,7 @@ class RayTarget(LaunchTarget):
 
     actor: Any = None
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> PartConnection:
         """Starts the part. Raises PartNotStarted while Ray has no place for the actor."""
         from ray.exceptions import RayError
 
@@ -108,7 +108,7 @@ class RayTarget(LaunchTarget):
         return RayConnection(self.actor)
 
 
-class RayConnection(Connection):
+class RayConnection(PartConnection):
     """A part's stdin and stdout by calls of its actor."""
 
     def __init__(self, actor: Any) -> None:

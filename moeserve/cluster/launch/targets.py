@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moeserve.cluster.allocation import expand
-from moeserve.cluster.launch.connection import Connection, ProcessConnection
+from moeserve.cluster.launch.connection import PartConnection, ProcessConnection
 from moeserve.cluster.launch.hosts import Host
 from moeserve.errors import ConfigError
 
@@ -35,7 +35,7 @@ class LaunchTarget:
     command: tuple[str, ...]
     remedy: str = ""
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> PartConnection:
         """Starts the part. Raises ConfigError where the command is not installed."""
         return await ProcessConnection.open(self.command)
 

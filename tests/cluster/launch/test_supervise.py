@@ -116,8 +116,8 @@ async def test_a_machine_that_joins_while_the_first_one_serves_is_ready_once_tha
 
 async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
     began = time.monotonic()
-    refused = "print('ssh: Connection refused')"
-    with pytest.raises(ConfigError, match="cannot start on b: ssh: Connection refused; c: it said nothing"):
+    refused = "print('ssh: PartConnection refused')"
+    with pytest.raises(ConfigError, match="cannot start on b: ssh: PartConnection refused; c: it said nothing"):
         await launch(place("a", FOREVER), place("b", refused, hello=False), place("c", "pass", hello=False))
     assert time.monotonic() - began < 10
     with pytest.raises(ConfigError, match="cannot run /no/ssh: No such file"):
