@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from moeserve.comm.members import Members
-from moeserve.comm.stream import Address, AsyncStream, Link, Peer, StreamListener, connect, frame, to_address
+from moeserve.comm.stream import Address, AsyncStream, KeyedSocket, Peer, StreamListener, connect, frame, to_address
 from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote, decide
 from moeserve.errors import ConfigError, PeerLost, StepSkew
 
@@ -191,7 +191,7 @@ class _Leader(_Coordinator):
         cause = f"did not come to the vote of epoch {members.epoch} within {members.deadline_s:g} s"
         raise _engines_lost(members, missing, cause)
 
-    def __init__(self, members: Members, followers: dict[Peer, Link]) -> None:
+    def __init__(self, members: Members, followers: dict[Peer, KeyedSocket]) -> None:
         super().__init__(members)
         self._num_engines = len(followers) + 1
         self._votes: dict[int, Vote] = {}  # of the open step
@@ -264,7 +264,7 @@ class _Follower(_Coordinator):
             raise _engines_lost(members, [0], f"did not accept this engine: {error}") from None
         return cls(members, link)
 
-    def __init__(self, members: Members, link: Link) -> None:
+    def __init__(self, members: Members, link: KeyedSocket) -> None:
         super().__init__(members)
         lost = partial(self._died, 0)
         self._streams[0] = AsyncStream(link, Votes | Wake | Leaving, self._heard, lost, MAX_FRAME_BYTES)

@@ -22,7 +22,7 @@ import torch.distributed
 
 from moeserve.comm.dp_coordinator import FOLLOWER_WAITS, Leaving
 from moeserve.comm.members import Members
-from moeserve.comm.stream import AsyncStream, Link, Peer, StreamListener, connect, frame, to_address
+from moeserve.comm.stream import AsyncStream, KeyedSocket, Peer, StreamListener, connect, frame, to_address
 from moeserve.errors import PeerLost
 
 dist: Any = torch.distributed  # its type hints lack most of what is used here
@@ -133,7 +133,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             cause = str(error) or f"nobody listened within {members.deadline_s:g} s"
             raise PeerLost(f"rank 0 did not open the store at {members.store}: {cause}", (0,)) from None
 
-    def _open(self, rank: int, link: Link) -> None:
+    def _open(self, rank: int, link: KeyedSocket) -> None:
         def died(cause: str) -> None:
             self.close(PeerLost(f"rank {rank} {cause}", (rank,)))
 

@@ -57,7 +57,7 @@ class Peer(NamedTuple):
     channel: int = 0
 
 
-class Link(NamedTuple):
+class KeyedSocket(NamedTuple):
     """A connection between ranks that know the token: a non-blocking socket, and the keys that this end encrypts with
     and the other one does."""
 
@@ -73,7 +73,7 @@ class StreamListener:
     """
 
     def __init__(self, address: Address, token: str, epoch: int, expected: Iterable[Peer]) -> None:
-        self.accepted: dict[Peer, Link] = {}
+        self.accepted: dict[Peer, KeyedSocket] = {}
         self.missing = set(expected)
         self.complete = asyncio.Event()
         self._token = token
@@ -134,7 +134,7 @@ class StreamListener:
             log.info("a connection to this rank broke before it was accepted: %s", error)
         else:
             self.missing.remove(peer)
-            self.accepted[peer] = Link(sock, keys)
+            self.accepted[peer] = KeyedSocket(sock, keys)
             self._check_complete()
             return True
         return False
@@ -157,7 +157,7 @@ class StreamListener:
         return Peer(rank, channel), (here, there)
 
 
-async def connect(address: Address, token: str, epoch: int, me: Peer) -> Link:
+async def connect(address: Address, token: str, epoch: int, me: Peer) -> KeyedSocket:
     """Returns a link once a listener at `address` has accepted us.
 
     Tries until somebody listens there; the caller sets the deadline. Raises ConnectionError when the listener is none
@@ -180,7 +180,7 @@ async def connect(address: Address, token: str, epoch: int, me: Peer) -> Link:
                 reason = f"connection refused in epoch {epoch} ({error}): another token or epoch?"
                 raise ConnectionError(reason) from None
             stack.pop_all()
-            return Link(sock, keys)
+            return KeyedSocket(sock, keys)
 
 
 async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> tuple[bytes, bytes]:
@@ -286,7 +286,7 @@ class AsyncStream(Generic[In]):
 
     def __init__(
         self,
-        link: Link,
+        link: KeyedSocket,
         receives: Any,
         heard: Callable[[In], None],
         lost: Callable[[str], None],
