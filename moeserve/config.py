@@ -92,6 +92,11 @@ class SchedulerConfig:
     prefill_chunk: int | None = _opt(
         None, "most tokens of one request per step (default: the step's budget)", flag=None, low=1
     )
+    itl_target_ms: float = _opt(
+        0.0,
+        "milliseconds that a step with both prompts and decodes may take, by fewer tokens of prompts; 0: any",
+        flag=None,
+    )
     depth: int = _opt(2, "steps in flight; 1 is for debugging", flag=None, low=1, high=2)
     speculate: str | None = _opt(
         None,
@@ -309,6 +314,7 @@ class Limits:
     num_blocks: int  # null block included
     watermark_blocks: int = 0
     depth: int = 2
+    itl_target_us: float = 0.0  # of a step that both decodes and reads prompts; 0: any
     enable_prefix_caching: bool = True
     num_store_blocks: int = 0  # KV blocks that the host store can hold
     num_states: int = 0  # blocks of recurrent layers' states, the null block included

@@ -133,6 +133,12 @@ class StepResult:
     load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step
     events: tuple[TraceEvent, ...] = ()
 
+    @property
+    def took_us(self) -> int:
+        """The step's time, with the drafting and the idle time before it: that of the host's work, which overlaps with
+        drafting. Idle for longer than the step means that there was nothing to do."""
+        return self.device_us + self.drafting_us + min(self.idle_us, self.device_us)
+
 
 class StepHandle(Protocol):
     """A step that was started."""

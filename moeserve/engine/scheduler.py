@@ -25,6 +25,7 @@ from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
+from moeserve.engine.token_budget import TokenBudget, share
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
@@ -79,6 +80,7 @@ class Scheduler:
         self.kv_manager = KVCacheManager(limits, groups)
         self.waiting = WaitingQueue()
         self.num_planned = 0
+        self.budget = TokenBudget(limits.max_num_batched_tokens, limits.itl_target_us)
         self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
         self._speculates = limits.num_drafts > 0
         self._drafting = False  # whether any row may have drafts
@@ -163,7 +165,7 @@ class Scheduler:
         kv_manager, batch = self.kv_manager, self.kv_manager.batch
         if self.awaits_result:
             return None
-        builder = PlanBuilder(self.limits.max_num_batched_tokens)
+        builder = PlanBuilder(self.budget.tokens(batch))
         self._preempt_for_head(builder)
         if self._schedule_running(builder):
             self._schedule_waiting(builder)
@@ -345,6 +347,7 @@ class Scheduler:
         slots, tokens, finish, stop_ids = append_tokens(batch, plan, in_flight.slots, live, result, self.eos_ids)
         cached = unsent_hits(batch, slots)
         logprobs, prompt_logprobs, digests = logprobs_of(batch, in_flight.slots, live, result)
+        self.budget.note(plan, result.took_us)
         drafts = self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
         rids = batch.rid[slots]
         for row in np.flatnonzero(finish).tolist():
@@ -391,9 +394,7 @@ class Scheduler:
             batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
         self._drafting = bool(batch.drafts[batch.order].any())
         total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
-        # Drafting overlaps with the host's work. Idle for longer than a step: there was nothing to do.
-        took_us = result.device_us + result.drafting_us + min(result.idle_us, result.device_us)
-        self.policy.note(plan.num_tokens, len(plan.slots_R), total, took_us, self._proposed)
+        self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.took_us, self._proposed)
         self._proposed = plan.propose and self.limits.draft_model
         return verified
 
@@ -412,7 +413,7 @@ class Scheduler:
             places = range(int(drafts_S.max(initial=0)))
             num_drafts, num_accepted = ([int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S))
         record = self.gauges(result.step)
-        record.num_tokens = self.limits.max_num_batched_tokens - builder.budget
+        record.num_tokens = plan.num_tokens
         record.num_requests, record.num_preempted = len(in_flight.slots), builder.num_preempted
         record.prompt_tokens, record.cached_tokens = builder.prompt_tokens, builder.cached_tokens
         record.device_us, record.comm_us = result.device_us, result.comm_us
@@ -432,19 +433,3 @@ class Scheduler:
             record.num_free_states = sum(pool.num_free for pool in states)
             record.num_cached_states = sum(pool.num_cached for pool in states)
         return record
-
-
-def share(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
-    """Cuts counts to a token budget and drops rows that get nothing. Rows come first in line first.
-
-    Rows that need just one token get it, so that no long prompt stalls a stream; then the others in order.
-    counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
-    """
-    single: NDArray[np.bool_] = count == 1
-    single &= np.cumsum(single) <= budget
-    left = budget - int(np.count_nonzero(single))
-    several = np.where(count > 1, count, 0)
-    several = np.clip(left - (np.cumsum(several) - several), 0, several)
-    count = np.where(single, 1, several).astype(np.int32)
-    keep = np.flatnonzero(count)
-    return slots[keep], start[keep], count[keep]

@@ -169,6 +169,7 @@ def resolve(
         num_blocks=num_blocks,
         watermark_blocks=watermark,
         depth=config.scheduler.depth,
+        itl_target_us=1000 * config.scheduler.itl_target_ms,
         enable_prefix_caching=cache.enable_prefix_caching,
         num_store_blocks=cache.host_store_bytes // bytes_per_block,
     )
