@@ -1,5 +1,5 @@
-"""Test programs in csrc/tests, compiled with a sanitizer each: what it sees ends them with an error. Those of kernels run
-under an emulator of 64-bit ARM, too."""
+"""Test programs in csrc/tests, compiled with a sanitizer each: what it sees ends them with an error. Those of kernels
+run under an emulator of 64-bit ARM, too."""
 
 from __future__ import annotations
 
