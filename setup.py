@@ -19,7 +19,7 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # GCC 12 takes the undefined operands of its own AVX-512 intrinsics for mistakes.
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized"]
 ISA_FLAGS = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512_bf16": [*AVX512, "-mavx512bf16"]}
-ISAS = sorted(glob("csrc/kernels/isa_*.cpp"))
+ISAS = {"x86_64": set(glob("csrc/kernels/isa_avx*.cpp")), "aarch64": {"csrc/kernels/isa_neon.cpp"}}
 
 
 class Build(build_ext):
@@ -39,8 +39,7 @@ class Build(build_ext):
 
 
 sources = {path for folder in ("core", "pool", "kernels", "shm", "bindings") for path in glob(f"csrc/{folder}/*.cpp")}
-if platform.machine() != "x86_64":
-    sources -= set(ISAS)
+sources -= set().union(*ISAS.values()) - ISAS.get(platform.machine(), set())
 
 ParallelCompile().install()  # on all cores
 

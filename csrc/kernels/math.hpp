@@ -1,7 +1,10 @@
 // Functions of whole vectors: every lane has the same bits whatever lies beside it. Include after a vec_*.hpp.
 #pragma once
 
+#if defined(__x86_64__)
 #include <xmmintrin.h>
+#endif
+#include <cstdint>
 
 namespace moeserve::MOESERVE_ISA {
 
@@ -29,14 +32,26 @@ MOESERVE_INLINE f32 silu(f32 x) { return div(x, add(all(1.0f), exp(sub(zero(), x
 /// fast are full of such numbers, and arithmetic with one takes a hundred cycles.
 class FlushSubnormals {
   public:
-    FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kSubnormalsAreZero); }
-    ~FlushSubnormals() { _mm_setcsr(saved_); }
+    FlushSubnormals() : saved_(mode()) { set_mode(saved_ | kFlush); }
+    ~FlushSubnormals() { set_mode(saved_); }
     FlushSubnormals(const FlushSubnormals&) = delete;
     FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 
   private:
-    static constexpr unsigned kFlushToZero = 0x8000, kSubnormalsAreZero = 0x0040;  // bits of MXCSR
-    const unsigned saved_;
+#if defined(__x86_64__)
+    static constexpr uint64_t kFlush = 0x8040;  // bits of MXCSR: results, operands
+    static uint64_t mode() { return _mm_getcsr(); }
+    static void set_mode(uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#else
+    static constexpr uint64_t kFlush = 1 << 24;  // a bit of FPCR: results and operands
+    static uint64_t mode() {
+        uint64_t mode;
+        asm volatile("mrs %0, fpcr" : "=r"(mode));
+        return mode;
+    }
+    static void set_mode(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+#endif
+    const uint64_t saved_;
 };
 
 }  // namespace moeserve::MOESERVE_ISA

@@ -7,6 +7,8 @@ namespace moeserve {
 
 #if defined(__x86_64__)
 extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
+#elif defined(__aarch64__)
+extern const Kernels kNeon;
 #endif
 
 namespace {
@@ -22,6 +24,8 @@ std::vector<const Kernels*> supported() {
             if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kAvx512Bf16);
         }
     }
+#elif defined(__aarch64__)
+    tables.push_back(&kNeon);
 #endif
     return tables;
 }

@@ -5,6 +5,8 @@
 #define MOESERVE_ISA tested
 #if defined(__AVX512F__)
 #include "kernels/vec_avx512.hpp"
+#elif defined(__aarch64__)
+#include "kernels/vec_neon.hpp"
 #else
 #include "kernels/vec_avx2.hpp"
 #endif
@@ -71,7 +73,11 @@ struct Bf16 {
         return x;
     }
 };
+#if defined(__aarch64__)
+using Fp16 = __fp16;
+#else
 using Fp16 = _Float16;
+#endif
 
 template <class T>
 constexpr Type kType = Type::fp32;

@@ -1,4 +1,5 @@
-"""Test programs in csrc/tests, compiled with a sanitizer each: what it sees ends them with an error."""
+"""Test programs in csrc/tests, compiled with a sanitizer each: what it sees ends them with an error. Those of kernels
+run under an emulator of 64-bit ARM, too."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ MEMORY = ["-fsanitize=address,undefined", "-fno-sanitize=null,alignment,pointer-
 # The products are so long when unrolled that what lies on the stack is left out, and checks are calls.
 HEAP = ["-fsanitize=address", "--param", "asan-instrumentation-with-call-threshold=0", "--param", "asan-stack=0"]
 THREADS = ["-fsanitize=thread"]
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"  # g++-aarch64-linux-gnu, qemu-user-static
 
 pytestmark = [
     pytest.mark.full("sanitizers"),
@@ -38,14 +40,22 @@ class Program:
     isa: tuple[str, ...] = ()
 
     def run(self, folder: Path, flags: list[str], *arguments: str) -> None:
+        """Compiles the program for this CPU, and runs it."""
         names = {flag.removeprefix("-m").replace("512bf16", "512_bf16") for flag in self.isa}
         if missing := names - cpu_flags():
             pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+        command = ["g++", *COMMON, *self.isa, *flags, "-fno-sanitize-recover=all"]
+        self._check([], command, folder, *arguments, timeout_s=50)
+
+    def emulate(self, folder: Path) -> None:
+        """The same for 64-bit ARM, without a sanitizer."""
+        self._check([EMULATOR], [CROSS_COMPILER, *COMMON, "-static"], folder, timeout_s=300)
+
+    def _check(self, by: list[str], compiler: list[str], folder: Path, *arguments: str, timeout_s: int) -> None:
         sources = [f"csrc/tests/{self.name}_test.cpp", *(f"csrc/{source}" for source in self.sources)]
-        binary = folder / self.name
-        command = ["g++", *COMMON, *self.isa, *flags, "-fno-sanitize-recover=all", *sources, "-o", str(binary)]
-        subprocess.run(command, cwd=ROOT, check=True)
-        done = subprocess.run([str(binary), *arguments], capture_output=True, text=True, timeout=50)
+        binary = str(folder / self.name)
+        subprocess.run([*compiler, *sources, "-o", binary], cwd=ROOT, check=True)
+        done = subprocess.run([*by, binary, *arguments], capture_output=True, text=True, timeout=timeout_s)
         assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
@@ -99,6 +109,20 @@ def test_products(isa: list[str], tmp_path: Path) -> None:
 
 def test_products_in_two_ubatches(tmp_path: Path) -> None:
     Program("products", (*PRODUCTS, "pool/scratch.cpp"), tuple(AVX2)).run(tmp_path, THREADS, "ubatches")
+
+
+@pytest.mark.skipif(not shutil.which(CROSS_COMPILER) or not shutil.which(EMULATOR), reason="needs an emulator of ARM")
+@pytest.mark.parametrize("name", ["rows", "attention", "recurrence", "scans", "products"])
+def test_kernels_on_arm(name: str, tmp_path: Path) -> None:
+    others = {name: Program(name, sources) for name, sources in RECURRENT.items()}
+    products = Program("products", (*PRODUCTS, "tests/exact_scratch.cpp"))
+    ({"rows": ROWS, "attention": ATTENTION, "products": products} | others)[name].emulate(tmp_path)
+
+
+@pytest.mark.skipif(not shutil.which(CROSS_COMPILER), reason="needs a compiler for ARM")
+def test_all_kernels_compile_for_arm(tmp_path: Path) -> None:
+    flags, to = ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized"], str(tmp_path / "kernels.o")
+    subprocess.run([CROSS_COMPILER, *COMMON, *flags, "-c", "csrc/kernels/isa_neon.cpp", "-o", to], cwd=ROOT, check=True)
 
 
 @pytest.mark.skipif(not X86, reason="needs a compiler for x86-64")
