@@ -1,16 +1,21 @@
 """Ling and Ring 2.0 (mini, flash, 1T): GLM-4.5's blocks under other names, with queries, keys and values in one tensor.
+Ling and Ring 2.5 and 2.6: the same experts; of a few layers the last has latent attention, the others lightning
+attention. Ring-linear 2.0 has grouped-query attention in place of the latent one.
 
-Source: arXiv 2510.22115.
+Source: arXiv 2510.22115, Ring-linear (arXiv 2510.19338), huggingface.co/inclusionAI/Ling-2.6-flash.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from moeserve.blocks.lightning import Lightning
 from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
+from moeserve.models.rope_config import read_rope
 
 _QKV = ("attention.query_key_value.weight",)
 _BIAS = ("attention.query_key_value.bias",)
@@ -25,10 +30,10 @@ def _fields(config: Fields) -> family.SpecFields:
         out_bias=config.boolean("use_bias"),
         qk_norm="head",
     )
-    return with_experts(config, mixer)
+    return _with_experts(config, mixer)
 
 
-def with_experts(config: Fields, mixers: Mixer | Sequence[Mixer]) -> family.SpecFields:
+def _with_experts(config: Fields, mixers: Mixer | Sequence[Mixer]) -> family.SpecFields:
     """Reads what all of Ling's layers have beside attention, and how many layers are not loaded."""
     config.only(score_function="sigmoid", use_qk_norm=True, moe_router_enable_expert_bias=True)
     config.only(moe_shared_expert_intermediate_size=config.raw("moe_intermediate_size"))
@@ -38,7 +43,40 @@ def with_experts(config: Fields, mixers: Mixer | Sequence[Mixer]) -> family.Spec
     return {"layers": family.layers(config, mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
-FAMILY = family.Family(
+def _hybrid(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecFields:
+    config.only(use_bias=False, use_qkv_bias=False, linear_silu=False, use_linear_silu=False, linear_rope=True)
+    config.only(router_dtype="fp32")
+    count, group = family.num_layers(config), config.integer("layer_group_size", 1, family.MAX_LAYERS)
+    last, softmax = count // group * group, full(config)
+    mixers = [
+        softmax if (i + 1) % group == 0 or i >= last else _lightning(config, 1 - (i - 1) / max(count - 1, 1) + 1e-5)
+        for i in range(count)
+    ]
+    return _with_experts(config, mixers)
+
+
+def _lightning(config: Fields, decay: float) -> Lightning:
+    """Reads a layer of lightning attention. Its first layers count from -1, as the models were trained."""
+    heads, dim = config.integer("num_attention_heads", 1, family.MAX_HEADS), config.integer("head_dim", 2, 4096)
+    if config.values.get("num_kv_heads_for_linear_attn") not in (None, 0, heads):
+        raise config.error("num_kv_heads_for_linear_attn", f"only {heads}, num_attention_heads, is supported")
+    groups = config.integer("group_norm_size", 1, heads)
+    if heads % groups:
+        raise config.error("group_norm_size", f"it must divide num_attention_heads ({heads})")
+    rope = read_rope(config, dim, partial=True)
+    return Lightning(num_heads=heads, head_dim=dim, rope=rope, decay=decay, norm_groups=groups)
+
+
+def _latent(config: Fields) -> Mixer:
+    config.only(rope_interleave=True)
+    return family.latent_attention(config)
+
+
+def _grouped(config: Fields) -> Mixer:
+    return family.attention(config, rope={"partial": True}, qk_norm="head")
+
+
+LING_2 = family.Family(
     "BailingMoeV2ForCausalLM",
     ("bailing_moe", "bailing_moe_v2"),
     _fields,
@@ -63,5 +101,31 @@ FAMILY = family.Family(
             "self_attn.k_norm.weight": ("attention.key_layernorm.weight",),
             "mlp.gate.e_score_correction_bias": ("mlp.gate.expert_bias",),
         },
+    ),
+)
+_DEFAULTS = LING_2.defaults | {
+    "group_norm_size": 4,
+    "layer_group_size": 5,
+    "partial_rotary_factor": 0.5,
+    "routed_scaling_factor": 2.5,
+}
+_PARTS = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+_LATENT = {f"self_attn.{name}.weight": (f"attention.{name}.weight",) for name in _PARTS}
+_NAMES = replace(LING_2.names, ignored=("rotary_emb.inv_freq", "attention.slope"))
+FAMILIES = (
+    LING_2,
+    family.Family(
+        "BailingMoeV2_5ForCausalLM",
+        ("bailing_hybrid", "bailing_moe_linear"),
+        lambda config: _hybrid(config, _latent),
+        _DEFAULTS | family.LATENT | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
+        replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
+    ),
+    family.Family(
+        "BailingMoeLinearV2ForCausalLM",
+        "bailing_moe_linear",
+        lambda config: _hybrid(config, _grouped),
+        _DEFAULTS,
+        _NAMES,
     ),
 )

@@ -1,12 +1,16 @@
 """DeepSeek-V3 (V3, V3.1, R1, Kimi-K2, Moonlight): latent attention, first layers dense, a shared expert, and a sigmoid
-router with a bias per expert for the choice.
+router with a bias per expert for the choice. GLM-4.7-Flash: the same blocks in a small model. A.X-K1: with a norm of
+what the experts give.
 
-Source: arXiv 2412.19437, 2507.20534.
+Source: arXiv 2412.19437, 2507.20534, github.com/zai-org/GLM-4.5, huggingface.co/skt/A.X-K1.
 """
 
 from __future__ import annotations
 
-from moeserve.blocks.feed_forward import MoE
+from dataclasses import replace
+
+from moeserve.blocks.feed_forward import Dense, MoE
+from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 
@@ -20,6 +24,21 @@ def experts_of(config: Fields) -> MoE:
 def _fields(config: Fields) -> family.SpecFields:
     blocks = family.first_dense(config, experts_of(config), family.dense(config))
     return family.with_mtp(config, family.layers(config, family.latent_attention(config), blocks))
+
+
+def _listed(config: Fields) -> list[Dense | MoE]:
+    """Reads which layers have experts where `mlp_layer_types` may say it."""
+    experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
+    return family.listed_moe(config, experts, family.dense(config))
+
+
+def _lite(config: Fields) -> family.SpecFields:
+    return family.with_mtp(config, family.layers(config, family.latent_attention(config), _listed(config)))
+
+
+def _axk1(config: Fields) -> family.SpecFields:
+    layers = family.layers(config, family.latent_attention(config), _listed(config))
+    return {"layers": tuple(replace(layer, mlp_post_norm=isinstance(layer.feed_forward, MoE)) for layer in layers)}
 
 
 FAMILY = family.Family(
@@ -44,4 +63,28 @@ KIMI_K25 = FAMILY.inside(
     head="language_model.lm_head.weight",
     foreign=("vision_tower.", "mm_projector."),
 )
-FAMILIES = (FAMILY, KIMI_K25)
+GLM4_MOE_LITE = family.Family(
+    "Glm4MoeLiteForCausalLM",
+    "glm4_moe_lite",
+    _lite,
+    family.sizes(154880, 2048, 10240, 47, 20, 20, 202752, experts=64, top_k=4, expert_size=1536)
+    | family.LATENT
+    | {
+        "eos_token_id": 1,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.8,
+        "v_head_dim": 256,
+    },
+)
+AXK1 = family.Family(
+    "AXK1ForCausalLM",
+    "axk1",
+    _axk1,
+    family.sizes(163840, 7168, 18432, 61, 64, 64, 32768, experts=192, top_k=8, expert_size=2048)
+    | family.LATENT
+    | {"eos_token_id": 163691, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
+    Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),
+)
+FAMILIES = (FAMILY, KIMI_K25, GLM4_MOE_LITE, AXK1)

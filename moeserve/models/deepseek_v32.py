@@ -1,6 +1,7 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose queries attend to the tokens that an index selector chooses.
+"""DeepSeek-V3.2: DeepSeek-V3 whose queries attend to the tokens that an index selector chooses. GLM-5: the same blocks;
+some layers may attend to the tokens that the layer before chose.
 
-Source: arXiv 2512.02556.
+Source: arXiv 2512.02556, 2602.15763; of the sharing, 2603.12201.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.loader.files import Fields
 from moeserve.models import deepseek_v3, family
 
+_KINDS = {"F": "full", "S": "shared"}
 
-def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool = False) -> LatentAttention:
+
+def _attention(config: Fields, *, interleaved: bool = False, shared: bool = False) -> LatentAttention:
     """Reads latent attention with an indexer. interleaved, shared: see `Indexer`."""
     config.only(indexer_rope_interleave=interleaved)
     for key in ("q_lora_rank", "rope_interleave"):
@@ -30,20 +33,66 @@ def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool
     return family.latent_attention(config, indexer=indexer)
 
 
-def indexed_layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
+def _layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
     """Reads what the layers with these mixers have beside them, and those for multi-token prediction."""
     blocks = family.listed_moe(config, deepseek_v3.experts_of(config), family.dense(config))
     return family.with_mtp(config, family.layers(config, mixers, blocks), mixer=mixers[0])  # which chooses itself
 
 
-def _fields(config: Fields) -> family.SpecFields:
-    return indexed_layers(config, [indexed_attention(config)] * family.num_layers(config))
+def _v32(config: Fields) -> family.SpecFields:
+    return _layers(config, [_attention(config)] * family.num_layers(config))
 
 
-DEFAULTS = deepseek_v3.FAMILY.defaults | {
+def _indexer_types(config: Fields) -> list[str]:
+    """Reads which layers choose themselves: a list, a pattern ("FSSF"), or every `index_topk_freq`-th layer from
+    `index_skip_topk_offset` - 1 on and all before."""
+    count = family.num_layers(config)
+    key = "index_topk_pattern" if config.raw("indexer_types") is None else "indexer_types"
+    kinds = config.raw(key)
+    if kinds is None:
+        every = max(config.integer("index_topk_freq", 0, family.MAX_LAYERS), 1)
+        first = config.integer("index_skip_topk_offset", 0, family.MAX_LAYERS) - 1
+        return ["full" if max(i - first, 0) % every == 0 else "shared" for i in range(count)]
+    if isinstance(kinds, str) and key == "index_topk_pattern":
+        kinds = [_KINDS.get(kind) for kind in kinds]
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in _KINDS.values() for kind in kinds):
+        raise config.error(key, f"it must name full or shared for each of {count} layers")
+    if kinds[0] != "full":
+        raise config.error(key, "the first layer has no choice to share; it must be full")
+    return kinds
+
+
+def _glm(config: Fields) -> family.SpecFields:
+    kinds = _indexer_types(config)
+    mixers = [_attention(config, interleaved=True, shared=kind == "shared") for kind in kinds]
+    return _layers(config, mixers)
+
+
+_DEFAULTS = deepseek_v3.FAMILY.defaults | {
     "index_head_dim": 128,
     "index_n_heads": 64,
     "index_topk": 2048,
     "max_position_embeddings": 163840,
 }
-FAMILY = family.Family("DeepseekV32ForCausalLM", "deepseek_v32", _fields, DEFAULTS)
+V32 = family.Family("DeepseekV32ForCausalLM", "deepseek_v32", _v32, _DEFAULTS)
+GLM_5 = family.Family(
+    "GlmMoeDsaForCausalLM",
+    "glm_moe_dsa",
+    _glm,
+    _DEFAULTS
+    | family.sizes(154880, 6144, 12288, 78, 64, 64, 202752, experts=256, top_k=8, expert_size=2048)
+    | {
+        "index_n_heads": 32,
+        "index_skip_topk_offset": 2,
+        "index_topk_freq": 1,
+        "index_topk_pattern": None,
+        "indexer_types": None,
+        "n_group": 1,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-5,
+        "topk_group": 1,
+        "v_head_dim": 256,
+    },
+)
+FAMILIES = (V32, GLM_5)

@@ -14,12 +14,12 @@ from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.loader.files import Fields
-from moeserve.models import family, granite_moe_hybrid
+from moeserve.models import family, granite_moe
 from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RELU2
 
 PATTERN = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
-KINDS = granite_moe_hybrid.KINDS | {"moe": "moe", "mlp": "mlp"}
+KINDS = granite_moe.KINDS | {"moe": "moe", "mlp": "mlp"}
 
 
 def _fields(config: Fields) -> family.SpecFields:

@@ -1,6 +1,8 @@
 """Qwen3-Next: three layers of four are gated delta nets, the fourth is attention with an output gate of each element.
+Qwen3.5-MoE, the text part: the same layers, with a tensor per part of the gated delta nets' inputs.
 
-Norms of the stream and of heads have their weights less one.
+Norms of the stream and of heads have their weights less one. Qwen3.5's vision is not loaded; the three axes of its
+rotary embedding are one for text.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from moeserve.models.qwen2_moe import experts
 from moeserve.models.spec import LayerSpec, NormSpec
 
 
-def full_attention(config: Fields) -> Attention:
+def _attention(config: Fields) -> Attention:
     """Reads the layers with attention."""
     options = {"rope": {"partial": True}, **family.attention_bias(config)}
     return family.attention(config, qk_norm="head", gate="element", gate_in_q=True, **options)
 
 
-def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
+def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
     """Reads what each layer has of the two. by_head: see `GatedDelta`."""
-    full = full_attention(config)
+    full = _attention(config)
     heads, sizes = family.MAX_HEADS, family.MAX_WIDTH
     keys = config.integer("linear_num_key_heads", 1, heads)
     values = config.integer("linear_num_value_heads", 1, heads)
@@ -42,16 +44,27 @@ def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
     return [full if kind == "full_attention" else linear for kind in kinds]
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def _next(config: Fields) -> family.SpecFields:
     block = experts(config, renormalize=config.boolean("norm_topk_prob"))
     return {
-        "layers": family.layers(config, mixers(config, by_head=True), family.some_layers_moe(config, block)),
+        "layers": family.layers(config, _mixers(config, by_head=True), family.some_layers_moe(config, block)),
         "norm": NormSpec(shift=1.0),
-        "mtp": LayerSpec(mixer=full_attention(config), feed_forward=block),
+        "mtp": LayerSpec(mixer=_attention(config), feed_forward=block),
     }
 
 
-SIZES = {
+def _qwen3_5(config: Fields) -> family.SpecFields:
+    layers = _mixers(config, by_head=False)
+    block = experts(config, renormalize=True)
+    has_mtp = family.mtp_layers(config, "mtp_num_hidden_layers")
+    return {
+        "layers": family.layers(config, layers, block),
+        "norm": NormSpec(shift=1.0),
+        "mtp": LayerSpec(mixer=_attention(config), feed_forward=block) if has_mtp else None,
+    }
+
+
+_SIZES = {
     "full_attention_interval": 4,
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -62,10 +75,21 @@ SIZES = {
     "partial_rotary_factor": 0.25,
     "shared_expert_intermediate_size": 512,
 }
-FAMILY = family.Family(
+NEXT = family.Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
-    _fields,
-    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768, experts=512, top_k=10, expert_size=512) | SIZES,
+    _next,
+    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768, experts=512, top_k=10, expert_size=512) | _SIZES,
     Names(foreign=("mtp.",), mtp=QWEN_MTP),
 )
+QWEN3_5 = family.Family(
+    "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe",
+    _qwen3_5,
+    family.sizes(248320, 2048, 512, 40, 16, 2, 32768, experts=256, top_k=8, expert_size=512)
+    | _SIZES
+    | {"mtp_num_hidden_layers": 0},
+    Names("model.language_model.", foreign=("model.visual.", "mtp."), mtp=QWEN_MTP),
+    text="text_config",
+)
+FAMILIES = (NEXT, QWEN3_5)
