@@ -14,20 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels import tiles
 from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
 from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks
-from moeserve.kernels.tiles import (
-    add_bias,
-    check_bias,
-    load_rows,
-    load_weights,
-    rows_of,
-    tile_of,
-    tile_rows,
-    weights_argument,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +49,11 @@ def fp8_kernel(
 ):  # fmt: skip
     """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`; if ACT a block of e4m3 and its scale."""
     UP: tl.constexpr = ACT is not None
-    tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
+    tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
+    sources, targets, live = tiles.rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
     groups, fan = tl.cdiv(inner, BLOCK), 2 if UP else 1
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
     x_scale_ptrs = x_scale_ptr + sources.to(tl.int64) * groups
@@ -77,18 +68,18 @@ def fp8_kernel(
         scale = tl.load(w_scale_ptr + group)
         if UP:
             up_scale = tl.load(w_scale_ptr + width // BLOCK * groups + group)
-        x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK, EVEN))
-        tile_w = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
+        x = tl.trans(tiles.load_rows(x_ptrs, live, k, inner, BLOCK, EVEN))
+        tile_w = tiles.load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
         total = _step(total, tile_w, x, scale, x_scales)
         if UP:
-            tile_w = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
+            tile_w = tiles.load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
             total_up = _step(total_up, tile_w, x, up_scale, x_scales)
     columns = first + tl.arange(0, BLOCK_N)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     mask = live[:, None] & (columns < width)[None, :]
-    total = add_bias(total, bias_ptr, base, columns, width)
+    total = tiles.add_bias(total, bias_ptr, base, columns, width)
     if UP:
-        total_up = add_bias(total_up, bias_ptr, base + width, columns, width)
+        total_up = tiles.add_bias(total_up, bias_ptr, base + width, columns, width)
         values, scales = round_blocks(gated(total, total_up, ACT), 0)
         tl.store(out_ptrs, tl.trans(values), mask=mask)
         tl.store(out_scale_ptr + targets.to(tl.int64) * (width // BLOCK) + block, scales, mask=live)
@@ -101,9 +92,9 @@ def launch_fp8_of(num_rows: int, num_experts: int, width: int, dim: int, device:
     """Launch parameters as of `grouped_gemm.launch_of`; gate and up make whole blocks of 128 outputs of 64 rows at
     most.
     """
-    tiles = tile_rows(num_rows / num_experts)
-    large = tiles["block_m"] == 64
-    default = {**tiles, "up_block_n": BLOCK, "up_warps": 8 if large else 4, "up_stages": 4 if large else 3}
+    rows = tiles.tile_rows(num_rows / num_experts)
+    large = rows["block_m"] == 64
+    default = {**rows, "up_block_n": BLOCK, "up_warps": 8 if large else 4, "up_stages": 4 if large else 3}
     default |= {"down_block_n": 128, "down_warps": 4, "down_stages": 4}
     return tuned("grouped_fp8", device, shape_of(num_experts, width, dim), num_rows, default)
 
@@ -118,7 +109,7 @@ def _launch(
     act: Act | None, config: Config,
 ) -> None:  # fmt: skip
     is_up = act is not None
-    check_bias(bias, w)
+    tiles.check_bias(bias, w)
     (_, outputs, inner), name = w.values.shape, "up" if is_up else "down"
     width, block_n = outputs // 2 if is_up else outputs, config[f"{name}_block_n"]
     assert x.values.dtype == w.values.dtype == E4M3, (x.values.dtype, w.values.dtype)
@@ -131,7 +122,7 @@ def _launch(
     for scales, shape in ((x.scales, (len(x.values), groups)), (w.scales, (len(to.ends_e), outputs // BLOCK, groups))):
         assert scales.shape == shape, (scales.shape, shape)
         assert scales.is_contiguous(), scales.stride()
-    weights, tma = weights_argument(w.values, block_n, BLOCK, bool(config["tma"]))
+    weights, tma = tiles.weights_argument(w.values, block_n, BLOCK, bool(config["tma"]))
     num_tiles = len(to.expert_Z)
     if not num_tiles:
         return

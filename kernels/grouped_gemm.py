@@ -13,19 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels import tiles
 from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
-from moeserve.kernels.tiles import (
-    add_bias,
-    block_k,
-    check_bias,
-    load_rows,
-    load_weights,
-    rows_of,
-    tile_of,
-    weights_argument,
-)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -37,11 +28,11 @@ def grouped_kernel(
     """One program: BLOCK_N outputs of a tile of rows. With an order, rows come through it if there is an ACT, else go.
     ACT: gate and up with this activation; None: down."""
     UP: tl.constexpr = ACT is not None
-    tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
+    tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
+    sources, targets, live = tiles.rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     base, first, last = expert * width, block * BLOCK_N, width - 1
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -49,20 +40,20 @@ def grouped_kernel(
         base *= 2
         total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, inner, BLOCK_K):
-            x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
-            gate = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
-            up = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+            x = tl.trans(tiles.load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
+            gate = tiles.load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+            up = tiles.load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
             total = tl.dot(gate, x, total, input_precision="ieee")
             total_up = tl.dot(up, x, total_up, input_precision="ieee")
     else:
         for k in range(0, inner, BLOCK_K):
-            x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
-            down = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+            x = tl.trans(tiles.load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
+            down = tiles.load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
             total = tl.dot(down, x, total, input_precision="ieee")
     columns = first + tl.arange(0, BLOCK_N)
-    total = add_bias(total, bias_ptr, base, columns, width)
+    total = tiles.add_bias(total, bias_ptr, base, columns, width)
     if UP:
-        total = gated(total, add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
+        total = gated(total, tiles.add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     y = tl.trans(total.to(out_ptr.dtype.element_ty))
     tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
@@ -93,13 +84,13 @@ def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, to: Alignment, top_k: int, act: Act | None, config: Config
 ) -> None:
     name, width = ("down", w.shape[1]) if act is None else ("up", w.shape[1] // 2)
-    check_bias(bias, w)
+    tiles.check_bias(bias, w)
     assert x.dtype == w.dtype == out.dtype, (x.dtype, w.dtype, out.dtype)
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert len(w) == len(to.ends_e), (w.shape, len(to.ends_e))
     assert x.shape[1] == w.shape[2], (x.shape, w.shape)
-    block_n, depth = config[f"{name}_block_n"], block_k(w.shape[2], w.dtype)
-    weights, tma = weights_argument(w, block_n, depth, bool(config["tma"]))
+    block_n, depth = config[f"{name}_block_n"], tiles.block_k(w.shape[2], w.dtype)
+    weights, tma = tiles.weights_argument(w, block_n, depth, bool(config["tma"]))
     num_tiles = len(to.expert_Z)
     if not num_tiles:
         return

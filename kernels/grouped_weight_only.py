@@ -15,21 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels import tiles
 from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
 from moeserve.kernels.fp8 import E4M3
-from moeserve.kernels.tiles import (
-    STEP_BYTES,
-    add_bias,
-    check_bias,
-    load_rows,
-    load_weights,
-    rows_of,
-    tile_of,
-    tile_rows,
-    weights_argument,
-)
 
 GROUPS = (16, 32, 64, 128)  # of weights in 4 bits
 LEAST = 16  # inputs of one instruction: of weights in 8 bits, inputs and those of a group are multiples
@@ -70,7 +60,7 @@ class Narrow:
     @property
     def half(self) -> int:
         """Inputs of one product of tiles, all in one group. fp8, 2,048 inputs, groups of 128 -> 128"""
-        return half_of(self.group) if self.in_pairs else math.gcd(self.values.shape[-1], self.group, STEP_BYTES)
+        return half_of(self.group) if self.in_pairs else math.gcd(self.values.shape[-1], self.group, tiles.STEP_BYTES)
 
 
 def half_of(group: int) -> int:
@@ -175,11 +165,11 @@ def weight_only_kernel(
     """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of weights. PAIRS: two
     weights in a byte, which are e2m1 if FLOATS."""
     UP: tl.constexpr = ACT is not None
-    tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
+    tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
+    sources, targets, live = tiles.rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
     outputs = 2 * width if UP else width
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, HALF)[None, :]
     base, first, last = expert * outputs, block * BLOCK_N, width - 1
@@ -200,21 +190,21 @@ def weight_only_kernel(
             up_scales, up_zeros, up_more_scales, up_more_zeros = _groups(
                 scale_ptr, zero_ptr, places + width, outputs, mask, SHARED
             )
-        low = tl.trans(load_rows(x_ptrs, live, k, inner, HALF, True))
+        low = tl.trans(tiles.load_rows(x_ptrs, live, k, inner, HALF, True))
         high = low
         if PAIRS:
-            high = tl.trans(load_rows(x_ptrs, live, k + HALF, inner, HALF, True))
+            high = tl.trans(tiles.load_rows(x_ptrs, live, k + HALF, inner, HALF, True))
         at, stride = k // EACH, inner // EACH
-        values = load_weights(w, base, first, last, at, stride, BLOCK_N, HALF, True, TMA)
+        values = tiles.load_weights(w, base, first, last, at, stride, BLOCK_N, HALF, True, TMA)
         total = _step(total, values, low, high, scales, zeros, more_scales, more_zeros, SHARED, PAIRS, FLOATS)
         if UP:
-            values = load_weights(w, base + width, first, last, at, stride, BLOCK_N, HALF, True, TMA)
+            values = tiles.load_weights(w, base + width, first, last, at, stride, BLOCK_N, HALF, True, TMA)
             total_up = _step(
                 total_up, values, low, high, up_scales, up_zeros, up_more_scales, up_more_zeros, SHARED, PAIRS, FLOATS
             )
-    total = add_bias(total, bias_ptr, base, columns, width)
+    total = tiles.add_bias(total, bias_ptr, base, columns, width)
     if UP:
-        total = gated(total, add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
+        total = gated(total, tiles.add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=live[:, None] & mask[None, :])
 
@@ -228,7 +218,7 @@ def launch_narrow_of(
     """
     rows = num_rows / num_experts
     big = rows > 256 and dtype != torch.float32  # tiles of such rows would not fit into shared memory
-    default = {**tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
+    default = {**tiles.tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
     default |= {"down_block_n": 128 if big else 64, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
     default |= {"block_m": 128} if big else {}
     shape = shape_of(num_experts, width, dim, kind, group, dtype)
@@ -245,7 +235,7 @@ def _launch(
 ) -> None:
     (experts, outputs, inner), pairs, half = w.shape, w.in_pairs, w.half
     name = "down" if act is None else "up"
-    check_bias(bias, w)
+    tiles.check_bias(bias, w)
     width, block_n = outputs // 2 if name == "up" else outputs, config[f"{name}_block_n"]
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert x.shape[1] == inner, (x.shape, inner)
@@ -254,7 +244,7 @@ def _launch(
     for part in (w.scales, w.zeros):
         assert part is None or part.shape == (experts, triton.cdiv(inner, w.group), outputs), part.shape
         assert part is None or part.is_contiguous(), part.stride()
-    weights, tma = weights_argument(w.values, block_n, half, bool(config["tma"]))
+    weights, tma = tiles.weights_argument(w.values, block_n, half, bool(config["tma"]))
     num_tiles = len(to.expert_Z)
     if not num_tiles:
         return

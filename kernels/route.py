@@ -26,11 +26,6 @@ def _keys(scores, ids):
 
 
 @triton.jit
-def _id_of(keys):
-    return ((-keys) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
 def _score_of(keys):
     bits = ((keys + 0xFFFF) >> 16).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -124,7 +119,7 @@ def route_kernel(
                 weight = tl.sum(tl.sum(tl.where(chosen, scores, 0.0), 1), 0)
             weight = _weight(weight, first, scores, keys, band, SCORE)
             total += weight
-            ids_K = tl.where(choices == k, _id_of(best), ids_K)
+            ids_K = tl.where(choices == k, (-best & 0xFFFF).to(tl.int32), ids_K)
             weights_K = tl.where(choices == k, weight, weights_K)
             keys = tl.where(chosen, LOWEST, keys)
         weights_K = _divided(weights_K, total, epsilon, floor, SCORE, RENORMALIZE) * scale

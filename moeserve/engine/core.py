@@ -13,31 +13,11 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from moeserve import messages
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.engine.plan import Agreed, Runner, StepHandle, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
-from moeserve.messages import (
-    Abort,
-    AbortAll,
-    Drain,
-    EngineIn,
-    EngineOut,
-    ExpertLoad,
-    Join,
-    Parted,
-    Ping,
-    Place,
-    Placed,
-    Pong,
-    Refused,
-    StepOutput,
-    Stopped,
-    Submit,
-    Traced,
-    TraceEvent,
-    TraceNext,
-)
 
 AUDIT_INTERVAL_S = 10.0  # an audit costs too much to run after each of many short requests
 LOAD_REPORT_INTERVAL_S = 1.0
@@ -55,7 +35,7 @@ class Step:
     vote_us: int = 0
 
 
-class EngineCore(Actor[EngineIn]):
+class EngineCore(Actor[messages.EngineIn]):
     """The actor that runs a scheduler's plans on a runner until it is drained.
 
     Every request ends by a message through `emit`: a row of a `StepOutput`, a `Refused`, or the `Stopped` that is
@@ -66,8 +46,8 @@ class EngineCore(Actor[EngineIn]):
         self,
         scheduler: Scheduler,
         runner: Runner,
-        inbox: Inbox[EngineIn],
-        emit: Callable[[EngineOut], object],
+        inbox: Inbox[messages.EngineIn],
+        emit: Callable[[messages.EngineOut], object],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,9 +81,9 @@ class EngineCore(Actor[EngineIn]):
         try:
             await super().run()
         except BaseException as error:
-            self.emit(Stopped(f"{type(error).__name__}: {error}"))
+            self.emit(messages.Stopped(f"{type(error).__name__}: {error}"))
             raise
-        self.emit(Stopped(""))
+        self.emit(messages.Stopped(""))
 
     async def on_stop(self) -> None:
         """Reports the expert load that is not reported yet."""
@@ -128,37 +108,39 @@ class EngineCore(Actor[EngineIn]):
             if not is_last:
                 await asyncio.sleep(0)
 
-    def handle(self, msg: EngineIn) -> None:
+    def handle(self, msg: messages.EngineIn) -> None:
         """Acts on one message."""
         match msg:
-            case Submit():
+            case messages.Submit():
                 self._submit(msg)
-            case Abort(rids=rids):
+            case messages.Abort(rids=rids):
                 self._emit_rows(self.scheduler.abort(rids))
-            case AbortAll():
+            case messages.AbortAll():
                 self._emit_rows(self.scheduler.abort_all())
-            case Drain(deadline_s=deadline_s):
+            case messages.Drain(deadline_s=deadline_s):
                 self._draining = True
                 self._deadline_s = min(self._deadline_s, self._clock() + deadline_s)
-            case Ping(seq=seq):
-                self.emit(Pong(seq, self.num_finished_steps, self.busy))
-            case TraceNext():
+            case messages.Ping(seq=seq):
+                self.emit(messages.Pong(seq, self.num_finished_steps, self.busy))
+            case messages.TraceNext():
                 self._trace_next = True
-            case Join(epoch=epoch):
-                self.emit(Parted(epoch, "this engine was started to serve alone"))
-            case Place(placement=placement):
-                self.emit(Placed(version=placement.version, error="this engine serves alone and has all experts"))
+            case messages.Join(epoch=epoch):
+                self.emit(messages.Parted(epoch, "this engine was started to serve alone"))
+            case messages.Place(placement=placement):
+                self.emit(
+                    messages.Placed(version=placement.version, error="this engine serves alone and has all experts")
+                )
             case _:
                 assert_never(msg)
 
-    def _submit(self, msg: Submit) -> None:
+    def _submit(self, msg: messages.Submit) -> None:
         if self._draining:
-            self.emit(Refused(msg.rid, "the engine is shutting down", "server_draining"))
+            self.emit(messages.Refused(msg.rid, "the engine is shutting down", "server_draining"))
             return
         try:
             self.scheduler.submit(msg)
         except RequestError as error:
-            self.emit(Refused(msg.rid, error.message, error.code or error.type))
+            self.emit(messages.Refused(msg.rid, error.message, error.code or error.type))
 
     def _start(self) -> Step | None:
         at_s = self._clock()
@@ -193,14 +175,14 @@ class EngineCore(Actor[EngineIn]):
             self._load.add(result.load_LE)
         if step.agreed is not None and step.agreed.trace:
             spans = _spans(step, start_s, updated_s)
-            self.emit(Traced(step.agreed.step, self._dp_rank, 0, [*spans, *result.events]))
+            self.emit(messages.Traced(step.agreed.step, self._dp_rank, 0, [*spans, *result.events]))
 
     def _abort_when_late(self) -> None:
         """Aborts all requests once the deadline of a drain has passed."""
         if self._clock() >= self._deadline_s:
             self._emit_rows(self.scheduler.abort_all())
 
-    def _emit_rows(self, output: StepOutput | None) -> None:
+    def _emit_rows(self, output: messages.StepOutput | None) -> None:
         """Emits the ends of aborted requests, and the gauges if no step follows that would tell them."""
         if output is None:
             return
@@ -208,7 +190,7 @@ class EngineCore(Actor[EngineIn]):
         if not self.busy:
             record = self.scheduler.gauges(self.num_finished_steps)
             record.dp_rank = self._dp_rank
-            self.emit(StepOutput(rids=b"", tokens=b"", finish=b"", record=record))
+            self.emit(messages.StepOutput(rids=b"", tokens=b"", finish=b"", record=record))
 
     def _audit_when_due(self) -> None:
         if (now_s := self._clock()) - self._audited_s >= AUDIT_INTERVAL_S:
@@ -222,7 +204,7 @@ class LoadReport:
     version: the number of the placement in force, which the messages carry.
     """
 
-    def __init__(self, emit: Callable[[ExpertLoad], object]) -> None:
+    def __init__(self, emit: Callable[[messages.ExpertLoad], object]) -> None:
         self.version = 0
         self._emit = emit
         self._sum_LE: NDArray[np.int64] | None = None
@@ -245,7 +227,7 @@ class LoadReport:
             return
         self._timer.cancel()
         self._timer = None
-        report = ExpertLoad(
+        report = messages.ExpertLoad(
             counts=self._sum_LE.astype("<i8", copy=False).tobytes(),
             num_layers=len(self._sum_LE),
             num_steps=self._num_steps,
@@ -255,14 +237,14 @@ class LoadReport:
         self._emit(report)
 
 
-def _spans(step: Step, start_s: float, updated_s: float) -> list[TraceEvent]:
+def _spans(step: Step, start_s: float, updated_s: float) -> list[messages.TraceEvent]:
     """The loop's own spans of a step. "run" lasts from the start to the result, and so includes the step before."""
     planned_s = step.at_s + step.plan_us / 1e6
     voted_s = planned_s + step.vote_us / 1e6
     times_s = {"plan": (step.at_s, planned_s), "vote": (planned_s, voted_s), "run": (voted_s, start_s)}
     times_s["update"] = (start_s, updated_s)
     return [
-        TraceEvent(name, "engine", round(begin * 1e9), round(end * 1e9))
+        messages.TraceEvent(name, "engine", round(begin * 1e9), round(end * 1e9))
         for name, (begin, end) in times_s.items()
         if end > begin
     ]

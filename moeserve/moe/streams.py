@@ -52,11 +52,6 @@ class InFlightTransfer:
         self.is_joined = True
 
     @property
-    def is_over(self) -> bool:
-        """Whether the device has finished the transfer."""
-        return bool(self.ended.query())
-
-    @property
     def times_us(self) -> tuple[int, int]:
         """The transfer's duration, and the part of it in which computation stood waiting; for a device that has passed
         `join`."""
@@ -127,7 +122,9 @@ class CudaStream(CommStream):
         """See `CommStream`."""
         joined = [transfer for transfer in self._transfers if transfer.is_joined]
         # Nobody joins the transfers of a failed step; they keep what they use until they are over.
-        self._transfers = [transfer for transfer in self._transfers if not transfer.is_joined and not transfer.is_over]
+        self._transfers = [
+            transfer for transfer in self._transfers if not (transfer.is_joined or transfer.ended.query())
+        ]
         return joined
 
 

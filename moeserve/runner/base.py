@@ -180,7 +180,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             # may be compiled while a step is recorded.
             self._forward(self.fixed_inputs.largest(1, 1))
             return
-        self.graphs = GraphManager(*parts, sizes_of(asked, self.limits), self.limits.num_drafts)
+        self.graphs = GraphManager(*parts, sizes_of(asked, self.limits), num_drafts=self.limits.num_drafts)
         self.graphs.capture()
 
     @cached_property

@@ -11,7 +11,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,7 @@ def common_sizes(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
     return {mode: tuple(size for size in each if size <= sizes[-1]) for mode, sizes in sizes_of(asked, limits).items()}
 
 
+@dataclass(eq=False, repr=False)
 class GraphManager:
     """Records forward passes and replays them for steps of few tokens.
 
@@ -77,19 +78,14 @@ class GraphManager:
     sizes: numbers of tokens of each mode that may be used, ascending. num_drafts: the most that a request verifies.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        fixed: FixedInputs,
-        recorder: Recorder,
-        ubatch: UBatch,
-        sizes: Mapping[Mode, Sequence[int]],
-        num_drafts: int = 0,
-    ) -> None:
-        self._forward = forward
-        self._most_len = 1 + num_drafts
-        self._fixed, self._recorder, self._ubatch = fixed, recorder, ubatch
-        self._sizes = sizes
+    forward: Forward
+    fixed: FixedInputs
+    recorder: Recorder
+    ubatch: UBatch
+    sizes: Mapping[Mode, Sequence[int]]
+    num_drafts: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
         self._recordings: dict[Descriptor, Recording] = {}
         self._now: StepInputs  # the step that is being run
         self._plans: dict[PlanRows, Any] = {}  # its attention metadata
@@ -102,18 +98,18 @@ class GraphManager:
     def dispatch(self, num_tokens: int, uniform_len: int | None) -> Descriptor | None:
         """Returns the smallest shape that holds a step. uniform_len: the tokens of every request, None if they
         differ: 1, or 1 and the same number of drafts."""
-        if uniform_len is not None and uniform_len <= self._most_len:
-            for size in self._sizes.get(Mode.FULL, ()):
-                if num_tokens <= size * uniform_len <= self._sizes[Mode.FULL][-1]:
+        if uniform_len is not None and uniform_len <= 1 + self.num_drafts:
+            for size in self.sizes.get(Mode.FULL, ()):
+                if num_tokens <= size * uniform_len <= self.sizes[Mode.FULL][-1]:
                     return Descriptor(Mode.FULL, size * uniform_len, size)
-        for size in self._sizes.get(Mode.PIECEWISE, ()):
+        for size in self.sizes.get(Mode.PIECEWISE, ()):
             if size >= num_tokens:
                 return Descriptor(Mode.PIECEWISE, size, None)
         return None
 
     def inputs(self, descriptor: Descriptor, plan: StepPlan, host: HostRows) -> StepInputs:
         """Fills the recordings' buffers with the inputs of a step, padded to the shape."""
-        return self._fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
+        return self.fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
 
     def run(self, descriptor: Descriptor, step: StepInputs, agreed: Agreed | None) -> Tensor:
         """Returns the step's hidden states, to be used before the next run. Records the shape when it is new."""
@@ -124,33 +120,33 @@ class GraphManager:
         hidden_TD, *loads = recording.results
         for load_LE in loads:
             for load_E in load_LE:
-                self._ubatch.note_load(load_E)
+                self.ubatch.note_load(load_E)
         return hidden_TD
 
     def capture(self) -> None:
         """Records the common sizes: powers of two and the largest. Largest first: the smaller ones use its memory."""
         began_s = time.perf_counter()
-        for mode, sizes in self._sizes.items():
+        for mode, sizes in self.sizes.items():
             for size in reversed(sizes):
                 if size == sizes[-1] or not size & (size - 1):
                     descriptor = Descriptor(mode, size, size if mode is Mode.FULL else None)
-                    self._now = self._fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
+                    self._now = self.fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
                     self._record(descriptor, None)
         number, took_s = len(self._recordings), time.perf_counter() - began_s
         logger.info("recorded %d graphs in %.1f s; other sizes follow when they are met", number, took_s)
 
     def _record(self, descriptor: Descriptor, agreed: Agreed | None) -> Recording:
-        step = self._fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
+        step = self.fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
         pieces = descriptor.mode is Mode.PIECEWISE
 
         def work(pause: Pause) -> Sequence[Tensor]:
             """Computes the step that is recorded, and returns the tensors that a replay rewrites."""
             inputs = replace(step, cut=partial(self._cut, pause)) if pieces else step
-            hidden_TD = self._forward(inputs, agreed)
-            load = self._ubatch.take_load()
+            hidden_TD = self.forward(inputs, agreed)
+            load = self.ubatch.take_load()
             return (hidden_TD, load) if isinstance(load, Tensor) else (hidden_TD,)
 
-        recording = self._recordings[descriptor] = self._recorder.record(work)
+        recording = self._recordings[descriptor] = self.recorder.record(work)
         self._plans.clear()
         return recording
 
@@ -159,7 +155,7 @@ class GraphManager:
         graph's queries to last until its replay, they would all need memory of their own."""
         shape = *q_THd.shape[1:], width
         if shape not in self._between:
-            most = self._sizes[Mode.PIECEWISE][-1]
+            most = self.sizes[Mode.PIECEWISE][-1]
             self._between[shape] = q_THd.new_empty((most, *shape[:2])), q_THd.new_empty((most, width))
         q, out = (buffer[: len(q_THd)] for buffer in self._between[shape])
         q.copy_(q_THd)
@@ -174,6 +170,7 @@ class GraphManager:
         return out
 
 
+@dataclass(eq=False, repr=False)
 class EPGraphs(GraphManager):
     """Records and replays steps where experts are sharded over ranks.
 
@@ -184,24 +181,14 @@ class EPGraphs(GraphManager):
     sizes: of PIECEWISE and FULL, the latter's among the former's.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        fixed: FixedInputs,
-        recorder: Recorder,
-        ubatch: UBatch,
-        sizes: Mapping[Mode, Sequence[int]],
-        group: Peers,
-    ) -> None:
-        super().__init__(forward, fixed, recorder, ubatch, sizes)
-        self._group = group
-        self._common = max(sizes.values(), key=len)
-        self._place = (-1, -1)
-        self._recordable = False
+    group: Peers
+
+    _place = (-1, -1)
+    _recordable = False
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
         """Returns the shape that a step is to be replayed in, or None if the step runs as it is."""
-        group, agreed = self._group, plan.agreed
+        group, agreed = self.group, plan.agreed
         if self._place != group.place:
             self._recordings.clear()
             self._place, self._recordable = group.place, group.recordable
@@ -213,4 +200,4 @@ class EPGraphs(GraphManager):
 
     def round_up(self, tokens: int) -> int:
         """Returns the number of tokens that all ranks make room for: 7 -> 8; beyond the largest size, `tokens`."""
-        return next((size for size in self._common if size >= tokens), tokens)
+        return next((size for size in max(self.sizes.values(), key=len) if size >= tokens), tokens)

@@ -42,10 +42,6 @@ class CallSink:
             self.parts.append(Part("arguments", arguments))
 
 
-def _discard(_: str) -> None:
-    pass
-
-
 def _close(text: AnswerText, reading: Reading) -> Wait[None]:
     if reading.close:
         yield from text.space()
@@ -90,7 +86,7 @@ def _json_call(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
         elif key in ("arguments", "parameters") and not arguments:
             yield from _arguments(text, arguments.append)
         else:
-            yield from value(text, JSON, _discard)
+            yield from value(text, JSON, lambda piece: None)
         yield from text.space()
         mark = yield from text.exactly(1)
     if not name:

@@ -84,10 +84,7 @@ def find_format(template: str, tokenizer: Tokenizer, name: str | None = None) ->
         raise ConfigError("--tool-format harmony: the tokenizer has not its tokens")
     if name in ("harmony", None) and has_harmony:
         return HarmonyFormat(tokenizer)
-    found = [(len(load(one).template), one) for one in names() if _shows(template, load(one).template)]
-    picked = name or (max(found)[1] if found else None)
+    patterns = {one: load(one).template for one in names()}
+    shown = [one for one, each in patterns.items() if each and all(re.search(pattern, template) for pattern in each)]
+    picked = name or max(shown, key=lambda one: (len(patterns[one]), one), default=None)
     return DataFormat(picked, tokenizer, template) if picked else None
-
-
-def _shows(template: str, patterns: Sequence[str]) -> bool:
-    return bool(patterns) and all(re.search(pattern, template) for pattern in patterns)

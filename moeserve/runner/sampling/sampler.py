@@ -105,28 +105,22 @@ def row_keys(seeds_S: NDArray[np.uint64], positions_S: NDArray[np.integer]) -> N
 
 def _traits(request: NewRequest, has_top_k: bool) -> int:
     sampling = request.sampling
-    traits = 0
-    if sampling.temperature >= GREEDY_BELOW:
-        traits |= Trait.RANDOM
-        traits |= Trait.MIN_P if sampling.min_p > 0 else 0
-        traits |= Trait.TOP_K if has_top_k else 0
-        traits |= Trait.TOP_P if sampling.top_p < 1 else 0
-    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
-        traits |= Trait.PENALTY
-    if sampling.min_tokens or sampling.logit_bias or sampling.allowed_ids is not None or sampling.bad_seqs:
-        traits |= Trait.RULES
-    if sampling.processors:
-        traits |= Trait.RULES
-    if sampling.grammar is not None:
-        traits |= Trait.GRAMMAR
-    if sampling.logprobs is not None:
-        traits |= Trait.LOGPROBS
-    if sampling.receipt:
-        traits |= Trait.DIGESTS
-    # A request that comes back with part of its answer has had its prompt's logprobs.
-    if sampling.prompt_logprobs is not None and len(request.tokens) == request.num_prompt:
-        traits |= Trait.PROMPT_LOGPROBS
-    return traits
+    is_random = sampling.temperature >= GREEDY_BELOW
+    changes = sampling.min_tokens, sampling.logit_bias, sampling.bad_seqs, sampling.processors
+    asked = {
+        Trait.RANDOM: is_random,
+        Trait.MIN_P: is_random and sampling.min_p > 0,
+        Trait.TOP_K: is_random and has_top_k,
+        Trait.TOP_P: is_random and sampling.top_p < 1,
+        Trait.PENALTY: any((sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty != 1.0)),
+        Trait.RULES: sampling.allowed_ids is not None or any(changes),
+        Trait.GRAMMAR: sampling.grammar is not None,
+        Trait.LOGPROBS: sampling.logprobs is not None,
+        Trait.DIGESTS: sampling.receipt,
+        # A request that comes back with part of its answer has had its prompt's logprobs.
+        Trait.PROMPT_LOGPROBS: sampling.prompt_logprobs is not None and len(request.tokens) == request.num_prompt,
+    }
+    return sum(trait for trait, wanted in asked.items() if wanted)
 
 
 @dataclass(frozen=True, slots=True)
