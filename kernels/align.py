@@ -3,8 +3,6 @@
 T tokens, K experts per token, N = T * K (token, k) pairs, e local experts, C chunks of pairs, Z tiles.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -5,8 +5,6 @@ keys and values are read once for all of them; together they are a group. KV til
 from position 0, splits too; a row's sums never depend on what else is in the tile.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ context. A tile that sees much is cut: one item per split, whose sums attention_
 one item, which adds its splits in the same order itself. So what is cut never shows in the result.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 C masked rows, V vocabulary, W words of 32 tokens.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

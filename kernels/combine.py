@@ -3,8 +3,6 @@
 T tokens, K experts per token, D width.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

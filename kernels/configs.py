@@ -5,8 +5,6 @@ as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of rows).
 `kernels/configs/`, the folder of the package, which has no tables yet.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

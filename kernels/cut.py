@@ -9,8 +9,6 @@ go together.
 S rows, V vocabulary, C candidates: tokens that are near enough to matter, gathered first.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

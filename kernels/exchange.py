@@ -12,8 +12,6 @@ R ranks, T tokens of this rank, M most tokens of any rank, K experts per token, 
 P rows received, D model width, W words of 32 bits of a row; rows are multiples of 16 bytes and begin at such.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

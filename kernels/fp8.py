@@ -3,8 +3,6 @@
 M rows, K elements, G = K / 128 blocks.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e lo
 width, F = 2 I, G blocks of 128 inputs, R blocks of 128 outputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

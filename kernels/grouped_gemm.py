@@ -4,8 +4,6 @@ T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e lo
 width, F = 2 I, Z tiles of rows.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -4,8 +4,6 @@ Rows stay as they are; weights are widened to the rows' type in registers. T tok
 (token, k) pairs or received rows, e local experts, D model width, I expert width, G groups of inputs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -3,8 +3,6 @@
 S queries, J index heads, d their width, K tokens that are chosen, N blocks per row, L positions.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 M rows, N outputs, K inputs. T tokens, H heads that have a product each.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -4,8 +4,6 @@ P rows, V vocabulary, B tiles of TILE tokens, n likeliest ones. A tile that come
 best tokens has none that is better than that one's best: so n tiles hold the n likeliest tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

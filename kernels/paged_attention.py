@@ -6,8 +6,6 @@ its fp32 scale. In multi-head latent attention (DeepSeek-V2, 2024) with absorbed
 and its values are the first elements of its keys. attention_kernel.py has the kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ P rows with penalties, V vocabulary, L longest history, W rows of the work space
 often each token occurs in its request; it is zeros before and after, since applying a penalty takes the count away.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ token's tile follows from its position, which programs know from R + 1 offsets a
 be recorded in graphs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 T tokens, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

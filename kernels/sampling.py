@@ -6,8 +6,6 @@ Distances as in cut.py. Rows never meet, and a row is divided among programs by 
 but the row. S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

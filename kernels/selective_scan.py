@@ -3,8 +3,6 @@
 T tokens (padded rows included), C channels, N numbers of a channel's state.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ N, as few as 16. So the same instructions (on Hopper: wgmma) serve one row and t
 order, and a row's bits do not depend on how many there are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

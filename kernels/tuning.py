@@ -5,8 +5,6 @@ same. How deep a step over K is, on which bits do depend, is no parameter. M row
 token, D model width, I expert width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

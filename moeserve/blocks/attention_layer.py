@@ -4,8 +4,6 @@ T tokens (padded rows included), D model width, H heads and G KV heads of this r
 values.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 T tokens, D model width, I expert width, K experts per token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

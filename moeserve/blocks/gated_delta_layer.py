@@ -4,8 +4,6 @@ T tokens (padded rows included), D model width, G heads of queries and keys and 
 widths.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

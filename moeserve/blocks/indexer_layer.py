@@ -4,8 +4,6 @@ T tokens (padded rows included), S of them select, D model width, J index heads,
 head, C width of a latent cache entry, L rank of the latents.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any

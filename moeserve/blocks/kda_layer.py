@@ -3,8 +3,6 @@
 T tokens (padded rows included), D model width, H heads of this rank, d their width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

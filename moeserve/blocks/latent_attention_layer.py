@@ -4,8 +4,6 @@ T tokens (padded rows included), D model width, H heads of this rank, n and p th
 rotation, v width of values, L rank of the latents, C = L + p.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -4,8 +4,6 @@ Each column is one sum over all inputs, computed by one rank, so its bits are th
 K inputs, N outputs in all, n of this rank (zeros beyond N). T tokens, D model width, I inner width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeVar
 

@@ -4,8 +4,6 @@ T tokens (padded rows included), D model width, C channels of this rank, N numbe
 steps, K inputs of the convolution.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

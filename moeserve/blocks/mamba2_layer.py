@@ -3,8 +3,6 @@
 T tokens (padded rows included), D model width, G groups and H heads of this rank, d width of the state, v of a head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

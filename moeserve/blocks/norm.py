@@ -1,7 +1,5 @@
 """Norms of the residual stream and of blocks' outputs. T tokens, D model width."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """What the recurrent mixers have in common, in numbers: the rule of their caches, and the tensors in them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moeserve.blocks.mixer import CacheTensor, Mixer

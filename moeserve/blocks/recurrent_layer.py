@@ -1,8 +1,6 @@
 """What the recurrent blocks of a decoder have in common: the plan of a step's tiles, the product back to the model's
 width, queries and keys of length 1."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

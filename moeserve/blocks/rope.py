@@ -5,8 +5,6 @@ the same pairs, so the rows of the query and key products are reordered once, wh
 over a head's elements and do not depend on their order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

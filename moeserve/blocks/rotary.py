@@ -4,8 +4,6 @@ T tokens, d head width. Kinds: default (Su et al. 2021), linear (position interp
 (Llama 3.1's frequency-dependent scaling), yarn (Peng et al. 2023), longrope (Ding et al. 2024).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 T tokens (padded rows included), D model width, C channels of this rank, K inputs of the convolution.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -9,8 +9,6 @@ freed one first because it is warm; idle ones are evicted in the order in which 
 `cold` before all others.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

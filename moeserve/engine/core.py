@@ -1,7 +1,5 @@
 """The engine's loop: handles messages, plans one step ahead of the one that runs, and emits outputs."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

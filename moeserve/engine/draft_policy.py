@@ -12,8 +12,6 @@ drafts that never pay cost 1 % in the long run, and a probe that pays is followe
 R rows that decode, k drafts at most, m drafts of all rows together.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -6,8 +6,6 @@ Requests, their progress and their K/V stay throughout. Plans whose step failed 
 order, before anything new: they write the same values to the same places.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -15,8 +15,6 @@ unless it is at a border; the last one that it computed is kept as well. A state
 no row reads what another row of its step writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

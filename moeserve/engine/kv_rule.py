@@ -1,7 +1,5 @@
 """How long the KV entries of a layer are needed. No numpy here: specs are made of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

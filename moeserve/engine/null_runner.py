@@ -1,7 +1,5 @@
 """A runner without a model, to measure everything else: it makes up tokens at once."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

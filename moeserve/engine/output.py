@@ -1,7 +1,5 @@
 """What a step's result means to its requests: their new tokens, how they end, cache hits and logprobs."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

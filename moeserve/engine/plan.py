@@ -4,8 +4,6 @@ R rows scheduled in the step, S rows that sample (those rows where `samples_R`),
 tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 

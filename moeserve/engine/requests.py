@@ -18,8 +18,6 @@ Everything else is derived. A decode is a request whose next position is its new
 old value is dropped.
 """
 
-from __future__ import annotations
-
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ One step: `Scheduler.plan` grants rows in a PlanBuilder and takes blocks from th
 whose rows are the InputBatch (requests.py); `Scheduler.update_from_output` applies the step's result.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The scheduler keeps the index; the runner owns the bytes and copies them as a pl
 `StepPlan.loads`, both before the forward pass).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from moeserve.engine.blocks import Key

@@ -1,7 +1,5 @@
 """The step vote: the message of each engine before a step, and the decision as a pure function of all of them."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

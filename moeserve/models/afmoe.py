@@ -4,8 +4,6 @@ attention, norms on both sides of every block, sigmoid routing.
 Source: arXiv 2602.17004.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.weights import Names

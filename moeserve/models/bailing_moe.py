@@ -5,8 +5,6 @@ attention. Ring-linear 2.0 has grouped-query attention in place of the latent on
 Source: arXiv 2510.22115, Ring-linear (arXiv 2510.19338), huggingface.co/inclusionAI/Ling-2.6-flash.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Builds a decoder from parameters: packs every weight for its kernel and drops the original at once."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial

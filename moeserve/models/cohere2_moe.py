@@ -3,8 +3,6 @@
 Source: huggingface.co/CohereLabs/command-a-plus-05-2026.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.feed_forward import Dense

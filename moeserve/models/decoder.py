@@ -3,8 +3,6 @@
 T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S rows that sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ may keep the groups with the best experts only.
 Source: arXiv 2405.04434.
 """
 
-from __future__ import annotations
-
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule

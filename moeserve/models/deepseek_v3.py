@@ -5,8 +5,6 @@ what the experts give.
 Source: arXiv 2412.19437, 2507.20534, github.com/zai-org/GLM-4.5, huggingface.co/skt/A.X-K1.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.feed_forward import Dense, MoE

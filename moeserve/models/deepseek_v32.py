@@ -4,8 +4,6 @@ some layers may attend to the tokens that the layer before chose.
 Source: arXiv 2512.02556, 2602.15763; of the sharing, 2603.12201.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from moeserve.blocks.indexer import Indexer

@@ -3,8 +3,6 @@
 Source: arXiv 2506.05767.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.engine.kv_rule import KVRule

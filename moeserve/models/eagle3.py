@@ -9,8 +9,6 @@ Source: arXiv 2503.01840; checkpoints as SpecForge, speculators and vLLM write a
 T tokens, D model width, N columns of all taps, d tokens of the draft vocabulary, V of the target's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ and shared experts.
 Source: ERNIE 4.5 Technical Report (Baidu, 2025).
 """
 
-from __future__ import annotations
-
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family

@@ -3,8 +3,6 @@
 Source: arXiv 2601.01739.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.weights import Names

@@ -4,8 +4,6 @@ run beside a dense MLP; norms on both sides of every block.
 Source: huggingface.co/google/gemma-4-26B-A4B-it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

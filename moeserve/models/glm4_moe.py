@@ -3,8 +3,6 @@
 Source: arXiv 2508.06471.
 """
 
-from __future__ import annotations
-
 from moeserve.loader.files import Fields
 from moeserve.models import family
 

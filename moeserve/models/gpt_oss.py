@@ -4,8 +4,6 @@ experts whose gates and ups lie by turns.
 Source: arXiv 2508.10925.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.weights import FUSED, Names

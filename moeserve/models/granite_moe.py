@@ -6,8 +6,6 @@ others attention without rotation; the shared expert is the whole feed-forward b
 Source: arXiv 2408.13359, huggingface.co/ibm-granite.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ spellings of transformers 4 and 5 are read. A key that would change the model's 
 compute, is refused: a wrong answer is worse than none.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

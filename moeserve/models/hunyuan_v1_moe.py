@@ -3,8 +3,6 @@
 Source: Hunyuan-A13B Technical Report (Tencent, 2025).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

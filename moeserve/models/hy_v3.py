@@ -3,8 +3,6 @@
 Source: huggingface.co/tencent/Hy3-preview.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.weights import Names

@@ -4,8 +4,6 @@ one has experts.
 Source: arXiv 2403.19887, 2408.12570.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.mamba1 import Mamba1

@@ -3,8 +3,6 @@
 Source: arXiv 2510.26692.
 """
 
-from __future__ import annotations
-
 from moeserve.blocks.kda import KimiDelta
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.weights import Names

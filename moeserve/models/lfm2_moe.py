@@ -3,8 +3,6 @@
 Source: LFM2 Technical Report (arXiv 2511.23404).
 """
 
-from __future__ import annotations
-
 from moeserve.blocks.short_conv import ShortConv
 from moeserve.blocks.weights import ExpertNames, Names, per_expert
 from moeserve.loader.files import Fields

@@ -4,8 +4,6 @@ dense): Llama with a sliding window in some releases.
 Source: arXiv 2302.13971, 2407.21783, 2310.06825.
 """
 
-from __future__ import annotations
-
 from moeserve.loader.files import Fields
 from moeserve.models import family
 

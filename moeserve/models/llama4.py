@@ -4,8 +4,6 @@ rotation, and one expert per token whose input is weighted, beside a shared one.
 Source: github.com/meta-llama/llama-models, models/llama4.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.feed_forward import SharedExpert

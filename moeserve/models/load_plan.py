@@ -3,8 +3,6 @@
 D model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from moeserve.blocks.feed_forward import MoE, spelling

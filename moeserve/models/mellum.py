@@ -3,8 +3,6 @@
 Source: huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base.
 """
 
-from __future__ import annotations
-
 from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields

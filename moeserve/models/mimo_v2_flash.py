@@ -3,8 +3,6 @@
 Source: arXiv 2601.02780.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

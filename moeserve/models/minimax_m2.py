@@ -3,8 +3,6 @@
 Source: huggingface.co/MiniMaxAI/MiniMax-M2.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.weights import Names

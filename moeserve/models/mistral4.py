@@ -4,8 +4,6 @@ router, a shared expert. Mistral-Small-4 is the text part of a multimodal checkp
 Source: huggingface.co/mistralai/Mistral-Small-4-119B-2603.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.mixer import QueryScale

@@ -3,8 +3,6 @@
 Source: github.com/mistralai/mistral-inference.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: arXiv 2401.04088.
 """
 
-from __future__ import annotations
-
 from moeserve.blocks.weights import FUSED, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family

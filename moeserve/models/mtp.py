@@ -12,8 +12,6 @@ model's layers are; every rank has all experts of its layer.
 Source: arXiv 2412.19437, section 2.2; the order in W is that of the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ which a checkpoint counts as a layer. MLPs and experts have no gates. Multi-toke
 Sources: arXiv 2504.03624, 2512.20848.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

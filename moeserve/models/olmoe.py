@@ -4,8 +4,6 @@ FlexOlmo: OLMoE whose blocks are normalised behind, not before.
 Source: arXiv 2409.02060, 2507.07024.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from moeserve.blocks.weights import Names

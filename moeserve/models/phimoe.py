@@ -3,8 +3,6 @@
 Source: arXiv 2409.12136, 2404.14219.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.weights import Names

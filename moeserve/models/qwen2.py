@@ -4,8 +4,6 @@ head.
 Source: arXiv 2407.10671, 2505.09388.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from moeserve.loader.files import Fields

@@ -4,8 +4,6 @@ shared expert for every token behind a sigmoid gate. Some layers may be dense.
 Source: arXiv 2407.10671.
 """
 
-from __future__ import annotations
-
 from moeserve.blocks.feed_forward import MoE, SharedExpert
 from moeserve.loader.files import Fields
 from moeserve.models import family

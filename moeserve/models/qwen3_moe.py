@@ -7,8 +7,6 @@ two transposed tensors per layer.
 Source: arXiv 2505.09388, 2511.21631.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.blocks.weights import FUSED, QWEN_MTP, Names

@@ -5,8 +5,6 @@ Norms of the stream and of heads have their weights less one. Qwen3.5's vision i
 rotary embedding are one for text.
 """
 
-from __future__ import annotations
-
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.weights import QWEN_MTP, Names

@@ -1,7 +1,5 @@
 """All model families, by architecture."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from moeserve.models.family import Family

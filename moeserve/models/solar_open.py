@@ -3,8 +3,6 @@
 Source: arXiv 2601.07022.
 """
 
-from __future__ import annotations
-
 from moeserve.loader.files import Fields
 from moeserve.models import family
 

@@ -4,8 +4,6 @@ one, and limits on the activations of some layers.
 Source: huggingface.co/stepfun-ai/Step-3.5-Flash.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -8,8 +8,6 @@ sent (the transport may keep them for a while), as received, and in order.
 Where experts are sharded, a rank also takes in rows of all others, up to what `moe/all2all/registry.py` allows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

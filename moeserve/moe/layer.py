@@ -8,8 +8,6 @@ Under tensor parallelism all ranks of an engine route all of its tokens, and eac
 T tokens, D model width, K experts per token, P received rows.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ between the same two. A request that is cut in two relies on that: its end reads
 A hand-off releases one lock and acquires another, which takes half as long as a pair of events.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

@@ -10,8 +10,6 @@ a transfer has made may be freed while it is computed on: only the next transfer
 begins behind the computation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

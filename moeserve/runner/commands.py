@@ -4,8 +4,6 @@ leader --WorkerCommand--> worker   Build, Allocate, Run, Join, Leave, Prepare
 worker --Report---------> leader   CommandDone (one per command), LoadProgress, Prepared, Failed
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Literal
 

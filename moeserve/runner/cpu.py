@@ -1,7 +1,5 @@
 """The runner for CPUs, whose host memory is device memory; and how much of it and how many cores there are."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -7,8 +7,6 @@ part of it that was spent waiting, and the time per token with two. The other wa
 win at all, within a budget: trials never lose more than a hundredth of all time, and one trial.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

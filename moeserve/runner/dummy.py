@@ -3,8 +3,6 @@
 Their requests have no blocks, so that everything they write goes to the null block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

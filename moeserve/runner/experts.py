@@ -11,8 +11,6 @@ layer ahead. If one rank gives up, all learn it with the same step: on all ranks
 others stay as they were, and that mixture counts as the placement of this version from then on.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

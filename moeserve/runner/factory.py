@@ -1,7 +1,5 @@
 """Picks the runner class for a device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ A step that fails because a rank was lost leaves everything usable: its plan is 
 other error is final, as in `ThreadedRunner`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import zlib

@@ -1,7 +1,5 @@
 """A rank's links to other ranks: the all2all of its MoE layers, the gathers of its engine, the placement of experts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 The thread that watches them lives as long as they do: the kernel kills a child whose starting thread ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

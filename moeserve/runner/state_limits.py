@@ -1,7 +1,5 @@
 """Numbers of states of recurrent layers: those that requests need, and those that the prefix cache keeps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from moeserve.config import Config

@@ -1,7 +1,5 @@
 """One step on one device: tables, inputs, forward pass and sampling; then its `StepResult`, once the host has that."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Each takes one copy and one launch. Inputs are always at the same addresses, where graphs expect them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 

@@ -1,7 +1,5 @@
 """What is between the marks of a call, by kind of content."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Set

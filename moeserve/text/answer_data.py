@@ -1,7 +1,5 @@
 """Answer formats of models, by name or as a checkpoint shows them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ A format reads answers (text with marks in, parts out) and says by a grammar wha
 demands a tool call. Implementations: `harmony.py`, and `answer_data.py` for the data under `formats/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 

@@ -3,8 +3,6 @@
 A grammar is Lark as llguidance takes it. Marks of a format that are tokens of their own are written as such.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The parser of all formats whose syntax is data: one generator reads an answer from its beginning to its end."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any

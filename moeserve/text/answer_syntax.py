@@ -3,8 +3,6 @@
 The keys are those of `Syntax`; docs/tool-calls.md describes them with an example.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from functools import cache

@@ -3,8 +3,6 @@
 Whatever a parser does depends on the text and on its end alone, never on the pieces in which the text came.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import TypeVar

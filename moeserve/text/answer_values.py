@@ -1,7 +1,5 @@
 """Values in answers, in JSON and its relatives, rewritten as JSON while they come."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ most one of its splits ever occurs; a merge list with all splits of each token, 
 the same neighbours in the same order.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Sequence

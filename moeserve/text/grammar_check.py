@@ -1,7 +1,5 @@
 """Checks the grammars of requests before an engine sees them, in bounded time and memory."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

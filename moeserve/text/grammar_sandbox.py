@@ -6,8 +6,6 @@ Reads JSON lines on standard input: first `vocab_size`, `special` (id and name o
 source each; answers each with a line, the JSON string of llguidance's error, "" if it compiles.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -12,8 +12,6 @@ A quoted text means these characters, even if they spell a special token. Only L
 structural tags mean the special tokens themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from moeserve.sampling import GrammarSpec

@@ -6,8 +6,6 @@ template. Specification: OpenAI's "harmony response format". Its library (openai
 downloads a vocabulary of its own, while all that answers need of it is this parser.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

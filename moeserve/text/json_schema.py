@@ -1,7 +1,5 @@
 """JSON schemas as text and as trees: limits, JSON pointers, and the form that llguidance takes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

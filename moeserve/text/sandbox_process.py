@@ -1,7 +1,5 @@
 """A process that works on what strangers sent, so that input which never ends or needs all memory kills only it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

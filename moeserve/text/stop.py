@@ -1,7 +1,5 @@
 """Stop strings, which end a text before them, and bad words, which the engine must not complete."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from moeserve.errors import InvalidRequest

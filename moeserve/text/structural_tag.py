@@ -3,8 +3,6 @@
 A literal of a tag that spells a special token means that token.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any

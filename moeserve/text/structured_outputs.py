@@ -1,7 +1,5 @@
 """From what a request asks of its answer's text to one grammar, in one form for equal contents."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -6,8 +6,6 @@ tokenizer_config.json (one text, or a list of named ones); ours, for a model who
 and what mistral-common writes for a tekken.json.
 """
 
-from __future__ import annotations
-
 import importlib
 from importlib.resources import files
 from pathlib import Path

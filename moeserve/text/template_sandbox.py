@@ -8,8 +8,6 @@ the variables, "names" and those that the template reads. The environment keeps 
 takes more than CPU_S seconds or MAX_MEMORY ends the process.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -3,8 +3,6 @@
 e local experts, C rows that each has room for, D model width, P rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Pure functions that the backends share: sorting rows by expert, and the weighted sum of results."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

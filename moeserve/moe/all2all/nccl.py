@@ -8,8 +8,6 @@ T tokens of this rank, K experts per token, D model width, R ranks, e experts of
 this rank's experts, B bytes of a row on the wire.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

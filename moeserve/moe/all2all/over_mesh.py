@@ -1,7 +1,5 @@
 """The base of the backends over a `Mesh`: row format, rounds, joining and leaving."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Generic, TypeVar

@@ -3,8 +3,6 @@
 NumPy only: this runs in the front end. One placement is on its way at a time.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

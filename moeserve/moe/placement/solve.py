@@ -16,8 +16,6 @@ over its replicas. A place is a physical expert that may be EMPTY for now.
 L layers, E experts, R ranks (or nodes), e places of each, S = R * e places, A layers still at work, N nodes, G groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

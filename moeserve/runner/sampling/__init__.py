@@ -1,7 +1,5 @@
 """From logits to tokens and logprobs: a reference in torch, and the native and Triton samplers that agree with it."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from moeserve.ops import native_rows

@@ -5,8 +5,6 @@ hold their largest logits, and top-p sorts only what its sum can reach. Which wa
 so its bits never depend on its neighbours. r rows, V padded vocabulary, B blocks of a narrowed row, W = B * LANES.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -5,8 +5,6 @@ independent between tokens; argmax(logits / temperature + noise) is a draw from 
 (Maddison et al., 2014, "A* Sampling"). The hash mixes token and key in three multiply-xorshift rounds on 32-bit words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ r rows, V vocabulary padded to a multiple of LANES. Ties at a cut are kept, so t
 equal logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

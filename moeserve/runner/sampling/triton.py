@@ -3,8 +3,6 @@
 Rules (allowed ids, biases, bad sequences) are torch's: few requests have any.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -7,8 +7,6 @@ All ranks of an engine verify what the first one guesses.
 S rows that sample, N tokens that are sampled, or drafts; T tokens of the step.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

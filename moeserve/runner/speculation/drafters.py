@@ -4,8 +4,6 @@ The last two are whole on every tensor-parallel rank, in the dtype of the model 
 their files: `--quantization` does not concern them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

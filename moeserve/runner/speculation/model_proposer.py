@@ -10,8 +10,6 @@ where a later step writes again, to the null block where no block has been grant
 is out of date, to another request's block, whose drafts are then worse.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

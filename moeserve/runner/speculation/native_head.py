@@ -5,8 +5,6 @@ The call needs no interpreter, so a step's result travels and the next step is p
 fp32 logarithms could decide between two tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any

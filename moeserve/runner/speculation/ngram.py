@@ -12,8 +12,6 @@ occur, so its rows have no drafts and lose nothing. Everything is a function of 
 portions they come.
 """
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ Instead of suffix trees, recent answers lie in one ring of tokens, and all place
 latest first, as LZ77 coders find matches: memory is bounded, and the oldest answers are simply overwritten.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 

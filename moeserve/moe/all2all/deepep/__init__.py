@@ -3,8 +3,6 @@
 ll: `Buffer` in its low-latency mode. v2: `ElasticBuffer`. Each adapter is given the imported package.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from functools import partial

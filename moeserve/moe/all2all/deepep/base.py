@@ -8,8 +8,6 @@ survivors keep theirs until the process ends; a rank that waits for the dead one
 T tokens of D elements, W >= D elements that travel, b = W / 128 blocks.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from abc import abstractmethod

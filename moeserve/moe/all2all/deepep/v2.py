@@ -5,8 +5,6 @@ Its `combine` adds rows up as they are, so each row is multiplied by its weight 
 T tokens of this rank, K experts per token, D model width, W width that travels, P rows received.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
