@@ -190,6 +190,6 @@ def _measure(config: Config, path: Path) -> int:
     write(path, found)
     print(f"{found.num_samples} steps, median error of the fit {100 * found.error:.1f} %")
     print("\n".join(f"  {name:<20}{1e6 * value:>12.4f} us" for name, value in found.terms.items()))
-    print(f"  between two steps {1e6 * found.gap_s:.0f} us; to the client and back {1e3 * found.delay_s:.2f} ms")
+    print(f"  to the client and back {1e3 * found.delay_s:.2f} ms")
     print(f"written: {path}")
     return 0
