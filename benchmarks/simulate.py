@@ -62,8 +62,8 @@ def main() -> None:
     asked = args.parse_args()
     threads = {"threads": 1} if asked.dp > 1 else {}
     config = config_of(
-        asked.model, dp=asked.dp, max_num_seqs=asked.max_num_seqs, max_model_len=1024, kv_cache_bytes=2**28, rebalance="off",
-        enable_prefix_caching=False, skip_tokenizer_init=True, dbo="off", fork_server="off", **threads,
+        asked.model, dp=asked.dp, max_num_seqs=asked.max_num_seqs, max_model_len=1024, kv_cache_bytes=2**28,
+        rebalance="off", enable_prefix_caching=False, skip_tokenizer_init=True, dbo="off", fork_server="off", **threads,
     )  # fmt: skip
     found = asyncio.run(compare(config, asked))
     sizes, apart = (sorted(abs(x) for load in found["loads"] for x in load[key].values()) for key in ("error", "apart"))
