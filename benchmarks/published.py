@@ -1,10 +1,12 @@
 """Predicted beside published: throughput and times that others measured on GPUs, and the roofline's for the same.
 
-    python -m benchmarks.published
+    python -m benchmarks.published [--tables DIR]
 
 Only the two rows marked as fitted set a number of the model (`in_situ` in moeserve/plan/hardware.py). Sources are named
 in each row. Layouts that share experts by columns (TP) are left out: this engine does not run them. Where their engines
 multiply latents out for prompts, the model does so as well; moeserve attends to latents themselves (docs/planning.md).
+The share of operations that 16-bit expert kernels reach is the one with which the roofline is right at the median of
+other shapes in aiconfigurator-core's tables of H100 and H200: --tables computes that again.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from moeserve.plan.candidates import Candidate, Workload
 from moeserve.plan.hardware import DEVICES, LINKS, Device
 from moeserve.plan.memory import rank_memory
 from moeserve.plan.roofline import Roofline, Shape
+from moeserve.plan.tables import read_tables
 
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
@@ -49,10 +52,15 @@ PREFILLS = ((1024, 57_700), (2048, 54_500), (4096, 50_300))
 
 
 def main() -> None:
-    args = parser(__doc__).parse_args()
+    args = parser(__doc__)
+    args.add_argument("--tables", help="systems/data of aiconfigurator-core, or aiconfigurator for the installed one")
+    asked = args.parse_args()
     rows = list(table())
     errors = [abs(row["error"]) for row in rows if not row["fitted"]]
-    save("published", args, {"rows": rows, "median_error": median(errors), "worst_error": max(errors)})
+    result: dict[str, Any] = {"rows": rows, "median_error": median(errors), "worst_error": max(errors)}
+    if asked.tables:
+        result["other_shapes"] = [other_shapes(asked.tables, name) for name in ("h100", "h200")]
+    save("published", asked, result)
 
 
 def table() -> list[dict[str, Any]]:
@@ -158,6 +166,27 @@ def expert_ms(spec: ModelSpec, device: Device, tokens: int) -> float:
     """Returns the milliseconds of one layer's experts alone."""
     _, cost = cost_of(spec, replace(device, in_situ=1.0), 1)
     return 1e3 * cost.terms([Shape(tokens, 1, 0, (0.0,), (0.0,))])["experts"] / cost.weights.moe_layers
+
+
+def other_shapes(source: str, name: str) -> dict[str, Any]:
+    """Returns the errors of the roofline for 16-bit experts that the rows above do not have, where operations take
+    longest. Experts that would be read faster than memory is have two matrices, not three, and are left out."""
+    device, errors = DEVICES[name], []
+    shares: list[float] = []
+    for (dtype, width, inner, experts, top_k, ranks), times in read_tables(source, device).items():
+        weights = 3 * width * inner
+        own = (width, inner, experts, top_k) == (2048, 768, 128, 8)
+        if dtype != "bfloat16" or ranks > 1 or own or 2 * weights * experts / times.seconds(1024) > device.bytes_per_s:
+            continue
+        for tokens in (4096, 8192, 16384):
+            reads_s = 2 * weights * experts / (device.reads * device.bytes_per_s)
+            computes_s = 2 * weights * tokens * top_k / (device.expert * device.flops)
+            if computes_s > reads_s:
+                took_s = times.seconds(tokens)
+                errors.append((computes_s + (1 - device.overlap) * reads_s) / took_s - 1)
+                shares.append(device.expert * computes_s / (took_s - (1 - device.overlap) * reads_s))
+    return {"device": name, "points": len(errors), "median_error": round(median(errors), 4),
+            "median_size": round(median(map(abs, errors)), 4), "share": round(median(shares), 3)}  # fmt: skip
 
 
 if __name__ == "__main__":

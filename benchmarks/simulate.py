@@ -2,12 +2,14 @@
 
     python -m benchmarks.simulate --dp 1
     python -m benchmarks.simulate --dp 2
+    python -m benchmarks.simulate --model MODEL --input 32 --output 16 --max-num-seqs 16 --seconds 30
 
-The engines are calibrated first, by closed batches and single prompts; then each load runs on the same engines: Poisson
-arrivals at these shares of the rate at which the simulator serves all requests that come at once. Client and front end
-share the machine with the engines, as they did in the calibration. A part during which other programs took more than
---foreign of the machine is repeated, up to --tries times in all. Goals: errors within 10 % at the median, and 20 % at
-worst.
+The engines are calibrated first, by streams of requests and single prompts; then each load runs twice on the same
+engines, all loads before any comes again: Poisson arrivals at these shares of the rate at which the simulator serves
+all requests that come at once. Errors are against the mean of both runs; how far these lie apart (their difference over
+their mean) says what no prediction can beat. Client and front end share the machine with the engines, as they did in
+the calibration. A part during which other programs took more than --foreign of the machine is repeated, up to --tries
+parts in all. Goals: errors within 10 % at the median, and 20 % at worst.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,28 +46,34 @@ from moeserve.sampling import SamplingParams
 T = TypeVar("T")
 LOADS = (0.3, 0.6, 0.85)
 COMPARED = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "p50_e2el_ms", "p99_e2el_ms")
-INPUT, OUTPUT, SPREAD = 128, 64, 0.5
+SPREAD = 0.5
 
 
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--model", default="demo")
     args.add_argument("--dp", type=int, default=1)
-    args.add_argument("--seconds", type=float, default=6.0, help="of each load [6]")
-    args.add_argument("--rounds", type=int, default=1)
+    args.add_argument("--input", type=int, default=128, help="tokens of a prompt, on average [128]")
+    args.add_argument("--output", type=int, default=64, help="tokens of an answer, on average [64]")
+    args.add_argument("--max-num-seqs", type=int, default=64, help="of each engine [64]")
+    args.add_argument("--seconds", type=float, default=20.0, help="of each load [20]")
     args.add_argument("--foreign", type=float, default=0.04, help="share of all cores' time [0.04]")
-    args.add_argument("--tries", type=int, default=6, help="of all parts of a round together [6]")
+    args.add_argument("--tries", type=int, default=10, help="of all parts together, of which there are seven [10]")
     asked = args.parse_args()
     threads = {"threads": 1} if asked.dp > 1 else {}
     config = config_of(
-        asked.model, dp=asked.dp, max_num_seqs=64, max_model_len=1024, kv_cache_bytes=2**28, rebalance="off",
-        enable_prefix_caching=False, skip_tokenizer_init=True, dbo="off", fork_server="off", **threads,
+        asked.model, dp=asked.dp, max_num_seqs=asked.max_num_seqs, max_model_len=1024, kv_cache_bytes=2**28,
+        rebalance="off", enable_prefix_caching=False, skip_tokenizer_init=True, dbo="off", fork_server="off", **threads,
     )  # fmt: skip
-    rounds = [asyncio.run(compare(config, asked, seed)) for seed in range(asked.rounds)]
-    errors = [load["error"][key] for found in rounds for load in found["loads"] for key in COMPARED]
-    sizes = sorted(abs(error) for error in errors)
-    result = {"dp": asked.dp, "rounds": rounds, "median_error": median(sizes), "worst_error": sizes[-1]}
-    save(f"simulate-dp{asked.dp}", asked, result)
+    found = asyncio.run(compare(config, asked))
+    sizes, apart = (sorted(abs(x) for load in found["loads"] for x in load[key].values()) for key in ("error", "apart"))
+    result = {
+        "model": found["calibration"]["model"], "dp": asked.dp, "input": asked.input, "output": asked.output,
+        "median_error": median(sizes), "worst_error": sizes[-1], "median_apart": median(apart),
+        "worst_apart": apart[-1], **found,
+    }  # fmt: skip
+    name = "" if asked.model == "demo" else f"-{Path(asked.model).resolve().parent.name}"
+    save(f"simulate{name}-dp{asked.dp}", asked, result)
 
 
 class Alone:
@@ -101,8 +110,8 @@ def own_seconds() -> float:
     return sum(t.user + t.system for t in times) + ended.children_user + ended.children_system
 
 
-async def compare(config: Config, asked: argparse.Namespace, seed: int) -> dict[str, Any]:
-    alone = Alone(asked.foreign, asked.tries)
+async def compare(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
+    alone, lengths = Alone(asked.foreign, asked.tries), (asked.input, asked.output)
     calibration = await alone.run(partial(measure, config))
     spec = read_model_spec(resolve_model_dir(config.model.model))
     groups = groups_of(spec.kv_rules, config.cache.block_size)
@@ -112,29 +121,37 @@ async def compare(config: Config, asked: argparse.Namespace, seed: int) -> dict[
         done = simulate(limits, groups, cost, trace, dp, dp, together=together(config))
         return summarise(done.clients, done.steps, calibration.delay_s)
 
-    capacity = predict(synthetic([0.0] * 500, INPUT, OUTPUT, SPREAD))["request_throughput"]
-    loads = []
+    capacity = predict(synthetic([0.0] * 8 * asked.max_num_seqs, *lengths, SPREAD))["request_throughput"]
+    traces = []
+    for load in LOADS:
+        times = arrival_times(max(20, round(load * capacity * asked.seconds)), load * capacity, 1.0, 0)
+        traces.append(synthetic(times, *lengths, SPREAD))
     async with opening.open_front_end(config, child=True) as front:
         await front.wait_ready()
-        await serve(front, synthetic([0.0] * 16, INPUT, OUTPUT))
-        for load in LOADS:
-            rate = load * capacity
-            times = arrival_times(max(20, round(rate * asked.seconds)), rate, 1.0, seed)
-            trace = synthetic(times, INPUT, OUTPUT, SPREAD, seed)
-            measured = await alone.run(partial(serve, front, trace))
-            predicted = predict(trace)
-            error = {key: predicted[key] / measured[key] - 1 for key in COMPARED}
-            loads.append({
-                "load": load, "rate": rate, "requests": len(times), "error": error,
-                "measured": {key: measured[key] for key in COMPARED},
-                "predicted": {key: predicted[key] for key in COMPARED},
-            })  # fmt: skip
+        await serve(front, synthetic([0.0] * 16, *lengths))
+        turns = [[await alone.run(partial(serve, front, trace)) for trace in traces] for _ in range(2)]
     return {
         "capacity": capacity,
-        "calibration": msgspec.to_builtins(calibration),
-        "loads": loads,
+        "calibration": msgspec.to_builtins(msgspec.structs.replace(calibration, residuals=[])),
+        "loads": [
+            beside(load, trace, predict(trace), both)
+            for load, trace, both in zip(LOADS, traces, zip(*turns, strict=True), strict=True)
+        ],
         "foreign": alone.shares,
     }
+
+
+def beside(
+    load: float, trace: RequestTrace, predicted: dict[str, Any], both: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns what was predicted and measured twice, and both errors."""
+    measured = {key: [run[key] for run in both] for key in COMPARED}
+    middle = {key: fmean(values) for key, values in measured.items()}
+    return {
+        "load": load, "requests": len(trace.arrivals), "predicted": {key: predicted[key] for key in COMPARED},
+        "measured": measured, "error": {key: predicted[key] / middle[key] - 1 for key in COMPARED},
+        "apart": {key: abs(a - b) / middle[key] for key, (a, b) in measured.items()},
+    }  # fmt: skip
 
 
 async def serve(front: FrontEnd, trace: RequestTrace) -> dict[str, Any]:

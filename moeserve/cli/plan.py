@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeserve.cli.settings import add_flags, resolve
-from moeserve.cli.simulate import add_load_flags, read_load, read_rate, read_spec, simulate, together
+from moeserve.cli.simulate import add_load_flags, add_tables_flag, read_load, read_rate, read_spec, simulate, together
 from moeserve.errors import ConfigError, DoesNotFit
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", default="ib400", metavar="NAME", help="between machines [ib400]")
     parser.add_argument("--slo", default="", metavar="ttft=1s,itl=50ms", help="goals, each for 99 of 100 requests")
     parser.add_argument("--zipf", type=float, default=0.0, metavar="S", help="exponent of the experts' popularity [0]")
+    add_tables_flag(parser)
     parser.add_argument("--explain", action="store_true", help="show the terms of a step, and every refusal in full")
     add_load_flags(parser, num_requests=2000)
     add_flags(parser, shown=False)
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from moeserve.models.spec import model_size
     from moeserve.plan.candidates import Workload, candidates
     from moeserve.plan.hardware import read_gpus
+    from moeserve.plan.tables import read_tables
 
     if not args.rates:
         raise ConfigError("say how many requests come per second by --rates 20/s")
@@ -62,12 +64,16 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{load.rate:g} requests/s of {args.input} + {args.output} tokens; max_model_len {config.model.max_model_len}\n"
     )
-    found = list(candidates(spec, config, cluster, args.zipf))
+    tables = read_tables(args.tables, cluster.device) if args.tables else None
+    found = list(candidates(spec, config, cluster, args.zipf, tables))
     able = [candidate for candidate in found if not candidate.refused]
     if not able:
         raise DoesNotFit("no layout fits:\n" + "\n".join(f"  {c.name}: {c.refused}" for c in found))
     rated = sorted(((c.capacity(load), c) for c in able), key=lambda pair: -pair[0])
     _print_layouts(rated, load)
+    if tables:
+        modelled = [c.name for c in able if c.cost is not None and c.cost.measured is None]
+        print(f"experts' times are from {args.tables}{' but for ' + ', '.join(modelled) if modelled else ''}\n")
     refused: dict[str, list[str]] = {}
     for candidate in found:
         if candidate.refused:

@@ -35,6 +35,11 @@ def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> Non
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of times and lengths [0]")
 
 
+def add_tables_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --tables."""
+    parser.add_argument("--tables", metavar="DIR|aiconfigurator", help="measured expert kernels (docs/planning.md)")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the requests, the devices or a calibration, and the flags of `moeserve serve` without help."""
     parser.usage = "%(prog)s MODEL (--gpus 8xH200 | --calibration FILE | --measure FILE) [flags of `moeserve serve`]"
@@ -43,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="measured steps instead of a device's data")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="measure this machine and write a calibration")
     parser.add_argument("--zipf", type=float, default=0.0, metavar="S", help="exponent of the experts' popularity [0]")
+    add_tables_flag(parser)
     parser.add_argument("--engines", type=int, metavar="N", help="simulate N of the dp engines, for all of them")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests: ShareGPT, Mooncake, or an access log")
@@ -55,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     config = resolve(args).config
     if sum(bool(given) for given in (args.gpus, args.calibration, args.measure)) != 1:
         raise ConfigError("simulate needs one of --gpus, --calibration and --measure")
+    if args.tables and not args.gpus:
+        raise ConfigError("--tables are times of a GPU; a calibration has its own")
     if args.measure:
         return _measure(config, args.measure)
     limits, groups, cost, delay_s = (
@@ -144,6 +152,7 @@ def _modelled(args: argparse.Namespace, config: Config) -> tuple[Limits, tuple[K
     from moeserve.plan.hardware import read_gpus
     from moeserve.plan.memory import rank_memory
     from moeserve.plan.roofline import Roofline
+    from moeserve.plan.tables import read_tables
 
     cluster, parallel = read_gpus(args.gpus, args.link), config.parallel
     if parallel.num_ranks > cluster.num_devices:
@@ -154,7 +163,13 @@ def _modelled(args: argparse.Namespace, config: Config) -> tuple[Limits, tuple[K
     spec = read_spec(config.model.model)
     check_parallel(config, spec)
     memory = rank_memory(spec, config, cluster.device)
-    cost = Roofline(spec, config, cluster.device, cluster.link, cluster.per_node, args.zipf)
+    tables = read_tables(args.tables, cluster.device) if args.tables else None
+    cost = Roofline(spec, config, cluster.device, cluster.link, cluster.per_node, args.zipf, tables)
+    if tables and cost.measured is None:
+        raise ConfigError(
+            f"--tables {args.tables} have no experts like these on {cost.ep} ranks of {cluster.device.name}; simulate "
+            f"without --tables, or another layout"
+        )
     return memory.limits, memory.groups, cost, 0.0
 
 
@@ -190,6 +205,6 @@ def _measure(config: Config, path: Path) -> int:
     write(path, found)
     print(f"{found.num_samples} steps, median error of the fit {100 * found.error:.1f} %")
     print("\n".join(f"  {name:<20}{1e6 * value:>12.4f} us" for name, value in found.terms.items()))
-    print(f"  between two steps {1e6 * found.gap_s:.0f} us; to the client and back {1e3 * found.delay_s:.2f} ms")
+    print(f"  to the client and back {1e3 * found.delay_s:.2f} ms")
     print(f"written: {path}")
     return 0

@@ -1,11 +1,12 @@
-"""Seconds of a step from measured ones: a table over tokens with a few terms beside it, none negative, fitted together
-so that relative errors are least."""
+"""Seconds of a step from measured ones: a table over tokens with a few terms beside it, what passes between two steps,
+none of it negative and fitted so that relative errors are least; and how far measured steps lay from that."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -18,12 +19,16 @@ from moeserve.plan.roofline import Shape, Spans
 F64 = NDArray[np.float64]
 KNOTS = tuple(2**i for i in range(12))  # tokens of a step, between which its time is interpolated
 ROUNDS, INTERRUPTED = 4, 5.0
-TERMS = (*(f"{n} tokens" for n in KNOTS), "other engines' tokens", "requests", "positions read", "query positions")
+SIDES = ("other engines' tokens", "requests", "positions read", "query positions", "behind a prompt")
+TERMS = (*(f"{n} tokens" for n in KNOTS), *SIDES)
+GAPS = ("between two steps", "between, a request", "between, a prompt")
+NEAR, ALIKE = 64, math.log(1.5)  # residuals that one is drawn from; times so close count as of the same kind of step
+MOST_RESIDUALS = 4000
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """A measured step, as `features` takes it. device_s: in the model. period_s: between two results there, where the
-    engine had the next step ready."""
+    """A measured step, as `features` takes it. device_s: in the model. period_s: from the result before to this one,
+    where the engine had this step ready. behind: the step before had a prompt, and left other things in the caches."""
 
     tokens: int
     rows: int
@@ -32,14 +37,15 @@ class StepSample(msgspec.Struct, frozen=True):
     others: int
     device_s: float
     period_s: float | None = None
+    behind: bool = False
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """A file of `moeserve simulate --measure`.
 
-    model: its architecture and what it was measured with. terms: seconds of each of TERMS. gap_s: between two steps.
-    delay_s: from a client to the engine and back. error: median relative error of the
-    fit.
+    model: its architecture and what it was measured with. terms: seconds of each of TERMS, in the model, and of GAPS,
+    between two steps. delay_s: from a client to the engine and back. error: median relative error of the fit.
+    residuals: of steps in their order, the fitted seconds from result to result, and the measured share of them.
     """
 
     model: str
@@ -47,34 +53,58 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     tp: int
     limits: dict[str, int | bool]
     terms: dict[str, float]
-    gap_s: float
     delay_s: float
     num_samples: int
     error: float
+    residuals: list[tuple[float, float]] = []
 
 
 class MeasuredCost:
-    """The `StepCost` of a calibration."""
+    """The `StepCost` of a calibration, for one group of engines: each step takes the fitted time, times what a measured
+    step of about that time took of its own. A late result is followed by an early one, so that the measured steps
+    behind are gone through as long as they are of the same kind."""
 
     spans: Spans = (None,)
 
-    def __init__(self, calibration: Calibration) -> None:
-        self._file = calibration
+    def __init__(self, calibration: Calibration, seed: int = 0) -> None:
         self._terms = np.array([calibration.terms[name] for name in TERMS])
+        self._gaps = np.array([calibration.terms[name] for name in GAPS])
+        self._residuals = calibration.residuals
+        self._by_time = sorted(range(len(self._residuals)), key=lambda i: self._residuals[i][0])
+        self._times = np.array([self._residuals[i][0] for i in self._by_time])
+        self._rng, self._last, self._behind = random.Random(seed), -1, False
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """See `StepCost`: the slowest engine's time, and what passes before the next step."""
         most = max(shapes)  # by tokens
         others = sum(shape.tokens for shape in shapes) - most.tokens
-        device_s = features(most.tokens, most.rows, most.reads[0], most.pairs[0], others) @ self._terms
-        return float(device_s) + self._file.gap_s
+        x = features(most.tokens, most.rows, most.reads[0], most.pairs[0], others, self._behind)
+        self._behind = most.tokens > most.rows
+        fitted_s = float(x @ self._terms + between(most.tokens, most.rows) @ self._gaps)
+        return fitted_s * self._residual(fitted_s)
+
+    def _residual(self, fitted_s: float) -> float:
+        if not self._residuals or not fitted_s:
+            return 1.0
+        self._last += 1
+        known = self._residuals[self._last][0] if self._last < len(self._residuals) else math.inf
+        if not abs(math.log(known / fitted_s)) < ALIKE:
+            size = len(self._times)
+            first = max(0, min(int(np.searchsorted(self._times, fitted_s)) - NEAR // 2, size - NEAR))
+            self._last = self._by_time[self._rng.randrange(first, min(first + NEAR, size))]
+        return self._residuals[self._last][1]
 
     def host_seconds(self, shape: Shape) -> float:
         """See `StepCost`: 0, as it is part of `seconds`."""
         return 0.0
 
 
-def features(tokens: float, rows: float, reads: float, pairs: float, others: float) -> F64:
+def between(tokens: int, rows: int) -> F64:
+    """Returns the numbers that the seconds between two steps are linear in, in the order of GAPS."""
+    return np.array((1.0, rows, tokens > rows))
+
+
+def features(tokens: float, rows: float, reads: float, pairs: float, others: float, behind: bool = False) -> F64:
     """Returns the numbers that the seconds of a step are linear in, in the order of TERMS: those of the engine with
     most tokens, and the others' tokens. 3 tokens lie in the middle between 2 and 4; beyond the last knot time grows as
     tokens do."""
@@ -86,46 +116,56 @@ def features(tokens: float, rows: float, reads: float, pairs: float, others: flo
         low, high = KNOTS[above - 1 : above + 1]
         knots[above] = (tokens - low) / (high - low)
         knots[above - 1] = 1 - knots[above]
-    return np.concatenate((knots, (others, rows, reads, pairs)))
+    return np.concatenate((knots, (others, rows, reads, pairs, behind)))
 
 
 def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
-    """Returns the calibration with terms, gap and error of these samples. Raises ConfigError if there are too few."""
+    """Returns the calibration with terms, residuals and error of these samples. Raises ConfigError if there are too
+    few."""
     if len(samples) < 2 * len(TERMS):
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(TERMS)} terms")
-    x = np.array([features(s.tokens, s.rows, s.reads, s.pairs, s.others) for s in samples])
+    x = np.array([features(s.tokens, s.rows, s.reads, s.pairs, s.others, s.behind) for s in samples])
     device_s = np.array([s.device_s for s in samples])
     terms = not_negative(x, device_s)
-    between_s = [s.period_s - s.device_s for s in samples if s.period_s is not None]
-    gap_s = max(0.0, fmean(between_s)) if between_s else 0.0
-    error = float(np.median(np.abs(x @ terms / device_s - 1)))
+    gap_x = np.array([between(s.tokens, s.rows) for s in samples])
+    period_s = np.array([math.nan if s.period_s is None else s.period_s for s in samples])
+    usual = period_s < INTERRUPTED * (x @ terms)  # False for nan
+    gaps = np.zeros(len(GAPS))
+    if usual.any():
+        gaps = least(gap_x[usual], (period_s - device_s)[usual], (x @ terms)[usual])
+    fitted_s = x @ terms + gap_x @ gaps
+    known = np.flatnonzero(period_s > 0)[:MOST_RESIDUALS]
     return msgspec.structs.replace(
         unfitted,
-        terms=dict(zip(TERMS, map(float, terms), strict=True)),
-        gap_s=gap_s,
+        terms=dict(zip((*TERMS, *GAPS), map(float, (*terms, *gaps)), strict=True)),
         num_samples=len(samples),
-        error=error,
+        error=float(np.median(np.abs(x @ terms / device_s - 1))),
+        residuals=[(round(float(fitted_s[i]), 7), round(float(period_s[i] / fitted_s[i]), 3)) for i in known],
     )
 
 
 def not_negative(x: F64, y: F64) -> F64:
     """Returns a >= 0 such that the relative errors of x @ a are least, and 0 on average: they are relative to x @ a
     itself, which the last round gave. Steps that took much longer were interrupted, and do not count."""
-    a = np.zeros(x.shape[1])
-    size = y
+    a, size = np.zeros(x.shape[1]), y
     for _ in range(ROUNDS):
         usual = y < INTERRUPTED * size
-        left = np.flatnonzero(x[usual].any(0)).tolist()
-        a[:] = 0.0
-        while left:
-            columns = x[usual][:, left] / size[usual, None]
-            norm = np.linalg.norm(columns, axis=0)
-            found = np.linalg.lstsq(columns / norm, y[usual] / size[usual], rcond=None)[0]
-            if (found >= 0).all():
-                a[left] = found / norm
-                break
-            left.pop(int(found.argmin()))
+        a = least(x[usual], y[usual], size[usual])
         size = np.maximum(x @ a, 1e-9)
+    return a
+
+
+def least(x: F64, y: F64, size: F64) -> F64:
+    """Returns a >= 0 such that the squares of (x @ a - y) / size are least, by leaving out negative terms."""
+    a, left = np.zeros(x.shape[1]), np.flatnonzero(x.any(0)).tolist()
+    while left:
+        columns = x[:, left] / size[:, None]
+        norm = np.linalg.norm(columns, axis=0)
+        found = np.linalg.lstsq(columns / norm, y / size, rcond=None)[0]
+        if (found >= 0).all():
+            a[left] = found / norm
+            break
+        left.pop(int(found.argmin()))
     return a
 
 
@@ -151,6 +191,6 @@ def read(path: Path) -> Calibration:
         raise ConfigError(f"--calibration {path}: {error.strerror}") from error
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"--calibration {path}: {error}; write one by `moeserve simulate --measure FILE`") from None
-    if missing := [name for name in TERMS if name not in found.terms]:
+    if missing := [name for name in (*TERMS, *GAPS) if name not in found.terms]:
         raise ConfigError(f"--calibration {path}: terms lacks {', '.join(missing)}; measure again")
     return found

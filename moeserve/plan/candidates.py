@@ -19,6 +19,7 @@ from moeserve.models.spec import ModelSpec
 from moeserve.plan.hardware import Cluster
 from moeserve.plan.memory import RankMemory, rank_memory
 from moeserve.plan.roofline import Roofline, Shape
+from moeserve.plan.tables import Tables
 
 STEP_TOKENS = (2048, 8192)
 CROWDED = 1.1  # KV blocks for each of the tokens held on average, above which requests preempt each other
@@ -139,7 +140,9 @@ class Candidate:
         return found is not None and found.ttft_s <= load.ttft_s and found.itl_s <= load.itl_s
 
 
-def candidates(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float = 0.0) -> Iterator[Candidate]:
+def candidates(
+    spec: ModelSpec, config: Config, cluster: Cluster, zipf: float = 0.0, tables: Tables | None = None
+) -> Iterator[Candidate]:
     """Yields every layout of all devices that the engine runs or refuses. A setting that `config` has is kept."""
     for tp in (n for n in spec.possible_tp if n <= cluster.per_node and cluster.per_node % n == 0):
         dp = cluster.num_devices // tp
@@ -150,10 +153,12 @@ def candidates(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float = 
                 for tokens in (asked,) if asked else STEP_TOKENS:
                     parallel = replace(config.parallel, dp=dp, tp=tp, ep=ep, redundant_experts=redundant)
                     scheduler = replace(config.scheduler, max_num_batched_tokens=tokens)
-                    yield _candidate(spec, replace(config, parallel=parallel, scheduler=scheduler), cluster, zipf)
+                    yield _candidate(
+                        spec, replace(config, parallel=parallel, scheduler=scheduler), cluster, zipf, tables
+                    )
 
 
-def _candidate(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float) -> Candidate:
+def _candidate(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float, tables: Tables | None) -> Candidate:
     nodes = cluster.nodes if config.parallel.ep == "on" else 1  # engines that do not step together need no rendezvous
     asked = config.parallel
     if nodes > 1:
@@ -163,5 +168,5 @@ def _candidate(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float) -
         memory = rank_memory(spec, config, cluster.device)
     except ConfigError as error:
         return Candidate(config, refused=str(error))
-    cost = Roofline(spec, config, cluster.device, cluster.link, cluster.per_node, zipf)
+    cost = Roofline(spec, config, cluster.device, cluster.link, cluster.per_node, zipf, tables)
     return Candidate(config, memory=memory, cost=cost)

@@ -1,7 +1,8 @@
 """Devices and links as data: peaks as their vendors give them, and the shares of them that kernels reach.
 
 The shares are from kernels measured on H100, H800 and H200 by others: fused expert kernels read 3.4 to 4.1 of the
-H200's 4.8 TB/s and compute 0.33 PFLOP/s in bf16 (vLLM's tables, 128 experts of 704 by 2,816); attention with latents
+H200's 4.8 TB/s (vLLM, 128 experts of 704 by 2,816), and reach 0.53 of the bf16 operations of the H100 and 0.61 of the
+H200 (vLLM, the median of shapes that are no row of benchmarks/published.py, which finds it); attention with latents
 reads 0.9 of the bandwidth and computes 0.58 PFLOP/s (FlashMLA on H800); fp8 products 0.93 to 1.35 of 1.98 PFLOP/s
 (DeepGEMM on H800). Those of all2all are from DeepEP's table of 8 to 128 ranks (128 tokens, width 7,168, 8 experts).
 A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`, was fitted to the throughput of a
@@ -47,7 +48,7 @@ class Device:
     peer: Link
     reads: float = 0.82
     dense: float = 0.70
-    expert: float = 0.45
+    expert: float = 0.57
     expert_8bit: float = 0.50
     attention: float = 0.55
     overlap: float = 0.6

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 
 import msgspec
@@ -18,14 +20,14 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import StepRecord
 from moeserve.models.hf_config import read_model_spec
-from moeserve.plan.calibration import Calibration, StepSample, fit
+from moeserve.plan.calibration import GAPS, Calibration, StepSample, fit
 from moeserve.sampling import SamplingParams
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of each engine
-STREAM_S = 1.5  # for each number of streams
+STREAM_S, STREAM_STEPS = 2.5, 40  # for each number of streams, at least; they are broken off after twice as much
 PROMPTS = (16, 32, 64, 128, 256, 512)
 LONGEST_ANSWER = 64
-LATE = 4.0  # times a step's own time: what comes later has not followed it
+LATE = 20.0  # times a step's own time: what comes later has not followed it
 
 
 class Records(FrontStats):
@@ -62,26 +64,26 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
             watermark_blocks=int(config.scheduler.watermark * ready.num_blocks / dp),
         )  # fmt: skip
         unfitted = Calibration(
-            model=spec.architecture, dp=dp, tp=config.parallel.tp, limits=asdict(limits), terms={}, gap_s=0.0,
-            delay_s=0.0, num_samples=0, error=0.0,
+            model=spec.architecture, dp=dp, tp=config.parallel.tp, limits=asdict(limits), terms={}, delay_s=0.0,
+            num_samples=0, error=0.0,
         )  # fmt: skip
         longest = min(chunk, ready.max_model_len - LONGEST_ANSWER)
         prompts = [n for n in PROMPTS if n <= longest]
         samples: list[StepSample] = []
         delays: list[float] = []
         for streams in (n for n in STREAMS if n <= min(most_streams, config.scheduler.max_num_seqs)):
-            until_s = time.monotonic() + STREAM_S
             records.seen.clear()
+            goes_on = partial(_goes_on, records.seen, STREAM_STEPS * dp, time.monotonic())
             async with asyncio.TaskGroup() as group:
                 for seed in range(streams * dp):
-                    group.create_task(_stream(front, random.Random(seed), prompts, until_s))
+                    group.create_task(_stream(front, random.Random(seed), prompts, goes_on))
             samples += _samples(records.seen, limits.block_size)
         for prompt in prompts * 4:
             records.seen.clear()
             first_s = await _answer(front, random.Random(prompt), prompt, 2)
             delays += [first_s - r.device_us / 1e6 for r in records.seen if r.num_tokens == prompt]
     fitted = fit(samples, unfitted)
-    delay_s = max(0.0, median(delays) - fitted.gap_s) if delays else 0.0
+    delay_s = max(0.0, median(delays) - fitted.terms[GAPS[0]] - fitted.terms[GAPS[2]]) if delays else 0.0
     return msgspec.structs.replace(fitted, delay_s=delay_s)
 
 
@@ -95,8 +97,8 @@ def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
             last.append(record)
         else:
             steps.append([record])
-    samples = []
-    for step, second, third in zip(steps, steps[1:], steps[2:], strict=False):
+    samples, reading = [], [any(r.num_tokens > r.num_requests for r in step) for step in steps]
+    for i, (before, step, second, third) in enumerate(zip(steps, steps[1:], steps[2:], steps[3:], strict=False)):
         most = max(step, key=lambda r: r.num_tokens)
         prompt = most.num_tokens - most.num_requests + 1
         if prompt > 1 and most.prompt_tokens != prompt:
@@ -104,27 +106,37 @@ def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
         reads = block_size * (most.num_blocks - 1 - most.num_free_blocks - most.num_running / 2)
         pairs = reads - prompt + prompt * (prompt + 1) / 2
         device_s = max(r.device_us for r in step) / 1e6
-        # A plan is made when the step before the one before it is over: these two are one step apart.
+        # A plan is made when the step before the one before it is over: these two are one step apart, if requests were
+        # left to go on with.
         period_s = third[0].at_s - second[0].at_s
-        followed = device_s / LATE < period_s < LATE * device_s
-        others = sum(r.num_tokens for r in step) - most.num_tokens
-        sample = StepSample(most.num_tokens, most.num_requests, reads, pairs, others, device_s)
-        samples.append(msgspec.structs.replace(sample, period_s=period_s if followed else None))
+        followed = all(any(r.num_running for r in one) for one in (before, step, second))
+        samples.append(StepSample(
+            most.num_tokens, most.num_requests, reads, pairs, sum(r.num_tokens for r in step) - most.num_tokens,
+            device_s, period_s if followed and period_s < LATE * device_s else None, reading[i],
+        ))  # fmt: skip
     return samples
 
 
-async def _stream(front: FrontEnd, rng: random.Random, prompts: list[int], until_s: float) -> None:
+def _goes_on(seen: list[StepRecord], steps: int, begin_s: float, parts: int) -> bool:
+    return time.monotonic() < begin_s + parts * STREAM_S or len(seen) < parts * steps
+
+
+async def _stream(front: FrontEnd, rng: random.Random, prompts: list[int], goes_on: Callable[[int], bool]) -> None:
     """Asks for one answer after the other."""
-    while time.monotonic() < until_s:
-        await _answer(front, rng, rng.choice(prompts), rng.randint(2, LONGEST_ANSWER))
+    while goes_on(1):
+        await _answer(front, rng, rng.choice(prompts), rng.randint(2, LONGEST_ANSWER), goes_on)
 
 
-async def _answer(front: FrontEnd, rng: random.Random, num_prompt: int, num_tokens: int) -> float:
-    """Reads one answer; returns the seconds until its first token."""
+async def _answer(
+    front: FrontEnd, rng: random.Random, num_prompt: int, num_tokens: int, goes_on: Callable[[int], bool] = bool
+) -> float:
+    """Reads one answer, to its end or as long as the test goes on; returns the seconds until its first token."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     prompt = [rng.randrange(5, 200) for _ in range(num_prompt)]
     begin_s, first_s = time.monotonic(), 0.0
     async with await front.generate(prompt, params) as deltas:
         async for _ in deltas:
             first_s = first_s or time.monotonic() - begin_s
+            if not goes_on(2):
+                break
     return first_s

@@ -20,6 +20,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, rank_loads, solve
 from moeserve.plan.hardware import Device, Link
 from moeserve.plan.memory import RankWeights, rank_weights
+from moeserve.plan.tables import ExpertTimes, Tables
 
 DBO_SAVES = 0.03  # of a step's time: micro-batches must save so much (runner/dbo.py)
 SYNC_S = 30e-6  # of the step vote
@@ -102,11 +103,13 @@ class ExpertShares:
 
 
 class Roofline:
-    """Steps of a model on dp engines of tp devices each. near, far: links within and between machines of per_node."""
+    """Steps of a model on dp engines of tp devices each. near, far: links within and between machines of per_node.
+    measured: the times of such experts on so many ranks, if the tables have them."""
 
     def __init__(
-        self, spec: ModelSpec, config: Config, device: Device, link: Link, per_node: int, zipf: float = 0.0
-    ) -> None:
+        self, spec: ModelSpec, config: Config, device: Device, link: Link, per_node: int, zipf: float = 0.0,
+        tables: Tables | None = None,
+    ) -> None:  # fmt: skip
         self.spec, self.device, self.link, self.dbo = spec, device, link, config.parallel.dbo != "off"
         self.tp, self.ranks = config.parallel.tp, config.parallel.num_ranks
         self.weights: RankWeights = rank_weights(spec, config)
@@ -136,6 +139,10 @@ class Roofline:
         self.dense_flops = device.dense * (device.flops_8bit if dense_8bit else device.flops)
         self.expert_flops = device.expert_8bit * device.flops_8bit if expert_8bit else device.expert * device.flops
         self.row_bytes = spec.hidden_size * (1.03 if expert_8bit else self.itemsize), spec.hidden_size * self.itemsize
+        size = self.weights.expert_bytes / max(1, self.weights.expert)
+        dtype = "fp8_block" if expert_8bit else "bfloat16" if size == 2 else ""
+        key = dtype, spec.hidden_size, spec.expert_size, spec.num_experts, spec.experts_per_token, self.ep
+        self.measured: ExpertTimes | None = (tables or {}).get(key)
         self.load: ExpertShares | None = None
         if spec.moe is not None:
             redundant = config.parallel.redundant_experts if self.ep > 1 else 0
@@ -175,7 +182,12 @@ class Roofline:
             seen, spread = (total, self.ep) if self.ep > 1 else (tokens, 1)
             local = seen / parts * self.spec.experts_per_token / spread * self.load.imbalance
             read = self.load.distinct(seen / parts) * weights.expert_bytes
-            experts = parts * weights.moe_layers * self._roof(read, 2 * local * weights.expert, self.expert_flops)
+            layer = (
+                self._roof(read, 2 * local * weights.expert, self.expert_flops)
+                if self.measured is None
+                else self.measured.seconds(seen / parts * self.load.imbalance)
+            )
+            experts = parts * weights.moe_layers * layer
         head = (
             self._roof(weights.head_bytes, 2 * weights.head * samples, device.dense * device.flops) if samples else 0.0
         )
@@ -185,7 +197,9 @@ class Roofline:
             gathers = (
                 2 * len(self.spec.layers) * (parts * device.peer.latency_s / 2 + sent / device.peer.gather_bytes_per_s)
             )
-        passes = tokens * self.passes + (local * parts * weights.moe_layers * self.expert_passes if self.load else 0.0)
+        passes = tokens * self.passes
+        if self.measured is None:  # measured kernels copy their rows themselves
+            passes += local * parts * weights.moe_layers * self.expert_passes
         launch = parts * len(self.spec.layers) * device.launch_s + (SYNC_S if self.ranks > self.tp else 0.0)
         between = passes / (device.reads * device.bytes_per_s)
         kernels = {

@@ -11,6 +11,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -151,7 +152,7 @@ class Simulation:
         self.steps, self.copies = Steps(), copies
         engines = [Engine(rank, limits, groups) for rank in range(dp)]
         parts = [engines] if together else [[engine] for engine in engines]
-        self.groups = [Group(part, cost, self, observe) for part in parts]
+        self.groups = [Group(part, copy(cost), self, observe) for part in parts]  # a cost may know its last step
         self._home = {engine.rank: (group, engine) for group in self.groups for engine in group.engines}
         self._balancer = Balancer()
         for engine in engines if dp > 1 else ():

@@ -29,7 +29,7 @@ from moeserve.plan.roofline import NOTHING, Shape
 from tests.plan.test_simulator import LIMITS
 
 UNFITTED = Calibration(
-    model="Model", dp=1, tp=1, limits=asdict(LIMITS), terms={}, gap_s=0.0, delay_s=0.0, num_samples=0, error=0.0
+    model="Model", dp=1, tp=1, limits=asdict(LIMITS), terms={}, delay_s=0.0, num_samples=0, error=0.0
 )
 
 
@@ -56,6 +56,49 @@ def test_a_fit_predicts_steps_that_it_has_not_seen() -> None:
         assert found == pytest.approx(1e-4 + seconds(tokens, rows, reads, reads), rel=0.05)
 
 
+def test_what_passes_between_two_steps_grows_with_requests_and_prompts() -> None:
+    """Gaps of 50 us, 10 us a request and 200 us with a prompt, beside steps that do not vary."""
+    found = []
+    for i, plain in enumerate(samples(600)):
+        device_s = seconds(plain.tokens, plain.rows, plain.reads, plain.pairs)
+        gap_s = 50e-6 + 10e-6 * plain.rows + 200e-6 * (plain.tokens > plain.rows)
+        late_s = 800e-6 if i % 10 == 0 else -800e-6 if i % 10 == 1 else 0.0  # a late result, and what follows it
+        period_s = None if i % 7 == 0 else device_s + gap_s + late_s
+        found.append(msgspec.structs.replace(plain, device_s=device_s, period_s=period_s))
+    terms = fit(found, UNFITTED).terms
+    assert terms["between, a request"] == pytest.approx(10e-6, rel=0.3)
+    assert terms["between, a prompt"] == pytest.approx(200e-6, rel=0.3)
+    assert terms["between two steps"] == pytest.approx(50e-6, abs=60e-6)
+
+
+def test_a_step_behind_a_prompt_takes_longer() -> None:
+    found = [
+        msgspec.structs.replace(s, behind=i % 3 == 0, device_s=s.device_s + 3e-4 * (i % 3 == 0), period_s=None)
+        for i, s in enumerate(samples(600))
+    ]
+    cost = MeasuredCost(fit(found, UNFITTED))
+    decode, prompt = ([Shape(n, 8, 8, (900.0,), (900.0,))] for n in (8, 300))
+    before = cost.seconds(decode)
+    cost.seconds(prompt)
+    assert cost.seconds(decode) == pytest.approx(before + 3e-4, rel=0.1)
+    assert cost.seconds(decode) == before
+
+
+def test_steps_spread_as_measured_ones_did() -> None:
+    """Every fifth result came late and the next one early: so they do in simulation, in pairs, with the same mean."""
+    ratios = (1.8, 0.2, 1.0, 1.0, 1.0)
+    found = [StepSample(8, 8, 2000.0, 2000.0, 0, 2e-3, 2e-3 * ratios[i % 5]) for i in range(2000)]
+    first, again = (MeasuredCost(fit(found, UNFITTED)) for _ in range(2))
+    shape = [Shape(8, 8, 8, (2000.0,), (2000.0,))]
+    times = np.array([first.seconds(shape) for _ in range(2000)])
+    assert times.tolist() == [again.seconds(shape) for _ in range(2000)]
+    typical = float(np.median(times))
+    assert np.percentile(times, 99) == pytest.approx(1.8 * typical, rel=0.1)
+    assert times.mean() == pytest.approx(typical, rel=0.03)
+    late = times > 1.5 * typical
+    assert (times[1:][late[:-1]] < 0.5 * typical).mean() > 0.9
+
+
 def test_interrupted_steps_do_not_count() -> None:
     interrupted = [msgspec.structs.replace(s, device_s=1.0, period_s=1.0001) for s in samples(10)]
     clean, disturbed = (fit(samples(600) + more, UNFITTED) for more in ([], interrupted))
@@ -72,7 +115,7 @@ def test_tokens_lie_between_knots() -> None:
     assert features(3, 1, 0, 0, 0)[:3].tolist() == [0.0, 0.5, 0.5]
     assert features(4, 1, 0, 0, 0)[:4].tolist() == [0.0, 0.0, 1.0, 0.0]
     assert features(2 * KNOTS[-1], 1, 0, 0, 0)[len(KNOTS) - 1] == 2.0
-    assert features(1, 7, 8, 9, 6)[len(KNOTS) :].tolist() == [6.0, 7.0, 8.0, 9.0]
+    assert features(1, 7, 8, 9, 6, True)[len(KNOTS) :].tolist() == [6.0, 7.0, 8.0, 9.0, 1.0]
 
 
 def test_the_engine_with_most_tokens_decides() -> None:
