@@ -32,7 +32,7 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.journal_feed import follow, succeeding
 from moeserve.frontend.open import open_front_end, prepare
 from moeserve.messages import Ready
-from moeserve.server.access_log import AccessLog, Observer
+from moeserve.server.access_log import AccessLog
 from moeserve.server.app import App, Context
 from moeserve.server.auth import Auth
 from moeserve.server.batches import Batches
@@ -94,20 +94,14 @@ def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn
 def _context(config: Config) -> Context:
     """Returns the state that all HTTP handlers share. Raises ConfigError."""
     context = Context(config.server, Auth(config.server), tls=tls_of(config.server))
-    context.observers += _observers(config)
-    return context
-
-
-def _observers(config: Config) -> list[Observer]:
-    """Returns the settings' access log and spans. Raises ConfigError."""
-    found: list[Observer] = []
     if config.server.access_log is not None:
-        found.append(AccessLog(config.server.access_log))
+        context.observers.append(AccessLog(config.server.access_log))
     if config.server.otel_endpoint is not None:
         from moeserve.server.otel import spans_to  # here, because its library is an extra
 
-        found.append(spans_to(config.server.otel_endpoint, config.model.served_model_name or config.model.model))
-    return found
+        name = config.model.served_model_name or config.model.model
+        context.observers.append(spans_to(config.server.otel_endpoint, name))
+    return context
 
 
 def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
