@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
+from functools import partial
 from os import PathLike, fspath
 from typing import Any, Literal
 
@@ -28,33 +29,34 @@ def _opt(default: Any, help: str, *, flag: str | None = "", low: float = 0, high
     return field(default=default, metadata={"help": help, "flag": flag, "low": low, "high": high})
 
 
+_yaml = partial(_opt, flag=None)  # a field that only YAML can set
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The model, its number formats, and its text files."""
 
-    model: str = _opt(DEMO, "Hugging Face model directory, or 'demo' for the built-in one", flag=None)
+    model: str = _yaml(DEMO, "Hugging Face model directory, or 'demo' for the built-in one")
     served_model_name: str | None = _opt(None, "name in the API (default: the directory's name)")
-    load_format: Literal["auto", "dummy"] = _opt(
-        "auto", "auto: safetensors; dummy: random weights, from config.json alone, to measure with", flag=None
+    load_format: Literal["auto", "dummy"] = _yaml(
+        "auto", "auto: safetensors; dummy: random weights, from config.json alone, to measure with"
     )
     dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
     quantization: Literal["none", "int8", "int4"] = _opt(
         "none", "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)"
     )
-    packed_cache: str | None = _opt(
-        None, "folder for packed weights, which later starts map into memory (CPU)", flag=None
-    )
+    packed_cache: str | None = _yaml(None, "folder for packed weights, which later starts map into memory (CPU)")
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(
         None, "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat template shows)"
     )
-    generation_config: Literal["auto", "none"] = _opt(
-        "auto", "auto: the model's sampling defaults apply; none: moeserve's", flag=None
+    generation_config: Literal["auto", "none"] = _yaml(
+        "auto", "auto: the model's sampling defaults apply; none: moeserve's"
     )
-    skip_tokenizer_init: bool = _opt(False, "token ids in, token ids out; no text", flag=None)
-    logits_processors: tuple[str, ...] = _opt(
-        (), "NAME=package.module:attribute of functions that requests may name (docs/logits-processors.md)", flag=None
+    skip_tokenizer_init: bool = _yaml(False, "token ids in, token ids out; no text")
+    logits_processors: tuple[str, ...] = _yaml(
+        (), "NAME=package.module:attribute of functions that requests may name (docs/logits-processors.md)"
     )
 
 
@@ -62,23 +64,19 @@ class ModelConfig:
 class CacheConfig:
     """The KV cache and the prefix cache."""
 
-    block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64", flag=None, low=1)
-    kv_cache_dtype: Literal["auto", "int8"] = _opt(
-        "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded", flag=None
+    block_size: int = _yaml(16, "tokens per KV block; divides or is a multiple of 64", low=1)
+    kv_cache_dtype: Literal["auto", "int8"] = _yaml(
+        "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded"
     )
     kv_cache_bytes: int | None = _opt(None, "bytes for KV blocks (default: from free memory), e.g. 2GiB", low=1)
     memory_utilization: float = _opt(
         0.9, "share of the memory limit that weights, work space and KV may use", low=0.01, high=1
     )
     enable_prefix_caching: bool = _opt(True, "reuse the KV blocks of equal prompt beginnings")
-    state_share: float = _opt(
-        0.5,
-        "share of the memory for KV blocks that states of recurrent layers may take",
-        flag=None,
-        low=0.01,
-        high=0.99,
+    state_share: float = _yaml(
+        0.5, "share of the memory for KV blocks that states of recurrent layers may take", low=0.01, high=0.99
     )
-    host_store_bytes: int = _opt(0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off", flag=None)
+    host_store_bytes: int = _yaml(0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +87,17 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = _opt(
         None, "tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)", low=1
     )
-    prefill_chunk: int | None = _opt(
-        None, "most tokens of one request per step (default: the step's budget)", flag=None, low=1
+    prefill_chunk: int | None = _yaml(None, "most tokens of one request per step (default: the step's budget)", low=1)
+    itl_target_ms: float = _yaml(
+        0.0, "milliseconds that a step with both prompts and decodes may take, by fewer tokens of prompts; 0: any"
     )
-    itl_target_ms: float = _opt(
-        0.0,
-        "milliseconds that a step with both prompts and decodes may take, by fewer tokens of prompts; 0: any",
-        flag=None,
-    )
-    depth: int = _opt(2, "steps in flight; 1 is for debugging", flag=None, low=1, high=2)
+    depth: int = _yaml(2, "steps in flight; 1 is for debugging", low=1, high=2)
     speculate: str | None = _opt(
         None,
         "guess tokens ahead and verify them together; no token changes: ngram:K, suffix[:K], mtp:K, model:DIR:K, "
         "eagle:DIR:K, or auto[:ONE OF THESE], which guesses less where it does not pay",
     )
-    watermark: float = _opt(0.01, "share of KV blocks kept free when admitting", flag=None, high=0.5)
+    watermark: float = _yaml(0.01, "share of KV blocks kept free when admitting", high=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,22 +113,17 @@ class DeviceConfig:
         "batch: a request's results do not depend on other requests (always so on CPU; slower on CUDA); full: nor on "
         "the number of ranks, with the same kernels today",
     )
-    kernels: Literal["auto", "native", "torch", "triton"] = _opt(
-        "auto",
-        "what computes; on CPUs native or torch, which replaces onednn, on CUDA triton or torch",
-        flag=None,
+    kernels: Literal["auto", "native", "torch", "triton"] = _yaml(
+        "auto", "what computes; on CPUs native or torch, which replaces onednn, on CUDA triton or torch"
     )
-    graphs: Literal["auto", "full", "piecewise", "off"] = _opt(
+    graphs: Literal["auto", "full", "piecewise", "off"] = _yaml(
         "auto",
         "CUDA graphs for steps of few tokens; full: steps with one token per request; piecewise: graphs without "
         "attention; auto: the faster one for each step",
-        flag=None,
     )
-    compile: bool = _opt(
-        False, "fuse the operations between attention and experts with torch.compile (CUDA)", flag=None
-    )
-    null_runner: bool = _opt(False, "benchmarks only: made-up tokens instead of a model", flag=None)
-    null_step_ms: float = _opt(0.0, "benchmarks only: milliseconds per step of the null runner", flag=None)
+    compile: bool = _yaml(False, "fuse the operations between attention and experts with torch.compile (CUDA)")
+    null_runner: bool = _yaml(False, "benchmarks only: made-up tokens instead of a model")
+    null_step_ms: float = _yaml(0.0, "benchmarks only: milliseconds per step of the null runner")
 
     @property
     def exact(self) -> bool:
@@ -152,24 +141,22 @@ class ParallelConfig:
     all2all: str = _opt(
         "auto", "transport of tokens to experts: auto, or a backend's name (see docs/expert-parallelism.md)"
     )
-    wire: Literal["auto", "fp8_b128"] = _opt(
-        "auto",
-        "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, rounded",
-        flag=None,
+    wire: Literal["auto", "fp8_b128"] = _yaml(
+        "auto", "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, rounded"
     )
     dbo: Literal["auto", "on", "off"] = _opt(
         "auto", "dual-batch overlap: one half of the batch computes while the other half communicates"
     )
-    comm_sms: int | None = _opt(
-        None, "GPU multiprocessors (SMs) that communication may use beside computation (CUDA; default: 24)",
-        flag=None, low=1, high=132,
-    )  # fmt: skip
+    comm_sms: int | None = _yaml(
+        None,
+        "GPU multiprocessors (SMs) that communication may use beside computation (CUDA; default: 24)",
+        low=1,
+        high=132,
+    )
     redundant_experts: int = _opt(0, "physical experts beyond one per logical expert, for replicas of busy experts")
     rebalance: Literal["auto", "off"] = _opt("auto", "move experts between ranks when the load is uneven and it pays")
-    fork_server: Literal["on", "off"] = _opt(
-        "on",
-        "on: fork engines from a process that has imported everything, so that restarts are fast (Linux)",
-        flag=None,
+    fork_server: Literal["on", "off"] = _yaml(
+        "on", "on: fork engines from a process that has imported everything, so that restarts are fast (Linux)"
     )
     nnodes: int = _opt(1, "machines that serve together and share the dp engines", low=1, high=1024)
     node_rank: int = _opt(0, "number of this machine, from 0; machine 0 answers HTTP", high=1023)
@@ -198,52 +185,47 @@ class ServerConfig:
     admin_key_file: str | None = _opt(
         None, "file with the keys for administrative routes (default: those routes are off)"
     )
-    max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may", flag=None)
-    max_queue_wait: float = _opt(
-        2.0, "seconds that a request may be expected to wait where every place is taken, else 503; 0: any", flag=None
+    max_queued_requests: int = _yaml(512, "requests that may wait before 503; 0: none may")
+    max_queue_wait: float = _yaml(
+        2.0, "seconds that a request may be expected to wait where every place is taken, else 503; 0: any"
     )
-    request_timeout: float | None = _opt(
-        None, "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)",
-        flag=None, low=0.001,
-    )  # fmt: skip
-    resume_window: float = _opt(
-        0.0, "seconds for which a stream that lost its reader can be gone on with (docs/http-api.md); 0: off", flag=None
+    request_timeout: float | None = _yaml(
+        None, "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)", low=0.001
     )
-    receipt_key: str | None = _opt(None, "file with the key that signs receipts (docs/receipts.md)", flag=None)
-    request_log: str | None = _opt(
-        None,
-        "file for finished requests, prompts and answers included, for `moeserve replay` (default: none)",
-        flag=None,
+    resume_window: float = _yaml(
+        0.0, "seconds for which a stream that lost its reader can be gone on with (docs/http-api.md); 0: off"
     )
-    max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
-    max_stored_responses: int = _opt(
-        0,
-        "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; 0: none",
-        flag=None,
+    receipt_key: str | None = _yaml(None, "file with the key that signs receipts (docs/receipts.md)")
+    request_log: str | None = _yaml(
+        None, "file for finished requests, prompts and answers included, for `moeserve replay` (default: none)"
     )
-    max_stored_bytes: int = _opt(256 * 2**20, "memory for stored responses", flag=None)
-    files_dir: str | None = _opt(
-        None, "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)", flag=None
+    max_request_bytes: int = _yaml(32 * 2**20, "largest request body", low=1)
+    max_stored_responses: int = _yaml(
+        0, "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; 0: none"
     )
-    files_bytes: int = _opt(4 * 2**30, "bytes that all files together may have", flag=None, low=1)
+    max_stored_bytes: int = _yaml(256 * 2**20, "memory for stored responses")
+    files_dir: str | None = _yaml(
+        None, "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)"
+    )
+    files_bytes: int = _yaml(4 * 2**30, "bytes that all files together may have", low=1)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
-    strict: bool = _opt(False, "refuse unknown request fields instead of warning", flag=None)
+    strict: bool = _yaml(False, "refuse unknown request fields instead of warning")
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
     log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
     metrics_names: Literal["moeserve", "vllm"] = _opt(
         "moeserve", "names in /metrics; vllm: as vLLM's dashboards and routers expect them"
     )
-    metrics_port: int | None = _opt(
-        None, "port that serves /metrics and the probes without a key (default: /metrics on --port alone)",
-        flag=None, low=1, high=65535,
-    )  # fmt: skip
-    access_log: str | None = _opt(None, "file that gets a JSON line per finished request; '-': stdout", flag=None)
-    otel_endpoint: str | None = _opt(
-        None, "OTLP collector that gets a span per request, e.g. http://HOST:4318", flag=None
+    metrics_port: int | None = _yaml(
+        None,
+        "port that serves /metrics and the probes without a key (default: /metrics on --port alone)",
+        low=1,
+        high=65535,
     )
-    ui: bool = _opt(True, "serve a page for people at /", flag=None)
-    sse_ping_s: float = _opt(
-        15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None, low=0.1, high=3600
+    access_log: str | None = _yaml(None, "file that gets a JSON line per finished request; '-': stdout")
+    otel_endpoint: str | None = _yaml(None, "OTLP collector that gets a span per request, e.g. http://HOST:4318")
+    ui: bool = _yaml(True, "serve a page for people at /")
+    sse_ping_s: float = _yaml(
+        15.0, "seconds of silence before an SSE comment keeps the connection open", low=0.1, high=3600
     )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from moeserve.client import AsyncClient
 from moeserve.errors import ConfigError
 
-T = TypeVar("T")
 DEFAULT_URL = "http://localhost:8000"
 
 
@@ -49,13 +47,3 @@ async def model_name(client: AsyncClient, wanted: str | None) -> str:
     if not listed:
         raise ConfigError("the server lists no models; is it still loading?")
     return listed[0].id
-
-
-def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Runs a command's coroutine, on uvloop where that is installed, and returns its result."""
-    try:
-        from uvloop import run
-    except ImportError:
-        from asyncio import run
-    result: T = run(main)
-    return result

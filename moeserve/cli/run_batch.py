@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import uvloop
 
-from moeserve.cli.connect import add_url_flag, client_of, run_async
+from moeserve.cli.connect import add_url_flag, client_of
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.client import AsyncClient
 from moeserve.config import Config
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
     if args.base_url and args.model:
         raise ConfigError("--base-url asks a running server, --model starts one: give one of them")
-    return run_async(_run(args))
+    code: int = uvloop.run(_run(args))
+    return code
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -83,13 +85,13 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
 
     key = secrets.token_urlsafe(24)
     server = replace(config.server, host="127.0.0.1", port=0, api_key=(key,), api_key_file=None, admin_key_file=None)
-    config = replace(config, server=replace(server, log_level="error", files_dir=None))
+    config = replace(config, server=replace(server, log_level="error", files_dir=None, max_queue_wait=0.0))
     set_up_logging("error")
     context, sock = Context(config.server, Auth(config.server)), bind(config.server)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
     async with (
         listening(sock, context),
-        open_front_end(config, child=True, max_queued=config.server.max_queued_requests) as front,
+        open_front_end(config, child=True, bounded=True) as front,
         AsyncClient(url, key) as client,
     ):
         context.front = front

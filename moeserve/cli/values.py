@@ -6,9 +6,10 @@ import math
 import re
 import types
 from collections.abc import Callable
-from contextlib import suppress
 from fractions import Fraction
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
+
+import msgspec
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -40,51 +41,32 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 
 def convert(kind: Any, value: Any) -> Any:
     """Returns `value` (text from a flag or variable, or a YAML value) as `kind`. ValueError says what was expected."""
-    kind, optional = strip_optional(kind)
+    inner, optional = strip_optional(kind)
     if value is None and optional:
         return None
-    if get_origin(kind) is Literal:
-        expected, found = f"one of {', '.join(map(str, get_args(kind)))}", value if value in get_args(kind) else None
-    elif get_origin(kind) is tuple:
-        expected, found = "a list of words", _words(value)
-    else:
-        expected, read = _SCALARS[kind]
-        found = read(value)
-    if found is None:
+    if inner is int and isinstance(value, str):
+        return parse_int(value)
+    form = get_origin(inner) or inner
+    try:
+        found = msgspec.convert(_READ[form](value) if form in _READ and isinstance(value, str) else value, kind)
+        if found == "" or (form is tuple and not all(found)) or (form is float and not math.isfinite(found)):
+            raise ValueError
+    except (ValueError, KeyError):  # msgspec.ValidationError is one
+        expected = _EXPECTED.get(form) or f"one of {', '.join(map(str, get_args(inner)))}"
         shown = repr(value)
-        raise ValueError(f"expected {expected}, got {shown if len(shown) <= 64 else shown[:61] + '...'}")
+        raise ValueError(f"expected {expected}, got {shown if len(shown) <= 64 else shown[:61] + '...'}") from None
     return found
 
 
-def _words(value: Any) -> tuple[str, ...] | None:
-    parts = value.split(",") if isinstance(value, str) else value
-    return tuple(parts) if isinstance(parts, list) and all(isinstance(p, str) and p for p in parts) else None
-
-
-def _bool(value: Any) -> bool | None:
-    return _BOOLS.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
-
-
-def _int(value: Any) -> int | None:
-    if isinstance(value, str):
-        return parse_int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _float(value: Any) -> float | None:
-    with suppress(ValueError):
-        if isinstance(value, str | int | float) and not isinstance(value, bool) and math.isfinite(float(value)):
-            return float(value)
-    return None
-
-
-def _str(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-_SCALARS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
-    bool: ("true or false", _bool),
-    int: ("a whole number", _int),
-    float: ("a number", _float),
-    str: ("a text (in quotes, if YAML reads it otherwise)", _str),
+_READ: dict[Any, Callable[[str], Any]] = {  # from text, where that is not what it means
+    bool: lambda text: _BOOLS[text.lower()],
+    float: float,
+    tuple: lambda text: text.split(","),
+}
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text (in quotes, if YAML reads it otherwise)",
+    tuple: "a list of words",
 }

@@ -19,7 +19,7 @@ from moeserve.frontend.journal import Recorded
 from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, StepOutput, Submit
 from moeserve.receipts import Receipt
-from moeserve.sampling import GrammarSpec, SamplingParams, TokenSampling
+from moeserve.sampling import GrammarSpec, LogitParams, SamplingParams, TokenSampling
 from moeserve.text.answer_format import AnswerParser, Part
 from moeserve.text.stop import StopMatcher
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
@@ -319,23 +319,16 @@ def token_sampling(
     ends = () if params.ignore_eos else ready.eos_token_ids
     allowed = params.allowed_token_ids
     seed = random.getrandbits(63) if params.seed is None else params.seed
+    resolved = {
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "top_k": max(params.top_k, 0),
+        "min_tokens": min(params.min_tokens, max_tokens),
+    }
     shared = TokenSampling(
+        **{name: getattr(params, name) for name in LogitParams.__struct_fields__} | resolved,
         seed=0,
         max_tokens=max_tokens,
-        temperature=0.0 if params.greedy else params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        min_tokens=min(params.min_tokens, max_tokens),
         stop_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))),
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        logit_bias=params.logit_bias,
-        speculate=params.speculate,
-        receipt=params.receipt,
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.cluster.check_parallel import check_parallel
@@ -35,14 +34,13 @@ async def open_front_end(
     config: Config,
     *,
     child: bool,
-    max_queued: int | None = None,
-    max_wait_s: float = 0.0,
-    prepared: PreparedFrontEnd | None = None,
+    bounded: bool = False,
+    prepared: FrontEnd | None = None,
 ) -> AsyncIterator[FrontEnd]:
     """Yields a running front end while the engine still loads (await `wait_ready()`).
 
     child: the engine gets a supervised process; otherwise it runs on this loop with a thread. Several ranks (dp, tp)
-    always have processes. max_queued, max_wait_s: see `Admission`. prepared: what `prepare` made.
+    always have processes. bounded: the settings bound the queue. prepared: what `prepare` made.
     Raises ConfigError at once for errors that the model's files show.
     """
     model_dir = resolve_model_dir(config.model.model)
@@ -56,10 +54,9 @@ async def open_front_end(
         link = Fleet(config) if child or config.parallel.num_ranks > 1 else LocalEngine(config)
     await link.start()  # first, because it takes longest
     try:
-        if prepared is not None:
-            front = prepared.front
-        else:
-            front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued, max_wait_s)
+        front = prepared
+        if front is None:
+            front = await asyncio.to_thread(_read_text_side, config, model_dir, link, bounded)
         life = asyncio.create_task(front.run(), name=front.name)
         try:
             yield front
@@ -70,25 +67,13 @@ async def open_front_end(
         await link.close(5.0)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedFrontEnd:
-    """A front end whose engines have not been started."""
-
-    link: Fleet
-    front: FrontEnd
+async def prepare(config: Config, root: Root) -> FrontEnd:
+    """Reads all that a bounded front end needs, for `open_front_end` to start its engines later. Raises ConfigError."""
+    link, model_dir = Fleet(config, root), resolve_model_dir(config.model.model)
+    return await asyncio.to_thread(_read_text_side, config, model_dir, link, bounded=True)
 
 
-async def prepare(config: Config, root: Root, *, max_queued: int | None, max_wait_s: float) -> PreparedFrontEnd:
-    """Reads all that a front end needs, for `open_front_end` later. Raises ConfigError."""
-    link = Fleet(config, root)
-    model_dir = resolve_model_dir(config.model.model)
-    front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued, max_wait_s)
-    return PreparedFrontEnd(link, front)
-
-
-def _read_text_side(
-    config: Config, model_dir: Path, link: EngineLink, max_queued: int | None, max_wait_s: float
-) -> FrontEnd:
+def _read_text_side(config: Config, model_dir: Path, link: EngineLink, bounded: bool) -> FrontEnd:
     asked = config.model
     if read_model_spec(model_dir).num_experts:
         import moeserve.cluster.rebalancing  # noqa: F401  (slow: here, so that the loop stays free)
@@ -114,8 +99,8 @@ def _read_text_side(
         chat_template=template,
         answer_format=answer_format,
         defaults=defaults,
-        max_queued=max_queued,
-        max_wait_s=max_wait_s,
+        max_queued=config.server.max_queued_requests if bounded else None,
+        max_wait_s=config.server.max_queue_wait,
         processors=all_entries(asked.logits_processors).keys(),
         notary=Notary(name, model_dir, config.server.receipt_key, config.server.request_log),
         resume_window_s=config.server.resume_window,

@@ -127,16 +127,10 @@ class FrontStats:
         if len(records) <= 1:
             return records[0] if records else None
         newest = max(records, key=lambda record: record.at_s)
-        return msgspec.structs.replace(
-            newest,
-            num_running=sum(record.num_running for record in records),
-            num_waiting=sum(record.num_waiting for record in records),
-            num_free_blocks=sum(record.num_free_blocks for record in records),
-            num_blocks=1 + sum(record.num_blocks - 1 for record in records),  # each has a null block
-            num_states=newest.num_states and 1 + sum(record.num_states - 1 for record in records),
-            num_free_states=sum(record.num_free_states for record in records),
-            num_cached_states=sum(record.num_cached_states for record in records),
-        )
+        sums = {name: sum(getattr(record, name) for record in records) for name in GAUGES}
+        sums["num_blocks"] = 1 + sum(record.num_blocks - 1 for record in records)  # each has a null block
+        sums["num_states"] = newest.num_states and 1 + sum(record.num_states - 1 for record in records)
+        return msgspec.structs.replace(newest, **sums)
 
     def end(self, reason: str, age_s: float, num_prompt: int, num_generated: int) -> None:
         """Counts a finished sequence."""

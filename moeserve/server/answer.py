@@ -243,7 +243,7 @@ class Frames(Protocol):
         ...
 
 
-class Chunks:
+class Chunks(Frames):
     """Frames of one streamed answer. Choice number = prompt number * n + sequence number.
 
     chunk: the fields that all frames begin with; form: None without logprobs. The subclasses know the choices of the
@@ -276,10 +276,6 @@ class Chunks:
         templates = [encode(self.choice(index, MARK)).split(encode(MARK)) for index in range(n * len(prompts))]
         self._before = [self._head + before for before, _ in templates]
         self._after = templates[0][1] + self._tail
-
-    def opening(self) -> bytes:
-        """Returns the frames before the first text."""
-        raise NotImplementedError
 
     def choice(self, index: int, text: str) -> OpenChoice:
         """Returns a choice that goes on."""

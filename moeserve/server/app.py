@@ -134,16 +134,13 @@ class HttpCall:
 
     async def read(self, kind: type[R]) -> R:
         """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413, 415 or 503."""
-        body = await self._body()
+        body = await read_json(self.request, self.context.config.max_request_bytes, self.context.bodies)
         request, unknown = decode(body, kind)
         self.note_unknown(unknown)
         front = self.context.front
         if RESUME_HEADER in self.request.headers or (front is not None and front.resumable is not None):
             self.stream = stream_key(self, body)
         return request
-
-    async def _body(self) -> dict[str, Any]:
-        return await read_json(self.request, self.context.config.max_request_bytes, self.context.bodies)
 
     def query(self, kind: type[R]) -> R:
         """Returns the parameters of the URL as a struct; `?x` alone means true. Raises InvalidRequest."""

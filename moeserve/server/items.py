@@ -17,6 +17,12 @@ from moeserve.server.requests import MEDIA, R, convert
 Kinds = dict[str, type[Struct]]  # by type
 
 
+class TextItem(Struct, kw_only=True):
+    """A part of a content that is text."""
+
+    text: str
+
+
 def convert_at(value: Any, kind: type[R], where: str) -> R:
     """Returns a value inside a request as a struct. Raises InvalidRequest naming the field, under `where`."""
     try:

@@ -9,16 +9,12 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import StopStrings
 from moeserve.server.chat_request import ChatRequest, FunctionName, Message, PositiveCount, ReasoningEffort
-from moeserve.server.items import Kinds, text_at, typed_at
+from moeserve.server.items import Kinds, TextItem, text_at, typed_at
 from moeserve.server.requests import OpenName, Refusals, Sampling
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MIN_BUDGET = 1024  # Anthropic's
 _EFFORTS: dict[str, ReasoningEffort] = {"xhigh": "high", "max": "high"}  # others stay as they are
-
-
-class _Text(Struct, kw_only=True):
-    text: str
 
 
 class _Thinking(Struct, kw_only=True):
@@ -37,7 +33,7 @@ class _ToolResult(Struct, kw_only=True):
     is_error: bool = False
 
 
-_TEXTS: Kinds = {"text": _Text}
+_TEXTS: Kinds = {"text": TextItem}
 _BLOCKS: dict[str, Kinds] = {
     "system": _TEXTS,
     "user": _TEXTS | {"tool_result": _ToolResult},
@@ -182,7 +178,7 @@ def _chat_messages(given: InputMessage, where: str) -> list[Message]:
     for i, block in enumerate(given.content):
         at = f"{where}.content[{i}]"
         match typed_at(block, _BLOCKS[given.role], at):
-            case _Text(text=text):
+            case TextItem(text=text):
                 texts.append(text)
             case _Thinking(thinking=thinking):
                 turn.reasoning_content = (turn.reasoning_content or "") + thinking

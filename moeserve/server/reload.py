@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from moeserve.errors import ConfigError
 
@@ -16,36 +15,28 @@ log = logging.getLogger(__name__)
 CHECK_S = 2.0  # between two looks at the files
 
 
-@dataclass
-class _Watched:
-    paths: Sequence[str]
-    read: Callable[[], None]
-    seen: list[tuple[int, int, int] | None]
-
-
 class Reloads:
     """What to read again, and how its files looked last. A file that is bad leaves the old state in force."""
 
     def __init__(self) -> None:
-        self._watched: list[_Watched] = []
+        self._watched: dict[Callable[[], None], tuple[Sequence[str], list[object]]] = {}
 
     def add(self, paths: Sequence[str], read: Callable[[], None]) -> None:
         """Calls `read`, which may raise ConfigError, on SIGHUP and whenever one of these files has changed."""
-        self._watched.append(_Watched(paths, read, _stamps(paths)))
+        self._watched[read] = paths, [_stamp(path) for path in paths]
 
     def check(self, *, force: bool = False) -> None:
         """Reads what has changed, or everything if `force`."""
-        for watched in self._watched:
-            seen = _stamps(watched.paths)
-            if not force and seen == watched.seen:
+        for read, (paths, seen) in list(self._watched.items()):
+            self.add(paths, read)
+            if not force and self._watched[read] == (paths, seen):
                 continue
-            watched.seen = seen
             try:
-                watched.read()
+                read()
             except ConfigError as error:
                 log.error("not reloaded, the old state stays in force: %s", error)
             else:
-                log.info("reloaded %s", ", ".join(watched.paths) or "the access log")
+                log.info("reloaded %s", ", ".join(paths) or "the access log")
 
     async def run(self) -> None:
         """Looks at the files on a timer and on SIGHUP until cancelled. Without any file SIGHUP ends the process."""
@@ -61,14 +52,10 @@ class Reloads:
             loop.remove_signal_handler(signal.SIGHUP)
 
 
-def _stamps(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:
+def _stamp(path: str) -> tuple[int, int, int] | None:
     """Returns what changes when a file is written or replaced; None for one that is not there."""
-    found: list[tuple[int, int, int] | None] = []
-    for path in paths:
-        try:
-            stat = os.stat(path)
-        except OSError:
-            found.append(None)
-        else:
-            found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
-    return found
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

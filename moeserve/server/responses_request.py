@@ -9,16 +9,12 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import NumLogprobs
 from moeserve.server.chat_request import ChatRequest, Function, FunctionName, Message, PositiveCount, ReasoningEffort
-from moeserve.server.items import Kinds, convert_at, text_at, typed_at
+from moeserve.server.items import Kinds, TextItem, convert_at, text_at, typed_at
 from moeserve.server.requests import OpenName, Refusals, Sampling
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MAX_ITEMS = 10_000
 _LOGPROBS = "message.output_text.logprobs"
-
-
-class _Text(Struct, kw_only=True):
-    text: str
 
 
 class _Message(Struct, kw_only=True):
@@ -48,8 +44,8 @@ _ITEMS: Kinds = {
     "function_call_output": _CallOutput,
     "reasoning": _Reasoning,
 }
-_TEXTS: Kinds = {"input_text": _Text, "output_text": _Text, "text": _Text}
-_REASONING: Kinds = {"reasoning_text": _Text, "summary_text": _Text}
+_TEXTS: Kinds = {"input_text": TextItem, "output_text": TextItem, "text": TextItem}
+_REASONING: Kinds = {"reasoning_text": TextItem, "summary_text": TextItem}
 
 
 class FunctionTool(Function, kw_only=True, omit_defaults=False):

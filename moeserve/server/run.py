@@ -21,6 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import uvloop
+
 from moeserve.cluster.host import Root
 from moeserve.cluster.launch.protocol import report
 from moeserve.cluster.logs import set_up_logging
@@ -30,7 +32,7 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.journal_feed import follow, succeeding
 from moeserve.frontend.open import open_front_end, prepare
 from moeserve.messages import Ready
-from moeserve.server.access_log import AccessLog, Observer
+from moeserve.server.access_log import AccessLog
 from moeserve.server.app import App, Context
 from moeserve.server.auth import Auth
 from moeserve.server.batches import Batches
@@ -63,8 +65,8 @@ def serve(config: Config) -> int:
 
         return keep_front_ends(config, sockets)
     context = _context(config)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        open_it = partial(open_front_end, config, child=True, **_limits(config))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        open_it = partial(open_front_end, config, child=True, bounded=True)
         return runner.run(run(context, sockets[0], open_it, *sockets[1:]))
 
 
@@ -77,7 +79,7 @@ def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn
         """Runs when it is time."""
         ours = asyncio.Event()
         following = asyncio.create_task(follow(root, config.server.resume_window, ours), name="journal")
-        prepared = await prepare(config, root, **_limits(config))
+        prepared = await prepare(config, root)
         await asyncio.to_thread(turn.get)
         context.began = time.monotonic()
         ours.set()
@@ -85,40 +87,21 @@ def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn
         opened = open_front_end(config, child=True, prepared=prepared)
         return await run(context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:])
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(wait_and_run())
-
-
-def _limits(config: Config) -> dict[str, Any]:
-    return {"max_queued": config.server.max_queued_requests, "max_wait_s": config.server.max_queue_wait}
 
 
 def _context(config: Config) -> Context:
     """Returns the state that all HTTP handlers share. Raises ConfigError."""
     context = Context(config.server, Auth(config.server), tls=tls_of(config.server))
-    context.observers += _observers(config)
-    return context
-
-
-def _observers(config: Config) -> list[Observer]:
-    """Returns the settings' access log and spans. Raises ConfigError."""
-    found: list[Observer] = []
     if config.server.access_log is not None:
-        found.append(AccessLog(config.server.access_log))
+        context.observers.append(AccessLog(config.server.access_log))
     if config.server.otel_endpoint is not None:
         from moeserve.server.otel import spans_to  # here, because its library is an extra
 
-        found.append(spans_to(config.server.otel_endpoint, config.model.served_model_name or config.model.model))
-    return found
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
+        name = config.model.served_model_name or config.model.model
+        context.observers.append(spans_to(config.server.otel_endpoint, name))
+    return context
 
 
 def bind(config: ServerConfig, port: int | None = None) -> socket.socket:

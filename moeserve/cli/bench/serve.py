@@ -11,10 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from moeserve.cli.bench.datasets import Tokens, add_dataset_flags, build_samples
 from moeserve.cli.bench.load import Outcome, Target, arrival_times, run_load, send
 from moeserve.cli.bench.metrics import METRICS, details, summarize, table
-from moeserve.cli.connect import add_server_flags, client_from, model_name, run_async
+from moeserve.cli.connect import add_server_flags, client_from, model_name
 from moeserve.errors import ConfigError
 
 BACKENDS = ("openai", "openai-chat", "vllm")  # vllm is another name of openai
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table. Returns 1 if no request succeeded."""
     metrics, percentiles = _check(args)
-    head, outcomes, duration_s = run_async(_bench(args))
+    head, outcomes, duration_s = uvloop.run(_bench(args))
     result = head | summarize(outcomes, duration_s, metrics, percentiles)
     print(table(result, metrics))
     for error in [outcome.error for outcome in outcomes if outcome.error][:10]:
