@@ -116,7 +116,7 @@ class Rendezvous:
         if root is not None:
             self._root = RootHost(root)
             self.hosts = (self._root,)
-            self.epochs = count(1 + root.number * EPOCHS)
+            self.epochs = count(1 + root.made_at * EPOCHS)
         else:
             self.here.keep(config)
         if num_nodes == 1:

@@ -21,7 +21,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from moeserve.cluster.host import Root
+import msgspec
+
+from moeserve.cluster.host import Root, Standing
 from moeserve.cluster.launch.protocol import report
 from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
@@ -78,10 +80,11 @@ def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn
         ours = asyncio.Event()
         following = asyncio.create_task(follow(root, config.server.resume_window, ours), name="journal")
         prepared = await prepare(config, root, **_limits(config))
-        await asyncio.to_thread(turn.get)
+        standing = msgspec.json.decode(await asyncio.to_thread(turn.get), type=Standing | None)
         context.began = time.monotonic()
         ours.set()
         streams = list((await following).streams.values())
+        prepared.link.scaling.standing = standing
         opened = open_front_end(config, child=True, prepared=prepared)
         return await run(context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:])
 
