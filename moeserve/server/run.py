@@ -29,8 +29,9 @@ from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, Overloaded
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.journal_feed import follow, succeeding
+from moeserve.frontend.journal import follow
 from moeserve.frontend.open import open_front_end, prepare
+from moeserve.frontend.resumable import succeeding
 from moeserve.messages import Ready
 from moeserve.server.access_log import AccessLog, Observer
 from moeserve.server.app import App, Context

@@ -58,7 +58,9 @@ async def test_machine_0_that_is_killed_once_it_was_ready_starts_anew(
 ) -> None:
     monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
     lives = f"import pathlib\nnumber = pathlib.Path({str(tmp_path / 'lives')!r})\nfirst = not number.exists()"
-    ends = "number.write_text('')\nprint('\x1eready', flush=True)\nprint(f'\x1eended {137 if first else 3}', flush=True)"
+    ends = (
+        "number.write_text('')\nprint('\x1eready', flush=True)\nprint(f'\x1eended {137 if first else 3}', flush=True)"
+    )
     assert await launch(place("a", lives, ends), place("b", FOREVER)) == 3
     err = capfd.readouterr().err
     assert err.count("a (machine 0 of 2): starting") == 2
