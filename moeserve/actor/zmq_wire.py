@@ -263,8 +263,9 @@ class ZmqWire(Generic[Out, In]):
             self._connected.exception()  # nobody has to await it
         return True
 
-    async def connected(self, deadline_s: float) -> None:
-        """Returns when both ends know each other. Raises ActorStopped with the cause, or TimeoutError."""
+    async def connected(self, deadline_s: float | None) -> None:
+        """Returns when both ends know each other. Raises ActorStopped with the cause, or TimeoutError. None: waits for
+        as long as it takes."""
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.shield(self._connected)

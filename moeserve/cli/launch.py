@@ -22,7 +22,14 @@ from moeserve.cluster.launch.supervise import Launch
 from moeserve.cluster.launch.targets import LaunchTarget, in_slurm, on_this_machine, over_ssh
 from moeserve.errors import ConfigError
 
-_WHERE = ("hosts", "hostfile", "slurm", "ray", "kubernetes", "local", "print")
+_SSH, _FILES = ("hosts", "hostfile"), ("kubernetes", "print")
+_STARTED = (*_SSH, "slurm", "ray", "local")  # by parts of ours
+_WHERE = (*_STARTED, *_FILES)
+_ONLY_FOR = {  # flags that have an effect there only
+    "ssh_option": _SSH, "python": _SSH, "env": _STARTED, "max_restarts": _STARTED, "nodes": (*_FILES, "ray"),
+    "ray_address": ("ray",), "ray_placement": ("ray",), "gpus_per_node": ("ray",), "namespace": ("kubernetes",),
+    "image": ("kubernetes", "print lws", "print compose"),
+}  # fmt: skip
 _OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that the launcher makes
 
 
@@ -38,8 +45,7 @@ class Served:
         from moeserve.cli.settings import setting_named
 
         given = getattr(self.flags, name)
-        flag = f"--{name.replace('_', '-')}"
-        return default if given is None else int(setting_named(name).read(given, f"flag {flag}"))
+        return default if given is None else int(setting_named(name).read(given, f"flag {_flag(name)}"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until machine 0 ends; returns its exit code. Raises ConfigError."""
     if not any(getattr(args, name) for name in _WHERE):
-        raise ConfigError(f"say where: {', '.join(f'--{name}' for name in _WHERE[:-1])} or --{_WHERE[-1]}")
+        raise ConfigError(f"say where: {', '.join(map(_flag, _WHERE))}")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     served = _served(words)
     _check_flags(args)
@@ -115,33 +121,21 @@ def _served(words: Sequence[str]) -> Served:
         raise ConfigError(f"give what to run after --, as in `-- serve MODEL --dp 2`; got {' '.join(words)!r:.100}")
     flags = parse(build_parser("serve"), list(words[1:]))
     for name in _OURS:
-        origin = f"--{name.replace('_', '-')}" if getattr(flags, name) is not None else f"MOESERVE_{name.upper()}"
+        origin = _flag(name) if getattr(flags, name) is not None else f"MOESERVE_{name.upper()}"
         if origin.startswith("--") or os.environ.get(origin):
             raise ConfigError(f"{origin}: leave it out, the launcher numbers the machines and gives them a common key")
     return Served(list(words), flags)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that would have no effect."""
-    ssh, printing = args.hosts or args.hostfile, args.print
-    file, of_image = printing or args.kubernetes, args.kubernetes or printing in ("lws", "compose")
-    for flag, given, fits, what in (
-        ("--ssh-option", args.ssh_option, ssh, "--hosts or --hostfile"),
-        ("--python", args.python, ssh, "--hosts or --hostfile"),
-        ("--env", args.env, not file, "parts that it starts itself; put variables into the printed file"),
-        ("--max-restarts", args.max_restarts, not file, "parts that it starts itself"),
-        ("--nodes", args.nodes, file or args.ray, "--print, --kubernetes or --ray"),
-        ("--ray-address", args.ray_address, args.ray, "--ray"),
-        ("--ray-placement", args.ray_placement, args.ray, "--ray"),
-        ("--gpus-per-node", args.gpus_per_node, args.ray, "--ray"),
-        ("--namespace", args.namespace, args.kubernetes, "--kubernetes"),
-        ("--image", args.image, of_image, "--kubernetes, --print lws or --print compose"),
-    ):
-        if given and not fits:
-            raise ConfigError(f"{flag} is only for {what}")
-    if file and not args.nodes:
-        what = f"--print {printing}" if printing else "--kubernetes"
-        raise ConfigError(f"{what} needs --nodes N, the number of machines")
+    """Raises ConfigError for flags that would have no effect, and for some that are missing."""
+    where = next(name for name in _WHERE if getattr(args, name))
+    named = where if where != "print" else f"print {args.print}"
+    for name, ways in _ONLY_FOR.items():
+        if getattr(args, name) and not {where, named} & set(ways):
+            raise ConfigError(f"{_flag(name)} is only for {', '.join(map(_flag, ways))}")
+    if where in _FILES and not args.nodes:
+        raise ConfigError(f"--{named} needs --nodes N, the number of machines")
     if args.kubernetes and not args.image:
         raise ConfigError("--kubernetes needs --image IMAGE, which the nodes can pull")
 
@@ -191,6 +185,10 @@ def _environment(given: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--env {text}: must be NAME=VALUE, or the name of a variable that is set here")
         env[name] = value if equals else os.environ[name]
     return env
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _number(text: str, flag: str, low: int, high: int) -> int:

@@ -21,6 +21,7 @@ from moeserve.actor.process import Death, Process, to_stderr
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect, listen
 from moeserve.cluster.forks import LocalHost
 from moeserve.errors import ActorStopped, Overloaded
+from moeserve.messages import PlacementTable
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,18 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """Says every ALIVE_S that this front end's loop runs; only the root process listens to that."""
+
+
+class Standing(msgspec.Struct, frozen=True, tag=True):
+    """What has changed since the start: the root process keeps it for the next front end.
+
+    engines: the machine of each, by its number, in the order of their ranks. drained: how many engines each machine
+    had that was taken out of service. placement: the experts' that was last in force.
+    """
+
+    engines: dict[int, int]
+    drained: dict[int, int]
+    placement: PlacementTable | None
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +89,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     death: Death
 
 
-ToNode = Start | Signal | Farewell | Alive
+ToNode = Start | Signal | Farewell | Alive | Standing
 FromNode = Started | LogLine | Ended
 
 
@@ -180,11 +193,14 @@ class RemoteHost:
 class Root(msgspec.Struct, frozen=True, kw_only=True):
     """What a front end is told by the root process (server/standby.py), which keeps this machine's engines.
 
-    number: of the front end, from 0. folder: private, for sockets. address, token: where the root's agent listens.
-    follows: the number of the front end that serves, -1 if there is none. secret: of the journals' feeds.
+    number: of the front end, from 0. made_at: when it was made, in tenths of a second: greater than that of all before,
+    also of another root, whose engines may wait on other machines. folder: private, for sockets. address, token: where
+    the root's agent listens. follows: the number of the front end that serves, -1 if there is none. secret: of the
+    journals' feeds.
     """
 
     number: int
+    made_at: int
     folder: str
     address: str
     token: str

@@ -27,7 +27,7 @@ from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.host import Alive, Ended, Farewell, FromNode, LogLine, Signal, Start, Started, ToNode
+from moeserve.cluster.host import Alive, Ended, Farewell, FromNode, LogLine, Signal, Standing, Start, Started, ToNode
 from moeserve.cluster.launch.protocol import tell
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
@@ -184,6 +184,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
     ) -> None:
         super().__init__("machine 0")
         self.beats = 0  # how often machine 0 has said that it is alive
+        self.standing: Standing | None = None  # what has changed since the start, if this is the root process
         self._config = config
         self._host = host
         self._kept = kept
@@ -233,6 +234,8 @@ class NodeAgent(Actor[ToNode | PeerGone]):
                 self._signal(msg)
             case Alive():
                 self.beats += 1
+            case Standing():
+                self.standing = msg
             case Farewell(cause=""):
                 log.info("machine 0 stops or drains this machine")
                 self.stop()
@@ -330,6 +333,9 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
 def same_engine(ours: EngineOrder, asked: EngineOrder) -> bool:
     """Returns whether an engine of one order can serve by the other: all else comes with a Join."""
-    role = msgspec.structs.replace(ours.role, placement=asked.role.placement)
+    world = asked.role.world  # another place in a group of another size
+    if (ours.role.world.tp_size, ours.role.world.ep) != (world.tp_size, world.ep):
+        return False
+    role = msgspec.structs.replace(ours.role, placement=asked.role.placement, world=world)
     same = {"address": asked.address, "token": asked.token, "born_s": asked.born_s, "role": role}
     return msgspec.structs.replace(ours, **same) == asked

@@ -47,12 +47,14 @@ class Rebalancing:
         self._outcome: asyncio.Future[str] | None = None  # of the placement that is on its way
 
     @classmethod
-    def of(cls, spec: ModelSpec, parallel: ParallelConfig) -> Rebalancing:
-        """Returns the experts of a model that is sharded over all ranks, each node with its share of them."""
+    def of(cls, spec: ModelSpec, parallel: ParallelConfig, machines: Sequence[int] = ()) -> Rebalancing:
+        """Returns the experts of a model that is sharded over all ranks, each node with its share of them. machines: of
+        each engine, as at the start by default."""
         router = spec.moe.router if spec.moe is not None else None
         groups = router.groups if router is not None and router.kept_groups < router.groups else 1
-        nodes = Nodes(equal_shares(at_start(parallel)), groups)
-        return cls(len(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts, nodes)
+        machines = machines or at_start(parallel)
+        nodes, ranks = Nodes(equal_shares(machines), groups), len(machines) * parallel.tp
+        return cls(len(spec.moe_layers), spec.num_experts, ranks, parallel.redundant_experts, nodes)
 
     @property
     def table(self) -> PlacementTable:

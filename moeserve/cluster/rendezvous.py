@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 TOKEN = "rendezvous"  # what the first token is for
 MAX_HELLO_BYTES = 1 << 16
-EPOCHS = 1 << 20  # numbers for the groups of one front end: those of the next one are above them
+EPOCHS = 1 << 18  # numbers for the groups of one front end: those of the next one are above them
 _SHARED = ("parallel", "cache", "scheduler", "device")  # sections of settings that must be alike
 # Settings that each machine has for itself.
 _OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
@@ -116,7 +116,7 @@ class Rendezvous:
         if root is not None:
             self._root = RootHost(root)
             self.hosts = (self._root,)
-            self.epochs = count(1 + root.number * EPOCHS)
+            self.epochs = count(1 + root.made_at * EPOCHS)
         else:
             self.here.keep(config)
         if num_nodes == 1:

@@ -16,7 +16,7 @@ from moeserve.cluster.assignment import at_start, equal_shares, spread
 from moeserve.cluster.check_parallel import check_parallel, check_scale
 from moeserve.cluster.engine_group import JOIN_S, EngineGroup, combined
 from moeserve.cluster.engine_handle import EngineHandle
-from moeserve.cluster.host import Host, RemoteHost
+from moeserve.cluster.host import Host, RemoteHost, RootHost, Standing
 from moeserve.cluster.order import Role, role_of
 from moeserve.cluster.rendezvous import Rendezvous
 from moeserve.cluster.rundir import RunDir
@@ -56,6 +56,8 @@ class Scaling:
         self._watching: asyncio.Task[None] | None = None
         self._at_work: asyncio.Task[Any] | None = None
         self.drained: dict[Host, asyncio.Task[None]] = {}  # machines, and what waits for their return
+        self._had: dict[int, int] = {}  # engines of drained machines
+        self.standing: Standing | None = None  # where the front end before this one has left it
 
     # ---- the first ones, and the last -----------------------------------------------------------------------
 
@@ -64,8 +66,9 @@ class Scaling:
         fleet, parallel = self._fleet, self._fleet.config.parallel
         spec = self._spec = read_model_spec(resolve_model_dir(fleet.config.model.model))
         check_parallel(fleet.config, spec)
+        standing = self.standing or Standing(dict(enumerate(at_start(parallel))), {}, None)
         if parallel.ep == "on" and spec.num_experts and not fleet.single:
-            fleet.experts = await asyncio.to_thread(self._shard_experts)
+            fleet.experts = await asyncio.to_thread(self._shard_experts, standing)
         self._run_dir = RunDir()
         try:
             self.machines = await Rendezvous.open(fleet.config, self._run_dir.path, fleet.root)
@@ -73,27 +76,36 @@ class Scaling:
             self._run_dir.close()
             raise
         table = fleet.experts.table if fleet.experts is not None else None
-        engines = fleet.engines = self._new_engines([self.machines.hosts[number] for number in at_start(parallel)])
+        hosts = self.machines.hosts
+        engines = fleet.engines = [self._new(rank, hosts[machine]) for rank, machine in standing.engines.items()]
         for engine in engines:
             engine.start(self._role_of(engine, engines, table))
         self._add_groups([engines] if fleet.together else [[engine] for engine in engines], table)
         if fleet.experts is not None and parallel.rebalance == "auto":
             self._watching = asyncio.get_running_loop().create_task(self.watch(), name="rebalancing")
+        for machine, had in standing.drained.items():
+            self._await_return(hosts[machine], had)
 
-    def _shard_experts(self) -> Rebalancing:
+    def _shard_experts(self, standing: Standing) -> Rebalancing:
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
+        from moeserve.moe.placement.placement import Placement
 
-        experts, root = Rebalancing.of(self._spec, self._fleet.config.parallel), self._fleet.root
+        parallel, root = self._fleet.config.parallel, self._fleet.root
+        experts = Rebalancing.of(self._spec, parallel, list(standing.engines.values()))
         if root is not None:  # engines that have served another front end know its placements by their versions
-            first = replace(experts.rebalancer.current, version=root.number * VERSIONS)
-            experts.rebalancer.joined(first)
+            kept = standing.placement
+            first = experts.rebalancer.current if kept is None else Placement.from_table(kept)
+            experts.rebalancer.joined(replace(first, version=root.made_at * VERSIONS))
         return experts
+
+    def _new(self, rank: int, host: Host) -> EngineHandle:
+        return EngineHandle(self._fleet, rank, host, self._fleet.config, **self._options)
 
     def _new_engines(self, hosts: Sequence[Host]) -> list[EngineHandle]:
         """Returns an engine for each of these machines, under the lowest free numbers. They are not started yet."""
-        fleet, taken = self._fleet, {engine.rank for engine in self._fleet.engines}
+        taken = {engine.rank for engine in self._fleet.engines}
         free = (rank for rank in count() if rank not in taken)
-        return [EngineHandle(fleet, next(free), host, fleet.config, **self._options) for host in hosts]
+        return [self._new(next(free), host) for host in hosts]
 
     def _role_of(self, engine: EngineHandle, engines: Sequence[EngineHandle], table: PlacementTable | None) -> Role:
         fleet, machines = self._fleet, [other.host.number for other in engines]
@@ -114,6 +126,14 @@ class Scaling:
             engine.role = self._role_of(engine, fleet.engines, placement)
         for group in fleet.groups:
             group.placement = placement
+        self._keep()
+
+    def _keep(self) -> None:
+        """Tells the root process, if there is one, what the next front end is to begin with."""
+        fleet, root = self._fleet, self.machines.hosts[0]
+        if isinstance(root, RootHost):
+            engines = {engine.rank: engine.host.number for engine in fleet.engines}
+            root.tell(Standing(engines, self._had, fleet.groups[0].placement))
 
     async def close(self, cause: str) -> None:
         """Releases groups and machines, once the engines have ended. cause: why the fleet fails, empty if it stops."""
@@ -322,15 +342,21 @@ class Scaling:
         if had:
             await self._shrink(stay, f"{host.name} is drained")
         await host.close("")
-        self.drained[host] = asyncio.get_running_loop().create_task(self._take_back(host, had), name=host.name)
+        self._await_return(host, had)
+        self._keep()
         return len(engines)
+
+    def _await_return(self, host: Host, had: int) -> None:
+        assert isinstance(host, RemoteHost)
+        self._had[host.number] = had
+        self.drained[host] = asyncio.get_running_loop().create_task(self._take_back(host, had), name=host.name)
 
     async def _take_back(self, host: RemoteHost, had: int) -> None:
         """Gives a drained machine its engines back once an agent joins as this machine."""
         while True:
             await host.here.wait()
-            while self._at_work is not None:
-                await asyncio.wait([self._at_work])
+            while self._at_work is not None or self._fleet.ready is None:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
             try:
                 if had:
                     await self._alone(self._grow([host] * had))
@@ -339,7 +365,8 @@ class Scaling:
                 log.warning("%s is back, its engines are not: %s", host.name, cause)
                 if not host.absent:
                     break  # POST /v1/admin/scale tries again
-        del self.drained[host]
+        del self.drained[host], self._had[host.number]
+        self._keep()
 
     # ---- where the experts are ------------------------------------------------------------------------------
 

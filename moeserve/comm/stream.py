@@ -251,6 +251,8 @@ class FrameSplitter(Generic[In]):
     def __init__(self, receives: Any, max_bytes: int = MAX_FRAME_BYTES, cipher: Cipher | None = None) -> None:
         self._buffer = bytearray()
         self._cipher = cipher
+        self._header_bytes = HEADER.size if cipher is None else cipher.header_bytes
+        self._num_bytes: int | None = None  # of the next message, once its header is there
         self._max_bytes = max_bytes
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
 
@@ -261,17 +263,20 @@ class FrameSplitter(Generic[In]):
     def take(self) -> In | None:
         """Removes the first message and returns it; None if it is not whole yet. Raises ValueError for anything else
         than a message."""
-        buffer = self._buffer
-        if len(buffer) < HEADER.size:
-            return None
-        (num_bytes,) = HEADER.unpack_from(buffer)
-        if num_bytes > self._max_bytes:
-            raise ValueError(f"a message of {num_bytes} bytes; the longest has {self._max_bytes}")
-        end = HEADER.size + num_bytes
+        buffer, begin, num_bytes = self._buffer, self._header_bytes, self._num_bytes
+        if num_bytes is None:
+            if len(buffer) < begin:
+                return None
+            num_bytes = HEADER.unpack_from(buffer)[0] if self._cipher is None else self._cipher.length(buffer)
+            if num_bytes > self._max_bytes:
+                raise ValueError(f"a message of {num_bytes} bytes; the longest has {self._max_bytes}")
+            self._num_bytes = num_bytes
+        end = begin + num_bytes
         if len(buffer) < end:
             return None
-        body = bytes(buffer[HEADER.size : end])
+        body = bytes(buffer[begin:end])
         del buffer[:end]
+        self._num_bytes = None
         if self._cipher is not None:
             body = self._cipher.open(body)
         try:
@@ -312,8 +317,7 @@ class AsyncStream(Generic[In]):
         if not self._is_open:
             return
         if self._cipher is not None:
-            body = self._cipher.seal(data[HEADER.size :])
-            data = HEADER.pack(len(body)) + body
+            data = self._cipher.seal(data[HEADER.size :])
         try:
             sent = self._sock.send(data)
         except BlockingIOError:

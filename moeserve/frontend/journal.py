@@ -2,21 +2,32 @@
 
 Text, tool calls and chunks are functions of the tokens, so tokens are all that has to be kept: an `Entry` says what was
 asked, a `Known` what came for one of its sequences. A `Journal` here and one elsewhere that `apply`s its changes in
-their order hold the same.
+their order hold the same: who connects to the `feed` of the front end that serves gets what is there and then each
+change. If a kill takes the last ones along, the tokens in them are computed again, and are the same.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
+from moeserve.actor.actor import Inbox
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect, listen
+from moeserve.cluster.host import Root
+from moeserve.errors import ActorStopped, Overloaded
 from moeserve.messages import FinishReason, Logprobs, StepOutput
 from moeserve.sampling import SamplingParams, TokenSampling
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+AGAIN_S = 0.1
 TOKEN_BYTES = 36  # of an int in a list
 _NOTHING = StepOutput(rids=b"", tokens=b"", finish=b"")
 
@@ -217,3 +228,58 @@ class Journal:
     def _tell(self, change: Change) -> None:
         if self.listener is not None:
             self.listener(change)
+
+
+async def feed(journal: Journal, root: Root) -> None:
+    """Tells all changes of our journal to one front end that stands by after the other; never returns."""
+    while True:
+        inbox: Inbox[Closed | PeerGone] = Inbox("journal feed")
+        wire: ZmqWire[Change, Closed | PeerGone] = listen(
+            root.journal_of(root.number), token=root.secret, receives=Closed, inbox=inbox
+        )
+
+        def tell(change: Change, wire: ZmqWire[Change, Closed | PeerGone] = wire) -> None:
+            """Sends a change, or lets a reader go that does not keep up: it comes again for all of it."""
+            try:
+                wire.send(change)
+            except Overloaded as error:
+                log.warning("%s", error)
+                wire.inbox.close("it does not keep up")
+
+        try:
+            await wire.connected(None)
+            for opened in journal.snapshot():
+                tell(opened)
+            journal.listener = tell
+            log.info("a front end stands by, with %d streams", len(journal.streams))
+            await inbox.drain(wait=True)  # nothing but its end comes
+        except ActorStopped:
+            pass
+        finally:
+            journal.listener = None
+            wire.close()
+        await asyncio.sleep(AGAIN_S)
+
+
+async def follow(root: Root, window_s: float, ours: asyncio.Event) -> Journal:
+    """Keeps a copy of the journal of the front end that serves; returns it once that is dead and it is our turn."""
+    journal = Journal(window_s)
+    while root.follows >= 0 and not ours.is_set():
+        inbox: Inbox[Change | PeerGone] = Inbox("journal")
+        wire: ZmqWire[Closed, Change | PeerGone] = connect(
+            root.journal_of(root.follows), token=root.secret, receives=Change, inbox=inbox
+        )
+        with suppress(ActorStopped):
+            await wire.connected(None)
+            journal = Journal(window_s)
+            while True:
+                for change in await inbox.drain(wait=True):
+                    if isinstance(change, PeerGone):
+                        inbox.close(change.cause)
+                    else:
+                        journal.apply(change)
+        wire.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(AGAIN_S):
+                await ours.wait()
+    return journal

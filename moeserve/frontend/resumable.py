@@ -7,21 +7,26 @@ the place of the one before, whose sequences the engine goes on with. A new proc
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from moeserve.errors import Overloaded
+from moeserve.cluster.host import Root
+from moeserve.errors import Overloaded, RequestError
 from moeserve.frontend.generation import Delta, Generation, Sequence, submission
-from moeserve.frontend.journal import Entry, Journal, Known, Recorded
+from moeserve.frontend.journal import Entry, Journal, Known, Recorded, feed
 from moeserve.receipts import Receipt
 from moeserve.text.answer_format import AnswerParser
 
 if TYPE_CHECKING:
     from moeserve.frontend.front_end import FrontEnd
+
+log = logging.getLogger(__name__)
 
 
 class TakenOver(ConnectionError):
@@ -155,3 +160,27 @@ class Resumable:
                 if sequence.ended:
                     break
         return generation
+
+
+@asynccontextmanager
+async def succeeding(
+    opened: AbstractAsyncContextManager[FrontEnd], streams: list[Recorded], root: Root
+) -> AsyncIterator[FrontEnd]:
+    """Yields the front end once it goes on with these streams of another one, and feeds its own journal."""
+    async with opened as front:
+        assert front.resumable is not None
+        if streams:
+            await front.wait_ready()
+        for recorded in streams:
+            try:
+                await front.resumable.revive(recorded.entry, recorded.known)
+            except RequestError as error:
+                log.warning("a stream is lost: %s", error)
+        if streams:
+            log.info("%d streams of the front end before this one go on", len(front.resumable.journal.streams))
+        feeding = asyncio.create_task(feed(front.resumable.journal, root), name="journal feed")
+        try:
+            yield front
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)

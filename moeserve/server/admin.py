@@ -7,16 +7,20 @@ POST /v1/admin/... needs a key of --admin-key-file.
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeVar
 
 from aiohttp import web
 from msgspec import Meta, Struct
 
 from moeserve.cluster.fleet import Fleet
+from moeserve.cluster.scaling import Scaling
 from moeserve.errors import Conflict, Forbidden, NotFound
 from moeserve.protocol import Aborted, RebalanceResponse, ScaleResponse
 from moeserve.server.app import HttpCall
 from moeserve.server.errors import shorten
+
+Asked = TypeVar("Asked", bound=Struct)
 
 
 class ScaleRequest(Struct, kw_only=True):
@@ -51,19 +55,19 @@ async def abort_request(call: HttpCall) -> web.StreamResponse:
 
 async def scale(call: HttpCall) -> web.StreamResponse:
     """Serve with `dp` engines from now on; running requests go on. Answers when it is done, or taken back (409)."""
-    fleet = _fleet(call)
-    request = await call.read(ScaleRequest)
-    began_s = time.monotonic()
-    before = await fleet.scaling.scale(request.dp)
-    return call.answer(ScaleResponse(dp=request.dp, before=before, took_s=time.monotonic() - began_s))
+    return await _changed(call, ScaleRequest, lambda scaling, asked: scaling.scale(asked.dp))
 
 
 async def drain(call: HttpCall) -> web.StreamResponse:
     """Take a machine out of service: its experts and requests move, then its agent ends. It may join again."""
-    fleet = _fleet(call)
-    request = await call.read(DrainRequest)
-    began_s = time.monotonic()
-    before = await fleet.scaling.drain(request.machine)
+    return await _changed(call, DrainRequest, lambda scaling, asked: scaling.drain(asked.machine))
+
+
+async def _changed(
+    call: HttpCall, shape: type[Asked], change: Callable[[Scaling, Asked], Awaitable[int]]
+) -> web.StreamResponse:
+    fleet, began_s = _fleet(call), time.monotonic()
+    before = await change(fleet.scaling, await call.read(shape))
     return call.answer(ScaleResponse(dp=fleet.dp, before=before, took_s=time.monotonic() - began_s))
 
 

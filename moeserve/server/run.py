@@ -21,16 +21,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import msgspec
 import uvloop
 
-from moeserve.cluster.host import Root
+from moeserve.cluster.host import Root, Standing
 from moeserve.cluster.launch.protocol import report
 from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, Overloaded
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.journal_feed import follow, succeeding
+from moeserve.frontend.journal import follow
 from moeserve.frontend.open import open_front_end, prepare
+from moeserve.frontend.resumable import succeeding
 from moeserve.messages import Ready
 from moeserve.server.access_log import AccessLog
 from moeserve.server.app import App, Context
@@ -80,10 +82,11 @@ def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn
         ours = asyncio.Event()
         following = asyncio.create_task(follow(root, config.server.resume_window, ours), name="journal")
         prepared = await prepare(config, root)
-        await asyncio.to_thread(turn.get)
+        standing = msgspec.json.decode(await asyncio.to_thread(turn.get), type=Standing | None)
         context.began = time.monotonic()
         ours.set()
         streams = list((await following).streams.values())
+        prepared.link.scaling.standing = standing
         opened = open_front_end(config, child=True, prepared=prepared)
         return await run(context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:])
 

@@ -27,7 +27,7 @@ from moeserve.actor import guard
 from moeserve.actor.process import Child, Death, to_stderr
 from moeserve.actor.zmq_wire import listen
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.host import ALIVE_S, Root, ToNode
+from moeserve.cluster.host import ALIVE_S, Root, Standing, ToNode
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.node import Kept, NodeAgent, end_all
 from moeserve.cluster.order import command_of
@@ -46,7 +46,7 @@ MAX_PAUSE_S = 60.0  # between two starts of a front end that stands by
 
 
 class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Orders the start of a front end, which serves once a further document comes.
+    """Orders the start of a front end, which serves once a further document comes: `Standing`, or null.
 
     fds: of our stdout, to which a launcher may listen, and of the listening sockets.
     """
@@ -96,15 +96,24 @@ class FrontEndProcess:
             connect_s=CONNECT_S,
         )
         self._obeying: asyncio.Task[None] | None = None
-        root = Root(number=number, folder=host.folder, address=address, token=token, follows=follows, secret=secret)
+        root = Root(
+            number=number,
+            made_at=int(time.time() * 10),
+            folder=host.folder,
+            address=address,
+            token=token,
+            follows=follows,
+            secret=secret,
+        )
         self.number = number
         order = msgspec.json.encode(FrontEndOrder(config=config, root=root, fds=fds))
         self.child = Child.start(f"front end {number}", command_of("moeserve.server.standby"), order, pass_fds=fds)
 
-    def serve(self) -> None:
-        """Lets the front end serve."""
+    def serve(self, standing: Standing | None) -> None:
+        """Lets the front end serve, with the engines that the one before had in the end."""
+        self.agent.standing = standing
         self._obeying = asyncio.get_running_loop().create_task(self.agent.run(), name="agent")
-        self.child.hand_over(b"true")
+        self.child.hand_over(msgspec.json.encode(standing))
 
     async def close(self) -> None:
         """Ends the process; its engines are kept if it was killed."""
@@ -143,10 +152,12 @@ class FrontEnds:
     async def run(self) -> int:
         """Returns the exit code of the last front end."""
         takeovers: deque[float] = deque(maxlen=MAX_TAKEOVERS)
+        standing: Standing | None = None
         while True:
-            self._serving.serve()
+            self._serving.serve(standing)
             death = await self._until_death()
             await self._serving.close()
+            standing = self._serving.agent.standing
             if self._stopping or (death.exit_code >= 0 and death.exit_code != CRASHED):
                 return death.exit_code if death.exit_code >= 0 else 128 - death.exit_code
             now_s = time.monotonic()
@@ -165,7 +176,8 @@ class FrontEnds:
         next_s = 0.0  # when to start another one
         while not dying.done():
             now_s = time.monotonic()
-            if self._standby is None and not self._stopping and now_s >= next_s:
+            # Once the other one has read its settings: what is wrong with them is told once then.
+            if self._standby is None and not self._stopping and beats and now_s >= next_s:
                 self._standby = self._new(serving.number)
             elif self._standby is not None and not self._standby.child.alive:
                 await self._standby.close()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from moeserve.comm.stream import HEADER
+from moeserve.comm.cipher import SEALED_HEADER
 
 UP, DOWN = "to the listener", "to the connector"
 _GREETING = {UP: (40, 32), DOWN: (48, 1)}  # bytes: hello and proof; nonce with proof, and accepted
@@ -51,8 +51,8 @@ class Relay:
             for num_bytes in _GREETING[way]:
                 writer.write(await reader.readexactly(num_bytes))
             while True:
-                head = await reader.readexactly(HEADER.size)
-                frames.append(head + await reader.readexactly(*HEADER.unpack(head)))
+                head = await reader.readexactly(SEALED_HEADER.size)
+                frames.append(head + await reader.readexactly(SEALED_HEADER.unpack(head)[0]))
                 self.seen.append(frames[-1])
                 writer.writelines(self.alter(way, frames))
         except (asyncio.IncompleteReadError, OSError):
@@ -65,13 +65,19 @@ def flipped(frame: bytes) -> bytes:
     return frame[:-1] + bytes([frame[-1] ^ 1])
 
 
+def shortened(frame: bytes) -> bytes:
+    num_bytes, code = SEALED_HEADER.unpack_from(frame)
+    return SEALED_HEADER.pack(num_bytes - 1, code) + frame[SEALED_HEADER.size : -1]
+
+
 # What someone on the way does, from the frames so far.
 FORGERIES: dict[str, Callable[[list[bytes]], Sequence[bytes]]] = {
     "a bit is flipped": lambda frames: [flipped(frames[-1])],
-    "a part is cut off": lambda frames: [HEADER.pack(len(frames[-1]) - 5) + frames[-1][HEADER.size : -1]],
+    "a part is cut off": lambda frames: [shortened(frames[-1])],
+    "it is said to be longer": lambda frames: [bytes([frames[-1][0] ^ 128]) + frames[-1][1:]],
     "it comes twice": lambda frames: [frames[-1], frames[-1]],
     "an older one instead": lambda frames: [frames[0]],
-    "one is put in": lambda frames: [HEADER.pack(20) + bytes(20), frames[-1]],
+    "one is put in": lambda frames: [SEALED_HEADER.pack(20, 0) + bytes(20), frames[-1]],
 }
 
 

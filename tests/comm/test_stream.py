@@ -15,11 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.comm import stream
+from moeserve.comm.cipher import Cipher
 from moeserve.comm.stream import (
     HEADER,
     MAX_FRAME_BYTES,
+    AsyncStream,
     BlockingStream,
     FrameSplitter,
+    KeyedSocket,
     Peer,
     StreamListener,
     connect,
@@ -111,6 +114,30 @@ async def test_a_stranger_that_says_nothing_is_dropped_when_the_listener_closes(
         await asyncio.sleep(0.02)
     with socket.socket(socket.AF_UNIX) as stranger, pytest.raises(OSError, match=r"No such file|refused"):
         stranger.connect(path)
+
+
+async def test_every_flipped_bit_is_noticed_at_once() -> None:
+    """Between machines, of the length as well: nothing waits for bytes that do not come."""
+    keys, loop = (bytes(range(32)), bytes(32)), asyncio.get_running_loop()
+    original = Cipher(keys[1]).seal(frame(Text("a vote"))[HEADER.size :])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for bit in range(-1, 8 * len(original)):
+            outcome: asyncio.Future[object] = loop.create_future()
+            altered = bytearray(original)
+            if bit >= 0:
+                altered[bit // 8] ^= 1 << bit % 8
+            with socket.create_connection(listener.getsockname()) as raw:
+                ours = listener.accept()[0]
+                ours.setblocking(False)
+                link = AsyncStream[Text](KeyedSocket(ours, keys), Text, outcome.set_result, outcome.set_result)
+                raw.sendall(altered)
+                said = await asyncio.wait_for(outcome, 1.0)
+                link.close()
+            assert said == (
+                Text("a vote")
+                if bit < 0
+                else "sent nonsense (a message that was altered on the way, or is not its own)"
+            ), bit
 
 
 def pair() -> tuple[BlockingStream[Text], BlockingStream[Text], socket.socket]:

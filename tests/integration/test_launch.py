@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from .conftest import Server, free_port
+from .test_standby import stands_by, story, until
 
 BOOT_S = 60
 FLAGS = ["--threads", "1", "--max-model-len", "512", "--kv-cache-bytes", "64MiB", "--rebalance", "off"]
@@ -22,9 +23,9 @@ COMPLETION = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
 
 
 @contextmanager
-def launched(log: Path, *words: str) -> Iterator[Server]:
-    port = free_port()
-    command = [sys.executable, "-m", "moeserve.cli.main", "launch", *words, "--", "serve", "--port", str(port), *FLAGS]
+def launched(log: Path, *words: str, standby: bool = False) -> Iterator[Server]:
+    port, serve = free_port(), ["serve", *(["--standby"] if standby else [])]
+    command = [sys.executable, "-m", "moeserve.cli.main", "launch", *words, "--", *serve, "--port", str(port), *FLAGS]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     all_of_it = psutil.Process(process.pid)
@@ -86,6 +87,30 @@ def test_two_machines_from_one_command(tmp_path: Path) -> None:
         assert server.process.wait(30) == 0
         assert "SIGINT: draining" in server.log.read_text()
         assert psutil.wait_procs(everything, timeout=10)[1] == []
+
+
+async def test_front_ends_of_machine_0_die_and_then_all_of_it(tmp_path: Path) -> None:
+    """A front end's death is no machine's: streams go on. The root's is: it starts anew, with the others' engines."""
+    with launched(tmp_path / "log", "--local", "2", standby=True) as server:
+        until_said(server, "local-1 (machine 1 of 2): ready")
+        until(stands_by(server))
+        expected = await story(server)
+        root, far = part(server, 0), {it.pid for it in part(server, 1).children()}
+        assert await story(server, kill_after=4, root=root) == expected
+        until(stands_by(server))
+        states = re.findall(r"local-\d \(machine \d of 2\): (.*)", server.log.read_text())
+        times = server.log.read_text().count("local-0 (machine 0 of 2): ready")
+        assert not {"lost", "restarting"} & set(states)
+        assert not [state for state in states if state.startswith("ended")]
+        root.kill()
+        until_said(server, "local-0 (machine 0 of 2): restarting")
+        until_said(server, "local-0 (machine 0 of 2): ready", times + 1)
+        server.wait_ready()
+        assert "machine 0 is gone, and all requests with it; it starts anew" in server.log.read_text()
+        assert await story(server) == expected
+        assert {it.pid for it in part(server, 1).children()} == far
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
 
 
 def nobody_sees_the_key(server: Server) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -44,9 +47,9 @@ def tokens(server: Server) -> list[int]:
     return answer["choices"][0]["token_ids"]
 
 
-def front_ends(server: Server) -> list[psutil.Process]:
-    """Those that live, the oldest first: it serves."""
-    children = psutil.Process(server.process.pid).children()
+def front_ends(server: Server, root: psutil.Process | None = None) -> list[psutil.Process]:
+    """Those that live, the oldest first: it serves. root: their parent, if that is not the server's first process."""
+    children = (root or psutil.Process(server.process.pid)).children()
     found = [child for child in children if "moeserve.server.standby" in " ".join(child.cmdline())]
     return sorted(found, key=psutil.Process.create_time)
 
@@ -72,9 +75,30 @@ def kill(process: psutil.Process) -> None:
         process.wait(10)
 
 
+def admins(folder: Path) -> tuple[str, ...]:
+    (folder / "admin").write_text("root\n")
+    return "--admin-key-file", str(folder / "admin")
+
+
+def change(server: Server, what: str, body: object = None) -> dict[str, Any]:
+    """What POST /v1/admin/... answers."""
+    data = b"" if body is None else json.dumps(body).encode()
+    headers = {"X-Api-Key": "root", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/v1/admin/{what}", data, headers, method="POST")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return dict(json.load(answer))
+
+
+def experts(server: Server) -> dict[str, Any]:
+    status, text = server.get("/v1/experts")
+    assert status == 200, text
+    return dict(json.loads(text))
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("standby") / "log", *FLAGS) as it:
+    folder = tmp_path_factory.mktemp("standby")
+    with running_server(folder / "log", *FLAGS, *admins(folder)) as it:
         until(stands_by(it))
         yield it
 
@@ -91,7 +115,30 @@ def test_the_engines_outlive_the_front_end_and_serve_the_next_one(server: Server
     until(stands_by(server))
 
 
-async def story(server: Server, kill_after: int = -1) -> tuple[str, str | None]:
+def test_the_next_one_has_as_many_engines_and_the_experts_where_they_were(server: Server) -> None:
+    until(stands_by(server))
+    expected = tokens(server)
+    assert change(server, "scale", {"dp": 3})["before"] == 2
+    for seed in range(6):  # a load that is not even
+        server.post("/v1/completions", BODY | {"prompt": "fox fox fox fox", "seed": seed})
+    change(server, "rebalance")
+    there, placed = engines(server), experts(server)["placement"]["experts"]
+    for dp in (3, 1):
+        if dp == 1:
+            assert change(server, "scale", {"dp": 1})["before"] == 3
+            there, placed = engines(server), experts(server)["placement"]["experts"]
+        assert len(there) == dp
+        kill(front_ends(server)[0])
+        server.wait_ready()
+        assert tokens(server) == expected
+        assert engines(server) == there
+        assert experts(server)["placement"]["experts"] == placed
+        until(stands_by(server))
+    assert change(server, "scale", {"dp": 2})["before"] == 1
+    assert tokens(server) == expected
+
+
+async def story(server: Server, kill_after: int = -1, root: psutil.Process | None = None) -> tuple[str, str | None]:
     """What a client reads that comes back by itself. kill_after: chunks until the front end is killed."""
     text, finish, chunks = "", None, 0
     ask = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
@@ -100,7 +147,7 @@ async def story(server: Server, kill_after: int = -1) -> tuple[str, str | None]:
         async for chunk in stream:
             chunks += 1
             if chunks == kill_after:
-                kill(front_ends(server)[0])
+                kill(front_ends(server, root)[0])
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
@@ -179,17 +226,22 @@ def test_settings_that_cannot_work_are_told_once(tmp_path: Path) -> None:
     assert str(told.value).count("/nowhere/template.jinja") == 1
 
 
+def machine_1(folder: Path, shared: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """Starts it as a service manager does, until machine 0 listens."""
+    command = [sys.executable, "-m", "moeserve.cli.main", "serve", *shared, "--threads", "1", "--node-rank", "1"]
+    again = f"until {shlex.join(command)}; do sleep 0.2; done"
+    with (folder / "node").open("ab") as out:
+        return subprocess.Popen(["sh", "-c", again], stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+
+
 def test_the_engines_of_another_machine_outlive_the_front_end_too(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("the secret of two machines")
     key.chmod(0o600)
     shared = (*FLAGS, "--nnodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}", "--cluster-key-file", str(key))
-    with (tmp_path / "node").open("wb") as out:
-        command = [sys.executable, "-m", "moeserve.cli.main", "serve", *shared, "--threads", "1", "--node-rank", "1"]
-        again = f"until {shlex.join(command)}; do sleep 0.2; done"  # as a service manager does, until machine 0 listens
-        shell = subprocess.Popen(["sh", "-c", again], stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    shell = machine_1(tmp_path, shared)
     try:
-        with running_server(tmp_path / "log", *shared) as server:
+        with running_server(tmp_path / "log", *shared, *admins(tmp_path)) as server:
             until(stands_by(server))
             expected, there = tokens(server), engines(server)
             (node,) = psutil.Process(shell.pid).children()
@@ -199,6 +251,17 @@ def test_the_engines_of_another_machine_outlive_the_front_end_too(tmp_path: Path
             assert tokens(server) == expected
             assert engines(server) == there
             assert {child.pid for child in node.children()} == far
+            until(stands_by(server))
+            assert change(server, "drain", {"machine": 1})["dp"] == 1
+            assert shell.wait(10) == 0
+            kill(front_ends(server)[0])
+            server.wait_ready()
+            assert tokens(server) == expected
+            assert engines(server) == there
+            assert experts(server)["machines"] == {"node-0": "here", "node-1": "drained"}
+            shell = machine_1(tmp_path, shared)
+            until(lambda: experts(server)["dp"] == 2)
+            assert tokens(server) == expected
             assert server.stop() == 0
             assert shell.wait(10) == 0
     finally:

@@ -23,7 +23,8 @@ class Machine:
     def __init__(self, place: LaunchTarget, rank: int, num_machines: int) -> None:
         self.name, self.remedy, self.rank = place.name, place.remedy, rank
         self.state = ""
-        self.joined = False  # once at least
+        self.joined = False  # once at least; machine 0 has been ready
+        self.alive = False  # its part has an order
         self.on_state: Callable[[str], None] = lambda state: None
         self._title = f"{place.name} (machine {rank} of {num_machines})"
         self._place = place
@@ -36,7 +37,7 @@ class Machine:
         """Notes and prints a new state."""
         if state != self.state:
             self.state = state
-            self.joined |= state == "joined"
+            self.joined |= state in ("joined", "ready")
             to_stderr(f"moeserve launch: {self._title}: {state}")
             self.on_state(state)
 
@@ -58,13 +59,14 @@ class Machine:
 
     async def live(self, order: Order) -> int | None:
         """Gives the part its order, and returns the exit code once it has ended; None if it was lost before that."""
-        self._code = None
+        self._code, self.alive = None, True
         self.send(msgspec.json.encode(order) + b"\n")
         pinging = asyncio.create_task(self._ping())
         try:
             await self._read()
             return self._code
         finally:
+            self.alive = False
             pinging.cancel()
             await self.end()
 

@@ -97,13 +97,18 @@ class RayTarget(LaunchTarget):
     actor: Any = None
 
     async def connect(self) -> PartConnection:
-        """Starts the part. Raises PartNotStarted while Ray has no place for the actor."""
+        """Starts the part, once Ray has a place for the actor. Raises PartNotStarted."""
+        import ray
         from ray.exceptions import RayError
 
+        # Ray keeps a call that may be tried again until the actor is there, and sends it at once then.
+        call = self.actor.start.options(max_task_retries=-1).remote()
         try:
-            address = await self.actor.start.remote()
+            address = await call
         except RayError as error:
             raise PartNotStarted(_first_line(error)) from None
+        finally:
+            ray.cancel(call)  # without effect on one that is done
         to_stderr(f"moeserve launch: {self.name} is on {address}")
         return RayConnection(self.actor)
 

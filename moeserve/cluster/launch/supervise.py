@@ -1,7 +1,8 @@
 """The launcher's policy: who is started when, what is started again, and when all end.
 
-Machine 0 decides: its end is the end of all, and its exit code is ours. Another machine that dies is started again,
-because it can join while machine 0 goes on. One that cannot be reached is tried until it can.
+Machine 0 decides: where it ends by itself, all end, and its exit code is ours. A machine that is killed or lost is
+started again: machine 0 with nothing of what it knew, any other one while machine 0 goes on. One that cannot be reached
+is tried until it can.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ FAREWELL_S = 10.0  # for the others to end after machine 0
 KILL_S = 2.0
 SETTLED_S = UNHEALTHY_S + 1  # machine 0 says by then that it waits for a machine that has joined, or it serves with it
 CONNECTING = "connecting"
+KILLED = 128  # and above: exit codes by a signal
 _HOPELESS = range(2, 6)  # settings, model files, port, memory: a new try would end alike
 
 MakeOrder = Callable[[int, PartHello], Order]  # by a machine's number and machine 0's hello
@@ -61,8 +63,7 @@ class Launch:
                 return killed.result()
             zero = connecting.result()
             for machine in self._machines:
-                life = self._first(machine, zero) if machine.rank == 0 else self._keep(machine, zero)
-                tasks.append(asyncio.create_task(life, name=machine.name))
+                tasks.append(asyncio.create_task(self._keep(machine, zero), name=machine.name))
             self._machines[0].on_state = self._on_state_of_first
             for machine in self._machines[1:]:
                 machine.on_state = self._on_state_of_other
@@ -79,7 +80,7 @@ class Launch:
         """The first signal drains, the second one ends all at once."""
         self._signals += 1
         assert self._killed is not None
-        if self._signals > 1 or self._machines[0].state in ("", CONNECTING):
+        if self._signals > 1 or not self._machines[0].alive:
             if not self._killed.done():
                 self._killed.set_result(128 + number)
             return
@@ -111,18 +112,17 @@ class Launch:
             )
         return zero
 
-    async def _first(self, machine: Machine, zero: PartHello) -> int:
-        """Machine 0's life. Returns its exit code, 1 if it was lost."""
-        code = await self._live(machine, zero)
-        self._over.set()
-        return 1 if code is None else code
-
     async def _keep(self, machine: Machine, zero: PartHello) -> int:
-        """Another machine's lives. Returns an exit code when there is no use in going on."""
+        """A machine's lives. Returns an exit code when there is no use in going on."""
         restarts: deque[float] = deque()
         while True:
             code = await self._live(machine, zero)
-            if code in _HOPELESS and not machine.joined:
+            if machine.rank == 0:
+                if self._signals or not machine.joined or (code is not None and code < KILLED):
+                    self._over.set()
+                    return 1 if code is None else code
+                to_stderr("moeserve launch: machine 0 is gone, and all requests with it; it starts anew")
+            elif code in _HOPELESS and not machine.joined:
                 return self._give_up(f"{machine.name} cannot take part: {machine.last_line}", int(code or 0))
             now = time.monotonic()
             while restarts and now - restarts[0] > RESTARTS_WITHIN_S:

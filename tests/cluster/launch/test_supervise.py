@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,20 @@ async def test_machine_0_decides(code: int, capfd: pytest.CaptureFixture[str]) -
 async def test_machine_0_that_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
     assert await launch(place("a", "pass"), place("b", FOREVER)) == 1
     assert "a (machine 0 of 2): lost" in capfd.readouterr().err
+
+
+async def test_machine_0_that_is_killed_once_it_was_ready_starts_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
+    lives = f"import pathlib\nnumber = pathlib.Path({str(tmp_path / 'lives')!r})\nfirst = not number.exists()"
+    ends = (
+        "number.write_text('')\nprint('\x1eready', flush=True)\nprint(f'\x1eended {137 if first else 3}', flush=True)"
+    )
+    assert await launch(place("a", lives, ends), place("b", FOREVER)) == 3
+    err = capfd.readouterr().err
+    assert err.count("a (machine 0 of 2): starting") == 2
+    assert err.count("machine 0 is gone, and all requests with it; it starts anew") == 1
 
 
 async def test_who_cannot_take_part_is_named(capfd: pytest.CaptureFixture[str]) -> None:
