@@ -42,7 +42,13 @@ class ModelConfig:
         "none", "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)"
     )
     packed_cache: str | None = _opt(
-        None, "folder for packed weights, which later starts map into memory (CPU)", flag=None
+        None,
+        "folder for packed weights, which later starts map into memory (CPU; default: the user's cache folder, for "
+        'models of 256 MiB or more), or "off"',
+        flag=None,
+    )
+    packed_cache_bytes: int | None = _opt(
+        None, "bytes in that folder (default: half of what it and the free disk have, at most 64 GiB)", flag=None, low=1
     )
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
