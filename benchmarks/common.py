@@ -161,9 +161,12 @@ class Server:
         return roles
 
 
+NO_CACHE = 'model:\n  packed_cache: "off"\n'  # else the file is written while the first requests are measured
+
+
 @contextmanager
 def running_server(
-    model: str, *flags: str, config: str = "", cores: set[int] | None = None, root: Path = ROOT
+    model: str, *flags: str, config: str = NO_CACHE, cores: set[int] | None = None, root: Path = ROOT
 ) -> Iterator[Server]:
     """`moeserve serve MODEL flags`, with a YAML config and pinned to `cores` (its children too); stopped at the end.
 

@@ -25,14 +25,16 @@ def main() -> None:
     flags.add_argument("--repeat", type=int, default=5, help="starts [5]")
     flags.add_argument("--max-model-len", help="as of `moeserve serve`")
     flags.add_argument("--packed-cache", help="folder for packed weights: measure starts that map them, too")
+    flags.add_argument("--settings", default="{}", help="JSON of settings under `model:`, e.g. of load_format")
     args = flags.parse_args()
     limit = ["--max-model-len", args.max_model_len] if args.max_model_len else []
-    configs = {"": ""}
+    settings = json.loads(args.settings)
+    configs = {"": json.dumps({"model": {"packed_cache": "off", **settings}})}
     if args.packed_cache:
-        configs["packed_cache_"] = f"model:\n  packed_cache: {json.dumps(args.packed_cache)}"
-        one_start(args.model, limit, configs["packed_cache_"])  # writes the file
+        configs["packed_cache_"] = json.dumps({"model": {"packed_cache": args.packed_cache, **settings}})
+        one_start(args.model, limit, configs["packed_cache_"], Path(args.packed_cache))
     rounds = [[one_start(args.model, limit, config) for config in configs.values()] for _ in range(args.repeat)]
-    weights = weight_bytes(args.model)
+    weights = weight_bytes(args.model)  # 0: made up
     peak = max(run["engine_peak_bytes"] for run, *_ in rounds)
     result = {
         "model": Path(args.model).name,
@@ -49,17 +51,24 @@ def main() -> None:
     save(f"startup-{Path(args.model).name}", args, result)
 
 
-def one_start(model: str, limit: list[str], config: str) -> dict[str, Any]:
-    """Seconds since the process was started, and the engine's peak resident memory until ready and after an answer."""
+def one_start(model: str, limit: list[str], config: str, kept: Path | None = None) -> dict[str, Any]:
+    """Seconds since the process was started, and the engine's peak resident memory until ready and after an answer.
+
+    kept: the server runs on until packed weights are in this folder.
+    """
     with running_server(model, *limit, config=config) as server:
         listening_s = server.wait("/livez")
         ready_s = server.wait("/readyz")
         peak = peak_rss_bytes(server.tree()["engine"])
         server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1, "ignore_eos": True})
+        first_token_s = time.perf_counter() - server.started_s
+        while kept and not list(kept.glob("*.packed")):
+            assert server.process.is_running(), server.log.read_text()
+            time.sleep(0.5)
         return {
             "listening_s": listening_s,
             "ready_s": ready_s,
-            "first_token_s": time.perf_counter() - server.started_s,
+            "first_token_s": first_token_s,
             "engine_peak_bytes": peak,
             "engine_peak_after_answer_bytes": peak_rss_bytes(server.tree()["engine"]),
         }

@@ -45,7 +45,14 @@ class ModelConfig:
     quantization: Literal["none", "int8", "int4"] = _opt(
         "none", "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)"
     )
-    packed_cache: str | None = _yaml(None, "folder for packed weights, which later starts map into memory (CPU)")
+    packed_cache: str | None = _yaml(
+        None,
+        "folder for packed weights, which later starts map into memory (CPU; default: the user's cache folder, for "
+        'models of 256 MiB or more), or "off"',
+    )
+    packed_cache_bytes: int | None = _yaml(
+        None, "bytes in that folder (default: half of what it and the free disk have, at most 64 GiB)", low=1
+    )
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(

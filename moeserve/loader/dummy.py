@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,17 +18,30 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Reader
-from moeserve.ops.quantised import E2M1, Quantised
+from moeserve.ops.quantised import E2M1, Asked, Quantised, Weight, group_of
+
+PAGE = (1 << 20) + 7  # odd, so that no two rows of a weight are alike
+_STEPS = {"int8": (32, 127), "fp8": (32, 127), "int4": (3, 7), "fp4": (2, 6)}  # standard deviation and most
 
 
-def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) -> Checkpoint:
-    """Returns a checkpoint with all that the plan asks for. form: of its linear layers."""
+def rounded_format(asked: Asked | None, num_inputs: int) -> StoredFormat:
+    """Returns how `--quantization` keeps a linear layer."""
+    assert asked
+    return StoredFormat(kind=asked, group=group_of(num_inputs) if asked == "int4" else 0)
+
+
+def imagined(
+    model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None, asked: Asked | None = None
+) -> Checkpoint:
+    """Returns a checkpoint with all that the plan asks for. form: of its linear layers; asked: else they are rounded so
+    already, which saves to round them."""
     tensors, stored = {}, {}
-    linear = {param.name for param in plan.params if form and param.quantised_on_load}
+    linear = {param.name: param.shape[-1] for param in plan.params if param.quantised_on_load}
+    forms = {name: form or rounded_format(asked, width) for name, width in linear.items()} if form or asked else {}
     for piece in plan.pieces:
         name, shape = piece.source, (piece.shape, piece.transposed)
         tensors[name] = TensorInfo(name, model_dir, "BF16", piece.shape, 0, 0)
-        if form and piece.param in linear:
+        if form := forms.get(piece.param):
             values, scales, zeros = form.values_shape(*shape), form.scales_shape(*shape), form.zeros_shape(*shape)
             tensors[name] = TensorInfo(name, model_dir, form.values_dtype, values, 0, 0)
             stored[name] = StoredWeight(
@@ -40,7 +54,8 @@ def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) 
 
 
 class RandomReader(Reader):
-    """A reader of random numbers, seeded by the tensor's name: the same in every start on a device.
+    """A reader of random numbers, the same in every start on a device: a page of them over and over, of which each
+    tensor begins somewhere else.
 
     Vectors lie around 1; products keep their inputs' size, so nothing overflows and routers choose all experts alike.
     """
@@ -50,36 +65,52 @@ class RandomReader(Reader):
 
     def jobs(self, piece: Piece, param: Any, limit: int | None = None) -> Iterator[Callable[[], int]]:
         """Yields one job, which fills a piece with random numbers."""
-        fill = self._fill_quantised if isinstance(param, Quantised) else self._fill_plain
-        yield partial(fill, piece.source, param[piece.at])
+        yield partial(_fill, zlib.crc32(piece.source.encode()), param[piece.at])
 
-    @torch.inference_mode()
-    def _fill_plain(self, source: str, part: Tensor) -> int:
-        generator = torch.Generator(part.device).manual_seed(zlib.crc32(source.encode()))
-        if part.dim() == 1:
-            part.uniform_(0.5, 1.5, generator=generator)
-        else:
-            part.normal_(0.0, part.shape[-1] ** -0.5, generator=generator)
-        return 0
 
-    @torch.inference_mode()
-    def _fill_quantised(self, source: str, part: Quantised) -> int:
-        """Fills values of all sizes that the kind has, with one scale for all."""
-        plain = torch.empty(part.shape, device=part.values.device)
-        self._fill_plain(source, plain)
-        steps, most = {"int8": (32, 127), "fp8": (32, 127), "int4": (3, 7), "fp4": (2, 6)}[part.kind]
-        scale = part.shape[-1] ** -0.5 / steps
-        plain.div_(scale).clamp_(-most, most)
-        if part.kind == "fp4":
-            sizes = (
-                torch.tensor(E2M1[1:8], device=plain.device) - 0.25
-            )  # about where one number is nearer than the next
-            part.values.copy_(torch.bucketize(plain.abs(), sizes) + 8 * (plain < 0))
-        elif part.kind == "fp8":
-            part.values.copy_(plain.to(torch.float8_e4m3fn).view(torch.uint8))
-        else:
-            part.values.copy_(plain.round_() + (8 if part.kind == "int4" else 0))
-        part.scales.fill_(scale)
-        if part.zeros is not None:
-            part.zeros.fill_(8)
+@torch.inference_mode()
+def _fill(seed: int, part: Weight) -> int:
+    """Values of a quantised weight are of all sizes that its kind has, with one scale for all."""
+    if not isinstance(part, Quantised):
+        scale = 0.0 if part.dim() == 1 else part.shape[-1] ** -0.5
+        _spread(_page("", part.dtype, scale, part.device), seed, part)
         return 0
+    _spread(_page(part.kind, part.values.dtype, 0.0, part.values.device), seed, part.values)
+    part.scales.fill_(part.shape[-1] ** -0.5 / _STEPS[part.kind][0])
+    if part.zeros is not None:
+        part.zeros.fill_(8)
+    return 0
+
+
+@functools.cache
+@torch.inference_mode()
+def _page(kind: str, dtype: torch.dtype, scale: float, device: torch.device) -> Tensor:
+    """PAGE numbers: normal ones times `scale`, uniform ones around 1 for 0, or the values of a quantised kind."""
+    generator = torch.Generator(device).manual_seed(PAGE)
+    plain = torch.empty(PAGE, device=device)
+    if kind == "":
+        return (
+            plain.normal_(0, scale, generator=generator) if scale else plain.uniform_(0.5, 1.5, generator=generator)
+        ).to(dtype)
+    steps, most = _STEPS[kind]
+    plain.normal_(0, steps, generator=generator).clamp_(-most, most)
+    if kind == "fp4":
+        sizes = torch.tensor(E2M1[1:8], device=device) - 0.25  # about where one number is nearer than the next
+        return (torch.bucketize(plain.abs(), sizes) + 8 * (plain < 0)).to(dtype)
+    if kind == "fp8":
+        return plain.to(torch.float8_e4m3fn).view(dtype)
+    return (plain.round_() + (8 if kind == "int4" else 0)).to(dtype)
+
+
+def _spread(page: Tensor, seed: int, into: Tensor) -> None:
+    page = page.roll(seed % PAGE)
+    flat = (
+        into.view(-1)
+        if into.is_contiguous()
+        else torch.empty_like(into, memory_format=torch.contiguous_format).view(-1)
+    )
+    whole = len(flat) // PAGE
+    flat[: whole * PAGE].view(whole, PAGE).copy_(page)
+    flat[whole * PAGE :].copy_(page[: len(flat) - whole * PAGE])
+    if not into.is_contiguous():
+        into.copy_(flat.view(into.shape))

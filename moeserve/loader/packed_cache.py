@@ -6,6 +6,8 @@ the key; a start verifies every byte. Files are written aside, private to their 
 number of processes may write, map and delete them at once, or be killed. Files are mapped privately: pages that an
 expert moves into become the process's own. Only their owner can do harm, by writing into a mapped file (other weights)
 or cutting it short (SIGBUS), or another machine that deletes it from a shared disk.
+
+A folder is bounded: files that no start mapped for the longest time (their time of change says when) make room.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import logging
 import mmap
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,14 @@ _native: Any = native()
 _NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SYNC_BYTES = 1 << 30  # so much at a time goes to the disk: at the end it might take longer than a start may be silent
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+LEAST = 256 << 20  # bytes: unasked, no smaller model is kept, whose packing takes no time
+MOST = 64 << 30  # bytes of all files in a folder, unless it is said
+SPARED = 8 << 30  # bytes of a disk, or a tenth of it, that stay free
+
+
+def default_folder() -> str:
+    """Returns the folder for packed weights if none is named."""
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "moeserve", "packed"))
 
 
 def key_of(identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, asked: str | None) -> str:
@@ -50,17 +62,22 @@ def key_of(identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, aske
 class PackedCache:
     """One start's `tensors` by name, from their file or for it. Create it when the native kernels have their threads.
 
-    alive: called now and then while bytes are read or written. found: the file exists and is whole. product: the
-    parameter that was taken from `CachedParams` last; packed bytes are kept under its name.
+    alive: called now and then while bytes are read or written. most: bytes that the folder may hold (default: half of
+    what it and the disk's free space have, MOST at most). sharers: ranks that keep as much there. found: the file
+    exists and is whole. product: the parameter that was taken from `CachedParams` last; packed bytes are kept under its
+    name.
     """
 
-    def __init__(self, folder: str, key: str, alive: Callable[[], None] = lambda: None) -> None:
-        self._path, self._key, self.product = Path(folder).expanduser() / f"{key}.packed", key, ""
-        self._alive = alive
+    def __init__(
+        self, folder: str, key: str, alive: Callable[[], None] = lambda: None, most: int | None = None, sharers: int = 1
+    ) -> None:
+        self._path, self._key, self.product = Path(os.path.expanduser(folder), f"{key}.packed"), key, ""
+        self._alive, self._most, self._sharers = alive, most, sharers
         self.tensors: dict[str, Tensor] = {}
         try:
             if os.path.lexists(self._path):
                 self.tensors = _mapped(self._path, key, alive)
+                os.utime(self._path)
         except (OSError, CheckpointError) as error:
             why = str(error).partition(";")[0]
             log.warning("packed weights are not used, but packed anew and replaced: %s: %s", self._path, why)
@@ -76,15 +93,53 @@ class PackedCache:
         assert memory.nbytes == num_bytes, (self.product, memory.nbytes, num_bytes)
         return memory, self.found
 
-    def finish(self) -> None:
-        """Writes the file if none was found, and drops the tensors; only warns if the file cannot be written."""
+    def finish(self, pace: Callable[[], Callable[[int], None]] | None = None) -> threading.Thread | None:
+        """Drops the tensors, and writes the file if none was found; only warns if it cannot be written.
+
+        pace: makes what is called with the bytes after each piece, in a thread that is returned: the file is then
+        written behind the model's first steps, with checksums of now, and not at all if the process ends before.
+        """
+        tensors, self.tensors = self.tensors, {}
+        if self.found:
+            log.info("packed weights mapped from %s", self._path)
+            return None
+        parts = _contents(tensors, self._key, self._alive)
+        if pace is None:
+            self._keep(parts, lambda num_bytes: self._alive())
+            return None
+        thread = threading.Thread(target=lambda: self._keep(parts, pace()), name="packed cache", daemon=True)
+        thread.start()
+        return thread
+
+    def _keep(self, parts: list[Tensor], work: Callable[[int], None]) -> None:
         try:
-            if not self.found:
-                _write(self._path, _contents(self.tensors, self._key, self._alive), self._alive)
-            log.info("packed weights %s %s", "mapped from" if self.found else "written to", self._path)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_room(sum(len(part) for part in parts))
+            _write(self._path, parts, work)
+            log.info("packed weights written to %s", self._path)
         except OSError as error:
-            log.warning("packed weights cannot be kept: %s; make room, or let packed_cache name another folder", error)
-        self.tensors = {}
+            log.warning(
+                'packed weights cannot be kept: %s; make room, let packed_cache name another folder, or say "off"',
+                error,
+            )
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Deletes what was not used for the longest time until a file fits; nothing if it cannot. Raises OSError."""
+        files = [(status.st_mtime_ns, status.st_size, file) for file, status in _files(self._path.parent)]
+        disk, held = shutil.disk_usage(self._path.parent), sum(size for _, size, _ in files)
+        most = min(MOST, (disk.free + held) // 2) if self._most is None else self._most
+        room = min(most, disk.free + held - min(SPARED, disk.total // 10))
+        if num_bytes * self._sharers > room:
+            raise OSError(
+                f"{self._path.parent} may hold {max(0, room):,} bytes (packed_cache_bytes and the disk's free space "
+                f"decide), and {self._sharers} rank(s) of this model have {num_bytes:,} each"
+            )
+        for _, size, file in sorted(files):
+            if held + num_bytes <= room:
+                return
+            file.unlink(missing_ok=True)  # whoever has it mapped keeps it
+            held -= size
+            log.info("packed weights deleted for others, not used for longest: %s", file)
 
 
 class CachedParams(Params):
@@ -109,6 +164,12 @@ class CachedParams(Params):
         if not is_packed(param.name):
             have[param.name] = value
         return value
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for file in folder.glob("*.packed"):
+        with suppress(FileNotFoundError):  # deleted by another process
+            yield file, file.stat(follow_symlinks=False)
 
 
 def _mapped(path: Path, key: str, alive: Callable[[], None]) -> dict[str, Tensor]:
@@ -154,19 +215,19 @@ def _contents(tensors: dict[str, Tensor], key: str, alive: Callable[[], None]) -
     return parts
 
 
-def _write(path: Path, parts: list[Tensor], alive: Callable[[], None]) -> None:
+def _write(path: Path, parts: list[Tensor], work: Callable[[int], None]) -> None:
     """The file has no name until it is whole."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o600), "wb", buffering=0) as file:
         synced = 0
         for part in parts:
             left = part.numpy().data
             while left:  # up to the next large page: systems that keep files in such pages do it then
-                left = left[file.write(left[: HUGE - file.tell() % HUGE]) :]
+                count = file.write(left[: HUGE - file.tell() % HUGE])
+                left = left[count:]
+                work(count)
             if file.tell() - synced > SYNC_BYTES:
                 os.fsync(file)
                 synced = file.tell()
-            alive()
         os.fsync(file)
         name = path.with_name(f"new-{secrets.token_hex(8)}")
         descriptor = file.fileno()  # as src_dir_fd it means nothing, but makes `link` follow what stands for the file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,12 +18,12 @@ from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.dummy import RandomReader, imagined
+from moeserve.loader.dummy import RandomReader, imagined, rounded_format
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.load_plan import LoadPlan, Param
-from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
+from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, default_folder, key_of
 from moeserve.loader.stored_format import StoredFormat
-from moeserve.loader.weights import Params
+from moeserve.loader.weights import Params, Reader
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
@@ -31,13 +32,14 @@ from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native_layer import new_room
-from moeserve.ops.quantised import Asked, group_of
+from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
+from moeserve.runner.experts import BYTES_PER_S, SHARE, Pace
 from moeserve.runner.limits import MemoryFacts, check_weights_fit
 
 log = logging.getLogger(__name__)
-_DUMMY = "load_format=dummy is for one rank and no packed_cache"
+_DUMMY = "load_format=dummy is for one rank"
 Progress = Callable[[str, int], None]  # description of the phase, percent of the whole
 READ_FROM, READ_TO = 5, 85  # percent of start-up that reading the weights takes
 
@@ -76,7 +78,7 @@ def load_model(
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
     dummy, packed_cache = config.model.load_format == "dummy", config.model.packed_cache
-    if dummy and (packed_cache or shard.world.size > 1):
+    if dummy and shard.world.size > 1:
         raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names
@@ -84,19 +86,24 @@ def load_model(
     ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
     if config.device.compile:
         ops = traced(ops)
-    described = imagined(model_dir, plan, *spec.stored[:1]) if dummy else checkpoint
-    check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
+    described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
+    num_bytes = weight_bytes(described, plan, dtype, asked)
+    check_weights_fit(num_bytes, memory)
+    if packed_cache is None and ops.native and not dummy and num_bytes >= LEAST:
+        packed_cache = default_folder()
+    packed_cache = None if packed_cache == "off" else packed_cache
     _check_kernels(ops, described, plan, asked, packed_cache)
     if any(form.activations for form in spec.stored) and not shard.world.rank:
         log.info("config.json quantises activations, too: %s", _activations(ops, spec))
     files = ExpertFiles(
         checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked
     )
-    params_of: Callable[..., Params] = partial(Params, reader=RandomReader) if dummy else Params
+    params_of: Callable[..., Params] = Params
     cache, last = None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
-        key = key_of(files.identity(), plan, shard.world, dtype, asked)
-        cache = PackedCache(packed_cache, key, lambda: progress("keeping or mapping packed weights", last))
+        key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, asked)
+        most, sharers = config.model.packed_cache_bytes, shard.world.ranks_on_host
+        cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers)
         ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
 
     def read(done: int, total: int) -> None:
@@ -107,12 +114,13 @@ def load_model(
             last = percent
             progress("reading and packing the weights", percent)
 
-    with params_of(described, plan, dtype, device=device, asked=asked, progress=read) as params:
+    reader = RandomReader if dummy else Reader
+    with params_of(described, plan, dtype, device=device, asked=asked, progress=read, reader=reader) as params:
         longest = config.model.max_model_len or spec.max_position
         model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
     files.check()
     if cache:
-        cache.finish()
+        cache.finish(lambda: Pace(threading.Event(), SHARE, BYTES_PER_S))
     return model, files, cache.mapped_bytes if cache else 0
 
 
@@ -150,11 +158,11 @@ def draft_params(
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     plan = plan_of(checkpoint.names)
     ops = model.ops.packing_into(new_room) if model.ops.native else model.ops  # not into a file of packed weights
-    described = imagined(model_dir, plan, *spec.stored[:1]) if dummy else checkpoint
+    described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
     check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
     _check_kernels(ops, described, plan, asked, None)
-    params_of: Callable[..., Params] = partial(Params, reader=RandomReader) if dummy else Params
-    with params_of(described, plan, dtype, device=device, asked=asked) as params:
+    reader = RandomReader if dummy else Reader
+    with Params(described, plan, dtype, device=device, asked=asked, reader=reader) as params:
         yield params, ops
 
 
@@ -186,7 +194,7 @@ def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> I
         if param.name in stored and not param.widened:
             yield param, stored[param.name]
         elif asked and param.quantised_on_load:
-            yield param, StoredFormat(kind=asked, group=group_of(param.shape[-1]) if asked == "int4" else 0)
+            yield param, rounded_format(asked, param.shape[-1])
 
 
 def _activations(ops: Ops, spec: ModelSpec) -> str:

@@ -13,12 +13,14 @@ from moeserve import LLM, SamplingParams
 from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.loader.dummy import RandomReader, imagined
+from moeserve.loader import weights
+from moeserve.loader.dummy import PAGE, RandomReader, _fill, imagined
 from moeserve.loader.weights import Params
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.runner.cpu import CPUModelRunner
 from tests.quantised_checkpoints import FORMS, dequantised
+from tests.runner.harness import written
 
 
 @pytest.fixture
@@ -80,9 +82,49 @@ def test_any_format_is_imagined(name: str, config_only: Path) -> None:
     assert len(w13.values.unique()) >= 15
 
 
-def test_refused_where_there_are_more_ranks_or_packed_weights(config_only: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", ["int4", "int8"])
+def test_what_is_asked_for_is_there_without_rounding(
+    asked: Any, config_only: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the kind, groups and dtypes that rounding would give."""
     spec = read_model_spec(config_only)
-    for world, settings in ((World(0, 2), {}), (World(), {"packed_cache": str(tmp_path / "cache")})):
-        config = config_of(config_only, load_format="dummy", **settings)
-        with pytest.raises(ConfigError, match="load_format=dummy is for one rank"):
-            CPUModelRunner(config, spec, config_only, world).load(lambda phase, percent: None)
+    plan, names = load_plan(spec, set()), ("layers.0.w13", "layers.0.qkv", "layers.0.w2")
+    parts: dict[str, Any] = {"device": "meta", "asked": asked, "reader": RandomReader}
+    with Params(imagined(config_only, plan), plan, torch.bfloat16, **parts) as params:
+        expected = [params.pop(name) for name in names]
+    monkeypatch.setattr(weights, "quantisation_of", None)
+    parts["device"] = "cpu"
+    with Params(imagined(config_only, plan, asked=asked), plan, torch.bfloat16, **parts) as params:
+        for name, theirs in zip(names, expected, strict=True):
+            ours = params.pop(name)
+            assert (ours.kind, ours.group, ours.zeros, ours.dtype) == (theirs.kind, theirs.group, None, torch.bfloat16)
+            assert [(a.shape, a.dtype) for a in ours.parts] == [(b.shape, b.dtype) for b in theirs.parts]
+            assert dequantised(ours).std() == pytest.approx(ours.shape[-1] ** -0.5, rel=0.1)
+            assert len(ours.values.unique()) >= 15
+        assert isinstance(params.pop("layers.0.router"), torch.Tensor)
+
+
+def test_large_weights_repeat_in_no_row() -> None:
+    for width in (64, 192):  # each column of pages begins elsewhere
+        weight = torch.empty(3 * PAGE // width, width)
+        _fill(5, weight)
+        assert weight[: PAGE // width - 1].eq(weight[PAGE // width : 2 * (PAGE // width) - 1]).float().mean() < 0.1
+        assert weight.std() == pytest.approx(width**-0.5, rel=0.01)
+
+
+def test_refused_where_there_are_more_ranks(config_only: Path) -> None:
+    config = config_of(config_only, load_format="dummy")
+    with pytest.raises(ConfigError, match="load_format=dummy is for one rank"):
+        CPUModelRunner(config, read_model_spec(config_only), config_only, World(0, 2)).load(lambda *phase: None)
+
+
+def test_packed_weights_that_were_made_up_are_nobody_elses(config_only: Path, tmp_path: Path) -> None:
+    """Where a folder is named, they are kept as others are."""
+    spec, found = read_model_spec(config_only), []
+    for _ in range(2):
+        config = config_of(config_only, load_format="dummy", packed_cache=str(tmp_path / "cache"))
+        runner = CPUModelRunner(config, spec, config_only)
+        runner.load(lambda *phase: None)
+        found.append(runner.mapped_bytes)
+        written()
+    assert found[0] == 0 < found[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
+from moeserve.loader.packed_cache import CachedParams, PackedCache, default_folder, key_of
 from moeserve.loader.weights import Params, Reader
 from moeserve.models.build import build_decoder
 from moeserve.models.hf_config import read_model_spec
@@ -92,9 +93,9 @@ def test_the_next_start_finds_what_the_first_one_had(tmp_path: Path) -> None:
     assert second.mapped_bytes == sum(tensor.nbytes for tensor in made.values())
     assert same(found, made)
     assert all(found[name].data_ptr() % 64 == 0 for name in found if "layers" in name)
-    written = file.stat().st_mtime_ns
+    written = file.stat().st_ino
     second.finish()
-    assert file.stat().st_mtime_ns == written
+    assert file.stat().st_ino == written
 
 
 def test_it_is_a_file_that_others_can_read(folder: Path) -> None:
@@ -222,6 +223,77 @@ def test_a_file_has_no_name_until_it_is_whole(tmp_path: Path) -> None:
     cache.finish()
     assert len(seen) > 2
     assert not any(seen)
+
+
+def test_written_behind_a_start_as_it_was_then(tmp_path: Path) -> None:
+    """What changes meanwhile, an expert that moves, is not taken for the checkpoint's."""
+    gate, sizes = threading.Event(), []
+
+    def pace() -> Callable[[int], None]:
+        gate.wait()
+        return sizes.append
+
+    for changed in (True, False):
+        gate.clear()
+        cache, have = start(tmp_path)
+        thread = cache.finish(pace)
+        assert thread is not None
+        assert not list(tmp_path.iterdir())
+        if changed:
+            have["layers.0.w2"].add_(1)
+        gate.set()
+        thread.join()
+        assert start(tmp_path)[0].found is not changed
+        assert sum(sizes) == file_in(tmp_path).stat().st_size
+        file_in(tmp_path).unlink()
+        sizes.clear()
+
+
+def test_the_least_recently_used_file_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "other").write_bytes(bytes(400_000))
+
+    def names() -> set[str]:
+        return {file.name[0] for file in tmp_path.glob("*.packed")}
+
+    def one(key: str, most: int, sharers: int = 1) -> None:
+        for i, old in enumerate(sorted(tmp_path.glob("*.packed"), key=lambda file: file.stat().st_mtime_ns)):
+            os.utime(old, ns=(0, i))  # in their order, all long ago
+        cache = PackedCache(str(tmp_path), key, most=most, sharers=sharers)
+        if not cache.found:
+            cache.tensors = {"norm": torch.zeros(100_000, dtype=torch.uint8)}
+        cache.finish()
+
+    one("0", 200_000)
+    (size,) = (file.stat().st_size for file in tmp_path.glob("*.packed"))
+    one("1", 3 * size)
+    one("2", 3 * size)
+    assert names() == {"0", "1", "2"}
+    one("0", 3 * size)  # mapped
+    one("3", 3 * size)
+    assert names() == {"0", "2", "3"}
+    one("4", 3 * size, sharers=2)
+    one("5", size // 2)
+    assert "packed weights cannot be kept" in caplog.text
+    assert names() == {"0", "3", "4"}
+
+
+def test_some_of_the_disk_stays_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for free, kept in ((99_999, False), (200_000, True)):
+        disk = shutil._ntuple_diskusage(1_000_000, 1_000_000 - free, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, disk=disk: disk)
+        start(tmp_path)[0].finish()
+        assert bool(list(tmp_path.iterdir())) == kept
+        assert ("may hold 0 bytes" in caplog.text) != kept
+        caplog.clear()
+
+
+def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/else/where")
+    assert default_folder() == "/else/where/moeserve/packed"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert default_folder() == "~/.cache/moeserve/packed"
 
 
 def test_home_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

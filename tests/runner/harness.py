@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,13 @@ def fake_runner(spec: ModelSpec | None = None, cls: type[ModelRunnerBase] = Fake
     runner = cls(config, spec or spec_of(), Path(os.devnull))
     runner.prepare()
     return runner
+
+
+def written() -> None:
+    """Waits for the packed weights that starts keep."""
+    for thread in threading.enumerate():
+        if thread.name == "packed cache":
+            thread.join()
 
 
 def greedy(**changes: Any) -> TokenSampling:

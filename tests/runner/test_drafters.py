@@ -28,7 +28,7 @@ from tests.eagle3_checkpoint import Reference, write_eagle3
 from tests.models.test_workspace import peak_bytes
 from tests.mtp import write_mtp_checkpoint
 
-from .harness import Request, greedy
+from .harness import Request, greedy, written
 from .test_mtp import DRAFTED, DraftingDriver, K
 from .test_speculation import runner_of, serve, submits_of
 
@@ -73,6 +73,7 @@ def test_a_draft_model_that_is_the_target_guesses_every_token(
     if "packed_cache" in settings:
         settings = settings | {"packed_cache": str(tmp_path)}
         driver_of(path, f"model:{path}:{K}", **settings).runner.close()
+        written()
     driver = driver_of(path, f"model:{path}:{K}", **settings)
     request = driver.add(Request(PROMPT, greedy(temperature=temperature, seed=3)))
     driver.run([(request, 40)])

@@ -19,12 +19,12 @@ from moeserve.messages import PlacementTable
 from moeserve.models.hf_config import read_model_spec
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
-from moeserve.runner import cpu
+from moeserve.runner import cpu, load
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.limits import MemoryFacts
 from tests.quantised_checkpoints import FORMS, write_quantised
 from tests.runner.engines import Group, alone
-from tests.runner.harness import Request, greedy
+from tests.runner.harness import Request, greedy, written
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs the native kernels")
 PROMPT = np.random.default_rng(3).integers(0, 256, 40).tolist()
@@ -36,6 +36,7 @@ def refuse(self: Reader, *args: Any) -> int:
 
 def run(path: Path, **settings: Any) -> Request:
     driver = alone(path, **settings)
+    written()
     request = driver.add(Request(list(PROMPT), greedy()))
     driver.generate(request, 5, chunk=16)
     return request
@@ -84,6 +85,7 @@ async def test_experts_move_after_a_start_from_a_file(make_checkpoint: Any, tmp_
         joins = tmp_path / str(attempt)
         joins.mkdir()
         group = await Group(path, 2, joins, packed_cache=str(folder), redundant_experts=2).prepare()
+        written()
         assert [bool(engine.model.mapped_bytes) for engine in group.engines] == [attempt > 0] * 2
         await group.join()
         request = group.engines[0].driver.add(Request(list(PROMPT), greedy()))
@@ -120,6 +122,7 @@ def test_mapped_weights_leave_less_memory_for_kv_blocks(
     for _ in range(2):
         runner = CPUModelRunner(config, read_model_spec(path), path)
         budgets.append(runner.load(lambda phase, percent: None))
+        written()
         mapped.append(runner.mapped_bytes)
     assert mapped[0] == 0 < mapped[1]
     assert abs(budgets[0] - budgets[1] - 0.9 * mapped[1]) < 2
@@ -132,6 +135,7 @@ def test_an_engine_that_comes_when_experts_have_moved_leaves_no_file(make_checkp
     for version, num_files in ((1, 0), (0, 1)):
         placement = Placement(version, 2, 8, first.experts_LS)
         CPUModelRunner(config, spec, path, world, placement, grouped=True).load(lambda phase, percent: None)
+        written()
         assert len(list(tmp_path.iterdir())) == num_files
 
 
@@ -139,6 +143,7 @@ def test_through_the_front_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def answer() -> list[int]:
         with LLM("demo", threads=1, max_model_len=64, packed_cache=str(tmp_path)) as llm:
             (out,) = llm.generate(["Once upon"], SamplingParams(temperature=0.9, seed=4, max_tokens=16))
+            written()
             return list(out.outputs[0].token_ids)
 
     first = answer()
@@ -154,3 +159,15 @@ def test_other_kernels_refuse(make_checkpoint: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"packed_cache needs the native kernels .*; use no packed_cache, or"):
         runner.load(lambda phase, percent: None)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("least", [0, 1 << 30])
+def test_without_a_word_large_models_are_kept_in_the_users_folder(
+    least: int, make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(load, "LEAST", least)
+    path = make_checkpoint("llama").path
+    for settings in ({"packed_cache": "off"}, {"load_format": "dummy"}, {"kernels": "torch"}, {}):
+        run(path, **settings)
+        assert len(list(tmp_path.rglob("*.packed"))) == (not settings and not least)
