@@ -56,9 +56,11 @@ def packing_of(weight: Weight, columns: int | None = None) -> Any:
 def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
     """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool."""
     weight_NK = weight_NK.contiguous() if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1 else weight_NK
-    parts = weight_NK.parts if isinstance(weight_NK, Quantised) else (weight_NK,)
-    values, scales, zeros = (*(part.data_ptr() for part in parts), 0, 0)[:3]
-    _native.pack(packing, values, parts[0].stride(0), scales, zeros, to, step, all_threads)
+    w = weight_NK
+    values, scales, zeros = (w.values, w.scales, w.zeros) if isinstance(w, Quantised) else (w, None, None)
+    _native.pack(
+        packing, values.data_ptr(), values.stride(0), address(scales), address(zeros), to, step, all_threads
+    )  # fmt: skip
 
 
 class NativeLinear:
