@@ -31,11 +31,15 @@ class Quantised:
     """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group] - mins[n, k // group].
 
     values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8), or 0 to 15 that are numbers of E2M1 (fp4) or
-    IQ4_NL (iq4_nl). scales, zeros, mins: fp32 [..., N, G]. zeros None: 8 for int4, otherwise 0. mins None: 0. group 0:
-    one scale per output. dtype: of the activations that the weight is multiplied with. rows: outputs of a checkpoint's
-    block, which have equal scales; 0: all outputs of a tensor. supers: (d, dmin) of 256 inputs each, fp32 [..., N,
-    K / 256]: scales are whole multiples of d, and mins of dmin, from 0 to 63 (-128 to 127 where dmin is None). They add
-    no meaning, and let a packer keep bytes. activations: `int8` rounds these in blocks of 32 before the product.
+    IQ4_NL (iq4_nl). scales, zeros, mins: fp32 [..., N, G]. zeros None: 8 for int4 without mins, otherwise 0. mins None:
+    0. group 0: one scale per output. dtype: of the activations that the weight is multiplied with. rows: outputs of a
+    checkpoint's block, which have equal scales; 0: all outputs of a tensor. activations: `int8` rounds these in blocks
+    of 32 before the product.
+
+    What adds no meaning, and lets a packer keep fewer bits: supers: (d, dmin) of 256 inputs each, fp32 [..., N,
+    K / 256] and exact in fp16: scales are whole multiples of d, and mins of dmin, from 0 to 63 (-128 to 127 where dmin
+    is None). scale_dtype: scales and mins are exact in it. bits: of int8 values that need fewer, 5 (0 to 31 with mins,
+    -16 to 15 without) or 6 (-32 to 31, in groups of 16); 0: all.
 
     int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]]
     """
@@ -50,6 +54,8 @@ class Quantised:
     mins: Tensor | None = None
     supers: tuple[Tensor, Tensor | None] | None = None
     activations: Literal["float", "int8"] = "float"
+    scale_dtype: torch.dtype = torch.float32
+    bits: int = 0
 
     @staticmethod
     def empty(
@@ -114,7 +120,9 @@ def dequantised(weight: Quantised) -> Tensor:
     def spread(parts: Tensor) -> Tensor:
         return parts.repeat_interleave(weight.group or inputs, -1)[..., :inputs]
 
-    zeros = spread(weight.zeros) if weight.zeros is not None else 8 if weight.kind == "int4" else 0
+    zeros = (
+        spread(weight.zeros) if weight.zeros is not None else 8 if weight.kind == "int4" and weight.mins is None else 0
+    )
     scaled = (values - zeros) * spread(weight.scales)
     return scaled if weight.mins is None else scaled - spread(weight.mins)
 
