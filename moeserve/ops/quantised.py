@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from moeserve.config import INT4_GROUPS
+from moeserve.config import INT4_GROUPS, Activations
 from moeserve.errors import CheckpointError
 
 Kind = Literal["int8", "int4", "fp8", "fp4", "iq4_nl"]
@@ -132,10 +132,13 @@ def group_of(num_inputs: int) -> int:
     return next((group for group in INT4_GROUPS if num_inputs % group == 0), 0)
 
 
-def quantisation_of(weight: Tensor, kind: Asked, name: str) -> tuple[Quantised, list[Callable[[], None]]]:
+def quantisation_of(
+    weight: Tensor, kind: Asked, name: str, activations: Activations = "auto"
+) -> tuple[Quantised, list[Callable[[], None]]]:
     """Returns memory for a quantised weight, and the calls of `quantise` that fill it, in any order."""
     group = group_of(weight.shape[-1]) if kind == "int4" else 0
     into = Quantised.empty(kind, group, False, weight.dtype, tuple(weight.shape), weight.device)
+    into = replace(into, activations="int8" if activations == "int8" else "float")
     rows_NK, into_NK = weight.flatten(0, -2), into.each(lambda part: part.flatten(0, -2))
     step = max(1, (PART if weight.device.type == "cpu" else LARGE_PART) // weight.shape[-1])
     parts = [slice(i, i + step) for i in range(0, len(rows_NK), step)]

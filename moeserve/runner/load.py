@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 
 from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
-from moeserve.config import Config
+from moeserve.config import Activations, Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import RandomReader, imagined
@@ -85,17 +86,22 @@ def load_model(
     if config.device.compile:
         ops = traced(ops)
     described = imagined(model_dir, plan, *spec.stored[:1]) if dummy else checkpoint
+    described = replace(described, activations=config.model.activations)
     check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
     _check_kernels(ops, described, plan, asked, packed_cache)
     if any(form.activations for form in spec.stored) and not shard.world.rank:
-        log.info("config.json quantises activations, too: %s", _activations(ops, spec))
+        log.info("config.json quantises activations, too: %s", _activations(ops, spec, config.model.activations))
     files = ExpertFiles(
-        checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked
+        replace(checkpoint, activations=config.model.activations),
+        lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
+        dtype,
+        device,
+        asked,
     )
     params_of: Callable[..., Params] = partial(Params, reader=RandomReader) if dummy else Params
     cache, last = None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
-        key = key_of(files.identity(), plan, shard.world, dtype, asked)
+        key = key_of(files.identity(), plan, shard.world, dtype, f"{asked} {config.model.activations}")
         cache = PackedCache(packed_cache, key, lambda: progress("keeping or mapping packed weights", last))
         ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
 
@@ -151,6 +157,7 @@ def draft_params(
     plan = plan_of(checkpoint.names)
     ops = model.ops.packing_into(new_room) if model.ops.native else model.ops  # not into a file of packed weights
     described = imagined(model_dir, plan, *spec.stored[:1]) if dummy else checkpoint
+    described = replace(described, activations=config.model.activations)
     check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
     _check_kernels(ops, described, plan, asked, None)
     params_of: Callable[..., Params] = partial(Params, reader=RandomReader) if dummy else Params
@@ -167,6 +174,8 @@ def _check_kernels(
         raise ConfigError(
             f"packed_cache needs the native kernels for CPUs, and {here}; use no packed_cache, or {native}"
         )
+    if checkpoint.activations == "int8" and not ops.native:
+        raise ConfigError(f"activations=int8 needs the native kernels, and {here}; use activations=auto, or {native}")
     instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"
     for param, form in _quantised(checkpoint, plan, asked):
         if ops.weight_obstacle is None:
@@ -174,6 +183,12 @@ def _check_kernels(
                 f"quantised weights need the native kernels for CPUs or Triton's for GPUs, and {here}; use {instead}, "
                 f"or {native}"
             )
+        if (
+            form.rows_as(checkpoint.activations) == "int8"
+            and ops.native
+            and (why := form.rows_obstacle(param.shape[-1]))
+        ):
+            raise ConfigError(f"{why}, and {param.name} is {form.described}; use activations=float")
         if why := ops.weight_obstacle(form.kind, form.group, param.shape[-1]):
             what = f"{param.name} has {param.shape[-1]}" + (f", in groups of {form.group}" if form.group else "")
             raise ConfigError(f"{why}, and {what}, {here}; use {instead}, or {native}")
@@ -189,7 +204,7 @@ def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> I
             yield param, StoredFormat(kind=asked, group=group_of(param.shape[-1]) if asked == "int4" else 0)
 
 
-def _activations(ops: Ops, spec: ModelSpec) -> str:
+def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
     """Returns how quantised activations are computed here, for the log."""
     if ops.triton and spec.moe:
         from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import: only where it serves
@@ -197,6 +212,8 @@ def _activations(ops: Ops, spec: ModelSpec) -> str:
         sizes = spec.hidden_size, spec.expert_size
         if any(multiplies_e4m3(form.kind, form.rows, form.group, *sizes) for form in spec.stored):
             return f"experts' rows become e4m3 with a scale for every 128 elements, all others stay {ops.dtype} here"
+    if ops.native and any(form.rows_as(asked) == "int8" for form in spec.stored):
+        return "rows become int8 with a scale for every 32 elements (activations: float keeps them)"
     return f"they stay {ops.dtype} here, weights alone are quantised"
 
 
