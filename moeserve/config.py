@@ -18,6 +18,7 @@ import msgspec
 from moeserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Activations = Literal["auto", "float", "int8"]
 DEMO = "demo"
 COMM_SMS = 24  # as in DeepEP's published bandwidths; leaves computation four fifths of an H100's or H200's 132 SMs
 INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the first number that divides a layer's inputs
@@ -44,6 +45,10 @@ class ModelConfig:
     dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
     quantization: Literal["none", "int8", "int4"] = _opt(
         "none", "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)"
+    )
+    activations: Activations = _yaml(
+        "auto",
+        "rows before weights of 4 and 8 bits (CPU); int8: rounded in blocks of 32; auto: if the checkpoint asks for it",
     )
     packed_cache: str | None = _yaml(
         None,

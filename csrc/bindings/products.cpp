@@ -30,8 +30,8 @@ constexpr size_t kTilesStep = 6;                // parts are a multiple of this,
 constexpr size_t kSummed = 2 << 20;              // bytes of a part that has a checksum of its own: a large page
 constexpr size_t kTakes = 64;                   // times that a worker asks for tasks, about: few enough to keep it busy
 
-size_t most_rows(Type type, size_t depth) {
-    const size_t row = depth * (type == Type::bf16 && kernels()->pairs ? 2 : 4);
+size_t most_rows(Type type, const Packing& packing) {
+    const size_t row = packing.depth * (packing.ints.on || (type == Type::bf16 && kernels()->pairs) ? 2 : 4);
     return std::clamp(kPartBytes / row / 12 * 12, size_t{12}, kMostRows);
 }
 
@@ -70,6 +70,7 @@ ProductArgs product_args(Type type, const Packing& packing, const uint8_t* weigh
     args.block_bytes = packing.block_bytes();
     args.group = packing.group;
     args.zero_points = packing.zero_points;
+    args.ints = packing.ints;
     return args;
 }
 
@@ -86,7 +87,7 @@ void linear(Type type, const Packing& packing, Address weights, Address bias, Ad
     args.y = at<void>(y);
     args.y_stride = packing.columns;
     std::vector<Part> parts;
-    divide(0, 0, rows, most_rows(type, packing.depth), parts);
+    divide(0, 0, rows, most_rows(type, packing), parts);
     multiply(args, parts);
 }
 
@@ -102,7 +103,7 @@ void head_products(Type type, const Packing& packing, Address weights, size_t he
     args.y_stride = y_stride;
     args.y_step = y_step;
     std::vector<Part> parts;
-    for (size_t head = 0; head < heads; ++head) divide(head, 0, rows, most_rows(type, packing.depth), parts);
+    for (size_t head = 0; head < heads; ++head) divide(head, 0, rows, most_rows(type, packing), parts);
     multiply(args, parts);
 }
 
@@ -115,8 +116,8 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     std::vector<Part> into, back;
     size_t rows = 0;
     for (size_t expert = 0; expert < counts.size(); ++expert) {
-        divide(expert, rows, counts[expert], most_rows(type, gate_up.depth), into);
-        divide(expert, rows, counts[expert], most_rows(type, down.depth), back);
+        divide(expert, rows, counts[expert], most_rows(type, gate_up), into);
+        divide(expert, rows, counts[expert], most_rows(type, down), back);
         rows += counts[expert];
     }
     const size_t element = type == Type::fp32 ? 4 : 2;
@@ -190,8 +191,35 @@ void advise_huge_pages([[maybe_unused]] Address address, [[maybe_unused]] size_t
 #endif
 }
 
-Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool zero_points) {
+/// Throws std::invalid_argument for what integers cannot do.
+void check_ints(const Packing& p) {
+    const IntForm& form = p.ints;
+    const auto expect = [](bool right, const char* otherwise) {
+        if (!right) throw std::invalid_argument(std::string("with rows of int8, ") + otherwise);
+    };
+    const bool codes = p.type == Type::fp4 || p.type == Type::iq4_nl;
+    expect(codes || p.type == Type::int4 || p.type == Type::int8, "weights are int4, int8, fp4 or iq4_nl");
+    expect(codes ? p.group == 32 : p.group % 32 == 0 || p.group == 16, "groups are of 16 or 32 n inputs (fp4, iq4_nl: of 32)");
+    expect(p.group || form.bits == 8, "weights of less than 8 bits come in groups of inputs");
+    expect(p.type == Type::int8 ? form.bits == 8 || form.bits == (p.group == 16 ? 6 : 5) : form.bits == 4,
+           "values have 4 or 8 bits, 5 in groups of 32, or 6 in groups of 16");
+    expect(!(form.mins || form.supers) || (!codes && (p.group == 16 || p.group == 32)),
+           "minima and scales of scales are for integers in groups of 16 or 32 inputs");
+    expect(!form.supers || p.depth % 256 == 0, "scales of scales come for 256 inputs each");
+    expect(form.bits != 6 || !form.mins, "values of 6 bits have no minima");
+    expect(!p.zero_points || (p.type == Type::int4 && !form.mins), "zero points are for int4 without minima");
+}
+
+Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool zero_points, size_t int_bits, Type scales,
+                   bool mins, bool supers) {
     if (!depth || !columns) throw std::invalid_argument("a packed matrix has inputs and outputs");
+    if (int_bits) {
+        const Packing packing{type, depth, columns, group, zero_points, {true, int_bits, scales, mins, supers}};
+        check_ints(packing);
+        return packing;
+    }
+    if (mins) throw std::invalid_argument("weights with minima need rows of int8");
+    if (type == Type::iq4_nl) throw std::invalid_argument("iq4_nl needs rows of int8");
     const bool nibbles = type == Type::int4 || type == Type::fp4, bytes = type == Type::int8 || type == Type::fp8;
     if (nibbles && !group) throw std::invalid_argument("weights of 4 bits come in groups of inputs");
     if (group && (group % 8 || !(nibbles || bytes))) {
@@ -206,18 +234,20 @@ Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool z
 void bind_products(py::module_& m) {
     py::class_<Packing>(m, "Packing")
         .def(py::init(&packing_of), py::arg("type"), py::arg("depth"), py::arg("columns"), py::arg("group") = 0,
-             py::arg("zero_points") = false)
+             py::arg("zero_points") = false, py::arg("int_bits") = 0, py::arg("scales") = Type::fp32,
+             py::arg("mins") = false, py::arg("supers") = false)
         .def_property_readonly("block_bytes", &Packing::block_bytes)
         .def_property_readonly("bytes", &Packing::bytes);
     m.def(
         "pack",
-        [](const Packing& packing, Address weights, size_t stride, Address scales, Address zero_points, Address to,
-           size_t step, bool all_threads) {
-            pack_all(packing, {at<void>(weights), stride, at<float>(scales), at<float>(zero_points)}, at<uint8_t>(to),
-                     step, all_threads);
+        [](const Packing& packing, Address weights, size_t stride, Address scales, Address zero_points, Address mins,
+           Address supers, Address min_supers, Address to, size_t step, bool all_threads) {
+            const Unpacked from{at<void>(weights),  stride,           at<float>(scales),    at<float>(zero_points),
+                                at<float>(mins),    at<float>(supers), at<float>(min_supers)};
+            pack_all(packing, from, at<uint8_t>(to), step, all_threads);
         },
         Unlocked(), py::arg("packing"), py::arg("weights"), py::arg("stride"), py::arg("scales"), py::arg("zero_points"),
-        py::arg("to"), py::arg("step"), py::arg("all_threads"));
+        py::arg("mins"), py::arg("supers"), py::arg("min_supers"), py::arg("to"), py::arg("step"), py::arg("all_threads"));
     m.def(
         "linear",
         [](Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
@@ -247,6 +277,15 @@ void bind_products(py::module_& m) {
             product_reference(at<float>(x), rows, depth, at<float>(w), columns, at<float>(y));
         },
         Unlocked(), py::arg("x"), py::arg("rows"), py::arg("depth"), py::arg("w"), py::arg("columns"), py::arg("y"));
+    m.def(
+        "int_product_reference",
+        [](Address x, size_t rows, size_t depth, Address w, size_t columns, size_t group, Address scales, Address mins,
+           Address y) {
+            int_product_reference(at<float>(x), rows, depth, at<int8_t>(w), columns, group, at<float>(scales),
+                                  at<float>(mins), at<float>(y));
+        },
+        Unlocked(), py::arg("x"), py::arg("rows"), py::arg("depth"), py::arg("w"), py::arg("columns"), py::arg("group"),
+        py::arg("scales"), py::arg("mins"), py::arg("y"));
 }
 
 }  // namespace moeserve

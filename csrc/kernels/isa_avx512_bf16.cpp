@@ -1,4 +1,4 @@
-// Kernels for CPUs with AVX-512 with BF16 dot products; setup.py has the compiler's flags.
+// Kernels for CPUs with AVX-512 with dot products of BF16 and (VNNI) of bytes; setup.py has the compiler's flags.
 #define MOESERVE_ISA avx512_bf16
 #include "kernels/vec_avx512.hpp"
 

@@ -89,8 +89,8 @@ void pack_groups(const Packing& p, const Unpacked& from, size_t column, size_t c
 }  // namespace
 
 size_t Packing::block_bytes() const {
-    size_t bytes = 0;
-    switch (type) {
+    size_t bytes = ints.on ? int_block_bytes(*this) : 0;
+    if (!ints.on) switch (type) {
         case Type::fp32: bytes = depth * kBlock * 4; break;
         case Type::fp16: bytes = depth * kBlock * 2; break;
         case Type::bf16: bytes = (depth + 1) / 2 * kBlock * 4; break;
@@ -113,6 +113,10 @@ void pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step
         std::memset(block, 0, packing.block_bytes());
         const size_t column = b * kBlock, columns = std::min(kBlock, packing.columns - column), depth = packing.depth;
         const size_t first = column * from.stride;
+        if (packing.ints.on) {
+            pack_ints(packing, from, column, columns, block);
+            continue;
+        }
         switch (packing.type) {
             case Type::fp32:
                 pack_plain(static_cast<const uint32_t*>(from.weights) + first, from.stride, depth, columns,

@@ -6,6 +6,7 @@
 #include "kernels/activation.hpp"
 #include "kernels/elements.hpp"
 #include "kernels/gemm.hpp"
+#include "kernels/int_product.hpp"
 #include "kernels/math.hpp"
 #include "pool/scratch.hpp"
 
@@ -27,7 +28,7 @@ struct Workspace {
     float *a, *c, *unpacked;
 
     Workspace(const ProductArgs& args, bool pairs) {
-        const size_t elements = pairs ? (args.depth + 1) / 2 : args.depth;
+        const size_t elements = args.ints.on ? IntRow::floats(args) : pairs ? (args.depth + 1) / 2 : args.depth;
         // Rows are not a multiple of 4 KiB apart, where their elements would compete for the same lines of a cache.
         stride = (elements + 15) / 16 * 16 + 16;
         const size_t group = args.group < args.depth ? args.group : args.depth, chunk = group > kChunk ? group : kChunk;
@@ -37,6 +38,15 @@ struct Workspace {
         unpacked = c + args.most_rows * kSumsStride;
     }
 };
+
+/// Rows rounded to int8.
+template <class E>
+void round_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
+    for (size_t r = 0; r < part.count; ++r) {
+        const char* x = static_cast<const char*>(args.x) + (part.expert * args.x_step + (part.first + r) * args.x_stride) * E::bytes;
+        round_row<E>(args, x, space.a + r * space.stride);
+    }
+}
 
 /// Rows as floats.
 template <class E>
@@ -190,6 +200,7 @@ void sums_in(const ProductArgs& args, const Workspace& space, size_t rows, const
 
 template <class E>
 void sums(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
+    if (args.ints.on) return int_sums(args, space.a, space.stride, rows, w, blocks, space.c);
     switch (args.weight_type) {
         case Type::fp32: return sums_of<Chains<WeightsFp32>>(args, space, rows, w, blocks);
         case Type::fp16: return sums_of<Chains<WeightsFp16>>(args, space, rows, w, blocks);
@@ -203,6 +214,7 @@ void sums(const ProductArgs& args, const Workspace& space, size_t rows, const ui
 
 template <class E>
 void take_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
+    if (args.ints.on) return round_rows<E>(args, part, space);
 #ifdef __AVX512BF16__
     if (in_pairs<E>(args.weight_type)) return pair_rows(args, part, space);
 #endif

@@ -10,6 +10,15 @@ namespace moeserve {
 
 enum class Type : int;
 
+/// How weights lie that meet rows of int8 (kernels/int_product.hpp). bits: of a value, 4, 5, 6 or 8. scales: the type of
+/// scales and mins. supers: scales and mins are bytes times an fp16 of 256 inputs.
+struct IntForm {
+    bool on = false;
+    size_t bits = 8;
+    Type scales{};
+    bool mins = false, supers = false;
+};
+
 /// A weight matrix in blocks of 16 columns (outputs), zeros filling up the last. All inputs of a block are in one piece:
 ///   bf16  [depth / 2][16] words of two inputs, the first in the upper half; an odd last one has a zero below it
 ///   fp16, fp32  [depth][16]
@@ -18,7 +27,13 @@ enum class Type : int;
 ///   int4  per group of inputs: 16 scales, 16 zero points unless symmetric, [group / 8][16] words of 8 inputs: 0, 2, 4
 ///         and 6 in the upper half, the others in the lower, first ones lowest
 ///   fp4 (e2m1)  as int4 without zero points
-/// Scales and zero points are fp32. A block is filled up to a multiple of 64 bytes.
+/// For rows of int8, per group of inputs (`of_int`; zeros fill up the last 32): 16 scales, 16 mins or zero points if there
+/// are any, then for each 32 inputs, or 16 if the group is of 16:
+///   bits 8  [inputs / 4][16] words: of 8 inputs 1, 5, 0 and 4, then 3, 7, 2 and 6, first ones lowest
+///   bits 4, 5, 6  int4's words of the lower bits, then [16] words of the upper ones: in each byte, those of the nibbles
+///         there, word by word, lower nibbles first
+/// supers: before 256 inputs 16 factors of scales, and of mins.
+/// Scales and zero points are fp32 unless `ints` says otherwise. A block is filled up to a multiple of 64 bytes.
 struct Packing {
     static constexpr size_t kBlock = 16;
 
@@ -26,7 +41,15 @@ struct Packing {
     size_t depth, columns;
     size_t group = 0;  // of less than 16 bits: inputs of a group, a multiple of 8; the last may be smaller
     bool zero_points = false;
+    IntForm ints{};
 
+    /// Inputs of a step of integers, their own scale or not.
+    size_t step() const { return group == 16 ? 16 : 32; }
+    size_t super_bytes() const { return ints.supers ? kBlock * (ints.mins ? 4 : 2) : 0; }
+    size_t head_bytes() const {
+        const size_t scale = ints.supers ? 1 : ints.scales == Type{} ? 4 : 2;
+        return kBlock * (scale * (ints.mins ? 2 : 1) + (zero_points ? 4 : 0));
+    }
     size_t num_blocks() const { return (columns + kBlock - 1) / kBlock; }
     size_t block_bytes() const;
     size_t bytes() const { return num_blocks() * block_bytes(); }
@@ -51,6 +74,7 @@ struct ProductArgs {
     Type weight_type;
     size_t depth, columns, num_blocks, block_bytes, group;
     bool zero_points, acts;
+    IntForm ints;
     Activation activation;
     const float* bias;      // or null; [num_blocks, 16], of expert e `expert_bytes` times e further
     void* y;

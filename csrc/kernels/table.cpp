@@ -21,7 +21,7 @@ std::vector<const Kernels*> supported() {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
             tables.push_back(&kAvx512);
-            if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kAvx512Bf16);
+            if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) tables.push_back(&kAvx512Bf16);
         }
     }
 #elif defined(__aarch64__)

@@ -13,6 +13,12 @@ constexpr int kWidth = 8;  // floats in a vector
 constexpr int kRegisters = 16;
 constexpr bool kDots = false;
 
+#ifdef __AVXVNNI__
+constexpr bool kByteDots = true;  // dot products of four bytes
+#else
+constexpr bool kByteDots = false;
+#endif
+
 using f32 = __m256;
 using i32 = __m256i;
 
@@ -139,6 +145,26 @@ MOESERVE_INLINE int32_t largest(i32 a) {
     s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
+
+/// Sums of the products of two bytes, the first unsigned, as halves of words. They must not overflow.
+MOESERVE_INLINE i32 byte_pairs(i32 a, i32 b) { return _mm256_maddubs_epi16(a, b); }
+MOESERVE_INLINE i32 add_halves(i32 a, i32 b) { return _mm256_add_epi16(a, b); }
+/// The sum of the halves of each word.
+MOESERVE_INLINE i32 sum_halves(i32 a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
+/// Of bytes: magnitudes; `a` negative where b is.
+MOESERVE_INLINE i32 byte_sizes(i32 a) { return _mm256_abs_epi8(a); }
+MOESERVE_INLINE i32 byte_signs(i32 a, i32 b) { return _mm256_sign_epi8(a, b); }
+/// table[a] for every byte of a word, of which only four bits are set.
+MOESERVE_INLINE i32 look_up_bytes(const int8_t* table, i32 a) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), a);
+}
+MOESERVE_INLINE f32 load_bytes(const void* p) {  // unsigned
+    return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+}
+#ifdef __AVXVNNI__
+/// sum + the products of four bytes, those of `a` unsigned.
+MOESERVE_INLINE i32 dot_bytes(i32 sum, i32 a, i32 b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
+#endif
 
 /// (a[0], b[0], a[1], ...) in place of a and b.
 MOESERVE_INLINE void interleave(f32& a, f32& b) {

@@ -17,6 +17,12 @@ constexpr bool kDots = true;  // dot products of bf16 pairs
 constexpr bool kDots = false;
 #endif
 
+#ifdef __AVX512VNNI__
+constexpr bool kByteDots = true;  // dot products of four bytes
+#else
+constexpr bool kByteDots = false;
+#endif
+
 using f32 = __m512;
 using i32 = __m512i;
 
@@ -143,6 +149,26 @@ MOESERVE_INLINE i32 upper_halves(i32 a, i32 b) {
 MOESERVE_INLINE i32 swap_halves(i32 a) { return _mm512_rol_epi32(a, 16); }
 /// The lanes of `a` and then of `b` as bf16, two to a word, the earlier one in its lower half.
 MOESERVE_INLINE i32 to_pairs(f32 a, f32 b) { return reinterpret_cast<i32>(_mm512_cvtne2ps_pbh(b, a)); }
+#endif
+
+/// Sums of the products of two bytes, the first unsigned, as halves of words. They must not overflow.
+MOESERVE_INLINE i32 byte_pairs(i32 a, i32 b) { return _mm512_maddubs_epi16(a, b); }
+MOESERVE_INLINE i32 add_halves(i32 a, i32 b) { return _mm512_add_epi16(a, b); }
+/// The sum of the halves of each word.
+MOESERVE_INLINE i32 sum_halves(i32 a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
+/// Of bytes: magnitudes; `a` negative where b is.
+MOESERVE_INLINE i32 byte_sizes(i32 a) { return _mm512_abs_epi8(a); }
+MOESERVE_INLINE i32 byte_signs(i32 a, i32 b) { return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(b), _mm512_setzero_si512(), a); }
+/// table[a] for every byte of a word, of which only four bits are set.
+MOESERVE_INLINE i32 look_up_bytes(const int8_t* table, i32 a) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), a);
+}
+MOESERVE_INLINE f32 load_bytes(const void* p) {  // unsigned
+    return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+#ifdef __AVX512VNNI__
+/// sum + the products of four bytes, those of `a` unsigned.
+MOESERVE_INLINE i32 dot_bytes(i32 sum, i32 a, i32 b) { return _mm512_dpbusd_epi32(sum, a, b); }
 #endif
 
 /// (a[0], b[0], a[1], ...) in place of a and b.

@@ -11,7 +11,7 @@ namespace moeserve::MOESERVE_ISA {
 
 constexpr int kWidth = 8;  // floats in a vector
 constexpr int kRegisters = 16;
-constexpr bool kDots = false;
+constexpr bool kDots = false, kByteDots = false;
 
 struct f32 {
     float32x4_t low, high;
@@ -174,6 +174,34 @@ MOESERVE_INLINE float largest(f32 a) {
     return vgetq_lane_f32(max(t, vextq_f32(t, t, 1)), 0);
 }
 MOESERVE_INLINE int32_t largest(i32 a) { return vmaxvq_s32(vmaxq_s32(a.low, a.high)); }
+
+MOESERVE_INLINE int8x16_t as_bytes(int32x4_t a) { return vreinterpretq_s8_s32(a); }
+MOESERVE_INLINE int32x4_t byte_pairs(int8x16_t a, int8x16_t b) {
+    return vreinterpretq_s32_s16(vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)));
+}
+/// Sums of the products of two bytes, as halves of words. Both are signed, unlike those of x86.
+MOESERVE_INLINE i32 byte_pairs(i32 a, i32 b) {
+    return {byte_pairs(as_bytes(a.low), as_bytes(b.low)), byte_pairs(as_bytes(a.high), as_bytes(b.high))};
+}
+MOESERVE_INLINE i32 byte_sizes(i32 a) { return a; }  // so the product's sign need not move to its second factor
+MOESERVE_INLINE i32 byte_signs(i32 a, i32) { return a; }
+MOESERVE_INLINE int16x8_t as_halves(int32x4_t a) { return vreinterpretq_s16_s32(a); }
+MOESERVE_INLINE i32 add_halves(i32 a, i32 b) {
+    return {vreinterpretq_s32_s16(vaddq_s16(as_halves(a.low), as_halves(b.low))),
+            vreinterpretq_s32_s16(vaddq_s16(as_halves(a.high), as_halves(b.high)))};
+}
+/// The sum of the halves of each word.
+MOESERVE_INLINE i32 sum_halves(i32 a) { return {vpaddlq_s16(as_halves(a.low)), vpaddlq_s16(as_halves(a.high))}; }
+/// table[a] for every byte of a word, of which only four bits are set.
+MOESERVE_INLINE i32 look_up_bytes(const int8_t* table, i32 a) {
+    const int8x16_t bytes = vld1q_s8(table);
+    return {vreinterpretq_s32_s8(vqtbl1q_s8(bytes, vreinterpretq_u8_s32(a.low))),
+            vreinterpretq_s32_s8(vqtbl1q_s8(bytes, vreinterpretq_u8_s32(a.high)))};
+}
+MOESERVE_INLINE f32 load_bytes(const void* p) {  // unsigned
+    const uint16x8_t halves = vmovl_u8(vld1_u8(static_cast<const uint8_t*>(p)));
+    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(halves))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(halves)))};
+}
 
 /// (a[0], b[0], a[1], ...) in place of a and b.
 MOESERVE_INLINE void interleave(f32& a, f32& b) {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from moeserve.config import Activations
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import config_name, model_file, read_json
 from moeserve.loader.safetensors_file import TensorInfo, read_header
@@ -31,11 +32,13 @@ class Checkpoint:
     """The checked headers of a model directory; no weight has been read.
 
     stored: the quantised weights, by the names that they would have unquantised; their parts are in `tensors`, too.
+    activations: the setting.
     """
 
     model_dir: Path
     tensors: dict[str, TensorInfo]
     stored: dict[str, StoredWeight] = field(default_factory=dict)
+    activations: Activations = "auto"
 
     @property
     def names(self) -> set[str]:

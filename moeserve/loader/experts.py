@@ -114,7 +114,7 @@ class ExpertFiles:
     def _quantised(self, param: Param, weight: Weight, name: str, work: Work) -> Weight:
         if self.asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
             return weight
-        quantised, jobs = quantisation_of(weight, self.asked, name)
+        quantised, jobs = quantisation_of(weight, self.asked, name, self.checkpoint.activations)
         for job in jobs:
             job()
             work(0)

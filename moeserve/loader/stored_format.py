@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moeserve.config import Activations
+
 _BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "fp4": 0.5}  # of a weight without scales
 _MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
 
@@ -79,6 +81,20 @@ class StoredFormat:
         lead, (rows, depth) = shape[:-2], shape[:-3:-1] if transposed else shape[-2:]
         words, groups = -(-rows // self.per_element), self.scale_shape((rows, depth))[1]
         return (groups, words) if self.inputs_first else (*lead, words, groups)
+
+    def rows_as(self, asked: Activations) -> Literal["float", "int8"]:
+        """What rows are before a product. asked: the setting; auto follows the config where weights are int8, too."""
+        rounds = asked == "int8" or (asked == "auto" and (self.activations and self.kind == "int8"))
+        return "int8" if rounds else "float"
+
+    def rows_obstacle(self, inputs: int) -> str:
+        """Returns why rows cannot be int8 for weights with so many inputs; empty if they can."""
+        group = self.group or (-(-inputs // 8) * 8 if self.kind == "int4" else 0)
+        if self.kind in ("int8", "int4") and (group == 16 or group % 32 == 0):
+            return ""
+        if self.kind == "fp4" and group == 32:
+            return ""
+        return "activations=int8 takes int8 and int4 in groups of 16 or 32 n inputs, and fp4 in groups of 32"
 
     @property
     def described(self) -> str:

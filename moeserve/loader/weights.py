@@ -44,7 +44,8 @@ def empty_weight(
     stored = checkpoint.stored.get(pieces[0].source) if pieces else None
     if stored is None or param.widened:
         return torch.empty(param.shape, dtype=torch.float32 if param.fp32 else dtype, device=device)
-    return _empty_stored(stored, param.shape, dtype, device)
+    empty = _empty_stored(stored, param.shape, dtype, device)
+    return replace(empty, activations=stored.form.rows_as(checkpoint.activations))
 
 
 def _empty_stored(stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
@@ -252,7 +253,7 @@ class Params(UserDict[str, Any]):
             self._progress(self._done, self._total)
         if self._asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
             return weight
-        quantised, rounding = quantisation_of(weight, self._asked, param.name)
+        quantised, rounding = quantisation_of(weight, self._asked, param.name, self._checkpoint.activations)
         for _ in self._pool.map(lambda job: job(), rounding if is_read else []):
             pass
         return quantised

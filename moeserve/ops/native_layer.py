@@ -49,16 +49,24 @@ def packing_of(weight: Weight, columns: int | None = None) -> Any:
     """Returns how a weight [..., N, K], or `columns` rows of it, is packed."""
     rows, depth = columns or weight.shape[-2], weight.shape[-1]
     if isinstance(weight, Quantised):
-        return _native.Packing(getattr(_native.Type, weight.kind), depth, rows, weight.group, weight.zeros is not None)
+        has_supers, bits = weight.supers is not None, 0
+        if weight.activations == "int8":
+            bits = (weight.bits or 8) if weight.kind == "int8" else 4
+        return _native.Packing(
+            getattr(_native.Type, weight.kind), depth, rows, weight.group, weight.zeros is not None, bits,
+            TYPES[weight.scale_dtype], weight.mins is not None, has_supers,
+        )  # fmt: skip
     return _native.Packing(TYPES[weight.dtype], depth, rows)
 
 
 def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
     """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool."""
     weight_NK = weight_NK.contiguous() if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1 else weight_NK
-    parts = weight_NK.parts if isinstance(weight_NK, Quantised) else (weight_NK,)
-    values, scales, zeros = (*(part.data_ptr() for part in parts), 0, 0)[:3]
-    _native.pack(packing, values, parts[0].stride(0), scales, zeros, to, step, all_threads)
+    w = weight_NK
+    values, rest = (w.values, (w.scales, w.zeros, w.mins)) if isinstance(w, Quantised) else (w, (None,) * 3)
+    supers = w.supers if isinstance(w, Quantised) and w.supers else (None, None)
+    of_groups = (address(part) for part in (*rest, *supers))
+    _native.pack(packing, values.data_ptr(), values.stride(0), *of_groups, to, step, all_threads)
 
 
 class NativeLinear:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from moeserve.config import INT4_GROUPS
+from moeserve.config import INT4_GROUPS, Activations
 from moeserve.errors import CheckpointError
 
-Kind = Literal["int8", "int4", "fp8", "fp4"]
+Kind = Literal["int8", "int4", "fp8", "fp4", "iq4_nl"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+IQ4_NL = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 Asked = Literal["int8", "int4"]  # what 16 and 32 bits may become here
 PART = 2**18  # elements that one thread rounds at a time: they stay in its cache
 LARGE_PART = 2**21  # likewise on a device, which has no use for less
@@ -27,12 +28,18 @@ LARGE_PART = 2**21  # likewise on a device, which has no use for less
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group].
+    """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group] - mins[n, k // group].
 
-    values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8), or 0 to 15 that are numbers of E2M1 (fp4). scales,
-    zeros: fp32 [..., N, G]. zeros None: 8 for int4, otherwise 0. group 0: one scale per output. dtype: of the
-    activations that the weight is multiplied with. rows: outputs of a checkpoint's block, which have equal scales; 0:
-    all outputs of a tensor.
+    values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8), or 0 to 15 that are numbers of E2M1 (fp4) or
+    IQ4_NL (iq4_nl). scales, zeros, mins: fp32 [..., N, G]. zeros None: 8 for int4 without mins, otherwise 0. mins None:
+    0. group 0: one scale per output. dtype: of the activations that the weight is multiplied with. rows: outputs of a
+    checkpoint's block, which have equal scales; 0: all outputs of a tensor. activations: `int8` rounds these in blocks
+    of 32 before the product.
+
+    What adds no meaning, and lets a packer keep fewer bits: supers: (d, dmin) of 256 inputs each, fp32 [..., N,
+    K / 256] and exact in fp16: scales are whole multiples of d, and mins of dmin, from 0 to 63 (-128 to 127 where dmin
+    is None). scale_dtype: scales and mins are exact in it. bits: of int8 values that need fewer, 5 (0 to 31 with mins,
+    -16 to 15 without) or 6 (-32 to 31, in groups of 16); 0: all.
 
     int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]]
     """
@@ -44,6 +51,11 @@ class Quantised:
     scales: Tensor
     zeros: Tensor | None = None
     rows: int = 1
+    mins: Tensor | None = None
+    supers: tuple[Tensor, Tensor | None] | None = None
+    activations: Literal["float", "int8"] = "float"
+    scale_dtype: torch.dtype = torch.float32
+    bits: int = 0
 
     @staticmethod
     def empty(
@@ -63,7 +75,8 @@ class Quantised:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The tensors that make up the weight, the values first."""
-        return (self.values, self.scales) if self.zeros is None else (self.values, self.scales, self.zeros)
+        parts = self.values, self.scales, self.zeros, self.mins, *(self.supers or ())
+        return tuple(part for part in parts if part is not None)
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +85,11 @@ class Quantised:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Quantised:
         """Returns the weight with `change`, a change of leading dimensions, applied to every part."""
-        zeros = None if self.zeros is None else change(self.zeros)
-        return replace(self, values=change(self.values), scales=change(self.scales), zeros=zeros)
+        d, dmin = self.supers or (None, None)
+        zeros, mins, d, dmin = (None if part is None else change(part) for part in (self.zeros, self.mins, d, dmin))
+        supers = None if d is None else (d, dmin)
+        scales = change(self.scales)
+        return replace(self, values=change(self.values), scales=scales, zeros=zeros, mins=mins, supers=supers)
 
     def __getitem__(self, index: Any) -> Quantised:
         return self.each(lambda part: part[index])
@@ -96,15 +112,19 @@ def dequantised(weight: Quantised) -> Tensor:
     values = weight.values.float()
     if weight.kind == "fp8":
         values = weight.values.view(torch.float8_e4m3fn).float()
-    elif weight.kind == "fp4":
-        values = torch.tensor(E2M1, device=values.device)[weight.values.int()]
+    elif weight.kind in ("fp4", "iq4_nl"):
+        table = E2M1 if weight.kind == "fp4" else IQ4_NL
+        values = torch.tensor(table, device=values.device)[weight.values.int()]
     inputs = values.shape[-1]
 
     def spread(parts: Tensor) -> Tensor:
         return parts.repeat_interleave(weight.group or inputs, -1)[..., :inputs]
 
-    zeros = spread(weight.zeros) if weight.zeros is not None else 8 if weight.kind == "int4" else 0
-    return (values - zeros) * spread(weight.scales)
+    zeros = (
+        spread(weight.zeros) if weight.zeros is not None else 8 if weight.kind == "int4" and weight.mins is None else 0
+    )
+    scaled = (values - zeros) * spread(weight.scales)
+    return scaled if weight.mins is None else scaled - spread(weight.mins)
 
 
 def group_of(num_inputs: int) -> int:
@@ -112,10 +132,13 @@ def group_of(num_inputs: int) -> int:
     return next((group for group in INT4_GROUPS if num_inputs % group == 0), 0)
 
 
-def quantisation_of(weight: Tensor, kind: Asked, name: str) -> tuple[Quantised, list[Callable[[], None]]]:
+def quantisation_of(
+    weight: Tensor, kind: Asked, name: str, activations: Activations = "auto"
+) -> tuple[Quantised, list[Callable[[], None]]]:
     """Returns memory for a quantised weight, and the calls of `quantise` that fill it, in any order."""
     group = group_of(weight.shape[-1]) if kind == "int4" else 0
     into = Quantised.empty(kind, group, False, weight.dtype, tuple(weight.shape), weight.device)
+    into = replace(into, activations="int8" if activations == "int8" else "float")
     rows_NK, into_NK = weight.flatten(0, -2), into.each(lambda part: part.flatten(0, -2))
     step = max(1, (PART if weight.device.type == "cpu" else LARGE_PART) // weight.shape[-1])
     parts = [slice(i, i + step) for i in range(0, len(rows_NK), step)]

@@ -155,6 +155,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             "kernels": ops.chosen,
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": asked.model.quantization,
+            "activations": asked.model.activations,
             "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
         }
 

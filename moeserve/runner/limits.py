@@ -36,6 +36,11 @@ def check(config: Config, spec: ModelSpec) -> None:
     if config.model.packed_cache == "":
         raise ConfigError("packed_cache is '' and names no folder; name one, or leave it out")
     _check_quantization(config.model.quantization, spec)
+    if config.model.activations == "int8" and config.model.quantization == "none" and not spec.stored:
+        raise ConfigError(
+            f"activations=int8 is for weights of 4 and 8 bits, and the checkpoint's are {spec.dtype}; use "
+            "quantization=int8 or int4, too, or activations=auto"
+        )
     kv_dtype = config.cache.kv_cache_dtype
     for why in (layer.mixer.cache_obstacle(kv_dtype) for layer in spec.cached_layers):
         if why:

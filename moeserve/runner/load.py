@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import torch
 
 from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
-from moeserve.config import Config
+from moeserve.config import Activations, Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import RandomReader, imagined, rounded_format
@@ -87,6 +88,7 @@ def load_model(
     if config.device.compile:
         ops = traced(ops)
     described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
+    described = replace(described, activations=config.model.activations)
     num_bytes = weight_bytes(described, plan, dtype, asked)
     check_weights_fit(num_bytes, memory)
     if packed_cache is None and ops.native and not dummy and num_bytes >= LEAST:
@@ -94,14 +96,18 @@ def load_model(
     packed_cache = None if packed_cache == "off" else packed_cache
     _check_kernels(ops, described, plan, asked, packed_cache)
     if any(form.activations for form in spec.stored) and not shard.world.rank:
-        log.info("config.json quantises activations, too: %s", _activations(ops, spec))
+        log.info("config.json quantises activations, too: %s", _activations(ops, spec, config.model.activations))
     files = ExpertFiles(
-        checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked
+        replace(checkpoint, activations=config.model.activations),
+        lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
+        dtype,
+        device,
+        asked,
     )
     params_of: Callable[..., Params] = Params
     cache, last = None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
-        key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, asked)
+        key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, f"{asked} {config.model.activations}")
         most, sharers = config.model.packed_cache_bytes, shard.world.ranks_on_host
         cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers)
         ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
@@ -159,6 +165,7 @@ def draft_params(
     plan = plan_of(checkpoint.names)
     ops = model.ops.packing_into(new_room) if model.ops.native else model.ops  # not into a file of packed weights
     described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
+    described = replace(described, activations=config.model.activations)
     check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
     _check_kernels(ops, described, plan, asked, None)
     reader = RandomReader if dummy else Reader
@@ -175,6 +182,8 @@ def _check_kernels(
         raise ConfigError(
             f"packed_cache needs the native kernels for CPUs, and {here}; use no packed_cache, or {native}"
         )
+    if checkpoint.activations == "int8" and not ops.native:
+        raise ConfigError(f"activations=int8 needs the native kernels, and {here}; use activations=auto, or {native}")
     instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"
     for param, form in _quantised(checkpoint, plan, asked):
         if ops.weight_obstacle is None:
@@ -182,6 +191,12 @@ def _check_kernels(
                 f"quantised weights need the native kernels for CPUs or Triton's for GPUs, and {here}; use {instead}, "
                 f"or {native}"
             )
+        if (
+            form.rows_as(checkpoint.activations) == "int8"
+            and ops.native
+            and (why := form.rows_obstacle(param.shape[-1]))
+        ):
+            raise ConfigError(f"{why}, and {param.name} is {form.described}; use activations=float")
         if why := ops.weight_obstacle(form.kind, form.group, param.shape[-1]):
             what = f"{param.name} has {param.shape[-1]}" + (f", in groups of {form.group}" if form.group else "")
             raise ConfigError(f"{why}, and {what}, {here}; use {instead}, or {native}")
@@ -197,7 +212,7 @@ def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> I
             yield param, rounded_format(asked, param.shape[-1])
 
 
-def _activations(ops: Ops, spec: ModelSpec) -> str:
+def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
     """Returns how quantised activations are computed here, for the log."""
     if ops.triton and spec.moe:
         from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import: only where it serves
@@ -205,6 +220,8 @@ def _activations(ops: Ops, spec: ModelSpec) -> str:
         sizes = spec.hidden_size, spec.expert_size
         if any(multiplies_e4m3(form.kind, form.rows, form.group, *sizes) for form in spec.stored):
             return f"experts' rows become e4m3 with a scale for every 128 elements, all others stay {ops.dtype} here"
+    if ops.native and any(form.rows_as(asked) == "int8" for form in spec.stored):
+        return "rows become int8 with a scale for every 32 elements (activations: float keeps them)"
     return f"they stay {ops.dtype} here, weights alone are quantised"
 
 

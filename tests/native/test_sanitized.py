@@ -65,7 +65,7 @@ ATTENTION = Program(
     "attention", ("kernels/attention_plan.cpp", "kernels/reference_attention.cpp", "pool/pool.cpp"), tuple(AVX2)
 )
 RECURRENT: dict[str, tuple[str, ...]] = {"recurrence": (), "scans": ("core/top_k.cpp",)}
-PRODUCTS = ("kernels/pack.cpp", "pool/pool.cpp")
+PRODUCTS = ("kernels/int_pack.cpp", "kernels/pack.cpp", "pool/pool.cpp")
 
 
 def cpu_flags() -> set[str]:

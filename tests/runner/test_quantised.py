@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeserve import LLM, SamplingParams
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.loader.stored_format import StoredFormat
@@ -71,8 +72,36 @@ def test_quantised_activations_are_named_once(
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
     (path / "config.json").write_text(json.dumps(config))
     with caplog.at_level("INFO"):
+        load(path, activations="float")
         load(path)
     assert caplog.text.count("config.json quantises activations, too: they stay torch.float32 here") == 1
+    assert caplog.text.count("config.json quantises activations, too: rows become int8") == 1
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+def test_rows_of_int8_change_logits_but_not_with_company() -> None:
+    prompts = [{"prompt_token_ids": ids} for ids in ([5, 6, 7], list(range(40)), [9] * 17)]
+    logprobs = {}
+    for activations in ("float", "int8"):
+        with LLM("demo", threads=1, max_model_len=64, quantization="int4", activations=activations) as llm:
+            params = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+            alone = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
+            together = [output.outputs[0] for output in llm.generate(prompts, params)]
+            assert [(a.token_ids, a.logprobs) for a in alone] == [(t.token_ids, t.logprobs) for t in together]
+            logprobs[activations] = [output.logprobs for output in alone]
+    assert logprobs["float"] != logprobs["int8"]
+
+
+def test_rows_of_int8_are_refused_where_they_would_change_nothing(make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    with pytest.raises(ConfigError, match=r"activations=int8 is for weights of 4 and 8 bits.*float32"):
+        load(path, activations="int8")
+    with pytest.raises(ConfigError, match="activations=int8 needs the native kernels"):
+        load(path, activations="int8", quantization="int8", kernels="torch")
+    for form in (FORMS["fp8"], Form("int4", group=8, packed=True)):
+        stored, _ = write_quantised(path, tmp_path / form.kind, form)
+        with pytest.raises(ConfigError, match=r"groups of 16 or 32 n.*use activations=float"):
+            load(stored, activations="int8")
 
 
 def test_bytes_of_a_weight(make_checkpoint: Any, tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Products of few rows and weights of 16, 8 and 4 bits, with rows as they are or rounded to int8; by instruction set.
+
+    python -m benchmarks.int8_activations
+
+All forms in turn, round by round: between two runs of one, the others pass through the caches. speed_of_bf16: the
+median of bfloat16's time in a round, divided by the form's. read: bytes that torch sums on every thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from moeserve.ops.native import native
+from moeserve.ops.native_layer import NativeLinear, new_room
+from moeserve.ops.quantised import Quantised
+
+SIZE = 4096  # inputs and outputs
+ROWS = (1, 8)
+
+
+def weights() -> dict[str, Any]:
+    """One matrix of each form."""
+    bf16, fp16, shape = torch.bfloat16, torch.float16, (SIZE, SIZE)
+    int4 = torch.randint(0, 16, shape, dtype=torch.uint8)
+    int8 = torch.randint(-127, 128, shape, dtype=torch.int8)
+    scales = torch.rand(SIZE, SIZE // 32).half().float() / 100
+    d = torch.full((SIZE, SIZE // 256), 2.0**-10)
+    whole = torch.randint(0, 64, scales.shape).float() * 2.0**-10
+    w4 = Quantised("int4", 128, bf16, int4, scales[:, : SIZE // 128].contiguous())
+    w8 = Quantised("int8", 0, bf16, int8, scales[:, :1].contiguous())
+    rounded: dict[str, Any] = {"activations": "int8"}
+    k_quant: dict[str, Any] = {"mins": whole, "supers": (d, d), **rounded}
+    return {
+        "bf16": torch.randn(shape).bfloat16(),
+        "int4": w4,
+        "int4 int8": replace(w4, **rounded),
+        "int8": w8,
+        "int8 int8": replace(w8, **rounded),
+        "q4_0": Quantised("int4", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
+        "mxfp4": Quantised("fp4", 32, bf16, int4, torch.ones_like(scales)),
+        "mxfp4 int8": Quantised("fp4", 32, bf16, int4, torch.ones_like(scales), scale_dtype=bf16, **rounded),
+        "iq4_nl": Quantised("iq4_nl", 32, bf16, int4, scales, scale_dtype=fp16, **rounded),
+        "q4_k": Quantised("int4", 32, bf16, int4, whole, **k_quant),
+        "q5_k": Quantised("int8", 32, bf16, int8 & 31, whole, bits=5, **k_quant),
+        "q6_k": Quantised(
+            "int8", 16, bf16, (int8 & 63) - 32, whole.repeat(1, 2), supers=(d, None), bits=6, **rounded
+        ),
+    }  # fmt: skip
+
+
+def copies(linear: NativeLinear, weight: Any, num_bytes: int) -> list[NativeLinear]:
+    """The same matrix again and again, each in memory of its own."""
+
+    def room(size: int) -> tuple[torch.Tensor, bool]:
+        memory, _ = new_room(size)
+        return memory.copy_(linear.packed), True
+
+    return [NativeLinear(weight, room=room) for _ in range(-(-num_bytes // linear.packed.nbytes))]
+
+
+def main() -> None:
+    flags = common.parser(__doc__)
+    flags.add_argument("--rounds", type=int, default=5, help="[5]")
+    flags.add_argument("--megabytes", type=int, default=500, help="of each form [500]")
+    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
+    args: argparse.Namespace = flags.parse_args()
+    cpus = sorted(os.sched_getaffinity(0))[: args.threads]
+    module: Any = native()
+    torch.set_num_threads(len(cpus))
+    torch.ones(2**24).sum()  # torch starts its threads before this one is pinned
+    module.set_threads(cpus)
+    os.sched_setaffinity(0, cpus[:1])  # left alone, it may share a CPU with one of them
+    torch.manual_seed(0)
+    made = {name: copies(NativeLinear(weight), weight, args.megabytes * 10**6) for name, weight in weights().items()}
+    seconds: dict[tuple[str, int, str], list[float]] = {}
+    reads = []
+    for _ in range(args.rounds):
+        for isa in module.supported_isas():
+            module.use_isa(isa)
+            for rows in ROWS:
+                x = torch.randn(rows, SIZE).bfloat16()
+                for name, linears in made.items():
+                    start = time.perf_counter()
+                    for linear in linears:
+                        linear(x)
+                    seconds.setdefault((isa, rows, name), []).append((time.perf_counter() - start) / len(linears))
+        start = time.perf_counter()
+        for linear in made["bf16"]:
+            linear.packed.view(torch.int64).sum()
+        reads.append(sum(linear.packed.nbytes for linear in made["bf16"]) / (time.perf_counter() - start) / 1e9)
+    cases = []
+    for (isa, rows, name), times in seconds.items():
+        num_bytes = made[name][0].packed.nbytes
+        ratio = statistics.median(b / t for b, t in zip(seconds[isa, rows, "bf16"], times, strict=True))
+        cases.append(
+            {
+                "isa": isa,
+                "rows": rows,
+                "form": name,
+                "bits": round(8 * num_bytes / SIZE**2, 3),
+                "gb_s": round(num_bytes / statistics.median(times) / 1e9, 2),
+                "speed_of_bf16": round(ratio, 2),
+            }
+        )
+    results = {"read_gb_s": round(statistics.median(reads), 2), "threads": len(cpus), "cases": cases}
+    lines = [
+        f"{c['isa']:12} {c['rows']} {c['form']:11} {c['bits']:6} {c['gb_s']:7} {c['speed_of_bf16']:6}" for c in cases
+    ]
+    common.save("int8-activations", args, results, "\n".join([str(results["read_gb_s"]), *lines]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+// Products of weights of few bits with rows rounded to int8, in sums of integers: without errors of their own, so that
+// only the order of the floats matters, which is the same for every instruction set.
+//
+// A row has a scale per 32 inputs. An output is, over groups of inputs in ascending order from zero, one chain of fused
+// multiply-adds: sum of the group times its scale, then less its min times the sum of the row there. The sum of a group is
+// such a chain, too: an integer per 32 inputs (16 in groups of 16) times the row's scale.
+#pragma once
+
+#include "kernels/elements.hpp"
+#include "kernels/gemm.hpp"
+
+namespace moeserve::MOESERVE_ISA {
+
+constexpr int kIntRows = kWidth == 16 ? 8 : 4;  // of a tile
+
+inline Packing packing_of(const ProductArgs& args) {
+    return {args.weight_type, args.depth, args.columns, args.group, args.zero_points, args.ints};
+}
+
+/// A row: its bytes in the order of the weights' words, scales, and the sums of the bytes of each step, [depth / 32 or 16].
+struct IntRow {
+    static constexpr size_t kBlock = 32;  // inputs that have a scale
+    const uint8_t* bytes;
+    const float* scales;
+    const int32_t* sums;
+
+    static size_t blocks(const ProductArgs& args) { return (args.depth + kBlock - 1) / kBlock; }
+    static size_t floats(const ProductArgs& args) { return blocks(args) * (kBlock / 4 + 1 + 2); }
+    IntRow(const ProductArgs& args, const float* row)
+        : bytes(reinterpret_cast<const uint8_t*>(row)),
+          scales(row + blocks(args) * (kBlock / 4)),
+          sums(reinterpret_cast<const int32_t*>(scales + blocks(args))) {}
+};
+
+/// Rounds a row: to nearest even multiples of 1/127 of the largest magnitude of 32 inputs. Blocks below 2^-100 become
+/// zeros; a block with infinity or NaN gets the scale NaN.
+template <class E>
+void round_row(const ProductArgs& args, const char* x, float* row) {
+    typedef int8_t Bytes __attribute__((vector_size(16)));
+    constexpr int n = 32 / kWidth;
+    constexpr int32_t kInfinite = 0x7f800000;
+    const IntRow to(args, row);
+    int8_t* bytes = reinterpret_cast<int8_t*>(row);
+    float* scales = const_cast<float*>(to.scales);
+    int32_t* sums = const_cast<int32_t*>(to.sums);
+    for (size_t k = 0; k < args.depth; k += IntRow::kBlock, bytes += IntRow::kBlock) {
+        f32 part[n];
+        i32 sizes = all_words(0);
+        for (int i = 0; i < n; ++i) {
+            part[i] = load_at<E>(x, k + static_cast<size_t>(i * kWidth), args.depth);
+            sizes = max(sizes, both(words(part[i]), all_words(0x7fffffff)));
+        }
+        const int32_t bits = largest(sizes);
+        float size;
+        memcpy(&size, &bits, sizeof size);
+        const bool finite = bits < kInfinite, zeros = finite && size < 0x1p-100f;
+        *scales++ = zeros ? 0.0f : finite ? size / 127.0f : __builtin_nanf("");
+        const f32 factor = all(zeros || !finite ? 0.0f : 127.0f / size);
+        alignas(16) int8_t rounded[32];
+        for (int i = 0; i < n; ++i) store_int8(rounded + i * kWidth, mul(part[i], factor));
+        int32_t halves[2] = {};
+        for (int half = 0; half < 2; ++half) {
+            Bytes a;
+            memcpy(&a, rounded + 16 * half, sizeof a);
+            for (int i = 0; i < 16; ++i) halves[half] += a[i];
+            a = __builtin_shufflevector(a, a, 1, 5, 0, 4, 3, 7, 2, 6, 9, 13, 8, 12, 11, 15, 10, 14);
+            memcpy(bytes + 16 * half, &a, sizeof a);
+        }
+        if (args.group == 16) {
+            *sums++ = halves[0], *sums++ = halves[1];
+        } else {
+            *sums++ = halves[0] + halves[1];
+        }
+    }
+}
+
+/// A format yields words of four bytes: of inputs [4 j, 4 j + 4) of a step in the order of a row's, for vector `v` of a
+/// block. kRun: so many products with a row's bytes can be added up as halves of words. bias: what values have too much.
+template <int more, int inputs>
+struct IntBits {
+    static constexpr int kInputs = inputs, kRun = 8 >> more, kBias = 8 << more;
+    static constexpr bool kSigned = false;
+    static constexpr size_t kBytes = kColumns * (inputs / 2 + (more ? 4 : 0));
+
+    template <int j>
+    static MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) {
+        i32 low = load_words(step + (j / 2 * kColumns + v * kWidth) * 4);
+        if constexpr (j % 2) low = right<4>(low);
+        low = both(low, all_words(0x0f0f0f0f));
+        if constexpr (more == 0) return low;
+        constexpr int up = 4 - j * more;
+        i32 high = load_words(step + inputs / 2 * kColumns + v * kWidth * 4);
+        if constexpr (up > 0) high = left<up>(high);
+        if constexpr (up < 0) high = right<-up>(high);
+        return either(low, both(high, all_words(more == 1 ? 0x10101010 : 0x30303030)));
+    }
+};
+
+template <int inputs>
+struct IntBytes {
+    static constexpr int kInputs = inputs, kRun = 1, kBias = 0;
+    static constexpr bool kSigned = true;
+    static constexpr size_t kBytes = kColumns * inputs;
+
+    template <int j>
+    static MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) {
+        return load_words(step + (j * kColumns + v * kWidth) * 4);
+    }
+};
+
+struct Iq4NlCodes {
+    alignas(16) static constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                      1,    13,   25,  38,  53,  69,  89,  113};
+};
+struct Fp4Codes {  // e2m1, twice
+    alignas(16) static constexpr int8_t values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+};
+
+/// Four bits that stand for numbers.
+template <class Codes>
+struct IntCodes : IntBits<0, 32> {
+    static constexpr int kRun = 1, kBias = 0;
+    static constexpr bool kSigned = true;
+
+    template <int j>
+    static MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) {
+        return look_up_bytes(Codes::values, IntBits<0, 32>::bytes<j>(step, v));
+    }
+};
+
+/// Adds the products of a step to the sums of M rows.
+template <class F, int M>
+MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size_t stride, i32 (&sums)[M]) {
+    constexpr int n = F::kInputs / 4;
+    i32 halves[M];
+    MOESERVE_EACH(j, n) {
+        i32 w = F::template bytes<j>(step, v), sizes = w;
+        if constexpr (F::kSigned) {
+            if constexpr (kByteDots) {
+                w = differing(w, all_words(0x80808080));
+            } else {
+                sizes = byte_sizes(w);
+            }
+        }
+        MOESERVE_EACH(m, M) {
+            uint32_t word;
+            memcpy(&word, x + m * stride + 4 * j, sizeof word);
+            const i32 bytes = all_words(word);
+            if constexpr (kByteDots) {
+                sums[m] = dot_bytes(sums[m], w, bytes);
+            } else {
+                const i32 pairs = F::kSigned ? byte_pairs(sizes, byte_signs(bytes, w)) : byte_pairs(w, bytes);
+                halves[m] = j % F::kRun ? add_halves(halves[m], pairs) : pairs;
+                if constexpr (j % F::kRun == F::kRun - 1 || j == n - 1) sums[m] = add(sums[m], sum_halves(halves[m]));
+            }
+        });
+    });
+}
+
+/// 16 scales (or mins) of a group from its head; `super`: their factors or null.
+MOESERVE_INLINE f32 int_scale(const ProductArgs& args, const uint8_t* head, const uint8_t* super, int v) {
+    if (super) {
+        const uint8_t* bytes = head + v * kWidth;
+        return mul(load_fp16(super + v * kWidth * 2), args.ints.mins ? load_bytes(bytes) : load_int8(bytes));
+    }
+    if (args.ints.scales == Type::fp32) return load(reinterpret_cast<const float*>(head) + v * kWidth);
+    return args.ints.scales == Type::fp16 ? load_fp16(head + v * kWidth * 2) : load_bf16(head + v * kWidth * 2);
+}
+
+/// c [M, 16] of one block. rows: of `stride` floats.
+template <class F, int M>
+void int_tile(const ProductArgs& args, const float* rows, size_t stride, const uint8_t* w, float* c) {
+    constexpr size_t kAhead = 2048;
+    const Packing packing = packing_of(args);
+    const IntRow row(args, rows);
+    const size_t super_bytes = packing.super_bytes(), head_bytes = packing.head_bytes();
+    const size_t step = static_cast<size_t>(F::kInputs), depth = (args.depth + step - 1) / step * step;
+    const size_t group = args.group ? args.group : depth;
+    const bool zeros = args.zero_points, mins = args.ints.mins;
+    const int32_t bias = (zeros || mins ? 0 : -F::kBias) - (kByteDots && F::kSigned ? 128 : 0);
+    const f32 factor = all(args.weight_type == Type::fp4 ? 0.5f : 1.0f);
+    const uint8_t* super = nullptr;
+    f32 totals[M][kVectors];
+    MOESERVE_EACH(m, M) { for (f32& total : totals[m]) total = zero(); });
+    for (size_t k = 0; k < depth;) {
+        if (super_bytes && k % 256 == 0) super = w, w += super_bytes;
+        const uint8_t *const head = w, *const second = head + (head_bytes / (mins || zeros ? 2 : 1));
+        const size_t end = k + group < depth ? k + group : depth;
+        f32 sums[M][kVectors];
+        MOESERVE_EACH(m, M) { for (f32& sum : sums[m]) sum = zero(); });
+        for (w += head_bytes; k < end; k += step, w += F::kBytes) {
+            for (size_t i = 0; i < F::kBytes; i += 64) __builtin_prefetch(w + kAhead + i, 0, 2);
+            MOESERVE_EACH(v, kVectors) {
+                i32 dots[M];
+                MOESERVE_EACH(m, M) { dots[m] = all_words(static_cast<uint32_t>(bias * row.sums[m * stride + k / step])); });
+                add_step<F, M>(w, v, row.bytes + k, stride * sizeof(float), dots);
+                MOESERVE_EACH(m, M) {
+                    f32 sum = to_float(dots[m]);
+                    if (zeros) {
+                        const f32 zero = load(reinterpret_cast<const float*>(second) + v * kWidth);
+                        sum = fnma(zero, all(static_cast<float>(row.sums[m * stride + k / step])), sum);
+                    }
+                    sums[m][v] = fma(sum, all(row.scales + m * stride + k / IntRow::kBlock), sums[m][v]);
+                });
+            });
+        }
+        MOESERVE_EACH(v, kVectors) {
+            const f32 scale = mul(int_scale(args, head, super, v), factor);
+            MOESERVE_EACH(m, M) { totals[m][v] = fma(sums[m][v], scale, totals[m][v]); });
+            if (mins) {
+                const f32 min = int_scale(args, second, super ? super + 2 * kColumns : nullptr, v);
+                MOESERVE_EACH(m, M) {
+                    const size_t at = m * stride + (k - step) / step;
+                    const float x = row.scales[m * stride + (k - step) / IntRow::kBlock] * static_cast<float>(row.sums[at]);
+                    totals[m][v] = fnma(min, all(x), totals[m][v]);
+                });
+            }
+        });
+    }
+    MOESERVE_EACH(m, M) {
+        for (int v = 0; v < kVectors; ++v) store(c + m * kSumsStride + v * kWidth, totals[m][v]);
+    });
+}
+
+template <class F>
+void int_tiles(const ProductArgs& args, const float* rows, size_t stride, size_t count, const uint8_t* w, float* c) {
+    const size_t num_tiles = (count + kIntRows - 1) / kIntRows;
+    for (size_t t = 0; t < num_tiles; ++t) {
+        const size_t first = count * t / num_tiles, most = count * (t + 1) / num_tiles - first;
+        MOESERVE_EACH(m, kIntRows) {
+            if (most == m + 1) int_tile<F, m + 1>(args, rows + first * stride, stride, w, c + first * kSumsStride);
+        });
+    }
+}
+
+/// c [rows, blocks * 16].
+inline void int_sums(const ProductArgs& args, const float* rows, size_t stride, size_t count, const uint8_t* w,
+                     size_t blocks, float* c) {
+    const bool halves = args.group == 16;
+    for (; blocks; --blocks, w += args.block_bytes, c += kColumns) {
+        const auto as = [&]<class F>(F) { int_tiles<F>(args, rows, stride, count, w, c); };
+        if (args.weight_type == Type::fp4) {
+            as(IntCodes<Fp4Codes>());
+        } else if (args.weight_type == Type::iq4_nl) {
+            as(IntCodes<Iq4NlCodes>());
+        } else if (args.ints.bits == 8) {
+            halves ? as(IntBytes<16>()) : as(IntBytes<32>());
+        } else if (args.ints.bits == 4) {
+            halves ? as(IntBits<0, 16>()) : as(IntBits<0, 32>());
+        } else {
+            args.ints.bits == 5 ? as(IntBits<1, 32>()) : as(IntBits<2, 16>());
+        }
+    }
+}
+
+}  // namespace moeserve::MOESERVE_ISA
