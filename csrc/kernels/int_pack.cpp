@@ -10,12 +10,18 @@
 namespace moeserve {
 namespace {
 
+#if defined(__aarch64__)
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 constexpr size_t kBlock = Packing::kBlock, kSuper = 256;
 
 /// Appends a number in one of the types of scales, in which it must be exact.
 void put(uint8_t*& to, Type type, float value) {
     if (type == Type::fp16) {
-        const _Float16 half = static_cast<_Float16>(value);
+        const Half half = static_cast<Half>(value);
         std::memcpy(to, &half, sizeof half);
         to += sizeof half;
         return;

@@ -16,7 +16,7 @@ X86 = platform.machine() == "x86_64"
 COMMON = ["-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-Wno-psabi", "-Icsrc"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-AVX512_BF16 = [*AVX512, "-mavx512bf16"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 # Checks of every single pointer would take the compiler minutes, and find what AddressSanitizer finds.
 MEMORY = ["-fsanitize=address,undefined", "-fno-sanitize=null,alignment,pointer-overflow,object-size"]
 # The products are so long when unrolled that what lies on the stack is left out, and checks are calls.
@@ -107,16 +107,21 @@ def test_products(isa: list[str], tmp_path: Path) -> None:
     Program("products", (*PRODUCTS, "tests/exact_scratch.cpp"), tuple(isa)).run(tmp_path, HEAP)
 
 
+@pytest.mark.parametrize("isa", [AVX2, AVX512, AVX512_BF16], ids=["avx2", "avx512", "avx512_bf16"])
+def test_products_of_integers(isa: list[str], tmp_path: Path) -> None:
+    Program("int_products", (*PRODUCTS, "tests/exact_scratch.cpp"), tuple(isa)).run(tmp_path, HEAP)
+
+
 def test_products_in_two_ubatches(tmp_path: Path) -> None:
     Program("products", (*PRODUCTS, "pool/scratch.cpp"), tuple(AVX2)).run(tmp_path, THREADS, "ubatches")
 
 
 @pytest.mark.skipif(not shutil.which(CROSS_COMPILER) or not shutil.which(EMULATOR), reason="needs an emulator of ARM")
-@pytest.mark.parametrize("name", ["rows", "attention", "recurrence", "scans", "products"])
+@pytest.mark.parametrize("name", ["rows", "attention", "recurrence", "scans", "products", "int_products"])
 def test_kernels_on_arm(name: str, tmp_path: Path) -> None:
     others = {name: Program(name, sources) for name, sources in RECURRENT.items()}
-    products = Program("products", (*PRODUCTS, "tests/exact_scratch.cpp"))
-    ({"rows": ROWS, "attention": ATTENTION, "products": products} | others)[name].emulate(tmp_path)
+    others |= {name: Program(name, (*PRODUCTS, "tests/exact_scratch.cpp")) for name in ("products", "int_products")}
+    ({"rows": ROWS, "attention": ATTENTION} | others)[name].emulate(tmp_path)
 
 
 @pytest.mark.skipif(not shutil.which(CROSS_COMPILER), reason="needs a compiler for ARM")
