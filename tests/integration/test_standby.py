@@ -64,7 +64,8 @@ def stands_by(server: Server) -> Callable[[], bool]:
     news = ("a front end stands by", "takes over", "that stood by is gone")
 
     def last_news() -> str:
-        return [line for line in server.log.read_text().splitlines() if any(word in line for word in news)][-1]
+        lines = server.log.read_text().splitlines()
+        return next((line for line in reversed(lines) if any(word in line for word in news)), "")
 
     return lambda: news[0] in last_news()
 
