@@ -37,8 +37,10 @@ _yaml = partial(_opt, flag=None)  # a field that only YAML can set
 class ModelConfig:
     """The model, its number formats, and its text files."""
 
-    model: str = _yaml(DEMO, "Hugging Face model directory, or 'demo' for the built-in one")
-    served_model_name: str | None = _opt(None, "name in the API (default: the directory's name)")
+    model: str = _yaml(
+        DEMO, "Hugging Face model directory, GGUF file (the first of several), or 'demo' for the built-in one"
+    )
+    served_model_name: str | None = _opt(None, "name in the API (default: the directory's or file's name)")
     load_format: Literal["auto", "dummy"] = _yaml(
         "auto", "auto: safetensors; dummy: random weights, from config.json alone, to measure with"
     )

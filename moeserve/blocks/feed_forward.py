@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moeserve.blocks.weights import ExpertNames, WeightPlan
+from moeserve.blocks.weights import SPLIT, ExpertNames, WeightPlan
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
@@ -152,7 +152,10 @@ class MoE:
         for half, part, name in zip(halves, taken, (names.gate, names.up), strict=True):
             if not names.gate_up:
                 yield Piece(name.format(expert), (*one, inner, width), "w13", (half,), take)
-            elif names.transposed:
+                if self.bias:
+                    yield Piece(name + "_bias", (*one, inner), "w13_bias", (half,), take)
+                continue
+            if names.transposed:
                 yield Piece(
                     names.gate_up, (*one, width, 2 * inner), "w13", (half,), (*take, whole, part), transposed=True
                 )
@@ -180,6 +183,8 @@ class MoE:
 
 def spelling(experts: Sequence[ExpertNames], present: Any, theirs: str) -> ExpertNames:
     """Returns the spelling of a layer's experts that is present, or the usual one."""
+    if theirs + SPLIT.up in present:
+        return SPLIT
     for names in experts:
         if theirs + names.down.format(0) in present:
             return names

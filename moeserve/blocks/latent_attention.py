@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.mixer import CacheRead, CacheTensor, Mixer, QueryScale
 from moeserve.comm.world import World
+from moeserve.loader.load_plan import LoadPlan, Param, Piece
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
     from moeserve.ops.inputs import HeadShape
+
+_KEYS_UP, _VALUES_UP = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +110,22 @@ class LatentAttention(Mixer):
         if self.bias:
             block.add("kv_a_bias", (self.entry,), "kv_a_proj_with_mqa.bias")
         block.add("kv_norm", (self.rank,), "kv_a_layernorm.weight")
-        up_and_down = block.share("kv_b_proj.weight", heads * (self.nope_dim + self.v_dim))
-        block.stack("kv_b", [up_and_down], self.rank, widened=True)
+        if theirs + _KEYS_UP in plan.present:
+            plan.extend(self._split_kv_b(ours + "kv_b", theirs, self.heads(plan.world)))
+        else:
+            up_and_down = block.share("kv_b_proj.weight", heads * (self.nope_dim + self.v_dim))
+            block.stack("kv_b", [up_and_down], self.rank, widened=True)
         block.add("out", (width, heads * self.v_dim), "o_proj.weight", sharded=True)
         if self.bias:
             block.add("out_bias", (width,), "o_proj.bias", sharded=True)
+
+    def _split_kv_b(self, param: str, theirs: str, heads: slice) -> LoadPlan:
+        """Plans kv_b of some heads from two tensors, [H, L, n] and [H, v, L], as GGUF files have it."""
+        pieces, each = [], self.nope_dim + self.v_dim
+        keys, values = (self.num_heads, self.rank, self.nope_dim), (self.num_heads, self.v_dim, self.rank)
+        for i, head in enumerate(range(self.num_heads)[heads]):
+            rows = slice(i * each, i * each + self.nope_dim), slice(i * each + self.nope_dim, (i + 1) * each)
+            pieces.append(Piece(theirs + _KEYS_UP, keys, param, rows[:1], (head,), transposed=True))
+            pieces.append(Piece(theirs + _VALUES_UP, values, param, rows[1:], (head,)))
+        count = heads.stop - heads.start
+        return LoadPlan((Param(param, (count * each, self.rank), widened=True),), tuple(pieces))

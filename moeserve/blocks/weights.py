@@ -46,6 +46,7 @@ def per_expert(begin: str, gate: str = "gate_proj", up: str = "up_proj", down: s
 
 
 PER_EXPERT = per_expert("mlp.experts")
+SPLIT = ExpertNames(gate="mlp.experts.gate_proj", up="mlp.experts.up_proj", down="mlp.experts.down_proj")  # of GGUF
 FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
 
 
@@ -103,8 +104,11 @@ class WeightPlan:
         self.elsewhere: set[str] = set()  # tensors that other ranks take
 
     def spell(self, theirs: str, name: str) -> str:
-        """Returns the checkpoint's name of a layer's tensor: the first spelling that is present, or the usual one."""
-        spellings = [theirs + spelling for spelling in self.names.spelled.get(name, (name,))]
+        """Returns the checkpoint's name of a layer's tensor: the first spelling that is present, or the usual one.
+
+        A GGUF file's tensors are called what blocks ask for (loader/gguf_config.py).
+        """
+        spellings = [theirs + spelling for spelling in (*self.names.spelled.get(name, ()), name)]
         return next((found for found in spellings if found in self.present), spellings[0])
 
     def add(

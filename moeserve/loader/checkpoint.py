@@ -13,7 +13,8 @@ import msgspec
 
 from moeserve.config import Activations
 from moeserve.errors import CheckpointError
-from moeserve.loader.files import config_name, model_file, read_json
+from moeserve.loader.files import config_name, is_gguf, model_file, read_json
+from moeserve.loader.gguf_config import gguf_tensors
 from moeserve.loader.safetensors_file import TensorInfo, read_header
 from moeserve.loader.stored import StoredWeight, find_stored
 from moeserve.loader.stored_format import StoredFormat
@@ -52,6 +53,8 @@ class Checkpoint:
 
 def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Checkpoint:
     """Reads and checks every header. formats: of quantised weights. Raises CheckpointError with a remedy."""
+    if is_gguf(model_dir):
+        return Checkpoint(model_dir, *gguf_tensors(model_dir))
     index = _read_index(model_dir)
     tensors: dict[str, TensorInfo] = {}
     for path in weight_files(model_dir):
@@ -125,7 +128,10 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """
     digest, kinds = hashlib.sha256(), defaultdict(list)
     try:
-        digest.update(model_file(checkpoint.model_dir, config_name(checkpoint.model_dir)).read_bytes())
+        folder, name = checkpoint.model_dir, config_name(checkpoint.model_dir)
+        digest.update(
+            repr(read_json(folder, name)).encode() if is_gguf(folder) else model_file(folder, name).read_bytes()
+        )
         for _, tensor in sorted(checkpoint.tensors.items()):
             place = tensor.path.name, tensor.offset, tensor.num_bytes
             digest.update(repr((tensor.name, tensor.dtype, tensor.shape, place)).encode())

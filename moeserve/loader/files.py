@@ -17,7 +17,7 @@ from moeserve.errors import CheckpointError
 _INFINITY = re.compile(rb"(?<=[\[,:\s])Infinity(?=[\],}\s])")
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_SHOWN = 80
-CONFIG, PARAMS = "config.json", "params.json"
+CONFIG, PARAMS, GGUF = "config.json", "params.json", ".gguf"
 
 
 def model_file(model_dir: Path, name: str) -> Path:
@@ -57,7 +57,14 @@ def config_name(model_dir: Path) -> str:
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:
     """Returns the JSON object in the file `name`; at most 64 MiB, plain JSON (no NaN). Infinity, which transformers 4
-    writes, is read as what transformers 5 writes in its place. Raises CheckpointError."""
+    writes, is read as what transformers 5 writes in its place. Raises CheckpointError.
+
+    Of a GGUF file, which has all of a model, it is what its metadata say in the keys of that file.
+    """
+    if is_gguf(model_dir):
+        from moeserve.loader.gguf_config import documents  # reads fields, too
+
+        return documents(model_dir).get(name, {})
     path = model_file(model_dir, name)
     try:
         if (num_bytes := path.stat().st_size) > _MAX_JSON_BYTES:
@@ -70,6 +77,16 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{model_dir / name} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def read_optional_json(model_dir: Path, name: str) -> dict[str, Any]:
+    """Returns what `read_json` does, and {} if there is no such file."""
+    return read_json(model_dir, name) if is_gguf(model_dir) or os.path.lexists(model_dir / name) else {}
+
+
+def is_gguf(model_dir: Path) -> bool:
+    """Returns whether what stands for a model's directory is a GGUF file."""
+    return model_dir.suffix == GGUF and not model_dir.is_dir()
 
 
 def _decoded(text: bytes) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.loader.files import Fields, read_json
+from moeserve.loader.files import Fields, read_optional_json
 from moeserve.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ def generation_defaults(model_dir: Path) -> dict[str, Any]:
 
     As in vLLM, only temperature, top_p, top_k, min_p and repetition_penalty count; do_sample does not.
     """
-    values = _read(model_dir)
+    values = read_optional_json(model_dir, _FILE)
     defaults = {key: values[key] for key in _SAMPLING_KEYS if values.get(key) is not None}
     try:
         SamplingParams(**defaults).check(vocab_size=1)
@@ -37,7 +36,7 @@ def generation_defaults(model_dir: Path) -> dict[str, Any]:
 
 def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
     """Returns the token ids that end an answer: as in transformers, generation_config.json's, else config.json's."""
-    generation = Fields(model_dir / _FILE, _read(model_dir), {"eos_token_id": None})
+    generation = Fields(model_dir / _FILE, read_optional_json(model_dir, _FILE), {"eos_token_id": None})
     source = config if generation.raw("eos_token_id") is None else generation
     value = source.raw("eos_token_id")
     if value is None:
@@ -49,7 +48,3 @@ def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int,
         # many small or converted checkpoints keep the id of another vocabulary; it can never be sampled
         log.warning("%s: eos_token_id names %s, outside the vocabulary of %d", source.path, unknown, vocab_size)
     return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)
-
-
-def _read(model_dir: Path) -> dict[str, Any]:
-    return read_json(model_dir, _FILE) if os.path.lexists(model_dir / _FILE) else {}

@@ -137,6 +137,10 @@ def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
         kinds[piece.param][stored.form.described if stored else "not quantised"] = piece.source
     for param in plan.params:
         sources = kinds[param.name]
+        if any(
+            name in checkpoint.stored and checkpoint.stored[name].form.layout == "ggml" for name in sources.values()
+        ):
+            continue  # `common_format` has one for all
         if len(sources) > 1 and not param.widened:
             (one, first), (other, second) = list(sources.items())[:2]
             yield f"tensor {first!r} is {one} and {second!r} is {other}; they are computed as one"

@@ -8,13 +8,12 @@ reader (loader/stored.py). Scales for an fp8 cache are not read either: keys and
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moeserve.loader.files import Fields, read_json
-from moeserve.loader.stored_format import StoredFormat
+from moeserve.loader.files import Fields, read_optional_json
+from moeserve.loader.stored_format import GGML_FORMATS, StoredFormat
 
 _KEYS = ("quantization_config", "compression_config")
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -51,8 +50,7 @@ def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
             method = asked.choice("quant_method", tuple(_METHODS))
             return tuple(_METHODS[method](_with(asked)))
     folder = config.path.parent
-    if os.path.lexists(folder / _MODELOPT_FILE):
-        values = read_json(folder, _MODELOPT_FILE)
+    if values := read_optional_json(folder, _MODELOPT_FILE):
         return tuple(_modelopt(_section(Fields(folder / _MODELOPT_FILE, values, {}), "quantization", {})))
     return ()
 
@@ -222,4 +220,5 @@ _METHODS: dict[str, Callable[[Fields], list[StoredFormat]]] = {
     "modelopt": _modelopt, "modelopt_fp4": _modelopt, "modelopt_mixed": _modelopt,
     "fbgemm_fp8": lambda config: [StoredFormat(kind="fp8", activations=True)],
     "mxfp4": lambda config: [StoredFormat(kind="fp4", layout="blocks", group=32)],
+    "gguf": lambda config: [GGML_FORMATS[name] for name in config.raw("types")],
 }  # fmt: skip

@@ -73,6 +73,8 @@ class StoredWeight:
         form, scales = self.form, self.form.scales_shape(shape, transposed)
         if self.values.shape != (found := form.values_shape(shape, transposed)):
             return f"{self.values} has shape {list(self.values.shape)}, config.json implies {list(found)}"
+        if form.layout == "ggml":
+            return ""
         dtypes = _FLOATS + (_E8M0 if form.kind in ("fp8", "fp4") else ())
         dtypes += ("F8_E4M3",) if form.kind == "fp4" else ()
         if _wide(self.scales.shape) != _wide(scales) or self.scales.dtype not in dtypes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,18 +18,22 @@ class StoredFormat:
 
     kind: of the values; fp8 is e4m3, fp4 is e2m1. layout: `plain` one byte each; `words` of compressed-tensors;
     `awq` (its version gemm), `gptq` and `gptq_v2` words; two values of fp4 in a byte, in rows (`nibbles`) or in groups
-    of 32 (`blocks`). rows, group: outputs and inputs that share a scale, 0 for all. zeros: with zero points.
+    of 32 (`blocks`); `ggml` blocks of the type `ggml`, each with its scales. rows, group: outputs and inputs that share
+    a scale, 0 for all. zeros: with zero points.
     activations: the config quantises them, too, which not all kernels do. targets: the modules that have this format,
-    where another group of the same config has another one.
+    where another group of the same config has another one. widened: kernels do not know it, so it becomes 16 or 32
+    bits on loading.
     """
 
     kind: Literal["int8", "int4", "fp8", "fp4"]
-    layout: Literal["plain", "words", "awq", "gptq", "gptq_v2", "nibbles", "blocks"] = "plain"
+    layout: Literal["plain", "words", "awq", "gptq", "gptq_v2", "nibbles", "blocks", "ggml"] = "plain"
     rows: int = 1
     group: int = 0
     zeros: bool = False
     activations: bool = False
     targets: tuple[str, ...] = ()
+    ggml: str = ""
+    widened: bool = False
 
     @property
     def values_dtype(self) -> str:
@@ -45,6 +50,8 @@ class StoredFormat:
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of a weight in memory, scales included. int4 in groups of 64 -> 0.5625"""
+        if self.widened:
+            return 2.0
         group = min(self.group or _MOST_GROUP, _MOST_GROUP) if self.kind == "int4" else self.group
         return _BYTES[self.kind] + ((8 if self.zeros else 4) / group if group else 0.0)
 
@@ -59,7 +66,7 @@ class StoredFormat:
 
     def values_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
         """The shape of the values of a weight that would be `shape` unquantised. gptq, [64, 32] -> [4, 64]"""
-        if self.turned(transposed):
+        if self.turned(transposed) or self.layout == "ggml":
             return shape
         lead, (rows, depth) = shape[:-2], shape[:-3:-1] if transposed else shape[-2:]
         if self.layout == "awq":
@@ -106,3 +113,33 @@ class StoredFormat:
         sizes = zip(shape[-2:], (self.rows, self.group), strict=True)
         rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
         return rows, columns
+
+
+def _ggml(name: str, kind: Literal["int8", "int4", "fp4"], group: int = 32, *, widened: bool = False) -> StoredFormat:
+    return StoredFormat(kind=kind, layout="ggml", group=group, ggml=name, widened=widened)
+
+
+GGML_FORMATS = {  # those with a minimum beside each scale are widened
+    form.ggml: form
+    for form in (
+        _ggml("Q4_0", "int4"), _ggml("Q4_1", "int4", widened=True), _ggml("Q5_0", "int8"),
+        _ggml("Q5_1", "int8", widened=True), _ggml("Q8_0", "int8"), _ggml("Q4_K", "int4", widened=True),
+        _ggml("Q5_K", "int8", widened=True), _ggml("Q6_K", "int8", 16), _ggml("MXFP4", "fp4"),
+        _ggml("IQ4_NL", "int8"), _ggml("IQ4_XS", "int8"),
+    )
+}  # fmt: skip
+
+
+def common_format(forms: Sequence[StoredFormat | None], linear: bool) -> StoredFormat | None:
+    """Returns the format of a parameter whose parts have these in the files (None: not quantised); None: it is not.
+
+    linear: whether products read it. int8 in small groups holds all values of ggml's types. Parts of other layouts are
+    alike (`check_plan`).
+    """
+    first = forms[0] if forms else None
+    known = [form for form in forms if form is not None]
+    if not any(form.layout == "ggml" for form in known):
+        return first
+    if not linear or len(known) < len(forms) or any(form.widened for form in known):
+        return None
+    return first if len(set(known)) == 1 else _ggml("", "int8", min(form.group for form in known))

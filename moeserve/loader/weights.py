@@ -24,11 +24,22 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.load_plan import Block, Index, LoadPlan, Param, Piece, blocks_of, check_plan, part_shape
+from moeserve.loader.gguf_quants import dense, fill, read_blocks
+from moeserve.loader.load_plan import (
+    Block,
+    Index,
+    LoadPlan,
+    Param,
+    Piece,
+    blocks_of,
+    check_plan,
+    is_packed,
+    part_shape,
+)
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored import StoredWeight
+from moeserve.loader.stored_format import StoredFormat, common_format
 from moeserve.loader.unpack import unpack
-from moeserve.ops.quantised import Asked, Quantised, Weight, dequantised, quantisation_of
+from moeserve.ops.quantised import PART, Asked, Quantised, Weight, dequantised, quantisation_of
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -41,21 +52,41 @@ def empty_weight(
     checkpoint: Checkpoint, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
 ) -> Weight:
     """Returns uninitialised memory for a parameter in the format of the files."""
-    stored = checkpoint.stored.get(pieces[0].source) if pieces else None
-    if stored is None or param.widened:
+    form = format_of(checkpoint, param, pieces)
+    if form is None:
         return torch.empty(param.shape, dtype=torch.float32 if param.fp32 else dtype, device=device)
-    empty = _empty_stored(stored, param.shape, dtype, device)
-    return replace(empty, activations=stored.form.rows_as(checkpoint.activations))
+    empty = _empty_stored(form, param.shape, dtype, device)
+    return replace(empty, activations=form.rows_as(checkpoint.activations))
 
 
-def _empty_stored(stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
-    form = stored.form
+def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> StoredFormat | None:
+    """Returns the format that a parameter has from the files; None if it is not quantised."""
+    stored = [checkpoint.stored.get(piece.source) for piece in pieces]
+    form = common_format([weight.form if weight else None for weight in stored], is_packed(param.name))
+    return None if param.widened else form
+
+
+def _empty_stored(form: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
     group = form.group or (-(-shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # 4 bits always have groups
     return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
     return math.prod(piece.taken) * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
+
+
+def _by_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
+    """Yields pieces for a few rows each of one for a matrix whose rows are whole, and where they belong."""
+    lead = len(piece.shape) - 2
+    rows = range(piece.shape[lead])[piece.take[lead] if len(piece.take) > lead else slice(None)]
+    if isinstance(rows, int):
+        yield piece, index
+        return
+    count = max(1, PART // piece.shape[-1])
+    for i in range(0, len(rows), count):
+        part = rows[i : i + count]
+        take = (*piece.take[:lead], slice(part.start, part.stop, part.step))
+        yield replace(piece, take=take), (*index, slice(i, i + len(part)))
 
 
 def _by_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
@@ -94,8 +125,10 @@ class Reader:
         """
         limit = limit or READ_BYTES
         if piece.source in self._checkpoint.stored:
-            into = param[piece.at]
-            for part, index in _by_experts(piece):
+            into, parts = param[piece.at], _by_experts(piece)
+            if self._checkpoint.stored[piece.source].form.layout == "ggml" and not piece.transposed:
+                parts = (small for part, index in parts for small in _by_rows(part, index))
+            for part, index in parts:
                 yield partial(self._carry_out_stored, part, into[index], limit)
         else:
             assert isinstance(param, Tensor)
@@ -117,10 +150,17 @@ class Reader:
             return raw
 
         stored = self._checkpoint.stored[piece.source]
-        if isinstance(into, Quantised):
+        if stored.form.layout == "ggml":
+            blocks = read_blocks(stored.values, piece.take, read)
+            if isinstance(into, Quantised):
+                fill(blocks, into)
+            else:
+                into.copy_(dense(blocks).mT if piece.transposed else dense(blocks))
+                _check_fits(into, stored.values)
+        elif isinstance(into, Quantised):
             unpack(stored, piece, into, read)
         else:
-            narrow = _empty_stored(stored, piece.taken, into.dtype, torch.device("cpu"))
+            narrow = _empty_stored(stored.form, piece.taken, into.dtype, torch.device("cpu"))
             unpack(stored, piece, narrow, read)
             into.copy_(dequantised(narrow))
             _check_fits(into, stored.values)

@@ -44,6 +44,7 @@ def read_rope(
     size = int(head_dim * share) if share and partial else head_dim
     if size < 2 or size % 2:
         raise rope.error("partial_rotary_factor", f"{size} of {head_dim} elements would rotate, which is not even")
+    interleaved = interleaved or config.values.get("rope_interleaved_rows") is True  # of a GGUF file
     layout: dict[str, Any] = {"size": None if size == head_dim else size, "interleaved": interleaved}
     match kind:
         case "linear":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,10 +22,10 @@ from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import RandomReader, imagined, rounded_format
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.load_plan import LoadPlan, Param
+from moeserve.loader.load_plan import LoadPlan, Param, Piece
 from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, default_folder, key_of
 from moeserve.loader.stored_format import StoredFormat
-from moeserve.loader.weights import Params, Reader
+from moeserve.loader.weights import Params, Reader, format_of
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
@@ -204,10 +205,12 @@ def _check_kernels(
 
 def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Iterator[tuple[Param, StoredFormat]]:
     """Yields each parameter in 4 or 8 bits, and its format."""
-    stored = {p.param: checkpoint.stored[p.source].form for p in plan.pieces if p.source in checkpoint.stored}
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for piece in plan.pieces:
+        pieces[piece.param].append(piece)
     for param in plan.params:
-        if param.name in stored and not param.widened:
-            yield param, stored[param.name]
+        if form := format_of(checkpoint, param, pieces[param.name]):
+            yield param, form
         elif asked and param.quantised_on_load:
             yield param, rounded_format(asked, param.shape[-1])
 

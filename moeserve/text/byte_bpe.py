@@ -19,12 +19,12 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.files import read_json
 
 MAX_VOCABULARY_BYTES = 64 * 2**20
-_WORDS = (
+HAN_APART = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*",
 )
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = (r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = (r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
 
 
 class _Family(NamedTuple):
@@ -40,12 +40,12 @@ class _Family(NamedTuple):
 _FAMILIES = {  # by tokenizer_class
     "TikTokenTokenizer": _Family(  # Kimi
         "tiktoken.model",
-        "|".join((r"[\p{Han}]+", *(word + _CONTRACTIONS + "?" for word in _WORDS), r"\p{N}{1,3}", *_REST)),
+        "|".join((r"[\p{Han}]+", *(word + CONTRACTIONS + "?" for word in HAN_APART), r"\p{N}{1,3}", *REST)),
         ("<|reserved_token_{id}|>",) * 256,
     ),
     "HYTokenizer": _Family(  # Hunyuan
         "hy.tiktoken",
-        "|".join((_CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}", *_REST)),
+        "|".join((CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}", *REST)),
         (
             *("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>"),
             *(f"<|extra_{i}|>" for i in range(205)),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moeserve.errors import CheckpointError, ConfigError
-from moeserve.text.tokenizer import read_config
+from moeserve.loader.files import read_optional_json
 
 MAX_TEMPLATE_CHARS = 2 * 2**20
 _OURS = {"deepseek_v32": "deepseek_v32.jinja"}  # by model_type
@@ -37,9 +37,9 @@ def find_templates(model_dir: Path, override: Path | str | None = None) -> Templ
         for_tools = model_dir / "additional_chat_templates" / "tool_use.jinja"
         return TemplateSource(_read(path), str(path), _read(for_tools) if for_tools.is_file() else None)
     for name in ("chat_template.json", "tokenizer_config.json"):
-        if (found := read_config(model_dir, name).get("chat_template")) is not None:
+        if (found := read_optional_json(model_dir, name).get("chat_template")) is not None:
             return _named(found, f"{model_dir / name} chat_template")
-    if ours := _OURS.get(str(read_config(model_dir, "config.json").get("model_type"))):
+    if ours := _OURS.get(str(read_optional_json(model_dir, "config.json").get("model_type"))):
         asset = files("moeserve") / "assets" / "chat_templates" / ours
         return TemplateSource(asset.read_text(encoding="utf-8"), ours)
     if (model_dir / "tekken.json").is_file():

@@ -20,8 +20,9 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.loader.files import read_json
+from moeserve.loader.files import is_gguf, read_optional_json
 from moeserve.text.byte_bpe import BYTE_ALPHABET, read_byte_bpe
+from moeserve.text.gguf_tokenizer import read_gguf_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +54,21 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
-        """Reads a model directory: tokenizer.json if there is one, else tekken.json or a known tiktoken file.
+        """Reads a model directory: tokenizer.json if there is one, else tekken.json or a known tiktoken file; or a GGUF
+        file.
 
         Raises CheckpointError for a missing, huge or damaged file. Python code in the directory is never run.
         """
-        config = read_config(model_dir, "special_tokens_map.json") | read_config(model_dir, "tokenizer_config.json")
+        config = read_optional_json(model_dir, "special_tokens_map.json") | read_optional_json(
+            model_dir, "tokenizer_config.json"
+        )
         path = model_dir / "tokenizer.json"
         if isinstance(config.get("auto_map"), dict):
             log.info("%s: auto_map is ignored; Python code of a checkpoint is never run", model_dir)
-        backend = _read_backend(path) if path.is_file() else read_byte_bpe(model_dir, config)
+        if is_gguf(model_dir):
+            backend: Backend | None = read_gguf_tokenizer(model_dir)
+        else:
+            backend = _read_backend(path) if path.is_file() else read_byte_bpe(model_dir, config)
         if backend is None:
             raise CheckpointError(f"{path}: no such file. {_remedy(model_dir, config)}")
         if (model_dir / "tekken.json").is_file():
@@ -141,11 +148,6 @@ def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) elsewhere, or serve token ids only, "
         "with `model: {skip_tokenizer_init: true}` in --config"
     )
-
-
-def read_config(model_dir: Path, name: str) -> dict[str, Any]:
-    """Returns a JSON object of a model directory, {} if there is no such file. Raises CheckpointError."""
-    return read_json(model_dir, name) if (model_dir / name).is_file() else {}
 
 
 class ControlTokens:

@@ -93,7 +93,7 @@ class Driver:
         if ops.native:
             module: Any = native()
             module.set_threads([-1] * threads)
-        if asked or self.spec.stored:
+        if asked or self.spec.stored or path.is_file():
             checkpoint = open_checkpoint(path, self.spec.stored)
             plan = load_plan(self.spec, checkpoint.names, world, placement)
             params = load(checkpoint, plan, dtype, asked=asked)

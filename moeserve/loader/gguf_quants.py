@@ -1,0 +1,150 @@
+"""ggml's quantised types: what the bytes of their blocks mean, as in ggml-quants.c.
+
+A weight is value * scale - min, in fp32; blocks of 256 have a scale, in few bits, for every 16 or 32 values.
+n rows, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import CheckpointError
+from moeserve.loader.gguf_file import TYPES
+from moeserve.loader.load_plan import Index
+from moeserve.loader.safetensors_file import TensorInfo
+from moeserve.ops.quantised import E2M1, Quantised
+
+_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4
+_E2M1_CODES = (0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7)  # of twice the numbers
+_BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in TYPES.values()}
+
+
+class Blocks(NamedTuple):
+    """values int8 [n, B, groups, elements]; scales and mins fp32 [n, B, groups]."""
+
+    values: Tensor
+    scales: Tensor
+    mins: Tensor | None = None
+
+
+def read_blocks(tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Index], Tensor]) -> Blocks:
+    """Returns rows of a tensor. take: indices of all dimensions but the last. Raises CheckpointError if a scale is NaN
+    or infinite."""
+    elements, num_bytes = _BLOCKS[tensor.dtype]
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // elements * num_bytes)
+    raw = read(replace(tensor, dtype="U8", shape=shape), take)
+    blocks = _DECODERS[tensor.dtype](raw.view(*raw.shape[:-1], -1, num_bytes))
+    if not all(part is None or part.isfinite().all() for part in blocks[1:]):
+        raise CheckpointError(f"{tensor} has a scale that is NaN or infinite; download it again")
+    return blocks
+
+
+def dense(blocks: Blocks) -> Tensor:
+    """Returns the weights, fp32 [n, K]."""
+    weights = blocks.values * blocks.scales.unsqueeze(-1)
+    if blocks.mins is not None:
+        weights -= blocks.mins.unsqueeze(-1)
+    return weights.flatten(-3)
+
+
+def fill(blocks: Blocks, into: Quantised) -> None:
+    """Fills a parameter of the type's own kind, or of int8 in groups as large or smaller."""
+    values, scales = blocks.values.flatten(-3), blocks.scales.flatten(-2)
+    if into.kind == "fp4":
+        into.values.copy_(_coded(values.abs(), _E2M1_CODES) + 8 * (values < 0))
+        scales = scales * 2
+    else:
+        into.values.copy_(values + 8 if into.kind == "int4" else values)
+    into.scales.copy_(scales.repeat_interleave(into.scales.shape[-1] // scales.shape[-1], -1))
+
+
+def _half(raw: Tensor, at: int) -> Tensor:
+    """Returns the fp16 at a byte of each block, [n, B, 1]."""
+    return raw[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(raw: Tensor, at: int, count: int = 16) -> Tensor:
+    """Returns the numbers of 4 bits in runs of `count` bytes from a byte on: those of low bits first, of each run.
+
+    [n, B, runs * count] -> [n, B, 2 * runs, count]
+    """
+    runs = torch.unflatten(raw[..., at:], -1, (-1, count))
+    return torch.stack((runs & 15, runs >> 4), -2).flatten(-3, -2)
+
+
+def _bits(raw: Tensor, at: int, count: int) -> Tensor:
+    """Returns the bits of bytes, [n, B, count] -> [n, B, 8, count]."""
+    return raw[..., at : at + count].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1) & 1
+
+
+def _of_32(raw: Tensor, at: int) -> Tensor:
+    """Returns 32 numbers of 4 bits as one group, int8 [n, B, 1, 32]."""
+    return _nibbles(raw, at).flatten(-2).unsqueeze(-2).to(torch.int8)
+
+
+def _fifth(raw: Tensor, at: int) -> Tensor:
+    """Returns 32 fifth bits as 0 or 16, int8 [n, B, 1, 32]."""
+    return (_bits(raw, at, 4).transpose(-1, -2).flatten(-2).unsqueeze(-2) * 16).to(torch.int8)
+
+
+def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns scales and mins of the 8 groups of Q4_K and Q5_K: d and dmin, and 6 bits of each in 12 bytes."""
+    first, second, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
+    scales = torch.cat((first & 63, high & 15 | first >> 6 << 4), -1)
+    mins = torch.cat((second & 63, high >> 4 | second >> 6 << 4), -1)
+    return _half(raw, 0) * scales, _half(raw, 2) * mins
+
+
+def _q5_k(raw: Tensor) -> Blocks:
+    values = _nibbles(raw[..., 48:], 0, 32) | _bits(raw, 16, 32) << 4
+    return Blocks(values.to(torch.int8), *_k_scales(raw))
+
+
+def _q6_k(raw: Tensor) -> Blocks:
+    """Halves of 128 values: 4 bits in 64 bytes, 2 bits in 32."""
+    low = torch.unflatten(torch.unflatten(_nibbles(raw[..., :128], 0, 64), -2, (2, 2)), -1, (2, 32)).flatten(-3, -2)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
+    high = torch.unflatten(raw[..., 128:192], -1, (2, 1, 32)) >> shifts & 3
+    values = (low | high << 4).to(torch.int8) - 32
+    scales = raw[..., 192:208].contiguous().view(torch.int8)
+    return Blocks(torch.unflatten(values.flatten(-3), -1, (16, 16)), _half(raw, 208) * scales)
+
+
+def _iq4_xs(raw: Tensor) -> Blocks:
+    high, low = raw[..., 2:4], raw[..., 4:8]
+    high = (high.unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
+    scales = (torch.stack((low & 15, low >> 4), -1).flatten(-2) | high << 4).to(torch.int8) - 32
+    values = torch.unflatten(_nibbles(raw, 8), -2, (8, 2)).flatten(-2)
+    return Blocks(_coded(values, _CODES), _half(raw, 0) * scales)
+
+
+def _coded(values: Tensor, codes: tuple[int, ...]) -> Tensor:
+    return torch.tensor(codes, dtype=torch.int8)[values.int()]
+
+
+def _mxfp4(raw: Tensor) -> Blocks:
+    """Twice the numbers of E2M1, times half a power of two: bytes 0 and 1 are subnormal."""
+    exponents = raw[..., :1].int()
+    bits = (exponents - 1 << 23).where(exponents > 1, 0x200000 << exponents)
+    scales = bits.view(torch.float32).where(exponents < 255, torch.nan)
+    return Blocks(_coded(_of_32(raw, 1), tuple(int(2 * number) for number in E2M1)), scales)
+
+
+_DECODERS: dict[str, Callable[[Tensor], Blocks]] = {
+    "Q4_0": lambda raw: Blocks(_of_32(raw, 2) - 8, _half(raw, 0)),
+    "Q4_1": lambda raw: Blocks(_of_32(raw, 4), _half(raw, 0), -_half(raw, 2)),
+    "Q5_0": lambda raw: Blocks((_of_32(raw, 6) | _fifth(raw, 2)) - 16, _half(raw, 0)),
+    "Q5_1": lambda raw: Blocks(_of_32(raw, 8) | _fifth(raw, 4), _half(raw, 0), -_half(raw, 2)),
+    "Q8_0": lambda raw: Blocks(raw[..., None, 2:].view(torch.int8), _half(raw, 0)),
+    "Q4_K": lambda raw: Blocks(_nibbles(raw, 16, 32).to(torch.int8), *_k_scales(raw)),
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": lambda raw: Blocks(_coded(_of_32(raw, 2), _CODES), _half(raw, 0)),
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}

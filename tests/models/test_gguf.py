@@ -1,0 +1,142 @@
+"""GGUF files: logits are, to the bit, those of the safetensors checkpoint with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from moeserve.comm.world import World
+from moeserve.errors import CheckpointError
+from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.gguf_config import ARCHITECTURES
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import load_plan
+from moeserve.ops.native import native
+from tests.gguf_files import F32, FAMILIES, KINDS, OPTIONS, as_f32, matrices, write_gguf
+from tests.loader.eager import load
+
+from .conftest import Driver
+
+PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+WIDE = {  # rows of whole blocks of 256
+    "hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 64,
+}  # fmt: skip
+module: Any = native()
+
+
+def test_every_architecture_is_tested() -> None:
+    assert set(FAMILIES.values()) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_what_its_safetensors_are(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint(name, **OPTIONS.get(name, {})).path
+    got, expected = Driver(write_gguf(name, path, tmp_path / "model.gguf")), Driver(path)
+    ours, theirs = (driver.prefill("a", PROMPT, 31) for driver in (got, expected))
+    assert torch.equal(ours, theirs)
+    assert got.spec.dtype == expected.spec.dtype == "float32"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_ranks_read_their_share(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint(name, **OPTIONS.get(name, {})).path
+    file = write_gguf(name, path, tmp_path / "model.gguf")
+    for rank in range(2):
+        world = World(rank, 2, tp_size=2)
+        plain, own = (params_of(folder, world) for folder in (path, file))
+        order = read_model_spec(file).layers[0].mixer.rope.interleaved and name == "mixtral"
+        different = {key for key in plain if not torch.equal(plain[key], own[key])}
+        assert different == ({key for key in plain if key.endswith("qkv")} if order else set())
+
+
+def params_of(path: Path, world: World) -> dict[str, Any]:
+    spec = read_model_spec(path)
+    checkpoint = open_checkpoint(path, spec.stored)
+    return load(checkpoint, load_plan(spec, checkpoint.names, world), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_a_file_in_16_bits_has_its_dtype(kind: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    path, wanted = make_checkpoint("qwen3_moe").path, gguf.GGMLQuantizationType[kind]
+    file = write_gguf("qwen3_moe", path, tmp_path / "x.gguf", lambda name, shape: wanted if len(shape) > 1 else F32)
+    assert read_model_spec(file).dtype == {"F16": "float16", "BF16": "bfloat16"}[kind]
+    got, plain = params_of(file, World()), params_of(path, World())
+    dtype = getattr(torch, read_model_spec(file).dtype)
+    assert torch.equal(got["layers.0.qkv"], plain["layers.0.qkv"].to(dtype).float())
+
+
+@pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
+@pytest.mark.parametrize(
+    "kinds", [*((kind,) for kind in KINDS), KINDS, ("Q4_0", "Q8_0", "Q6_K", "MXFP4"), ("Q8_0", "F32")]
+)
+def test_quantised_weights_mean_what_ggml_says(kinds: tuple[str, ...], make_checkpoint: Any, tmp_path: Path) -> None:
+    """Types that are mixed within a product are computed as int8 or widened."""
+    path, choose = make_checkpoint("qwen3_moe", **WIDE).path, matrices(*kinds)
+    got = Driver(write_gguf("qwen3_moe", path, tmp_path / "model.gguf", choose))
+    expected = Driver(write_gguf("qwen3_moe", path, tmp_path / "meaning.gguf", choose, meaning=True))
+    assert got.spec.stored
+    assert {form.ggml for form in got.spec.stored} <= set(kinds)
+    ours, theirs = (driver.prefill("a", PROMPT, 31) for driver in (got, expected))
+    assert ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max() <= 2e-5
+
+
+@pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mixtral", "granite_moe_shared", "qwen2_moe"])
+def test_quantised_families(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    """Biases, a split kv_b with rows of 32, rows in pairs; and a tied head, which is widened with the embedding."""
+    sizes = {"qk_nope_head_dim": 32, "kv_lora_rank": 32} if name == "deepseek_v3" else {"tie_word_embeddings": True}
+    path = make_checkpoint(name, **OPTIONS.get(name, {}), **sizes).path
+    choose = matrices("MXFP4", "Q8_0", "Q4_1")
+    got = Driver(write_gguf(name, path, tmp_path / "model.gguf", choose))
+    expected = Driver(write_gguf(name, path, tmp_path / "meaning.gguf", choose, meaning=True))
+    ours, theirs = (driver.prefill("a", PROMPT, 31) for driver in (got, expected))
+    assert ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max() <= 2e-5
+
+
+def test_a_split_model_is_the_whole(make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    first = write_gguf("qwen3_moe", path, tmp_path / "model.gguf", split=9)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    got = params_of(first, World())
+    assert all(torch.equal(got[key], value) for key, value in params_of(path, World()).items())
+    parts[1].rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{parts[1].name} is missing: the model has {len(parts)} files"):
+        read_model_spec(first)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; supported: none, linear, yarn"),
+        ({"expert_gating_func": 2}, "expert_gating_func is 2; Qwen3MoeForCausalLM has 1"),
+        ({"attention.value_length": 16}, "attention.value_length is 16; supported: 32"),
+        ({"attention.causal": False}, "attention.causal is False"),
+        ({"attention.head_count": 0}, "attention.head_count is 0"),
+        ({"block_count": None}, "block_count is missing"),
+        ({"block_count": 3}, "is missing"),
+        ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping' of its architecture is not known"),
+        ({"attention.head_count_kv": [2, 1]}, r"num_key_value_heads is \[2, 1\]"),
+        ({"rope.dimension_count": 16}, "partial_rotary_factor is 0.5; this architecture rotates the whole head"),
+        ({"embedding_length": 2**31}, "hidden_size is"),
+    ],
+)  # fmt: skip
+def test_metadata_that_cannot_be_meant(
+    metadata: dict[str, Any], says: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    file = write_gguf("qwen3_moe", make_checkpoint("qwen3_moe").path, tmp_path / "m.gguf", as_f32, **metadata)
+    with pytest.raises(CheckpointError, match=says):
+        params_of(file, World())
+
+
+def test_other_architectures_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"general.architecture is 'gemma3'; supported as GGUF: deepseek2, dots1"):
+        read_model_spec(tmp_path / "x.gguf")

@@ -1,0 +1,182 @@
+"""Tokenizers in GGUF files: ids are those of the tokenizer that was converted, or of SentencePiece's own rule."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from moeserve.errors import CheckpointError
+from moeserve.loader.generation_config import generation_defaults
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.gguf_tokenizer import _SPLITS, read_gguf_tokenizer
+from moeserve.text.tokenizer import Tokenizer
+from tests.gguf_files import add_tokenizer
+
+from .conftest import CORPUS
+
+DEMO = resolve_model_dir("demo")
+TEXTS = [
+    *CORPUS[:4], "", " ", "  two   spaces ", "\n\n\t x\r\n", "I'll DON'T you've", "1234567 x12 ٣٤٥", "a/b//\n/c",
+    "HelloWorld camelCase ABCdef", "<|im_start|>user<|im_end|>", "e\u0301 \ud7a3 \U0001f468",
+    "漢字かなカナ abc漢",
+    "!word ?x (y) $5.00 ~~~", "\u00a0\u3000x", "▁ ▁x", "x" * 300,
+]  # fmt: skip
+NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
+
+
+def write(path: Path, values: dict[str, Any]) -> Path:
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    for key, value in values.items():
+        kinds = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds.get(type(value), writer.add_array)(key if "." in key else f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def byte_level(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
+    spec = json.loads(Tokenizer.load(DEMO).backend.to_str())
+    vocab = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
+    types = [CONTROL if token.startswith("<|") else NORMAL for token in vocab]
+    merges = [" ".join(merge) for merge in spec["model"]["merges"]]
+    return {"model": "gpt2", "pre": pre, "tokens": vocab, "token_type": types, "merges": merges, **more}
+
+
+def test_the_demo_s_tokenizer_comes_back(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "demo.gguf", "qwen3moe")
+    add_tokenizer(writer, DEMO)
+    writer.add_tensor("token_embd.weight", np.zeros((2560, 8), np.float32))
+    for key in ("embedding_length", "attention.head_count", "block_count"):
+        writer.add_uint32(f"qwen3moe.{key}", 8)
+    writer.add_float32("general.sampling.temp", 0.7)
+    writer.add_int32("general.sampling.top_k", 20)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path = tmp_path / "demo.gguf"
+    got, expected = Tokenizer.load(path), Tokenizer.load(DEMO)
+    for text in TEXTS:
+        ids = expected.encode(text)
+        assert got.encode(text) == ids
+        assert got.decode(ids) == expected.decode(ids)
+    assert got.special_tokens.items() <= expected.special_tokens.items()
+    ours, theirs = ChatTemplate.load(path), ChatTemplate.load(DEMO)
+    assert ours is not None and theirs is not None  # noqa: PT018
+    assert generation_defaults(path) == {"temperature": 0.7, "top_k": 20}
+
+
+@pytest.mark.parametrize("pre", _SPLITS)
+def test_every_way_to_split_keeps_the_text(pre: str, tmp_path: Path) -> None:
+    backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", byte_level(pre)))
+    for text in TEXTS:
+        expected = backend.normalizer.normalize_str(text) if backend.normalizer else text
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert backend.decode(ids, skip_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("gpt-2", "a1234's  b", ["a", "1234", "'s", "Ġ", "Ġb"]),
+        ("refact", "a1234's  b", ["a", "1", "2", "3", "4", "'s", "Ġ", "Ġb"]),
+        ("qwen2", "a1234'S\n\n  b", ["a", "1", "2", "3", "4", "'S", "ĊĊ", "Ġ", "Ġb"]),
+        ("llama-bpe", "a1234'S(b/\n", ["a", "123", "4", "'S", "(b", "/Ċ"]),
+        ("gpt-4o", "HelloWORLD's 1234/\n/", ["Hello", "WORLD's", "Ġ", "123", "4", "/Ċ/"]),
+        ("tekken", "HelloWORLD 12", ["Hello", "WORLD", "Ġ", "1", "2"]),
+        ("deepseek-v3", "ab1234 $x,y", ["ab", "123", "4", "Ġ$", "x", ",y"]),
+    ],
+)
+def test_words(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
+    backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", byte_level(pre)))
+    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
+def sentencepiece() -> dict[str, Any]:
+    words = ["the", "fox", "and", "lantern", "once", "upon", "a", "time", "was", "not", "lit", "weiß", "found"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
+    learnt = {part: None for word in words for i in range(len(word)) for part in ("▁" + word[: i + 1], word[i : i + 3])}
+    letters = dict.fromkeys("▁" + "".join(words))
+    merged = [piece for piece in learnt if len(piece) > 1]
+    pieces += [*merged, *letters, "[UNUSED]"]
+    scores = [0.0] * 259 + [-float(i // 2) for i in range(len(merged))] + [-1e6] * (len(letters) + 1)
+    types += [NORMAL] * (len(merged) + len(letters)) + [UNUSED]
+    return {
+        "model": "llama", "tokens": pieces, "scores": scores, "token_type": types, "bos_token_id": 1, "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }  # fmt: skip
+
+
+def plain_sentencepiece(values: dict[str, Any], text: str, prefix: bool) -> list[int]:
+    """The rule itself: the neighbours whose union has the highest score join, the first ones of equals."""
+    scores = dict(zip(values["tokens"], values["scores"], strict=True))
+    parts = list(("▁" * prefix + text.replace(" ", "▁")) if text else "")
+    while True:
+        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in scores]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    ids = {token: i for i, token in enumerate(values["tokens"])}
+    spelled = [[part] if part in ids else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
+    return [ids[token] for tokens in spelled for token in tokens]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_joins_by_scores(prefix: bool, tmp_path: Path) -> None:
+    values = sentencepiece()
+    path = write(tmp_path / "x.gguf", {**values, "add_space_prefix": prefix})
+    backend = read_gguf_tokenizer(path)
+    for text in [*TEXTS, "the fox and the lantern", "once upon a time", " foxfox andand"]:
+        if "<" in text or "▁" in text:
+            continue
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert ids == plain_sentencepiece(values, text, prefix)
+        assert backend.decode(ids) == text
+    assert backend.encode("fox").ids[0] == 1  # as SentencePiece's models have it unless they say otherwise
+    assert backend.token_to_id("[UNUSED]") is None
+
+
+@pytest.mark.parametrize(
+    ("more", "begin", "end"),
+    [
+        ({}, [], []),
+        ({"add_bos_token": True, "bos_token_id": 1}, [1], []),
+        ({"add_bos_token": True, "add_eos_token": True, "bos_token_id": 1, "eos_token_id": 2}, [1], [2]),
+        ({"add_bos_token": True}, [], []),
+        ({"add_bos_token": True, "bos_token_id": 10**6}, [], []),
+    ],
+)
+def test_tokens_around_a_text(more: dict[str, Any], begin: list[int], end: list[int], tmp_path: Path) -> None:
+    backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", byte_level(**more)))
+    inner = backend.encode("a fox", add_special_tokens=False).ids
+    assert backend.encode("a fox").ids == [*begin, *inner, *end]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported: gpt2, llama"),
+        ({}, "tokenizer.ggml.model is None"),
+        (byte_level("unheard-of"), "tokenizer.ggml.pre is 'unheard-of'; supported: qwen2, "),
+        ({"model": "gpt2", "pre": "gpt-2"}, "has 0 tokens"),
+        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "a"]}, "has 2 tokens, 1 different ones"),
+        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b"], "token_type": [1]}, "and 1 types"),
+        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a", ""]}, "each token must be there once"),
+        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": ["a b"]}, "no tokenizer: "),
+        ({"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": ["ab"]}, "no tokenizer: "),
+        ({"model": "llama", "tokens": ["a", "b"], "scores": [0.0]}, "1 scores for 2 tokens"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(values: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        read_gguf_tokenizer(write(tmp_path / "x.gguf", values))
