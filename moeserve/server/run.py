@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
+from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.host import Root, Standing
 from moeserve.cluster.launch.protocol import report
 from moeserve.cluster.logs import set_up_logging
@@ -86,6 +87,7 @@ def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn
         context.began = time.monotonic()
         ours.set()
         streams = list((await following).streams.values())
+        assert isinstance(prepared.link, Fleet)
         prepared.link.scaling.standing = standing
         opened = open_front_end(config, child=True, prepared=prepared)
         return await run(context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:])
