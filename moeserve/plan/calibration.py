@@ -51,7 +51,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dp: int
     tp: int
-    limits: dict[str, int | bool]
+    limits: dict[str, int | float | bool]
     terms: dict[str, float]
     delay_s: float
     num_samples: int

@@ -61,6 +61,7 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
             max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=chunk, prefill_chunk=chunk,
             max_model_len=ready.max_model_len, block_size=ready.block_size, num_blocks=ready.num_blocks // dp,
             depth=config.scheduler.depth, enable_prefix_caching=False,
+            itl_target_us=1000 * config.scheduler.itl_target_ms,
             watermark_blocks=int(config.scheduler.watermark * ready.num_blocks / dp),
         )  # fmt: skip
         unfitted = Calibration(

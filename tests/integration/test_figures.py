@@ -77,6 +77,10 @@ def _kills(found: Any, key: str) -> list[float]:
     return [pick(it[key] for it in kills) for pick in (min, max)]
 
 
+def _simulated(found: Any) -> list[float]:
+    return [100 * found[key] for key in ("median_error", "worst_error", "median_apart", "worst_apart")]
+
+
 _served, _moving = partial(_kills, key="served_s"), partial(_kills, key="all_streams_moving_s")
 
 CLAIMS = [
@@ -108,6 +112,18 @@ CLAIMS = [
     Claim("on Ray {} to {} s", "lost-machine-ray", _returns, "docs/multi-node.md"),
     Claim("The next one served {} to {} s later", "standby", _served, "docs/multi-node.md"),
     Claim("all streams moved after {} to {} s", "standby", _moving, "docs/multi-node.md"),
+    Claim(
+        "-dp1_intel-xeon-2c-avx512bf16_202611.json)) | {} % | {} % | {} % | {} % |",
+        "simulate-dp1",
+        _simulated,
+        "docs/planning.md",
+    ),
+    Claim(
+        "-dp2_intel-xeon-2c-avx512bf16_202611.json)) | {} % | {} % | {} % | {} % |",
+        "simulate-dp2",
+        _simulated,
+        "docs/planning.md",
+    ),
 ]
 FACTS = (  # digits of the comparison that name a case or a format
     "1.29 billion parameters (0.38 active)", "Zen 5", "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99",
