@@ -4,8 +4,8 @@
     python tools/full_tests.py record [GROUP ...]    these groups (all) have passed on the sources as they are
 
 A test marked `full("group")` runs when `--full` names its group. The record is a file of digests, so that a fresh clone
-knows without any history what was tested. The groups "shapes" (an hour) and "http" (ten minutes of random requests)
-have no sources: `make test-all` alone runs them.
+knows without any history what was tested. The groups "shapes" (an hour), "http" (ten minutes of random requests) and
+"wheel" (which asks the package index) have no sources: `make test-all` alone runs them.
 """
 
 from __future__ import annotations
