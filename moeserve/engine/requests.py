@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, Slots
@@ -268,3 +269,19 @@ class StopTable:
             return []
         some = np.flatnonzero(self._count[np.minimum(tokens, len(self._count) - 1)])
         return [i for i in some.tolist() if int(tokens[i]) in self._ids.get(int(slots[i]), ())]
+
+
+def share(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
+    """Cuts counts to a token budget and drops rows that get nothing. Rows come first in line first.
+
+    Rows that need just one token get it, so that no long prompt stalls a stream; then the others in order.
+    counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
+    """
+    single: NDArray[np.bool_] = count == 1
+    single &= np.cumsum(single) <= budget
+    left = budget - int(np.count_nonzero(single))
+    several = np.where(count > 1, count, 0)
+    several = np.clip(left - (np.cumsum(several) - several), 0, several)
+    count = np.where(single, 1, several).astype(np.int32)
+    keep = np.flatnonzero(count)
+    return slots[keep], start[keep], count[keep]

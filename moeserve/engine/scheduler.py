@@ -22,8 +22,8 @@ from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
-from moeserve.engine.requests import Request, WaitingQueue, request_of
-from moeserve.engine.token_budget import TokenBudget, share
+from moeserve.engine.requests import Request, WaitingQueue, request_of, share
+from moeserve.engine.token_budget import TokenBudget
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 
@@ -78,7 +78,7 @@ class Scheduler:
         self.kv_manager = KVCacheManager(limits, groups)
         self.waiting = WaitingQueue()
         self.num_planned = 0
-        self.budget = TokenBudget(limits.max_num_batched_tokens, limits.itl_target_us)
+        self.budget = TokenBudget(limits.max_num_batched_tokens, limits.itl_target_us) if limits.itl_target_us else None
         self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
         self._speculates = limits.num_drafts > 0
         self._drafting = False  # whether any row may have drafts
@@ -163,7 +163,7 @@ class Scheduler:
         kv_manager, batch = self.kv_manager, self.kv_manager.batch
         if self.awaits_result:
             return None
-        builder = PlanBuilder(self.budget.tokens(batch))
+        builder = PlanBuilder(self.budget.tokens(batch) if self.budget else self.limits.max_num_batched_tokens)
         self._preempt_for_head(builder)
         if self._schedule_running(builder):
             self._schedule_waiting(builder)
@@ -345,7 +345,8 @@ class Scheduler:
         slots, tokens, finish, stop_ids = append_tokens(batch, plan, in_flight.slots, live, result, self.eos_ids)
         cached = unsent_hits(batch, slots)
         logprobs, prompt_logprobs, digests = logprobs_of(batch, in_flight.slots, live, result)
-        self.budget.note(plan, result.took_us)
+        if self.budget:
+            self.budget.note(plan, result.took_us)
         drafts = self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
         rids = batch.rid[slots]
         for row in np.flatnonzero(finish).tolist():
@@ -411,7 +412,7 @@ class Scheduler:
             places = range(int(drafts_S.max(initial=0)))
             num_drafts, num_accepted = ([int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S))
         record = self.gauges(result.step)
-        record.num_tokens = plan.num_tokens
+        record.num_tokens = int(plan.counts_R.sum())
         record.num_requests, record.num_preempted = len(in_flight.slots), builder.num_preempted
         record.prompt_tokens, record.cached_tokens = builder.prompt_tokens, builder.cached_tokens
         record.device_us, record.comm_us = result.device_us, result.comm_us

@@ -1,4 +1,4 @@
-"""How many tokens a step computes, and who gets them: prompts beside requests that decode.
+"""How many tokens a step computes of prompts beside requests that decode.
 
 A step lasts as long as its tokens take, and every stream waits for it. With a target for the time between tokens
 (scheduler.itl_target_ms), a step with both computes as much of the prompts as keeps it within the target, by the
@@ -9,10 +9,7 @@ same results.
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
-from moeserve.engine.plan import I32, Slots, StepPlan
+from moeserve.engine.plan import StepPlan
 from moeserve.engine.requests import InputBatch
 
 _FIRST = 32.0  # prompt tokens beside decodes before any time is known
@@ -23,7 +20,7 @@ _DECODE_RATE = 0.2  # of the average of steps without prompts
 
 
 class TokenBudget:
-    """The tokens of a step. most: with no target (0), or beside nobody who decodes."""
+    """The tokens of a step. most: beside nobody who decodes."""
 
     def __init__(self, most: int, target_us: float) -> None:
         self._most, self._target_us = most, target_us * _MARGIN
@@ -32,8 +29,6 @@ class TokenBudget:
 
     def tokens(self, batch: InputBatch) -> int:
         """Returns the budget of the next step of the running requests."""
-        if not self._target_us:
-            return self._most
         slots = batch.order
         decoding = slots[batch.known[slots] - batch.scheduled[slots] <= 1]
         if not len(decoding):
@@ -42,7 +37,7 @@ class TokenBudget:
 
     def note(self, plan: StepPlan, took_us: int) -> None:
         """Takes the time of a step."""
-        if not self._target_us or took_us <= 0:
+        if took_us <= 0:
             return
         known_R = plan.counts_R if plan.num_drafts_R is None else plan.counts_R - plan.num_drafts_R
         prompt_tokens = int(known_R[known_R > 1].sum())
@@ -57,19 +52,3 @@ class TokenBudget:
         if change < 1 or prompt_tokens >= self._prompt_tokens * _LESS:
             wanted = prompt_tokens * min(max(change, _LESS), _MORE)
             self._prompt_tokens = min(max(wanted, _LEAST), self._most)
-
-
-def share(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
-    """Cuts counts to a token budget and drops rows that get nothing. Rows come first in line first.
-
-    Rows that need just one token get it, so that no long prompt stalls a stream; then the others in order.
-    counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
-    """
-    single: NDArray[np.bool_] = count == 1
-    single &= np.cumsum(single) <= budget
-    left = budget - int(np.count_nonzero(single))
-    several = np.where(count > 1, count, 0)
-    several = np.clip(left - (np.cumsum(several) - several), 0, several)
-    count = np.where(single, 1, several).astype(np.int32)
-    keep = np.flatnonzero(count)
-    return slots[keep], start[keep], count[keep]

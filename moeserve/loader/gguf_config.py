@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import Fields
 from moeserve.loader.gguf_file import GGUFHeader, read_model
@@ -292,6 +290,8 @@ def _dtype(tensors: list[TensorInfo]) -> str:
 
 def _plain(value: Any) -> Any:
     """Numbers as config.json would have them: floats without the digits that fp32 adds, one for an array of equals."""
+    import numpy as np  # here: whoever asks for a config waits for it otherwise
+
     if isinstance(value, np.ndarray):
         value = value.tolist()
         return value[0] if value and all(item == value[0] for item in value) else value

@@ -18,8 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import GGUF, model_file
 from moeserve.loader.safetensors_file import TensorInfo
@@ -170,6 +168,8 @@ class _Cursor:
         letter = _number_type(self.path, kind, what)  # of arrays of arrays no model needs any
         size = struct.calcsize(letter)
         count = self.count(f"items of {what}", size)
+        import numpy as np  # here: whoever asks for a config waits for it otherwise
+
         return np.frombuffer(self.take(count * size, what), np.dtype(letter).newbyteorder("<"))
 
 

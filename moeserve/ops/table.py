@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+# oneDNN, which computes torch's products of bf16, sums in another order with AMX, by the number of rows.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 from torch import Tensor
 

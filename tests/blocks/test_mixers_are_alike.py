@@ -8,7 +8,7 @@ from pathlib import Path
 import moeserve
 
 ROOT = Path(moeserve.__file__).parent
-KNOWING = ("blocks/", "ops/", "models/", "cli/tune.py")  # readers of configs choose mixers; `tune` measures kernels
+KNOWING = ("blocks/", "ops/", "models/", "loader/gguf_config.py", "cli/tune.py")  # config readers, `tune`
 BUILDING = ("build", "decoder", "load_plan", "registry", "spec", "workspace")
 
 

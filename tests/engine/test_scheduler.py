@@ -7,8 +7,8 @@ import pytest
 
 from moeserve.engine.blocks import STATES_HELD
 from moeserve.engine.plan import StepResult
+from moeserve.engine.requests import share
 from moeserve.engine.scheduler import Scheduler
-from moeserve.engine.token_budget import share
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason
 from tests.engine.fake_model import POISON, oracle

@@ -230,7 +230,7 @@ def test_steps_with_drafts_in_graphs(graphs: str) -> None:
         expected, *_ = serve(by_triton("off").runner, submits)
         other = by_triton(graphs).runner
         speculate(other, knowing(other, submits, expected))
-        other.graphs._most_len = 1 + NUM_DRAFTS
+        other.graphs.num_drafts = NUM_DRAFTS
         found, _, right = serve(other, submits)
         assert found == expected
         assert right

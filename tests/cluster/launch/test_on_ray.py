@@ -28,7 +28,9 @@ class Handle:
         self.actor, self.lost = actor, False
 
     def __getattr__(self, name: str) -> Any:
-        return type("Method", (), {"remote": staticmethod(self._call(name))})
+        method = type("Method", (), {"remote": staticmethod(self._call(name))})
+        method.options = staticmethod(lambda **options: method)  # type: ignore[attr-defined]
+        return method
 
     def _call(self, name: str) -> Callable[..., asyncio.Task[Any]]:
         async def call(*args: Any) -> Any:
@@ -45,6 +47,9 @@ async def handle(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Handle]:
     errors = type(sys)("ray.exceptions")
     errors.RayError = Lost  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+    module = type(sys)("ray")
+    module.cancel = lambda call: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", module)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     actor = PartActor()
     assert "OMP_NUM_THREADS" not in os.environ  # Ray's, which would bound every part
