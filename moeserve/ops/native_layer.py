@@ -29,7 +29,7 @@ from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20
-LAYOUT = 2  # of packed bytes: a new number for any other, so that none are taken for these (loader/packed_cache.py)
+LAYOUT = 1  # of packed bytes: a new number for any other, so that none are taken for these (loader/packed_cache.py)
 HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels know
 # Memory for so many packed bytes, aligned to 64, and whether they are there already.
 Room = Callable[[int], tuple[Tensor, bool]]
