@@ -39,6 +39,7 @@ class PlanBuilder:
     rows: list[tuple[Slots, I32, I32]] = field(default_factory=list)  # slots, starts, counts
     new_requests: list[NewRequest] = field(default_factory=list)
     started: list[int] = field(default_factory=list)  # rids
+    num_tokens: int = 0
     num_preempted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -317,7 +318,9 @@ class Scheduler:
         self.kv_manager.grow(slots, start, new)
         self.kv_manager.batch.scheduled[slots] = start + count
         builder.rows.append((slots, start, count))
-        builder.budget -= int(count.sum())
+        num_tokens = int(count.sum())
+        builder.num_tokens += num_tokens
+        builder.budget -= num_tokens
 
     def _preempt(self, slot: int) -> None:
         """Puts a request back into the queue with its known tokens. Later ones are computed again, equal to before."""
@@ -412,7 +415,7 @@ class Scheduler:
             places = range(int(drafts_S.max(initial=0)))
             num_drafts, num_accepted = ([int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S))
         record = self.gauges(result.step)
-        record.num_tokens = int(plan.counts_R.sum())
+        record.num_tokens = builder.num_tokens
         record.num_requests, record.num_preempted = len(in_flight.slots), builder.num_preempted
         record.prompt_tokens, record.cached_tokens = builder.prompt_tokens, builder.cached_tokens
         record.device_us, record.comm_us = result.device_us, result.comm_us

@@ -165,12 +165,12 @@ class _Cursor:
         kind = self.number("I", what)
         if kind == _STRING:
             return [self.text(what) for _ in range(self.count(f"items of {what}", 8))]
-        letter = _number_type(self.path, kind, what)  # of arrays of arrays no model needs any
-        size = struct.calcsize(letter)
+        code = _number_type(self.path, kind, what)  # of arrays of arrays no model needs any
+        size = struct.calcsize(code)
         count = self.count(f"items of {what}", size)
         import numpy as np  # here: whoever asks for a config waits for it otherwise
 
-        return np.frombuffer(self.take(count * size, what), np.dtype(letter).newbyteorder("<"))
+        return np.frombuffer(self.take(count * size, what), np.dtype(code).newbyteorder("<"))
 
 
 def _number_type(path: Path, kind: int, what: str) -> str:

@@ -41,7 +41,7 @@ class Program:
 
     def run(self, folder: Path, flags: list[str], *arguments: str) -> None:
         """Compiles the program for this CPU, and runs it."""
-        names = {flag.removeprefix("-m").replace("512bf16", "512_bf16") for flag in self.isa}
+        names = {flag.removeprefix("-m") for flag in self.isa}
         if missing := names - cpu_flags():
             pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
         command = ["g++", *COMMON, *self.isa, *flags, "-fno-sanitize-recover=all"]
