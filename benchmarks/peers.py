@@ -31,9 +31,8 @@ import psutil
 
 from benchmarks.common import RESULTS, ROOT, end_as_asked, parser, save
 from benchmarks.peers_engine import ENGINES
-from benchmarks.peers_floor import Case, Machine, compiled_machine, floor_tokens_per_s
+from benchmarks.peers_floor import Case, Rates, compiled_machine, floor_tokens_per_s
 from moeserve.models.hf_config import read_model_spec
-from moeserve.models.spec import ModelSpec
 
 CASES = {
     case.name: case
@@ -48,6 +47,7 @@ CASES = {
     )
 }
 USUAL = list(CASES)[:5]
+OF_GGUF = ("llamacpp", "moeserve-gguf")
 START = "start"  # the case of the seconds from a new process to its first answer
 WARM_UP = Case("warm-up", 4, 512, 8)  # touches every weight: mapped files, buffers that grow
 BUSY_S, BUSY_PERCENT = 0.3, 10.0  # how long to look for others' work before a case, and how much of it matters
@@ -153,7 +153,8 @@ def arguments() -> argparse.Namespace:
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
     flags.add_argument("--engine", action="append", required=True, metavar="NAME[=PYTHON]", help=", ".join(ENGINES))
-    flags.add_argument("--gguf", type=Path, help="the same weights for llamacpp")
+    flags.add_argument("--gguf", type=Path, help="the same weights for llamacpp and moeserve-gguf")
+    flags.add_argument("--weight-bytes", type=float, default=2, help="of a parameter, for the floor [2]")
     flags.add_argument("--case", action="append", choices=CASES, help=f"{', '.join(CASES)} [the first five]")
     flags.add_argument("--rounds", type=int, default=3, help="of each case [3]")
     flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
@@ -165,8 +166,8 @@ def arguments() -> argparse.Namespace:
     for pair in args.engine:
         if pair.partition("=")[0] not in ENGINES:
             flags.error(f"no engine {pair.partition('=')[0]!r}: there are {', '.join(ENGINES)}")
-        if pair.startswith("llamacpp") and args.gguf is None:
-            flags.error("llamacpp needs --gguf FILE")
+        if pair.partition("=")[0] in OF_GGUF and args.gguf is None:
+            flags.error(f"{pair} needs --gguf FILE")
     return args
 
 
@@ -181,7 +182,7 @@ def measure(args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample
     engines = []
     for pair in args.engine:
         name, _, python = pair.partition("=")
-        target, log = args.gguf if name == "llamacpp" else args.model, RESULTS / f"{name}.log"
+        target, log = args.gguf if name in OF_GGUF else args.model, RESULTS / f"{name}.log"
         engine, seconds = stack.enter_context(started(name, python or sys.executable, target, args.threads, log))
         engines.append(engine)
         yield {"case": START, "round": -1, "engine": name, "version": engine.version, "seconds": seconds}
@@ -192,13 +193,16 @@ def measure(args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample
         if time.perf_counter() > until_s:
             return
         first = number % len(engines)
-        yield from one_case(case, number, engines[first:] + engines[:first], machine, spec)
+        rates = machine.rates()
+        floor = floor_tokens_per_s(spec, case, rates, args.weight_bytes)
+        yield from one_case(case, number, engines[first:] + engines[:first], rates, floor, spec.vocab_size)
 
 
-def one_case(case: Case, number: int, engines: Sequence[Engine], machine: Machine, spec: ModelSpec) -> list[Sample]:
+def one_case(
+    case: Case, number: int, engines: Sequence[Engine], rates: Rates, floor: float, vocab_size: int
+) -> list[Sample]:
     """A sample of each engine, all with the same prompts. Nothing is kept if one of them fails."""
-    prompts, rates = prompts_of(case, spec.vocab_size, number), machine.rates()
-    floor, busy = floor_tokens_per_s(spec, case, rates), psutil.cpu_percent(BUSY_S)
+    prompts, busy = prompts_of(case, vocab_size, number), psutil.cpu_percent(BUSY_S)
     if busy > BUSY_PERCENT:
         print(f"others use {busy:.0f} % of the CPUs: this round says little", file=sys.stderr)
     samples = []

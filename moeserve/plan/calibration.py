@@ -19,7 +19,14 @@ from moeserve.plan.roofline import Shape, Spans
 F64 = NDArray[np.float64]
 KNOTS = tuple(2**i for i in range(12))  # tokens of a step, between which its time is interpolated
 ROUNDS, INTERRUPTED = 4, 5.0
-SIDES = ("other engines' tokens", "requests", "positions read", "query positions", "behind a prompt")
+SIDES = (
+    "other engines' tokens",
+    "other engines at work",
+    "requests",
+    "positions read",
+    "query positions",
+    "behind a prompt",
+)
 TERMS = (*(f"{n} tokens" for n in KNOTS), *SIDES)
 GAPS = ("between two steps", "between, a request", "between, a prompt")
 NEAR, ALIKE = 64, math.log(1.5)  # residuals that one is drawn from; times so close count as of the same kind of step
@@ -27,14 +34,16 @@ MOST_RESIDUALS = 4000
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """A measured step, as `features` takes it. device_s: in the model. period_s: from the result before to this one,
-    where the engine had this step ready. behind: the step before had a prompt, and left other things in the caches."""
+    """A measured step, as `features` takes it. others: tokens of the other engines, of which `busy` have any. device_s:
+    in the model. period_s: from the result before to this one, where the engine had this step ready. behind: the step
+    before had a prompt, and left other things in the caches."""
 
     tokens: int
     rows: int
     reads: float
     pairs: float
     others: int
+    busy: int
     device_s: float
     period_s: float | None = None
     behind: bool = False
@@ -77,8 +86,11 @@ class MeasuredCost:
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """See `StepCost`: the slowest engine's time, and what passes before the next step."""
         most = max(shapes)  # by tokens
-        others = sum(shape.tokens for shape in shapes) - most.tokens
-        x = features(most.tokens, most.rows, most.reads[0], most.pairs[0], others, self._behind)
+        others, busy = (
+            sum(shape.tokens for shape in shapes) - most.tokens,
+            sum(shape.tokens > 0 for shape in shapes) - 1,
+        )
+        x = features(most.tokens, most.rows, most.reads[0], most.pairs[0], others, busy, self._behind)
         self._behind = most.tokens > most.rows
         fitted_s = float(x @ self._terms + between(most.tokens, most.rows) @ self._gaps)
         return fitted_s * self._residual(fitted_s)
@@ -104,10 +116,12 @@ def between(tokens: int, rows: int) -> F64:
     return np.array((1.0, rows, tokens > rows))
 
 
-def features(tokens: float, rows: float, reads: float, pairs: float, others: float, behind: bool = False) -> F64:
+def features(
+    tokens: float, rows: float, reads: float, pairs: float, others: float, busy: float, behind: bool = False
+) -> F64:
     """Returns the numbers that the seconds of a step are linear in, in the order of TERMS: those of the engine with
-    most tokens, and the others' tokens. 3 tokens lie in the middle between 2 and 4; beyond the last knot time grows as
-    tokens do."""
+    most tokens, the others' tokens, and how many others have any, as those share the memory's rate. 3 tokens lie in the
+    middle between 2 and 4; beyond the last knot time grows as tokens do."""
     knots = np.zeros(len(KNOTS))
     above = min(int(np.searchsorted(KNOTS, tokens)), len(KNOTS) - 1)
     if tokens > KNOTS[-1] or not above:
@@ -116,7 +130,7 @@ def features(tokens: float, rows: float, reads: float, pairs: float, others: flo
         low, high = KNOTS[above - 1 : above + 1]
         knots[above] = (tokens - low) / (high - low)
         knots[above - 1] = 1 - knots[above]
-    return np.concatenate((knots, (others, rows, reads, pairs, behind)))
+    return np.concatenate((knots, (others, busy, rows, reads, pairs, behind)))
 
 
 def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
@@ -124,7 +138,7 @@ def fit(samples: Sequence[StepSample], unfitted: Calibration) -> Calibration:
     few."""
     if len(samples) < 2 * len(TERMS):
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(TERMS)} terms")
-    x = np.array([features(s.tokens, s.rows, s.reads, s.pairs, s.others, s.behind) for s in samples])
+    x = np.array([features(s.tokens, s.rows, s.reads, s.pairs, s.others, s.busy, s.behind) for s in samples])
     device_s = np.array([s.device_s for s in samples])
     terms = not_negative(x, device_s)
     gap_x = np.array([between(s.tokens, s.rows) for s in samples])

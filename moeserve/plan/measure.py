@@ -23,7 +23,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.plan.calibration import GAPS, Calibration, StepSample, fit
 from moeserve.sampling import SamplingParams
 
-STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of each engine
+STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of each engine, and of all where that is fewer than there are
 STREAM_S, STREAM_STEPS = 2.5, 40  # for each number of streams, at least; they are broken off after twice as much
 PROMPTS = (16, 32, 64, 128, 256, 512)
 LONGEST_ANSWER = 64
@@ -72,11 +72,13 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
         prompts = [n for n in PROMPTS if n <= longest]
         samples: list[StepSample] = []
         delays: list[float] = []
-        for streams in (n for n in STREAMS if n <= min(most_streams, config.scheduler.max_num_seqs)):
+        most = dp * min(most_streams, config.scheduler.max_num_seqs)
+        # Fewer streams than engines, too: an engine beside idle ones has the memory's rate for itself.
+        for streams in sorted({n for n in STREAMS if n < dp} | {dp * n for n in STREAMS if dp * n <= most}):
             records.seen.clear()
             goes_on = partial(_goes_on, records.seen, STREAM_STEPS * dp, time.monotonic())
             async with asyncio.TaskGroup() as group:
-                for seed in range(streams * dp):
+                for seed in range(streams):
                     group.create_task(_stream(front, random.Random(seed), prompts, goes_on))
             samples += _samples(records.seen, limits.block_size)
         for prompt in prompts * 4:
@@ -113,7 +115,8 @@ def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
         followed = all(any(r.num_running for r in one) for one in (before, step, second))
         samples.append(StepSample(
             most.num_tokens, most.num_requests, reads, pairs, sum(r.num_tokens for r in step) - most.num_tokens,
-            device_s, period_s if followed and period_s < LATE * device_s else None, reading[i],
+            sum(r.num_tokens > 0 for r in step) - 1, device_s,
+            period_s if followed and period_s < LATE * device_s else None, reading[i],
         ))  # fmt: skip
     return samples
 

@@ -45,7 +45,7 @@ def samples(number: int) -> list[StepSample]:
         rows = rng.randint(1, 64)
         tokens, reads = rows + rng.choice((0, 0, 100, 300)), rows * rng.uniform(16, 500)
         took_s = seconds(tokens, rows, reads, reads) * rng.uniform(0.97, 1.03)
-        found.append(StepSample(tokens, rows, reads, reads, 0, took_s, took_s + 1e-4))
+        found.append(StepSample(tokens, rows, reads, reads, 0, 0, took_s, took_s + 1e-4))
     return found
 
 
@@ -84,10 +84,21 @@ def test_a_step_behind_a_prompt_takes_longer() -> None:
     assert cost.seconds(decode) == before
 
 
+def test_an_engine_beside_idle_ones_is_faster() -> None:
+    found = [
+        msgspec.structs.replace(s, others=busy * 8, busy=busy, device_s=s.device_s + 5e-4 * busy, period_s=None)
+        for i, s in enumerate(samples(600))
+        for busy in [i % 2]
+    ]
+    cost = MeasuredCost(fit(found, UNFITTED))
+    at_work, idle = Shape(8, 8, 8, (900.0,), (900.0,)), Shape(0, 0, 0, (0.0,), (0.0,))
+    assert cost.seconds([at_work] * 2) == pytest.approx(cost.seconds([at_work, idle]) + 5e-4, rel=0.1)
+
+
 def test_steps_spread_as_measured_ones_did() -> None:
     """Every fifth result came late and the next one early: so they do in simulation, in pairs, with the same mean."""
     ratios = (1.8, 0.2, 1.0, 1.0, 1.0)
-    found = [StepSample(8, 8, 2000.0, 2000.0, 0, 2e-3, 2e-3 * ratios[i % 5]) for i in range(2000)]
+    found = [StepSample(8, 8, 2000.0, 2000.0, 0, 0, 2e-3, 2e-3 * ratios[i % 5]) for i in range(2000)]
     first, again = (MeasuredCost(fit(found, UNFITTED)) for _ in range(2))
     shape = [Shape(8, 8, 8, (2000.0,), (2000.0,))]
     times = np.array([first.seconds(shape) for _ in range(2000)])
@@ -112,10 +123,10 @@ def test_no_term_is_negative() -> None:
 
 
 def test_tokens_lie_between_knots() -> None:
-    assert features(3, 1, 0, 0, 0)[:3].tolist() == [0.0, 0.5, 0.5]
-    assert features(4, 1, 0, 0, 0)[:4].tolist() == [0.0, 0.0, 1.0, 0.0]
-    assert features(2 * KNOTS[-1], 1, 0, 0, 0)[len(KNOTS) - 1] == 2.0
-    assert features(1, 7, 8, 9, 6, True)[len(KNOTS) :].tolist() == [6.0, 7.0, 8.0, 9.0, 1.0]
+    assert features(3, 1, 0, 0, 0, 0)[:3].tolist() == [0.0, 0.5, 0.5]
+    assert features(4, 1, 0, 0, 0, 0)[:4].tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert features(2 * KNOTS[-1], 1, 0, 0, 0, 0)[len(KNOTS) - 1] == 2.0
+    assert features(1, 7, 8, 9, 6, 5, True)[len(KNOTS) :].tolist() == [6.0, 5.0, 7.0, 8.0, 9.0, 1.0]
 
 
 def test_the_engine_with_most_tokens_decides() -> None:
