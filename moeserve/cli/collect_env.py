@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moeserve.runner.cores import SYSTEM, fast_cpus, nodes, place, shown
 from moeserve.version import __version__
 
 PACKAGES = ("torch", "numpy", "aiohttp", "msgspec", "pyzmq", "uvloop", "tokenizers", "safetensors", "transformers")
@@ -49,19 +50,23 @@ def collect(*, torch: bool = True) -> dict[str, Any]:
     return found | ({"torch": torch_facts()} if torch else {})
 
 
-def cpu() -> dict[str, Any]:
-    """Returns model, cores, load and the vector instructions among CPU_FLAGS."""
+def cpu(system: Path = SYSTEM) -> dict[str, Any]:
+    """Returns model, cores, load and the vector instructions among CPU_FLAGS. Lists of CPUs are as the kernel's."""
     import psutil
 
     first = (_read("/proc/cpuinfo") or "").split("\n\n")[0]
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
     have = (fields.get("flags") or fields.get("Features") or "").split()
     quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "logical_cores": psutil.cpu_count(),
         "physical_cores": psutil.cpu_count(logical=False),
-        "allowed_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "allowed_cores": len(allowed) or None,
+        "fast_cpus": shown(fast_cpus(allowed, system)) if allowed else None,
+        "numa_nodes": [shown(node) for node in nodes(allowed, system)],
+        "one_rank_computes_on": shown(place(allowed, 0, 1, system=system)[0]) if allowed else None,
         "cgroup_cores": None if quota == "max" or not period else int(quota) / int(period),
         "load_average": list(os.getloadavg()),
         "flags": [flag for flag in CPU_FLAGS if flag in have],

@@ -11,6 +11,7 @@ import torch
 
 from moeserve.models.spec import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
+from moeserve.runner.cores import num_cores, place, shown
 from moeserve.runner.limits import MemoryFacts
 from moeserve.runner.load import Progress
 from moeserve.runner.recorder import Recorder
@@ -51,15 +52,21 @@ class CPUModelRunner(ModelRunnerBase):
             self.record_graphs(Recorder)
 
     def enter_thread(self) -> None:
-        """Sets the number of threads, which OpenMP keeps per calling thread."""
-        cores, ranks = allowed_cores(), self.world.ranks_on_host
-        useful = useful_threads(model_size(self.spec).active // self.world.tp_size, max(1, cores // ranks))
-        threads = self.config.device.threads or useful
+        """Moves this thread to the CPUs that the rank computes on, where the kernels' threads follow it, and sets their
+        number, which OpenMP keeps per calling thread."""
+        world, asked = self.world, self.config.device.threads
+        ranks = world.ranks_on_host
+        if hasattr(os, "sched_setaffinity"):  # Linux
+            allowed = os.sched_getaffinity(0)
+            cpus, ranks = place(allowed, world.host_rank, ranks, asked)
+            if cpus != allowed:
+                os.sched_setaffinity(0, cpus)
+                logger.info("rank %d computes on CPUs %s of %s", world.rank, shown(cpus), shown(allowed))
+        cores = allowed_cores()
+        threads = asked or useful_threads(model_size(self.spec).active // world.tp_size, max(1, cores // ranks))
         torch.set_num_threads(threads)
-        if ranks > 1:
-            logger.info(
-                "rank %d computes on %d of %d cores, %d ranks share them", self.world.rank, threads, cores, ranks
-            )
+        if world.ranks_on_host > 1:
+            logger.info("rank %d computes on %d of %d cores, %d ranks share them", world.rank, threads, cores, ranks)
 
 
 def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> MemoryFacts:
@@ -87,13 +94,12 @@ def useful_threads(num_active_params: int, cores: int) -> int:
 
 
 def allowed_cores(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Returns the cores of the affinity mask, at most the physical ones (two threads of one core share its vector
-    units) and at most the quota of the control groups (version 2), rounded up."""
+    """Returns the physical cores of the affinity mask, at most the quota of the control groups (version 2), rounded
+    up."""
     try:
-        cores = len(os.sched_getaffinity(0))
+        cores = num_cores(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
-    cores = min(cores, psutil.cpu_count(logical=False) or cores)
+        cores = psutil.cpu_count(logical=False) or 1
     for folder, is_v2 in _groups(cgroups, membership, "cpu"):
         limit, _, period = _read(folder / "cpu.max").partition(" ")
         quota_us, period_us = _number(limit), _number(period)

@@ -21,6 +21,8 @@ def test_json_has_what_a_maintainer_asks(capsys: pytest.CaptureFixture[str], mon
     assert found["moeserve"] == __version__
     assert found["packages"]["aiohttp"]
     assert found["cpu"]["allowed_cores"] >= 1
+    assert found["cpu"]["one_rank_computes_on"]
+    assert found["cpu"]["numa_nodes"]
     assert found["memory"]["total_bytes"] > 2**28
     assert found["environment"]["OMP_NUM_THREADS"] == "3"
     assert "torch" not in found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,17 @@ def test_ranks_of_a_host_share_its_cores(caplog: pytest.LogCaptureFixture) -> No
     assert "rank 1 computes on 1 of" in caplog.text
     CPUModelRunner(config_of(None, threads=2), large, Path(), world).enter_thread()
     assert torch.get_num_threads() == 2
+
+
+def test_the_runners_thread_and_those_it_starts_stay_on_the_ranks_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = min(os.sched_getaffinity(0))
+    monkeypatch.setattr("moeserve.runner.cpu.place", lambda *found: ({here}, 1))
+    with ThreadPoolExecutor(1) as pool:  # not this thread
+        pool.submit(fake_runner().enter_thread).result()
+        with ThreadPoolExecutor(1) as inner:
+            started = pool.submit(lambda: inner.submit(os.sched_getaffinity, 0).result())
+            assert pool.submit(os.sched_getaffinity, 0).result() == started.result() == {here}
+        assert pool.submit(torch.get_num_threads).result() == 1
 
 
 def test_memory_is_shared_among_the_ranks_of_a_host() -> None:
