@@ -30,7 +30,7 @@ import psutil
 
 from benchmarks.common import parser, save
 from moeserve.cli.bench.load import arrival_times
-from moeserve.cli.simulate import simulate, together
+from moeserve.cli.simulate import simulate
 from moeserve.config import Config, config_of
 from moeserve.engine.blocks import groups_of
 from moeserve.frontend import open as opening
@@ -117,8 +117,7 @@ async def compare(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
     groups = groups_of(spec.kv_rules, config.cache.block_size)
 
     def predict(trace: RequestTrace) -> dict[str, Any]:
-        limits, cost, dp = limits_of(calibration), MeasuredCost(calibration), calibration.dp
-        done = simulate(limits, groups, cost, trace, dp, dp, together=together(config))
+        done = simulate(limits_of(calibration), groups, MeasuredCost(calibration), trace, config)
         return summarise(done.clients, done.steps, calibration.delay_s)
 
     capacity = predict(synthetic([0.0] * 8 * asked.max_num_seqs, *lengths, SPREAD))["request_throughput"]

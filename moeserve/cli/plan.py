@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from moeserve.plan.hardware import Cluster
 
 SIMULATED = 3  # layouts
-MOST_ENGINES = 8  # of a layout that are simulated
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -71,9 +70,6 @@ def run(args: argparse.Namespace) -> int:
         raise DoesNotFit("no layout fits:\n" + "\n".join(f"  {c.name}: {c.refused}" for c in found))
     rated = sorted(((c.capacity(load), c) for c in able), key=lambda pair: -pair[0])
     _print_layouts(rated, load)
-    if tables:
-        modelled = [c.name for c in able if c.cost is not None and c.cost.measured is None]
-        print(f"experts' times are from {args.tables}{' but for ' + ', '.join(modelled) if modelled else ''}\n")
     refused: dict[str, list[str]] = {}
     for candidate in found:
         if candidate.refused:
@@ -137,16 +133,13 @@ def _confirm(
     """Simulates layouts at the load; returns the one that keeps the goals with most to spare, or comes nearest."""
     from moeserve.plan.report import summarise
 
-    tried = []
+    tried, trace = [], read_load(args)
     for capacity, candidate in rated:
         assert candidate.memory is not None
         assert candidate.cost is not None
-        dp = candidate.config.parallel.dp
-        few = next(n for n in range(min(dp, MOST_ENGINES), 0, -1) if dp % n == 0)
-        trace = read_load(args, few / dp)
         limits, groups = candidate.memory.limits, candidate.memory.groups
-        done = simulate(limits, groups, candidate.cost, trace, dp, few, together=together(candidate.config))
-        result = summarise(done.clients, done.steps, copies=done.copies)
+        done = simulate(limits, groups, candidate.cost, trace, candidate.config)
+        result = summarise(done.clients, done.steps)
         ratio = max(
             result["p99_ttft_ms"] / (1e3 * load.ttft_s), result["p99_tpot_ms"] / (1e3 * load.itl_s), 0.0,
             0.0 if math.isfinite(load.itl_s + load.ttft_s) else load.rate / max(capacity, 1e-9),
@@ -180,6 +173,8 @@ def _print_best(
     print(f"{100 * found.prefills:.0f} % of steps read a prompt; first to run out: {found.binds}")
     if explain and candidate.cost is not None and candidate.memory is not None:
         weights, memory = candidate.cost.weights, candidate.memory
+        if candidate.cost.measured:
+            print(f"measured kernels: {', '.join(candidate.cost.measured)}; all else is the roofline's")
         print(f"a rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, {weights.local_experts} experts of "
               f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.moe_layers} layers, "
               f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and LM head, "

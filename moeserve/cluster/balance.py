@@ -11,6 +11,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from moeserve.errors import Overloaded
@@ -73,10 +74,20 @@ class Load:
 
 
 class Balancer:
-    """Chooses an engine for each request from predictions, which step outputs correct. Engines are known by rank."""
+    """Chooses an engine for each request from predictions, which step outputs correct. Engines are known by rank.
+
+    What `choose` compares lies in lists with a place for each engine: work, requests, room. Those of `_stale` engines
+    are written before they are read, so that a choice among hundreds of engines takes microseconds.
+    """
 
     def __init__(self) -> None:
         self.loads: dict[int, Load] = {}
+        self._ranks: list[int] = []
+        self._place: dict[int, int] = {}  # by rank
+        self._work: list[float] = []
+        self._live: list[int] = []
+        self._room: list[int] = []
+        self._stale: set[int] = set()
         self._requests: dict[int, _Request] = {}
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bit mask of engines
         self._mean = FIRST_MEAN
@@ -85,6 +96,7 @@ class Balancer:
         """Adds an empty engine; a known one stays as it is."""
         if rank not in self.loads:
             self.loads[rank] = Load(ready.block_size, ready.num_blocks - 1)
+            self._arrange()
 
     def close(self, rank: int) -> tuple[int, ...]:
         """Removes an engine with its cached prefixes, and its requests, which are returned: oldest first."""
@@ -92,9 +104,16 @@ class Balancer:
         rids = tuple(sorted(load.live)) if load is not None else ()
         for rid in rids:
             del self._requests[rid]
+        self._arrange()
         keep = ~(1 << rank)
         self._prefixes = OrderedDict((key, rest) for key, mask in self._prefixes.items() if (rest := mask & keep))
         return rids
+
+    def _arrange(self) -> None:
+        self._ranks = sorted(self.loads)
+        self._place = {rank: place for place, rank in enumerate(self._ranks)}
+        self._work, self._live, self._room = ([0] * len(self.loads) for _ in range(3))
+        self._stale = set(self.loads)
 
     def rank_of(self, rid: int) -> int | None:
         """Returns the engine that has this request, if one has it."""
@@ -107,22 +126,27 @@ class Balancer:
         Ties go to the fewest requests, then to the lowest rank. `among` holds at least one open engine.
         """
         num_tokens = len(request.tokens) // _TOKEN_BYTES
-        roomy = [rank for rank in among if self.loads[rank].room >= -(-num_tokens // self.loads[rank].block_size)]
-        hits = self._hits(request, roomy or among)
-
-        def cost(rank: int) -> tuple[float, int, int]:
-            """Returns the engine's work with this request, and the tie breakers."""
-            load = self.loads[rank]
-            return load.work + num_tokens - hits.get(rank, 0), len(load.live), rank
-
-        return min(roomy or among, key=cost)
+        blocks = -(-num_tokens // next(iter(self.loads.values())).block_size)
+        for rank in self._stale:
+            load, place = self.loads[rank], self._place[rank]
+            self._work[place], self._live[place], self._room[place] = load.work, len(load.live), load.room
+        self._stale.clear()
+        work, live = self._work, self._live
+        if hits := self._hits(request):
+            work = [work[place] - hits.get(rank, 0) for place, rank in enumerate(self._ranks)]
+        if len(among) < len(work) or min(self._room) < blocks:
+            allowed = [place for place, rank in enumerate(self._ranks) if rank in among]
+            roomy = {place for place in allowed if self._room[place] >= blocks} or allowed
+            work = [work[place] if place in roomy else inf for place in range(len(work))]
+        least = min(work)
+        return self._ranks[min([place for place, mine in enumerate(work) if mine == least], key=live.__getitem__)]
 
     def assign(self, request: Submit, rank: int) -> None:
         """Counts a request as sent to this engine."""
         load = self.loads[rank]
         num_tokens = len(request.tokens) // _TOKEN_BYTES
         emitted = num_tokens - request.num_prompt
-        hits = self._hits(request, (rank,)).get(rank, 0)
+        hits = self._hits(request).get(rank, 0)
         left = min(request.sampling.max_tokens - emitted, max(self._mean - emitted, self._least))
         blocks = -(-num_tokens // load.block_size)
         self._requests[request.rid] = _Request(rank, num_tokens - hits, max(1.0, left), hits, emitted)
@@ -130,19 +154,26 @@ class Balancer:
         load.promise(request.rid, blocks)
         load.prefill += num_tokens - hits
         load.decode += max(1.0, left)
+        self._stale.add(rank)
         self._remember(request, rank)
 
     def note(self, rank: int, out: StepOutput) -> None:
         """Corrects the predictions for an engine by the output of one of its steps."""
+        tokens, free = (out.record.num_tokens, out.record.num_free_blocks) if out.record else (None, 0)
+        self.stepped(rank, len(out.finish), tokens, free, out.cached)
+
+    def stepped(self, rank: int, rows: int, tokens: int | None, free_blocks: int, cached: dict[int, int]) -> None:
+        """See `note`: rows that sampled, tokens of the step, and the requests whose first token came."""
         load = self.loads.get(rank)
         if load is None:
             return
+        self._stale.add(rank)
         load.num_outputs += 1
-        load.decode = max(load.decode - len(out.finish), self._least * len(load.live))
-        if out.record is not None:
-            load.free_blocks = out.record.num_free_blocks
-            load.prefill -= out.record.num_tokens - (len(out.finish) - len(out.cached))
-        for rid, num_cached in out.cached.items():
+        load.decode = max(load.decode - rows, self._least * len(load.live))
+        if tokens is not None:
+            load.free_blocks = free_blocks
+            load.prefill -= tokens - (rows - len(cached))
+        for rid, num_cached in cached.items():
             if (request := self._requests.get(rid)) is not None and load.started(rid):
                 request.first_step = load.num_outputs
                 load.prefill -= num_cached - request.hits
@@ -154,6 +185,7 @@ class Balancer:
         if request is None:
             return
         load = self.loads[request.rank]
+        self._stale.add(request.rank)
         load.live.discard(rid)
         if load.started(rid):  # aborted early, which says nothing about lengths
             load.prefill = max(0.0, load.prefill - request.prefill)
@@ -169,17 +201,17 @@ class Balancer:
         """The least number of tokens still expected of a request, however many it has generated."""
         return max(1.0, self._mean / 4)
 
-    def _hits(self, request: Submit, among: Collection[int]) -> dict[int, int]:
-        """Returns how many tokens at the beginning of the request each engine has seen before."""
+    def _hits(self, request: Submit) -> dict[int, int]:
+        """Returns how many tokens at the beginning of the request each engine has seen before, if any."""
         hits: dict[int, int] = {}
-        wanted = sum(1 << rank for rank in among)
-        for number, key in enumerate(_prefix_keys(request), 1):
-            wanted &= self._prefixes.get(key, 0)
-            if not wanted:
+        seen, number = -1, 0  # the engines that have seen so many chunks, as a bit mask
+        for key in _prefix_keys(request):
+            left = seen & self._prefixes.get(key, 0)
+            _write(hits, seen & ~left if number else 0, number * CHUNK)
+            seen, number = left, number + 1
+            if not seen:
                 break
-            for rank in among:
-                if wanted >> rank & 1:
-                    hits[rank] = number * CHUNK
+        _write(hits, max(seen, 0), number * CHUNK)
         return hits
 
     def _remember(self, request: Submit, rank: int) -> None:
@@ -188,6 +220,14 @@ class Balancer:
             self._prefixes.move_to_end(key)
         while len(self._prefixes) > MAX_PREFIXES:
             self._prefixes.popitem(last=False)
+
+
+def _write(hits: dict[int, int], mask: int, tokens: int) -> None:
+    """Sets the hits of all engines in a bit mask."""
+    while mask:
+        rank = mask.bit_length() - 1
+        hits[rank] = tokens
+        mask ^= 1 << rank
 
 
 def _prefix_keys(request: Submit) -> Iterator[int]:

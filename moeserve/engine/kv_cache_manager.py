@@ -295,13 +295,13 @@ class KVCacheManager:
         """Gives up blocks that no position from start[i] on can see; the null block takes their table entries. Of a
         group with states, the last full block stays until count[i] positions need another one, if there is room."""
         batch = self.batch
-        grows = batch.num_blocks(start + count) > batch.num_blocks(start)
         for g, group in enumerate(self.groups):
             if group.rule.is_full:
                 continue
             passed = batch.passed[g]
             live = group.rule.first_live(start) // self._block_size
             if group.has_states and self.pools[1].num_free > self._reserved_states:
+                grows = batch.num_blocks(start + count) > batch.num_blocks(start)
                 live = np.where(grows, live, start // self._block_size - 1)
             for i in np.flatnonzero(live > passed[slots]).tolist():
                 slot, first, end = int(slots[i]), int(passed[slots[i]]), int(live[i])

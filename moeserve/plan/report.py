@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 _EDGES = np.geomspace(1e-6, 1e4, 2303)  # seconds, a hundredth apart: gaps between tokens are too many to keep
+_EDGE_LIST = _EDGES.tolist()
 QUANTILES = (50, 90, 99)
 
 
@@ -35,6 +37,10 @@ class Clients:
         self.last_s[rids] = now_s
         self.tokens[rids] += 1
 
+    def went_on(self, number: int, gap_s: float) -> None:
+        """Notes that so many requests have one more token, each `gap_s` after the one before."""
+        self.gaps[bisect_left(_EDGE_LIST, gap_s)] += number
+
 
 @dataclass(slots=True)
 class Steps:
@@ -53,9 +59,9 @@ class Steps:
     refused: dict[str, int] = field(default_factory=dict)
 
 
-def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0, copies: float = 1.0) -> dict[str, Any]:
+def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str, Any]:
     """Returns the numbers of a simulation. Times in ms, as `moeserve bench serve` names them. delay_s: from the engine
-    to the client and back. copies: engines that each simulated one stands for; throughputs are those of all."""
+    to the client and back."""
     done = clients.done
     duration_s = float(np.nanmax(clients.last_s) - clients.at_s[0]) if done.any() else 0.0
     tokens = int(clients.tokens.sum())
@@ -65,8 +71,8 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0, copies: floa
     tpot_s = (clients.last_s - clients.first_s)[done][several] / (clients.tokens[done][several] - 1)
     result: dict[str, Any] = {
         "requests": len(done), "completed": int(done.sum()), "refused": sum(steps.refused.values()),
-        "duration": duration_s, "request_throughput": copies * done.sum() / duration_s if duration_s else 0.0,
-        "output_throughput": copies * tokens / duration_s if duration_s else 0.0,
+        "duration": duration_s, "request_throughput": done.sum() / duration_s if duration_s else 0.0,
+        "output_throughput": tokens / duration_s if duration_s else 0.0,
         "steps": steps.number, "empty_steps": steps.empty, "mean_rows": steps.rows / max(1, steps.number - steps.empty),
         "preemptions": steps.preempted, "most_waiting": steps.most_waiting, "peak_kv_use": 1 - steps.least_free,
         "cached_share": steps.cached_tokens / max(1, steps.prompt_tokens),

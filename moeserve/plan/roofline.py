@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, rank_loads, solve
 from moeserve.plan.hardware import Device, Link
 from moeserve.plan.memory import RankWeights, rank_weights
-from moeserve.plan.tables import ExpertTimes, Tables
+from moeserve.plan.tables import Attention, Tables, Times
 
 DBO_SAVES = 0.03  # of a step's time: micro-batches must save so much (runner/dbo.py)
 SYNC_S = 30e-6  # of the step vote
@@ -72,12 +73,13 @@ def shape_of(plan: StepPlan, spans: Spans) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """Layers whose attention costs the same. span: the index in `Roofline.spans`."""
+    """Layers whose attention costs the same. span: the index in `Roofline.spans`. times: if they are measured."""
 
     span: int
     layers: int
     bytes_per_position: float
     operations: float
+    times: Attention | None
 
 
 class ExpertShares:
@@ -104,7 +106,7 @@ class ExpertShares:
 
 class Roofline:
     """Steps of a model on dp engines of tp devices each. near, far: links within and between machines of per_node.
-    measured: the times of such experts on so many ranks, if the tables have them."""
+    measured: of the parts of a step, those whose times are in the tables."""
 
     def __init__(
         self, spec: ModelSpec, config: Config, device: Device, link: Link, per_node: int, zipf: float = 0.0,
@@ -117,21 +119,28 @@ class Roofline:
         self.near = min(per_node, self.ep)
         self.itemsize = 4 if spec.dtype == "float32" else 2
         kv_size = 1 if config.cache.kv_cache_dtype == "int8" else self.itemsize
-        reads: Counter[tuple[int | None, int, int]] = Counter()
+        reads: Counter[tuple[int | None, int, int, tuple[int, int, int]]] = Counter()
         self.state_bytes = 0.0
         for layer in spec.layers:
             for read in layer.mixer.reads(self.tp):
-                reads[read.span, read.elements * kv_size, read.operations] += 1
+                heads = layer.mixer.head_shape(self.tp)
+                known = heads is not None and heads.dim == heads.v_dim and kv_size == 2 and read.span is None
+                key = (heads.num_heads, heads.num_kv_heads, heads.dim) if heads and known else (0, 0, 0)
+                reads[read.span, read.elements * kv_size, read.operations, key] += 1
             if layer.mixer.rule.tile is not None:  # read and written; the open tile's rows are few beside it
                 state = sum(t.heads * t.width for t in layer.mixer.cache(self.tp) if t.per_tile)
                 self.state_bytes += 8.0 * state
-        self.spans: Spans = tuple(dict.fromkeys(span for span, _, _ in reads)) or (None,)
+        self.spans: Spans = tuple(dict.fromkeys(span for span, *_ in reads)) or (None,)
         # A product reads its inputs and writes its outputs, and one pass over them lies before it; an expert's rows are
         # copied there and back as well.
         elements = sum(3 * inputs + outputs for outputs, inputs in spec.products()) / self.tp
         self.passes = elements * self.itemsize
         self.expert_passes = (5 * spec.hidden_size + 6 * spec.expert_size) * self.itemsize
-        self.attending = [Attending(self.spans.index(s), n, size, ops) for (s, size, ops), n in reads.items()]
+        tables = tables or Tables({})
+        self.attending = [
+            Attending(self.spans.index(span), n, size, operations, tables.attention.get(heads))
+            for (span, size, operations, heads), n in reads.items()
+        ]
         dense_8bit = self.weights.dense_bytes < 1.5 * self.weights.dense and bool(spec.stored)
         expert_8bit = spec.expert_weights * 1.5 > self.weights.expert_bytes and any(
             f.kind == "fp8" for f in spec.stored
@@ -140,9 +149,16 @@ class Roofline:
         self.expert_flops = device.expert_8bit * device.flops_8bit if expert_8bit else device.expert * device.flops
         self.row_bytes = spec.hidden_size * (1.03 if expert_8bit else self.itemsize), spec.hidden_size * self.itemsize
         size = self.weights.expert_bytes / max(1, self.weights.expert)
-        dtype = "fp8_block" if expert_8bit else "bfloat16" if size == 2 else ""
-        key = dtype, spec.hidden_size, spec.expert_size, spec.num_experts, spec.experts_per_token, self.ep
-        self.measured: ExpertTimes | None = (tables or {}).get(key)
+        dtype = "fp8_block" if expert_8bit else "bfloat16" if size == 2 and self.itemsize == 2 else ""
+        shape = dtype, spec.hidden_size, spec.expert_size, spec.num_experts, spec.experts_per_token
+        self.expert_times = tables.experts.get(shape) if self.ep == 1 else None
+        wide = self.itemsize == 2 and self.weights.dense_bytes > 1.5 * self.weights.dense
+        self.dense_times = tables.dense([(n / self.tp, k) for n, k in spec.products()] if wide else [])
+        rows = self.weights.head / spec.hidden_size
+        self.head_times = tables.dense([(rows, spec.hidden_size)] if self.itemsize == 2 else [])
+        parts = {"experts": self.expert_times, "dense layers": self.dense_times, "LM head": self.head_times}
+        self.measured = [name for name, times in parts.items() if times]
+        self.measured += ["attention"] * any(kind.times for kind in self.attending)
         self.load: ExpertShares | None = None
         if spec.moe is not None:
             redundant = config.parallel.redundant_experts if self.ep > 1 else 0
@@ -159,7 +175,7 @@ class Roofline:
     def terms(self, shapes: Sequence[Shape]) -> dict[str, float]:
         """Returns the seconds of each part of a step, in one micro-batch or in two, whichever is shorter."""
         one = self._computing(shapes, 1) | {"all2all": self._all2all(shapes, 1)}
-        if not self.dbo or self.ep == 1 or max(shape.tokens for shape in shapes) < 2:
+        if not self.dbo or self.ep == 1 or max(map(itemgetter(0), shapes)) < 2:
             return one
         two, travels = self._computing(shapes, 2), self._all2all(shapes, 2)
         # Each half's rows travel while the other half computes; the first ones and the last ones travel alone.
@@ -170,11 +186,12 @@ class Roofline:
 
     def _computing(self, shapes: Sequence[Shape], parts: int) -> dict[str, float]:
         weights, device = self.weights, self.device
-        tokens, total = max(s.tokens for s in shapes), sum(s.tokens for s in shapes)
-        rows, samples = max(s.rows for s in shapes), max(s.samples for s in shapes)
+        each_tokens, each_rows, each_samples = list(zip(*shapes, strict=True))[:3]
+        tokens, total, rows, samples = max(each_tokens), sum(each_tokens), max(each_rows), max(each_samples)
         busy = min(parts, tokens)
-        dense = busy * self._roof(weights.dense_bytes, 2 * weights.dense * tokens / max(1, busy), self.dense_flops)
-        attention = max((self._attention(shape) for shape in shapes), default=0.0)
+        part = tokens / max(1, busy)
+        dense = busy * self._product(self.dense_times, weights.dense_bytes, weights.dense, part, self.dense_flops)
+        attention = self._attention([shape for shape in shapes if shape.tokens])
         attention += rows * self.state_bytes / (device.reads * device.bytes_per_s)
         experts = local = 0.0
         if self.load is not None:
@@ -184,13 +201,12 @@ class Roofline:
             read = self.load.distinct(seen / parts) * weights.expert_bytes
             layer = (
                 self._roof(read, 2 * local * weights.expert, self.expert_flops)
-                if self.measured is None
-                else self.measured.seconds(seen / parts * self.load.imbalance)
+                if self.expert_times is None
+                else self.expert_times.seconds(tokens / parts)
             )
             experts = parts * weights.moe_layers * layer
-        head = (
-            self._roof(weights.head_bytes, 2 * weights.head * samples, device.dense * device.flops) if samples else 0.0
-        )
+        flops = device.dense * device.flops
+        head = self._product(self.head_times, weights.head_bytes, weights.head, samples, flops) if samples else 0.0
         gathers = 0.0
         if self.tp > 1:
             sent = tokens * self.spec.hidden_size * self.itemsize * (self.tp - 1) / self.tp
@@ -198,7 +214,7 @@ class Roofline:
                 2 * len(self.spec.layers) * (parts * device.peer.latency_s / 2 + sent / device.peer.gather_bytes_per_s)
             )
         passes = tokens * self.passes
-        if self.measured is None:  # measured kernels copy their rows themselves
+        if self.expert_times is None:  # measured kernels copy their rows themselves
             passes += local * parts * weights.moe_layers * self.expert_passes
         launch = parts * len(self.spec.layers) * device.launch_s + (SYNC_S if self.ranks > self.tp else 0.0)
         between = passes / (device.reads * device.bytes_per_s)
@@ -206,30 +222,41 @@ class Roofline:
             "dense layers": dense, "attention": attention, "experts": experts, "LM head": head,
             "between products": between, "tp gathers": gathers,
         }  # fmt: skip
-        return {name: value / device.in_situ for name, value in kernels.items()} | {"launch": launch}
+        return {name: float(value) / device.in_situ for name, value in kernels.items()} | {"launch": launch}
 
-    def _roof(self, num_bytes: float, operations: float, flops: float) -> float:
+    def _product(self, times: Times | None, num_bytes: float, weights: float, rows: float, flops: float) -> float:
+        """Seconds of products of so many rows with these weights."""
+        return times.seconds(rows) if times else float(self._roof(num_bytes, 2 * weights * rows, flops))
+
+    def _roof(self, num_bytes: Any, operations: Any, flops: float) -> Any:
+        """Seconds of one kernel, or of an array of them."""
         reading, computing = num_bytes / (self.device.reads * self.device.bytes_per_s), operations / flops
-        return max(reading, computing) + (1 - self.device.overlap) * min(reading, computing)
+        return np.maximum(reading, computing) + (1 - self.device.overlap) * np.minimum(reading, computing)
 
-    def _attention(self, shape: Shape) -> float:
-        if not shape.tokens:
+    def _attention(self, shapes: Sequence[Shape]) -> float:
+        """Seconds of the engine that takes longest."""
+        if not shapes:
             return 0.0
-        flops = self.device.attention * self.device.flops
-        return sum(
-            kind.layers
-            * self._roof(
-                shape.reads[kind.span] * kind.bytes_per_position, shape.pairs[kind.span] * kind.operations, flops
-            )
-            for kind in self.attending
-        )
+        if any(kind.times for kind in self.attending):  # one at a time: of the engines that have most to read
+            shapes = [max(shapes, key=itemgetter(3)), max(shapes, key=itemgetter(4))]
+        reads, pairs = np.array([s.reads for s in shapes]).T, np.array([s.pairs for s in shapes]).T
+        flops, total = self.device.attention * self.device.flops, np.zeros(len(shapes))
+        for kind in self.attending:
+            here, those = reads[kind.span], pairs[kind.span]
+            if kind.times is None:
+                seconds = self._roof(here * kind.bytes_per_position, those * kind.operations, flops)
+            else:
+                sizes = zip(shapes, here, those, strict=True)
+                seconds = np.array([kind.times.seconds(s.rows, s.tokens - s.rows, r, p) for s, r, p in sizes])
+            total += kind.layers * seconds
+        return float(total.max())
 
     def _all2all(self, shapes: Sequence[Shape], parts: int) -> float:
         """Seconds of dispatch and combine in all layers: rows go to each expert's rank (low latency), or once to each
         machine that has any of them (high throughput), whichever is faster."""
         if self.ep == 1:
             return 0.0
-        tokens = max(shape.tokens for shape in shapes) / self.tp
+        tokens = max(map(itemgetter(0), shapes)) / self.tp
         k, peer, link, nodes = self.spec.experts_per_token, self.device.peer, self.link, -(-self.ep // self.near)
         far = 1 - self.near / self.ep
         machines = nodes * (1 - (1 - 1 / nodes) ** k) * far if nodes > 1 else 0.0

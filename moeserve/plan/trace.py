@@ -52,16 +52,6 @@ class RequestTrace:
         """The most tokens of a request."""
         return max(arrival.input + arrival.output for arrival in self.arrivals)
 
-    @property
-    def mean_input(self) -> float:
-        """Tokens of a prompt."""
-        return float(np.mean([arrival.input for arrival in self.arrivals]))
-
-    @property
-    def mean_output(self) -> float:
-        """Tokens of an answer."""
-        return float(np.mean([arrival.output for arrival in self.arrivals]))
-
 
 def synthetic(
     times_s: Sequence[float], num_input: int, num_output: int, spread: float = 0.0, seed: int = 0
