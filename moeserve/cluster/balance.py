@@ -11,7 +11,6 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import TYPE_CHECKING
 
 from moeserve.errors import Overloaded
@@ -76,16 +75,15 @@ class Load:
 class Balancer:
     """Chooses an engine for each request from predictions, which step outputs correct. Engines are known by rank.
 
-    What `choose` compares lies in lists with a place for each engine: work, requests, room. Those of `_stale` engines
-    are written before they are read, so that a choice among hundreds of engines takes microseconds.
+    What `choose` compares lies in lists with a place for each engine: work and requests, and room. Those of `_stale`
+    engines are written before they are read, so that a choice among hundreds of engines takes microseconds.
     """
 
     def __init__(self) -> None:
         self.loads: dict[int, Load] = {}
         self._ranks: list[int] = []
         self._place: dict[int, int] = {}  # by rank
-        self._work: list[float] = []
-        self._live: list[int] = []
+        self._costs: list[tuple[float, int]] = []
         self._room: list[int] = []
         self._stale: set[int] = set()
         self._requests: dict[int, _Request] = {}
@@ -112,7 +110,7 @@ class Balancer:
     def _arrange(self) -> None:
         self._ranks = sorted(self.loads)
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
-        self._work, self._live, self._room = ([0] * len(self.loads) for _ in range(3))
+        self._costs, self._room = [(0.0, 0)] * len(self.loads), [0] * len(self.loads)
         self._stale = set(self.loads)
 
     def rank_of(self, rid: int) -> int | None:
@@ -129,17 +127,16 @@ class Balancer:
         blocks = -(-num_tokens // next(iter(self.loads.values())).block_size)
         for rank in self._stale:
             load, place = self.loads[rank], self._place[rank]
-            self._work[place], self._live[place], self._room[place] = load.work, len(load.live), load.room
+            self._costs[place], self._room[place] = (load.work, len(load.live)), load.room
         self._stale.clear()
-        work, live = self._work, self._live
+        costs = self._costs
         if hits := self._hits(request):
-            work = [work[place] - hits.get(rank, 0) for place, rank in enumerate(self._ranks)]
-        if len(among) < len(work) or min(self._room) < blocks:
+            costs = [(work - hits.get(rank, 0), live) for rank, (work, live) in zip(self._ranks, costs, strict=True)]
+        best = costs.index(min(costs))
+        if len(among) < len(costs) or self._room[best] < blocks:
             allowed = [place for place, rank in enumerate(self._ranks) if rank in among]
-            roomy = {place for place in allowed if self._room[place] >= blocks} or allowed
-            work = [work[place] if place in roomy else inf for place in range(len(work))]
-        least = min(work)
-        return self._ranks[min([place for place, mine in enumerate(work) if mine == least], key=live.__getitem__)]
+            best = min([p for p in allowed if self._room[p] >= blocks] or allowed, key=costs.__getitem__)
+        return self._ranks[best]
 
     def assign(self, request: Submit, rank: int) -> None:
         """Counts a request as sent to this engine."""

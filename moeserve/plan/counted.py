@@ -54,8 +54,8 @@ class CountedStep(NamedTuple):
     """One step: the requests whose first token it samples, those whose last one, in order, and what these held."""
 
     shape: Shape
-    first: list[_Row]
-    ended: list[_Row]
+    first: Sequence[_Row]
+    ended: Sequence[_Row]
     freed: int
     prompt_tokens: int
 
@@ -102,10 +102,14 @@ class CountedEngine:
             last = submit.num_prompt + submit.sampling.max_tokens - 1
             self._waiting.append(_Row(submit.rid, submit.num_prompt, last))
         rows, ends, step, size = self._decoding, float(self._sum), self._step, self._block_size
-        self._take(self._crossing[-step % size])
+        if crossing := self._crossing[-step % size]:
+            self._take(crossing)
+        shape, prompt_tokens = Shape(rows, rows, rows, (ends,), (ends,)), 0
+        if rows and not (self._waiting or self._reading or step in self._ending):  # as before, a position further
+            self._step, self._sum = step + 1, self._sum + rows
+            return CountedStep(shape, (), (), 0, 0), shape
         ended = decoded = self._ending.pop(step, [])
         first: list[_Row] = []
-        shape, prompt_tokens = Shape(rows, rows, rows, (ends,), (ends,)), 0
         if self._reading or self._waiting:
             shape, prompt_tokens = self._read(first)
             ended = sorted([*decoded, *(row for row in first if row.at == row.last)], key=lambda row: row.rid)
@@ -176,6 +180,9 @@ class CountedEngine:
 
     def settle(self, plan: CountedStep, clients: Clients, now_s: float) -> Settled:
         """See `Engine`."""
+        samples, tokens = plan.shape.samples, plan.shape.tokens
+        if not (plan.first or plan.ended):
+            return Settled(samples, samples, {}, [], tokens, self._free, plan.prompt_tokens)
         self._free += plan.freed
         self._running -= len(plan.ended)
         for row in plan.first:
@@ -183,6 +190,6 @@ class CountedEngine:
         for row in plan.ended:
             clients.last_s[row.rid], clients.tokens[row.rid] = now_s, row.last + 1 - row.prompt
         return Settled(
-            plan.shape.samples, plan.shape.samples - len(plan.first), {row.rid: 0 for row in plan.first},
-            [row.rid for row in plan.ended], plan.shape.tokens, self._free, plan.prompt_tokens,
+            samples, samples - len(plan.first), {row.rid: 0 for row in plan.first}, [row.rid for row in plan.ended],
+            tokens, self._free, plan.prompt_tokens,
         )  # fmt: skip

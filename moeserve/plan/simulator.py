@@ -201,10 +201,12 @@ class Simulation:
     def settled(self, rank: int, found: Settled) -> None:
         """Takes what a step came to."""
         steps = self.steps
-        steps.preempted += found.preempted
-        steps.prompt_tokens += found.prompt_tokens
-        steps.cached_tokens += found.cached_tokens
-        steps.least_free = min(steps.least_free, found.free_blocks / (self._num_blocks - 1))
+        if found.prompt_tokens or found.preempted:
+            steps.preempted += found.preempted
+            steps.prompt_tokens += found.prompt_tokens
+            steps.cached_tokens += found.cached_tokens
+        if (free := found.free_blocks / (self._num_blocks - 1)) < steps.least_free:
+            steps.least_free = free
         if found.ended:
             self.clients.done[found.ended] = True
         if len(self._home) > 1:
