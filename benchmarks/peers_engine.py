@@ -122,7 +122,7 @@ ENGINES: dict[str, tuple[str, Callable[[str, int], Run]]] = {  # by name: the mo
     "moeserve": ("moeserve", moeserve),
     "moeserve-int8": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int8")),
     "moeserve-int4": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int4")),
-    "moeserve-gguf": ("moeserve", lambda model, threads: moeserve(model, threads, kv_cache_bytes=2**30)),
+    "moeserve-gguf": ("moeserve", lambda model, threads: moeserve(model, threads, kv_cache_bytes=3 * 2**27)),
     "moeserve-dummy": ("moeserve", lambda model, threads: moeserve(model, threads, **DUMMY)),
     "vllm": ("vllm", vllm),
     "llamacpp": ("llama_cpp", llamacpp),
