@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.load_plan import LoadPlan, Piece
 from moeserve.loader.safetensors_file import TensorInfo
@@ -31,11 +32,13 @@ def rounded_format(asked: Asked | None, num_inputs: int) -> StoredFormat:
 
 
 def imagined(
-    model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None, asked: Asked | None = None
+    model_dir: Path, plan: LoadPlan, stored_as: Sequence[StoredFormat] = (), asked: Asked | None = None
 ) -> Checkpoint:
-    """Returns a checkpoint with all that the plan asks for. form: of its linear layers; asked: else they are rounded so
-    already, which saves to round them."""
-    tensors, stored = {}, {}
+    """Returns a checkpoint with all that the plan asks for. stored_as: its linear layers have the first of these;
+    asked: else they are rounded so already, which saves to round them. Raises CheckpointError for a GGUF file."""
+    tensors, stored, form = {}, {}, next(iter(stored_as), None)
+    if form and form.layout == "ggml":
+        raise CheckpointError(f"{model_dir} has weights: load_format=dummy is for a config.json without any")
     linear = {param.name: param.shape[-1] for param in plan.params if param.quantised_on_load}
     forms = {name: form or rounded_format(asked, width) for name, width in linear.items()} if form or asked else {}
     for piece in plan.pieces:

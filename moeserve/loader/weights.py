@@ -62,13 +62,22 @@ def empty_weight(
 def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> StoredFormat | None:
     """Returns the format that a parameter has from the files; None if it is not quantised."""
     stored = [checkpoint.stored.get(piece.source) for piece in pieces]
-    form = common_format([weight.form if weight else None for weight in stored], is_packed(param.name))
+    forms = [weight.form if weight else None for weight in stored]
+    form = common_format(forms, is_packed(param.name), checkpoint.activations)
+    if form and form.layout == "ggml" and checkpoint.obstacle(form.kind, form.group, param.shape[-1]):
+        return None
     return None if param.widened else form
 
 
 def _empty_stored(form: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
     group = form.group or (-(-shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # 4 bits always have groups
-    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
+    empty = Quantised.empty(form.kind, group, form.zeros, dtype, shape, device)
+    mins, supers = torch.empty_like(empty.scales) if form.mins else None, None
+    if form.supers:
+        d = torch.empty(*shape[:-1], shape[-1] // 256, device=device)
+        supers = d, torch.empty_like(d) if form.mins else None
+    scales = DTYPES[form.scales]
+    return replace(empty, rows=form.rows, mins=mins, supers=supers, scale_dtype=scales, bits=form.bits)
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:

@@ -74,7 +74,7 @@ def test_any_format_is_imagined(name: str, config_only: Path) -> None:
     (config_only / "config.json").write_text(json.dumps(config | {"quantization_config": FORMS[name].config}))
     spec = read_model_spec(config_only)
     plan = load_plan(spec, set())
-    with Params(imagined(config_only, plan, *spec.stored), plan, torch.float32, reader=RandomReader) as params:
+    with Params(imagined(config_only, plan, spec.stored), plan, torch.float32, reader=RandomReader) as params:
         w13, router = params.pop("layers.0.w13"), params.pop("layers.0.router")
     assert isinstance(router, torch.Tensor)
     assert w13.kind == FORMS[name].kind
