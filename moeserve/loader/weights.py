@@ -127,6 +127,10 @@ class Reader:
         while self._files:
             os.close(self._files.popitem()[1])
 
+    def memory(self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device) -> Weight:
+        """Returns what `jobs` fill."""
+        return empty_weight(self._checkpoint, param, pieces, dtype, device)
+
     def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
         """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.
 
@@ -291,7 +295,7 @@ class Params(UserDict[str, Any]):
 
     def _read(self, param: Param) -> Weight:
         pieces = self._pieces[param.name]
-        weight = empty_weight(self._checkpoint, param, pieces, self._dtype, self._device)
+        weight = self._reader.memory(param, pieces, self._dtype, self._device)
         is_read = self._device.type != "meta"
         jobs = [job for piece in pieces for job in self._reader.jobs(piece, weight)] if is_read else []
         stored = (self._checkpoint.stored.get(piece.source) for piece in pieces if is_read)

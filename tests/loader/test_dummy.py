@@ -48,7 +48,8 @@ def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path
     norm, w13 = found[0]["norm"], found[0]["layers.0.w13"].float()
     assert 0.5 <= norm.min() < norm.max() <= 1.5
     assert w13.std() == pytest.approx(w13.shape[-1] ** -0.5, rel=0.05)
-    assert not torch.equal(w13[0], w13[1])
+    assert not torch.equal(w13[0], found[0]["layers.1.w13"][0])
+    assert found[0]["layers.0.w13"].stride(0) == 0, "one expert stands for all of a layer"
 
 
 @pytest.mark.parametrize(
