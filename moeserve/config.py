@@ -50,7 +50,8 @@ class ModelConfig:
     )
     activations: Activations = _yaml(
         "auto",
-        "rows before weights of 4 and 8 bits (CPU); int8: rounded in blocks of 32; auto: if the checkpoint asks for it",
+        "rows before weights of 4 and 8 bits (CPU); int8: rounded in blocks of 32; auto: if the checkpoint asks for "
+        "it, as GGUF files do",
     )
     packed_cache: str | None = _yaml(
         None,

@@ -203,8 +203,9 @@ void check_ints(const Packing& p) {
     expect(p.group || form.bits == 8, "weights of less than 8 bits come in groups of inputs");
     expect(p.type == Type::int8 ? form.bits == 8 || form.bits == (p.group == 16 ? 6 : 5) : form.bits == 4,
            "values have 4 or 8 bits, 5 in groups of 32, or 6 in groups of 16");
-    expect(!(form.mins || form.supers) || (!codes && (p.group == 16 || p.group == 32)),
-           "minima and scales of scales are for integers in groups of 16 or 32 inputs");
+    expect(!(form.mins || form.supers) || p.group == 16 || p.group == 32,
+           "minima and scales of scales are for groups of 16 or 32 inputs");
+    expect(!form.mins || !codes, "minima are for integers");
     expect(!form.supers || p.depth % 256 == 0, "scales of scales come for 256 inputs each");
     expect(form.bits != 6 || !form.mins, "values of 6 bits have no minima");
     expect(!p.zero_points || (p.type == Type::int4 && !form.mins), "zero points are for int4 without minima");

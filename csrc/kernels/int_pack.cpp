@@ -46,6 +46,22 @@ void put_all(uint8_t*& to, const Packing& p, const float* from, size_t column, s
     }
 }
 
+/// Eight values in the order of a row's bytes: inputs 1, 5, 0 and 4, then 3, 7, 2 and 6.
+struct Eight {
+    uint32_t first, second;
+};
+
+Eight eight_of(const uint8_t* row, size_t count, uint64_t bias) {
+    constexpr uint64_t kOnes = 0x0101010101010101, kSigns = 0x80 * kOnes;
+    uint64_t values = 0;
+    std::memcpy(&values, row, count);
+    values = ((values & ~kSigns) + bias * kOnes) ^ (values & kSigns);  // no carry from byte to byte
+    const auto at = [values](int i) { return static_cast<uint32_t>(values >> 8 * i & 255); };
+    return {at(1) | at(5) << 8 | at(0) << 16 | at(4) << 24, at(3) | at(7) << 8 | at(2) << 16 | at(6) << 24};
+}
+
+void store_word(uint8_t* to, uint32_t word) { std::memcpy(to, &word, sizeof word); }
+
 }  // namespace
 
 size_t int_block_bytes(const Packing& p) {
@@ -56,7 +72,7 @@ size_t int_block_bytes(const Packing& p) {
 void pack_ints(const Packing& p, const Unpacked& from, size_t column, size_t columns, uint8_t* to) {
     const IntForm& form = p.ints;
     const size_t groups = p.group ? (p.depth + p.group - 1) / p.group : 1, step = p.step(), more = form.bits - 4;
-    const int bias = p.type != Type::int8 || form.bits == 8 || form.mins ? 0 : 1 << (form.bits - 1);
+    const uint64_t bias = p.type != Type::int8 || form.bits == 8 || form.mins ? 0 : 1 << (form.bits - 1);
     for (size_t k = 0; k < p.depth; k += step) {
         if (form.supers && k % kSuper == 0) {
             const size_t supers = p.depth / kSuper;
@@ -71,21 +87,22 @@ void pack_ints(const Packing& p, const Unpacked& from, size_t column, size_t col
             }
             if (p.zero_points) put_all(to, p, from.zero_points, column, columns, groups, g, nullptr, Type::fp32);
         }
+        const size_t end = std::min(step, p.depth - k);
         for (size_t n = 0; n < columns; ++n) {
             const uint8_t* row = static_cast<const uint8_t*>(from.weights) + (column + n) * from.stride + k;
-            for (size_t i = 0; i < std::min(step, p.depth - k); ++i) {
-                const size_t shift = i % 8 / 2 * 4 + (i % 2 == 0 ? 16 : 0);  // of int4's nibble
-                const size_t word = i / 8 * 2 + shift / 4 % 2, byte = shift / 8;
-                const unsigned value = static_cast<uint8_t>(row[i] + bias);
+            uint32_t high = 0;
+            for (size_t i = 0; i < end; i += 8) {
+                const Eight eight = eight_of(row + i, std::min<size_t>(8, end - i), bias);
                 if (form.bits == 8) {
-                    to[(word * kBlock + n) * 4 + byte] = static_cast<uint8_t>(value);
+                    store_word(to + (i / 4 * kBlock + n) * 4, eight.first);
+                    store_word(to + ((i / 4 + 1) * kBlock + n) * 4, eight.second);
                     continue;
                 }
-                to[(word / 2 * kBlock + n) * 4 + byte] |= static_cast<uint8_t>((value & 15) << word % 2 * 4);
-                if (more == 0) continue;
-                // With two more bits per value, a step is of 16 inputs: 4 words.
-                to[step / 2 * kBlock + n * 4 + byte] |= static_cast<uint8_t>(value >> 4 << word * more);
+                store_word(to + (i / 8 * kBlock + n) * 4, (eight.first & 0x0f0f0f0f) | (eight.second & 0x0f0f0f0f) << 4);
+                const uint32_t kept = more == 2 ? 0x03030303 : 0x01010101;
+                high |= ((eight.first >> 4 & kept) | (eight.second >> 4 & kept) << more) << i / 4 * more;
             }
+            if (more && form.bits != 8) store_word(to + step / 2 * kBlock + n * 4, high);
         }
         to += step * kBlock * form.bits / 8;
     }

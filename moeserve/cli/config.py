@@ -25,8 +25,9 @@ class Show:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Prints the settings."""
-        if args.model and not args.config and (Path(args.model).is_file() or args.model.endswith((".yaml", ".yml"))):
-            args.model, args.config = None, args.model  # a model is a directory
+        is_file = args.model and Path(args.model).is_file() and not args.model.endswith(".gguf")
+        if args.model and not args.config and (is_file or args.model.endswith((".yaml", ".yml"))):
+            args.model, args.config = None, args.model
         print(rendered(resolve(args)))
         return 0
 

@@ -33,13 +33,15 @@ class Checkpoint:
     """The checked headers of a model directory; no weight has been read.
 
     stored: the quantised weights, by the names that they would have unquantised; their parts are in `tensors`, too.
-    activations: the setting.
+    activations: the setting. obstacle(kind, group, inputs): why no kernel takes a GGUF file's weights so, which are
+    then widened; empty if one does.
     """
 
     model_dir: Path
     tensors: dict[str, TensorInfo]
     stored: dict[str, StoredWeight] = field(default_factory=dict)
     activations: Activations = "auto"
+    obstacle: Callable[[str, int, int], str] = lambda kind, group, inputs: ""
 
     @property
     def names(self) -> set[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.load_plan import LoadPlan, Piece
+from moeserve.loader.load_plan import LoadPlan, Param, Piece, kind_of
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import StoredFormat
-from moeserve.loader.weights import Reader
+from moeserve.loader.weights import Reader, empty_weight
 from moeserve.ops.quantised import E2M1, Asked, Quantised, Weight, group_of
 
 PAGE = (1 << 20) + 7  # odd, so that no two rows of a weight are alike
@@ -31,11 +33,13 @@ def rounded_format(asked: Asked | None, num_inputs: int) -> StoredFormat:
 
 
 def imagined(
-    model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None, asked: Asked | None = None
+    model_dir: Path, plan: LoadPlan, stored_as: Sequence[StoredFormat] = (), asked: Asked | None = None
 ) -> Checkpoint:
-    """Returns a checkpoint with all that the plan asks for. form: of its linear layers; asked: else they are rounded so
-    already, which saves to round them."""
-    tensors, stored = {}, {}
+    """Returns a checkpoint with all that the plan asks for. stored_as: its linear layers have the first of these;
+    asked: else they are rounded so already, which saves to round them. Raises CheckpointError for a GGUF file."""
+    tensors, stored, form = {}, {}, next(iter(stored_as), None)
+    if form and form.layout == "ggml":
+        raise CheckpointError(f"{model_dir} has weights: load_format=dummy is for a config.json without any")
     linear = {param.name: param.shape[-1] for param in plan.params if param.quantised_on_load}
     forms = {name: form or rounded_format(asked, width) for name, width in linear.items()} if form or asked else {}
     for piece in plan.pieces:
@@ -62,10 +66,24 @@ class RandomReader(Reader):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(Checkpoint(checkpoint.model_dir, {}))
+        self._imagined = checkpoint
+
+    def memory(self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device) -> Weight:
+        """See `Reader`. On a CPU one expert stands for all of its layer (stride 0), which are then packed as copies."""
+        if device.type == "cuda" or kind_of(param.name).removesuffix("_bias") not in ("w13", "w2"):
+            return empty_weight(self._imagined, param, pieces, dtype, device)
+        one = empty_weight(self._imagined, replace(param, shape=(1, *param.shape[1:])), pieces, dtype, device)
+
+        def copies(part: Tensor) -> Tensor:
+            return part.expand(param.shape[0], *part.shape[1:])
+
+        return one.each(copies) if isinstance(one, Quantised) else copies(one)
 
     def jobs(self, piece: Piece, param: Any, limit: int | None = None) -> Iterator[Callable[[], int]]:
-        """Yields one job, which fills a piece with random numbers."""
-        yield partial(_fill, zlib.crc32(piece.source.encode()), param[piece.at])
+        """Yields one job, which fills a piece with random numbers; none for a copy of the first expert."""
+        values = param.values if isinstance(param, Quantised) else param
+        if values.stride(0) or piece.at[0] == 0:
+            yield partial(_fill, zlib.crc32(piece.source.encode()), param[piece.at])
 
 
 @torch.inference_mode()

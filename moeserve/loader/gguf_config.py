@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,9 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
         if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
             shape = (1, *shape)
         tensors[name] = TensorInfo(name, tensor.path, tensor.dtype, shape, tensor.offset, tensor.num_bytes)
+    embedding = tensors.get("model.embed_tokens.weight")
+    if embedding and embedding.dtype in GGML_FORMATS:  # a tied head is multiplied in few bits, rows are looked up wide
+        tensors.setdefault("lm_head.weight", replace(embedding, name="lm_head.weight"))
     quantised = ((name, tensor, GGML_FORMATS.get(tensor.dtype)) for name, tensor in tensors.items())
     return tensors, {name: StoredWeight(form, tensor, tensor) for name, tensor, form in quantised if form}
 

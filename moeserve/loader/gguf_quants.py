@@ -17,19 +17,20 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.gguf_file import TYPES
 from moeserve.loader.load_plan import Index
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.ops.quantised import E2M1, Quantised
+from moeserve.ops.quantised import E2M1, IQ4_NL, Quantised
 
-_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4
+_CODES = tuple(map(int, IQ4_NL))
 _E2M1_CODES = (0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7)  # of twice the numbers
 _BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in TYPES.values()}
 
 
 class Blocks(NamedTuple):
-    """values int8 [n, B, groups, elements]; scales and mins fp32 [n, B, groups]."""
+    """values int8 [n, B, groups, elements]; scales and mins fp32 [n, B, groups]. supers: see `Quantised`, [n, B, 1]."""
 
     values: Tensor
     scales: Tensor
     mins: Tensor | None = None
+    supers: tuple[Tensor, ...] = ()
 
 
 def read_blocks(tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Index], Tensor]) -> Blocks:
@@ -39,7 +40,7 @@ def read_blocks(tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Ind
     shape = (*tensor.shape[:-1], tensor.shape[-1] // elements * num_bytes)
     raw = read(replace(tensor, dtype="U8", shape=shape), take)
     blocks = _DECODERS[tensor.dtype](raw.view(*raw.shape[:-1], -1, num_bytes))
-    if not all(part is None or part.isfinite().all() for part in blocks[1:]):
+    if not all(part is None or part.isfinite().all() for part in (blocks.scales, blocks.mins)):
         raise CheckpointError(f"{tensor} has a scale that is NaN or infinite; download it again")
     return blocks
 
@@ -58,9 +59,18 @@ def fill(blocks: Blocks, into: Quantised) -> None:
     if into.kind == "fp4":
         into.values.copy_(_coded(values.abs(), _E2M1_CODES) + 8 * (values < 0))
         scales = scales * 2
+    elif into.kind == "iq4_nl":
+        into.values.copy_(torch.bucketize(values, torch.tensor(_CODES, dtype=torch.int8)))
     else:
-        into.values.copy_(values + 8 if into.kind == "int4" else values)
-    into.scales.copy_(scales.repeat_interleave(into.scales.shape[-1] // scales.shape[-1], -1))
+        into.values.copy_(values + 8 if into.kind == "int4" and into.mins is None else values)
+    each = into.scales.shape[-1] // scales.shape[-1]
+    into.scales.copy_(scales.repeat_interleave(each, -1))
+    if into.mins is not None:
+        mins = torch.zeros_like(scales) if blocks.mins is None else blocks.mins.flatten(-2)
+        into.mins.copy_(mins.repeat_interleave(each, -1))
+    for mine, theirs in zip(into.supers or (), blocks.supers, strict=False):  # dmin may be missing in both
+        assert mine is not None
+        mine.copy_(theirs.flatten(-2))
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
@@ -92,12 +102,13 @@ def _fifth(raw: Tensor, at: int) -> Tensor:
     return (_bits(raw, at, 4).transpose(-1, -2).flatten(-2).unsqueeze(-2) * 16).to(torch.int8)
 
 
-def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales and mins of the 8 groups of Q4_K and Q5_K: d and dmin, and 6 bits of each in 12 bytes."""
+def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Returns scales, mins and supers of the 8 groups of Q4_K and Q5_K: d and dmin, and 6 bits of each in 12 bytes."""
     first, second, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = torch.cat((first & 63, high & 15 | first >> 6 << 4), -1)
     mins = torch.cat((second & 63, high >> 4 | second >> 6 << 4), -1)
-    return _half(raw, 0) * scales, _half(raw, 2) * mins
+    d, dmin = _half(raw, 0), _half(raw, 2)
+    return d * scales, dmin * mins, (d, dmin)
 
 
 def _q5_k(raw: Tensor) -> Blocks:
@@ -112,7 +123,8 @@ def _q6_k(raw: Tensor) -> Blocks:
     high = torch.unflatten(raw[..., 128:192], -1, (2, 1, 32)) >> shifts & 3
     values = (low | high << 4).to(torch.int8) - 32
     scales = raw[..., 192:208].contiguous().view(torch.int8)
-    return Blocks(torch.unflatten(values.flatten(-3), -1, (16, 16)), _half(raw, 208) * scales)
+    d = _half(raw, 208)
+    return Blocks(torch.unflatten(values.flatten(-3), -1, (16, 16)), d * scales, supers=(d,))
 
 
 def _iq4_xs(raw: Tensor) -> Blocks:
@@ -120,7 +132,8 @@ def _iq4_xs(raw: Tensor) -> Blocks:
     high = (high.unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
     scales = (torch.stack((low & 15, low >> 4), -1).flatten(-2) | high << 4).to(torch.int8) - 32
     values = torch.unflatten(_nibbles(raw, 8), -2, (8, 2)).flatten(-2)
-    return Blocks(_coded(values, _CODES), _half(raw, 0) * scales)
+    d = _half(raw, 0)
+    return Blocks(_coded(values, _CODES), d * scales, supers=(d,))
 
 
 def _coded(values: Tensor, codes: tuple[int, ...]) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from moeserve.config import Activations
 
-_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "fp4": 0.5}  # of a weight without scales
+if TYPE_CHECKING:
+    from moeserve.ops.quantised import Kind
+_BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4, "iq4_nl": 4}  # of a weight without scales
 _MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
 
 
@@ -21,11 +23,11 @@ class StoredFormat:
     of 32 (`blocks`); `ggml` blocks of the type `ggml`, each with its scales. rows, group: outputs and inputs that share
     a scale, 0 for all. zeros: with zero points.
     activations: the config quantises them, too, which not all kernels do. targets: the modules that have this format,
-    where another group of the same config has another one. widened: kernels do not know it, so it becomes 16 or 32
-    bits on loading.
+    where another group of the same config has another one. mins, supers, bits, scales (their dtype): of ggml's types,
+    see `Quantised`.
     """
 
-    kind: Literal["int8", "int4", "fp8", "fp4"]
+    kind: Kind
     layout: Literal["plain", "words", "awq", "gptq", "gptq_v2", "nibbles", "blocks", "ggml"] = "plain"
     rows: int = 1
     group: int = 0
@@ -33,7 +35,10 @@ class StoredFormat:
     activations: bool = False
     targets: tuple[str, ...] = ()
     ggml: str = ""
-    widened: bool = False
+    mins: bool = False
+    supers: bool = False
+    bits: int = 0
+    scales: Literal["F32", "BF16", "F16"] = "F32"
 
     @property
     def values_dtype(self) -> str:
@@ -50,10 +55,10 @@ class StoredFormat:
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of a weight in memory, scales included. int4 in groups of 64 -> 0.5625"""
-        if self.widened:
-            return 2.0
         group = min(self.group or _MOST_GROUP, _MOST_GROUP) if self.kind == "int4" else self.group
-        return _BYTES[self.kind] + ((8 if self.zeros else 4) / group if group else 0.0)
+        scale = 1 + group / 128 if self.supers else 4 if self.scales == "F32" else 2  # fp16 for 256 inputs, and bytes
+        heads = scale * (1 + self.mins) + 4 * self.zeros
+        return (self.bits or _BITS[self.kind]) / 8 + (heads / group if group else 0.0)
 
     @property
     def inputs_first(self) -> bool:
@@ -90,16 +95,24 @@ class StoredFormat:
         return (groups, words) if self.inputs_first else (*lead, words, groups)
 
     def rows_as(self, asked: Activations) -> Literal["float", "int8"]:
-        """What rows are before a product. asked: the setting; auto follows the config where weights are int8, too."""
-        rounds = asked == "int8" or (asked == "auto" and (self.activations and self.kind == "int8"))
-        return "int8" if rounds else "float"
+        """What rows are before a product. asked: the setting; auto follows the config where weights are int8, too, and
+        llama.cpp, which rounds rows for all of ggml's types."""
+        rounds = self.layout == "ggml" or (self.activations and self.kind == "int8")
+        return "int8" if asked == "int8" or (asked == "auto" and rounds) else "float"
+
+    @property
+    def for_floats(self) -> StoredFormat | None:
+        """The format where rows stay floats: without codes, and scales are fp32; None with minima, which integers alone
+        can have."""
+        kind: Kind = "int8" if self.kind == "iq4_nl" else self.kind
+        return None if self.mins else replace(self, kind=kind, supers=False, bits=0, scales="F32")
 
     def rows_obstacle(self, inputs: int) -> str:
         """Returns why rows cannot be int8 for weights with so many inputs; empty if they can."""
         group = self.group or (-(-inputs // 8) * 8 if self.kind == "int4" else 0)
         if self.kind in ("int8", "int4") and (group == 16 or group % 32 == 0):
             return ""
-        if self.kind == "fp4" and group == 32:
+        if self.kind in ("fp4", "iq4_nl") and group == 32:
             return ""
         return "activations=int8 takes int8 and int4 in groups of 16 or 32 n inputs, and fp4 in groups of 32"
 
@@ -115,31 +128,38 @@ class StoredFormat:
         return rows, columns
 
 
-def _ggml(name: str, kind: Literal["int8", "int4", "fp4"], group: int = 32, *, widened: bool = False) -> StoredFormat:
-    return StoredFormat(kind=kind, layout="ggml", group=group, ggml=name, widened=widened)
+def _ggml(name: str, kind: Kind, group: int = 32, **more: Any) -> StoredFormat:
+    return StoredFormat(kind=kind, layout="ggml", group=group, ggml=name, **more)
 
 
-GGML_FORMATS = {  # those with a minimum beside each scale are widened
+GGML_FORMATS = {
     form.ggml: form
     for form in (
-        _ggml("Q4_0", "int4"), _ggml("Q4_1", "int4", widened=True), _ggml("Q5_0", "int8"),
-        _ggml("Q5_1", "int8", widened=True), _ggml("Q8_0", "int8"), _ggml("Q4_K", "int4", widened=True),
-        _ggml("Q5_K", "int8", widened=True), _ggml("Q6_K", "int8", 16), _ggml("MXFP4", "fp4"),
-        _ggml("IQ4_NL", "int8"), _ggml("IQ4_XS", "int8"),
+        _ggml("Q4_0", "int4", scales="F16"), _ggml("Q4_1", "int4", scales="F16", mins=True),
+        _ggml("Q5_0", "int8", scales="F16", bits=5), _ggml("Q5_1", "int8", scales="F16", bits=5, mins=True),
+        _ggml("Q8_0", "int8", scales="F16"), _ggml("Q4_K", "int4", supers=True, mins=True),
+        _ggml("Q5_K", "int8", supers=True, mins=True, bits=5), _ggml("Q6_K", "int8", 16, supers=True, bits=6),
+        _ggml("MXFP4", "fp4", scales="BF16"), _ggml("IQ4_NL", "iq4_nl", scales="F16"),
+        _ggml("IQ4_XS", "iq4_nl", supers=True),
     )
 }  # fmt: skip
 
 
-def common_format(forms: Sequence[StoredFormat | None], linear: bool) -> StoredFormat | None:
+def common_format(
+    forms: Sequence[StoredFormat | None], linear: bool, asked: Activations = "auto"
+) -> StoredFormat | None:
     """Returns the format of a parameter whose parts have these in the files (None: not quantised); None: it is not.
 
-    linear: whether products read it. int8 in small groups holds all values of ggml's types. Parts of other layouts are
-    alike (`check_plan`).
+    linear: whether products read it. asked: the setting. int8 in small groups, with minima if need be, holds all values
+    of ggml's types. Parts of other layouts are alike (`check_plan`).
     """
     first = forms[0] if forms else None
     known = [form for form in forms if form is not None]
     if not any(form.layout == "ggml" for form in known):
         return first
-    if not linear or len(known) < len(forms) or any(form.widened for form in known):
+    if not linear or len(known) < len(forms):
         return None
-    return first if len(set(known)) == 1 else _ggml("", "int8", min(form.group for form in known))
+    form = known[0]
+    if len(set(known)) > 1:
+        form = _ggml("", "int8", min(form.group for form in known), mins=any(form.mins for form in known))
+    return form if form.rows_as(asked) == "int8" else form.for_floats

@@ -62,13 +62,22 @@ def empty_weight(
 def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> StoredFormat | None:
     """Returns the format that a parameter has from the files; None if it is not quantised."""
     stored = [checkpoint.stored.get(piece.source) for piece in pieces]
-    form = common_format([weight.form if weight else None for weight in stored], is_packed(param.name))
+    forms = [weight.form if weight else None for weight in stored]
+    form = common_format(forms, is_packed(param.name), checkpoint.activations)
+    if form and form.layout == "ggml" and checkpoint.obstacle(form.kind, form.group, param.shape[-1]):
+        return None
     return None if param.widened else form
 
 
 def _empty_stored(form: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
     group = form.group or (-(-shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # 4 bits always have groups
-    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
+    empty = Quantised.empty(form.kind, group, form.zeros, dtype, shape, device)
+    mins, supers = torch.empty_like(empty.scales) if form.mins else None, None
+    if form.supers:
+        d = torch.empty(*shape[:-1], shape[-1] // 256, device=device)
+        supers = d, torch.empty_like(d) if form.mins else None
+    scales = DTYPES[form.scales]
+    return replace(empty, rows=form.rows, mins=mins, supers=supers, scale_dtype=scales, bits=form.bits)
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
@@ -117,6 +126,10 @@ class Reader:
         """Closes the files."""
         while self._files:
             os.close(self._files.popitem()[1])
+
+    def memory(self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device) -> Weight:
+        """Returns what `jobs` fill."""
+        return empty_weight(self._checkpoint, param, pieces, dtype, device)
 
     def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
         """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.
@@ -282,7 +295,7 @@ class Params(UserDict[str, Any]):
 
     def _read(self, param: Param) -> Weight:
         pieces = self._pieces[param.name]
-        weight = empty_weight(self._checkpoint, param, pieces, self._dtype, self._device)
+        weight = self._reader.memory(param, pieces, self._dtype, self._device)
         is_read = self._device.type != "meta"
         jobs = [job for piece in pieces for job in self._reader.jobs(piece, weight)] if is_read else []
         stored = (self._checkpoint.stored.get(piece.source) for piece in pieces if is_read)

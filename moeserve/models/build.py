@@ -57,7 +57,7 @@ def build_decoder(
         for i, layer in enumerate(spec.layers)
     ]
     embed = params.pop("embed")
-    if spec.tie_embeddings:
+    if spec.tie_embeddings and "lm_head" not in params:
         params["lm_head"] = embed[share(spec.vocab_size, tp.size, tp.rank)]
     columns = build.columns("lm_head", spec.vocab_size)
     head = columns.part if tp.size == 1 else partial(columns, channel=0)

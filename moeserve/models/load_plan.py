@@ -22,8 +22,8 @@ def load_plan(
     placement: the experts of this rank, in order (default: `Placement.initial`). Raises ConfigError when the heads
     cannot be shared out.
 
-    Parameters: embed, norm, lm_head (unless tied) and per layer its norms, scale, and those of its blocks; biases end
-    in _bias.
+    Parameters: embed, norm, lm_head (unless tied, but for GGUF files that have it in few bits) and per layer its norms,
+    scale, and those of its blocks; biases end in _bias.
     """
     world = world or World()
     spec.check_tp(world.tp_size)
@@ -35,7 +35,7 @@ def load_plan(
     plan.add("norm", (spec.hidden_size,), names.model + names.norm)
     if spec.norm.bias:
         plan.add("norm_bias", (spec.hidden_size,), names.model + names.norm.replace("weight", "bias"))
-    if not spec.tie_embeddings:
+    if not spec.tie_embeddings or (names.head in present and any(form.ggml for form in spec.stored)):
         plan.add("lm_head", (spec.vocab_size, spec.hidden_size), names.head, sharded=True)
         if spec.head_bias:
             plan.add("lm_head_bias", (spec.vocab_size,), names.head.replace("weight", "bias"), sharded=True)

@@ -57,6 +57,8 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
     plan = load_plan(spec, (), World(0, max(1, spec.num_experts) * parallel.tp, parallel.tp), one)
     itemsize = FP32 if spec.dtype == "float32" else 2
     asked = None if config.model.quantization == "none" else config.model.quantization
+    forms = tuple(form for stored in spec.stored if (form := stored.for_floats))
+    spec = replace(spec, stored=forms if len(forms) == len(spec.stored) else ())  # GPUs widen files that have minima
     narrow = bytes_per_weight(spec, asked, itemsize)
     count = {"dense": 0, "head": 0, "embed": 0}
     num_bytes = dict.fromkeys(count, 0.0)

@@ -88,18 +88,18 @@ def load_model(
     ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
     if config.device.compile:
         ops = traced(ops)
-    described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
-    described = replace(described, activations=config.model.activations)
+    checkpoint = _for_kernels(checkpoint, ops, config)
+    described = _for_kernels(imagined(model_dir, plan, spec.stored, asked), ops, config) if dummy else checkpoint
     num_bytes = weight_bytes(described, plan, dtype, asked)
     check_weights_fit(num_bytes, memory)
     if packed_cache is None and ops.native and not dummy and num_bytes >= LEAST:
         packed_cache = default_folder()
     packed_cache = None if packed_cache == "off" else packed_cache
     _check_kernels(ops, described, plan, asked, packed_cache)
-    if any(form.activations for form in spec.stored) and not shard.world.rank:
-        log.info("config.json quantises activations, too: %s", _activations(ops, spec, config.model.activations))
+    if any(form.activations or form.layout == "ggml" for form in spec.stored) and not shard.world.rank:
+        log.info("the checkpoint quantises activations, too: %s", _activations(ops, spec, checkpoint.activations))
     files = ExpertFiles(
-        replace(checkpoint, activations=config.model.activations),
+        checkpoint,
         lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
         dtype,
         device,
@@ -108,7 +108,8 @@ def load_model(
     params_of: Callable[..., Params] = Params
     cache, last = None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
-        key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, f"{asked} {config.model.activations}")
+        forms = f"{asked} {checkpoint.activations} {dict(_quantised(described, plan, asked))}"
+        key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, forms)
         most, sharers = config.model.packed_cache_bytes, shard.world.ranks_on_host
         cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers)
         ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
@@ -165,13 +166,23 @@ def draft_params(
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     plan = plan_of(checkpoint.names)
     ops = model.ops.packing_into(new_room) if model.ops.native else model.ops  # not into a file of packed weights
-    described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
-    described = replace(described, activations=config.model.activations)
+    described = imagined(model_dir, plan, spec.stored, asked) if dummy else checkpoint
+    described = _for_kernels(described, ops, config)
     check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
     _check_kernels(ops, described, plan, asked, None)
     reader = RandomReader if dummy else Reader
     with Params(described, plan, dtype, device=device, asked=asked, reader=reader) as params:
         yield params, ops
+
+
+def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint:
+    """Returns the checkpoint with what these kernels make of it. Others than native ones widen all of a GGUF file that
+    has minima: Triton's take gate, up and down quantised, or none of them."""
+    asked, obstacle = config.model.activations, ops.weight_obstacle
+    rows = "float" if asked == "auto" and not ops.native else asked
+    if obstacle is None or (not ops.native and any(weight.form.mins for weight in checkpoint.stored.values())):
+        return replace(checkpoint, activations=rows, obstacle=lambda *weight: "no kernels")
+    return replace(checkpoint, activations=rows, obstacle=obstacle)
 
 
 def _check_kernels(

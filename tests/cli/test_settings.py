@@ -187,8 +187,10 @@ def test_show_and_check_take_a_file_alike(words: list[str], tmp_path: Path, caps
     assert capsys.readouterr().out == f"{file}: ok, 1 settings\n"
     assert main.main(["config", "show", *words]) == 0
     assert f"# {file}: server.port" in capsys.readouterr().out
-    assert main.main(["config", "show", "org/model"]) == 0
-    assert "model: org/model" in capsys.readouterr().out
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    for model in ("org/model", str(tmp_path / "a.gguf")):
+        assert main.main(["config", "show", model]) == 0
+        assert f"model: {model}" in capsys.readouterr().out
     assert main.main(["config", "check"]) == main.main(["config", "check", "--config", file, file]) == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from moeserve.ops.native import native
 from moeserve.runner import kv_cache
 from moeserve.runner.base import DTYPES
 from tests.checkpoints import FAMILIES, FEW
+from tests.gguf_files import matrices, write_gguf
 
 PROMPT = np.random.default_rng(11).integers(3, 256, 150).tolist()
 PARAMS = [
@@ -109,6 +111,17 @@ def test_nor_with_quantised_weights(family: str, dtype: str, quantization: str, 
     path = make_checkpoint(family).path
     assert alone(path, dtype) != alone(path, dtype, quantization=quantization)
     check(path, dtype, quantization=quantization)
+
+
+@pytest.mark.full("models", keep=1)
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("MXFP4",), ("Q5_K", "IQ4_XS"), ("Q4_K",), ("Q6_K",)])
+def test_nor_of_a_gguf_file(kinds: tuple[str, ...], make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=64).path
+    file = write_gguf("qwen3_moe", path, tmp_path / "model.gguf", matrices(*kinds))
+    assert alone(file, "bfloat16") != alone(file, "bfloat16", activations="float")
+    check(file, "bfloat16")
 
 
 @pytest.mark.full("models", keep=2)

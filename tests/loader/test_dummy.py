@@ -48,7 +48,8 @@ def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path
     norm, w13 = found[0]["norm"], found[0]["layers.0.w13"].float()
     assert 0.5 <= norm.min() < norm.max() <= 1.5
     assert w13.std() == pytest.approx(w13.shape[-1] ** -0.5, rel=0.05)
-    assert not torch.equal(w13[0], w13[1])
+    assert not torch.equal(w13[0], found[0]["layers.1.w13"][0])
+    assert found[0]["layers.0.w13"].stride(0) == 0, "one expert stands for all of a layer"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_any_format_is_imagined(name: str, config_only: Path) -> None:
     (config_only / "config.json").write_text(json.dumps(config | {"quantization_config": FORMS[name].config}))
     spec = read_model_spec(config_only)
     plan = load_plan(spec, set())
-    with Params(imagined(config_only, plan, *spec.stored), plan, torch.float32, reader=RandomReader) as params:
+    with Params(imagined(config_only, plan, spec.stored), plan, torch.float32, reader=RandomReader) as params:
         w13, router = params.pop("layers.0.w13"), params.pop("layers.0.router")
     assert isinstance(router, torch.Tensor)
     assert w13.kind == FORMS[name].kind

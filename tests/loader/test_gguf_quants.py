@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,11 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.config import Activations
 from moeserve.errors import CheckpointError
+from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.gguf_quants import dense, fill, read_blocks
-from moeserve.loader.load_plan import Index
+from moeserve.loader.load_plan import Index, Param, Piece
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored_format import GGML_FORMATS
+from moeserve.loader.stored import StoredWeight
+from moeserve.loader.stored_format import GGML_FORMATS, common_format
+from moeserve.loader.weights import empty_weight
+from moeserve.ops.native import native
+from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.quantised import Quantised, dequantised
 from tests.gguf_files import KINDS, random_blocks
 
@@ -60,17 +67,62 @@ def test_weights_have_the_same_bits(kind: str, take: Index) -> None:
     assert np.array_equal(got.numpy().view(np.int32), expected.view(np.int32))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not GGML_FORMATS[kind].widened])
-@pytest.mark.parametrize("common", [False, True])
-def test_a_parameter_means_the_same(kind: str, common: bool) -> None:
-    """In its own kind, and in the int8 that types have in common. Zeros may lose their sign."""
-    raw, form = random_blocks(kind, (2, 16, 512), 3), GGML_FORMATS[kind]
+def parameter(kind: str, activations: Activations, *others: str, raw: np.ndarray | None = None) -> tuple[Any, Tensor]:
+    """A filled parameter that has tensors of other types as well, and what the package says."""
+    raw = random_blocks(kind, (48, 512), 3) if raw is None else raw
     tensor, read = rows_of(kind, raw)
-    own = ("int8", 16) if common else (form.kind, form.group)
-    into = Quantised.empty(*own, False, torch.float32, (2, 16, 512))
-    fill(read_blocks(tensor, (), read), into)
-    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
-    assert np.array_equal(dequantised(into).numpy(), expected)
+    stored = {name: StoredWeight(GGML_FORMATS[name], tensor, tensor) for name in (kind, *others)}
+    pieces = [Piece(name, tensor.shape, "qkv") for name in stored]
+    checkpoint = Checkpoint(Path("w.gguf"), {}, stored, activations)
+    into = empty_weight(checkpoint, Param("qkv", tensor.shape), pieces, torch.float32, torch.device("cpu"))
+    if isinstance(into, Quantised):
+        fill(read_blocks(tensor, (), read), into)
+    return into, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("others", [(), ("Q6_K",), ("Q4_K", "Q8_0"), ("Q4_1", "IQ4_NL")])
+def test_a_parameter_means_the_same(kind: str, others: tuple[str, ...]) -> None:
+    """In its own kind, and in the int8 that types have in common. Zeros may lose their sign."""
+    into, expected = parameter(kind, "auto", *others)
+    assert into.activations == "int8"
+    assert torch.equal(dequantised(into), expected)
+    floats, _ = parameter(kind, "float", *others)
+    if any(GGML_FORMATS[name].mins for name in (kind, *others)):
+        assert isinstance(floats, Tensor), "widened"
+    else:
+        assert (floats.activations, floats.scale_dtype, floats.bits) == ("float", torch.float32, 0)
+        assert torch.equal(dequantised(floats), expected)
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("others", [(), ("Q4_K", "Q6_K")])
+def test_a_product_is_that_of_the_meaning_with_rounded_rows(kind: str, others: tuple[str, ...]) -> None:
+    """In the bits that the format says. A row's 32 inputs are whole multiples of 1/127 of the largest."""
+    into, w_NK = parameter(kind, "auto", *others)
+    linear, x_MK = NativeLinear(into), torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
+    form = common_format([GGML_FORMATS[name] for name in {kind, *others}], linear=True)
+    assert form is not None
+    assert linear.packed.nbytes == into.values.numel() * form.bytes_per_weight
+    blocks = x_MK.view(5, -1, 32)
+    sizes = blocks.abs().amax(-1, keepdim=True)
+    rows_MK = ((blocks * (127 / sizes)).round().double() * (sizes / 127)).view(5, 512)
+    expected, most = rows_MK @ w_NK.double().T, rows_MK.abs() @ w_NK.double().abs().T
+    assert ((linear(x_MK) - expected).abs() <= 3e-6 * most).all()
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "MXFP4"])
+def test_scales_at_the_ends_of_fp16_are_packed_as_they_are(kind: str) -> None:
+    """One input at a time: a product is then the weight."""
+    into, w_NK = parameter(kind, "auto", raw=hostile(kind))
+    linear, mins_NK = NativeLinear(into), 0 if into.mins is None else into.mins.repeat_interleave(into.group, 1).abs()
+    bound_NK = 1e-6 * (w_NK.abs() + 2 * mins_NK)
+    eye = torch.eye(w_NK.shape[1]) * 127
+    for k in range(0, len(eye), 11):
+        y_N = linear(eye[k : k + 1])[0] / 127
+        assert ((y_N - w_NK[:, k]).abs() <= bound_NK[:, k]).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World
+from moeserve.config import Activations
 from moeserve.engine.blocks import KVGroup
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.models.build import build_decoder
@@ -85,6 +87,7 @@ class Driver:
         placement: Placement | None = None,
         backends: Sequence[All2All] | None = None,
         asked: Asked | None = None,
+        activations: Activations = "auto",
         change: Callable[[dict[str, Any]], None] = lambda params: None,
     ) -> None:
         self.spec = spec or read_model_spec(path)
@@ -94,7 +97,7 @@ class Driver:
             module: Any = native()
             module.set_threads([-1] * threads)
         if asked or self.spec.stored or path.is_file():
-            checkpoint = open_checkpoint(path, self.spec.stored)
+            checkpoint = replace(open_checkpoint(path, self.spec.stored), activations=activations)
             plan = load_plan(self.spec, checkpoint.names, world, placement)
             params = load(checkpoint, plan, dtype, asked=asked)
         else:

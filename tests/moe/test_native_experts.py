@@ -83,6 +83,19 @@ def test_has_the_bits_of_products_written_out(
     assert out[sum(counts) :].isnan().all()
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_copies_of_an_expert_are_packed_once(biased: bool, threads: int) -> None:
+    """As weights that are made up come (loader/dummy.py)."""
+    one = make(torch.bfloat16, num_experts=1, biased=biased)
+    parts = [
+        part.expand(E, *part.shape[1:]) for part in (one.w13_eFD, one.w2_eDI, one.b13_eF, one.b2_eD) if part is not None
+    ]
+    with torch.inference_mode():
+        copies = NativeExperts().pack(ExpertWeights(*parts))
+    apart = NativeExperts().pack(ExpertWeights(*(part.contiguous() for part in parts)))
+    assert torch.equal(copies.bytes_eB, apart.bytes_eB)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "hidden"), [(64, 48), (37, 21)])
 @pytest.mark.parametrize(

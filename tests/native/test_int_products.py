@@ -29,6 +29,7 @@ FORMS: dict[str, tuple[Any, ...]] = {
     "int4 of 16": ("int4", 16, 0, False, False, False, FP32, 0, 15),
     "mxfp4": ("fp4", 32, 0, False, False, False, BF16, 0, 15),
     "iq4_nl": ("iq4_nl", 32, 0, False, False, False, FP16, 0, 15),
+    "iq4_xs": ("iq4_nl", 32, 0, False, False, True, FP32, 0, 15),
     "q4_0": ("int4", 32, 0, False, False, False, FP16, 0, 15),
     "q4_1": ("int4", 32, 0, False, True, False, FP16, 0, 15),
     "q5_0": ("int8", 32, 5, False, False, False, FP16, -16, 15),

@@ -18,6 +18,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import bytes_per_weight, model_size
 from moeserve.ops.native import native
 from moeserve.runner.cpu import CPUModelRunner
+from tests.gguf_files import matrices, write_gguf
 from tests.quantised_checkpoints import FORMS, Form, write_quantised
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there Triton is not interpreted")
@@ -60,7 +61,7 @@ def test_what_becomes_of_activations(
     stored, _ = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
     with caplog.at_level("INFO"):
         load(stored, kernels="triton")
-    assert f"config.json quantises activations, too: {said}" in caplog.text
+    assert f"the checkpoint quantises activations, too: {said}" in caplog.text
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -74,8 +75,8 @@ def test_quantised_activations_are_named_once(
     with caplog.at_level("INFO"):
         load(path, activations="float")
         load(path)
-    assert caplog.text.count("config.json quantises activations, too: they stay torch.float32 here") == 1
-    assert caplog.text.count("config.json quantises activations, too: rows become int8") == 1
+    assert caplog.text.count("the checkpoint quantises activations, too: they stay torch.float32 here") == 1
+    assert caplog.text.count("the checkpoint quantises activations, too: rows become int8") == 1
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -90,6 +91,24 @@ def test_rows_of_int8_change_logits_but_not_with_company() -> None:
             assert [(a.token_ids, a.logprobs) for a in alone] == [(t.token_ids, t.logprobs) for t in together]
             logprobs[activations] = [output.logprobs for output in alone]
     assert logprobs["float"] != logprobs["int8"]
+
+
+@needs_no_gpu
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+def test_a_gguf_file_is_widened_where_no_kernel_takes_it(make_checkpoint: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    choose = matrices("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "Q5_1", "Q4_0")
+    file = write_gguf("qwen3_moe", make_checkpoint("qwen3_moe", **sizes).path, tmp_path / "model.gguf", choose)
+    scores, params = {}, SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    for kernels, activations in (("native", "float"), ("torch", "auto"), ("triton", "auto"), ("native", "auto")):
+        more: dict[str, Any] = {"kernels": kernels, "activations": activations, "dtype": "float32", "threads": 1}
+        with LLM(file, skip_tokenizer_init=True, max_model_len=64, **more) as llm:
+            (out,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)
+        (row,) = out.outputs[0].logprobs
+        scores[kernels, activations] = dict(zip(row.ids, row.values, strict=True))
+    expected = scores.pop(("native", "float"))
+    assert all(found == pytest.approx(expected, abs=1e-4) for key, found in scores.items() if key[0] != "native")
+    assert scores["native", "auto"] != pytest.approx(expected, abs=1e-4), "rows are rounded there"
 
 
 def test_rows_of_int8_are_refused_where_they_would_change_nothing(make_checkpoint: Any, tmp_path: Path) -> None:

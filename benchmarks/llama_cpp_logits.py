@@ -1,0 +1,81 @@
+"""What llama.cpp computes: run by an interpreter with llama-cpp-python, for benchmarks.gguf_beside_llama_cpp.
+
+    PYTHON benchmarks/llama_cpp_logits.py quantise IN OUT TYPE
+    PYTHON benchmarks/llama_cpp_logits.py run MODEL
+
+run reads {"prompts": [[5, 6]], "texts": [[5, 6, 7]], "max_tokens": 2, "top": 20} and prints JSON: the greedy tokens
+after each prompt, and at each place of each text the most likely tokens with their log-probabilities. Keys and values
+are fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+TYPES = {
+    "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25,
+    "IQ4_XS": 30, "MXFP4": 38,
+}  # fmt: skip
+F32 = 0
+
+
+def quantise(source: str, out: str, kind: str) -> None:
+    import llama_cpp  # type: ignore[import-not-found]
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = TYPES[kind], 2
+    if llama_cpp.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(params)):
+        sys.exit(f"llama.cpp does not quantise {source} to {kind}")
+
+
+def run(model: str, asked: dict[str, Any]) -> dict[str, Any]:
+    import llama_cpp
+    import numpy as np
+
+    defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+    def plain_buffers() -> Any:
+        """Without AMX, which some virtual machines promise and do not have."""
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    llama_cpp.llama_cpp.llama_model_default_params = plain_buffers
+    longest = max(len(text) for text in asked["texts"] + asked["prompts"]) + asked["max_tokens"]
+    llm = llama_cpp.Llama(
+        model, n_ctx=longest + 8, n_batch=512, n_threads=2, logits_all=True, verbose=False, type_k=F32, type_v=F32
+    )
+
+    def logits(tokens: list[int]) -> Any:
+        llm.reset()
+        llm.eval(tokens)
+        return llm.scores[: len(tokens)].astype(np.float64)
+
+    greedy, tops = [], []
+    for prompt in asked["prompts"]:
+        tokens, rows = [], logits(prompt)
+        for _ in range(asked["max_tokens"]):
+            tokens.append(int(rows[-1].argmax()))
+            llm.eval(tokens[-1:])
+            rows = llm.scores[: len(prompt) + len(tokens)]
+        greedy.append(tokens)
+    for text in asked["texts"]:
+        rows = logits(text)
+        rows = (
+            rows
+            - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True))
+            - rows.max(-1, keepdims=True)
+        )
+        best = np.argsort(-rows, -1)[:, : asked["top"]]
+        tops.append([{int(token): float(row[token]) for token in ids} for row, ids in zip(rows, best, strict=True)])
+    return {"version": llama_cpp.__version__, "greedy": greedy, "tops": tops}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "quantise":
+        quantise(*sys.argv[2:])
+    else:
+        print(json.dumps(run(sys.argv[2], json.load(sys.stdin))))
