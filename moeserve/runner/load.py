@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,9 @@ from moeserve.config import Activations, Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import RandomReader, imagined, rounded_format
+from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.load_plan import LoadPlan, Param, Piece
+from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert
 from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, default_folder, key_of
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Params, Reader, format_of
@@ -71,8 +72,9 @@ def load_model(
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
-) -> tuple[Decoder, ExpertFiles, int]:
-    """Returns the model, the files that single experts can be read from, and how many bytes of weights are mapped.
+) -> tuple[Decoder, ExpertFiles, int, Any]:
+    """Returns the model, the files that single experts can be read from, how many bytes of weights are mapped, and the
+    native cache of experts on disk or None.
 
     asked: how to quantise linear layers. memory: of the device. Packed weights are cached for the first placement only:
     a later one would leave a file that no start looks for again.
@@ -80,6 +82,7 @@ def load_model(
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
     dummy, packed_cache = config.model.load_format == "dummy", config.model.packed_cache
+    expert_memory = config.model.expert_memory
     if dummy and shard.world.size > 1:
         raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
@@ -90,12 +93,15 @@ def load_model(
         ops = traced(ops)
     described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
     described = replace(described, activations=config.model.activations)
-    num_bytes = weight_bytes(described, plan, dtype, asked)
-    check_weights_fit(num_bytes, memory)
-    if packed_cache is None and ops.native and not dummy and num_bytes >= LEAST:
+    num_bytes = resident = weight_bytes(described, plan, dtype, asked)
+    if expert_memory is not None:
+        of_experts = replace(plan, params=tuple(param for param in plan.params if is_expert(param.name)))
+        resident -= max(0, weight_bytes(described, of_experts, dtype, asked) - expert_memory)
+    check_weights_fit(resident, memory)
+    if packed_cache is None and ops.native and (expert_memory or (not dummy and num_bytes >= LEAST)):
         packed_cache = default_folder()
     packed_cache = None if packed_cache == "off" else packed_cache
-    _check_kernels(ops, described, plan, asked, packed_cache)
+    _check_kernels(ops, described, plan, asked, packed_cache, expert_memory)
     if any(form.activations for form in spec.stored) and not shard.world.rank:
         log.info("config.json quantises activations, too: %s", _activations(ops, spec, config.model.activations))
     files = ExpertFiles(
@@ -106,12 +112,14 @@ def load_model(
         asked,
     )
     params_of: Callable[..., Params] = Params
-    cache, last = None, READ_FROM
+    cache, on_disk, last = None, None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
         key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, f"{asked} {config.model.activations}")
         most, sharers = config.model.packed_cache_bytes, shard.world.ranks_on_host
-        cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers)
-        ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
+        size = num_bytes if expert_memory else 0
+        cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers, size)
+        on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token) if expert_memory else None
+        ops, params_of = ops.packing_into(cache.room, on_disk and on_disk.keep), partial(CachedParams, cache)
 
     def read(done: int, total: int) -> None:
         """Reports each new percent of the bytes that were read."""
@@ -126,9 +134,11 @@ def load_model(
         longest = config.model.max_model_len or spec.max_position
         model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
     files.check()
+    if on_disk:
+        on_disk.open(model.moe_layers)
     if cache:
         cache.finish(lambda: Pace(threading.Event(), SHARE, BYTES_PER_S))
-    return model, files, cache.mapped_bytes if cache else 0
+    return model, files, cache.mapped_bytes if cache else 0, on_disk and on_disk.native
 
 
 def load_mtp(
@@ -168,21 +178,25 @@ def draft_params(
     described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
     described = replace(described, activations=config.model.activations)
     check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
-    _check_kernels(ops, described, plan, asked, None)
+    _check_kernels(ops, described, plan, asked)
     reader = RandomReader if dummy else Reader
     with Params(described, plan, dtype, device=device, asked=asked, reader=reader) as params:
         yield params, ops
 
 
 def _check_kernels(
-    ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None, packed_cache: str | None
+    ops: Ops,
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    asked: Asked | None,
+    packed_cache: str | None = None,
+    expert_memory: int | None = None,
 ) -> None:
     """Raises ConfigError for weights that these kernels do not support, before any is read."""
     here, native = f"here {ops.device.type} serves by {ops.chosen}", "--device cpu with kernels: native"
-    if packed_cache and not ops.native:
-        raise ConfigError(
-            f"packed_cache needs the native kernels for CPUs, and {here}; use no packed_cache, or {native}"
-        )
+    for name, value in (("packed_cache", packed_cache), ("expert_memory", expert_memory)):
+        if value and not ops.native:
+            raise ConfigError(f"{name} needs the native kernels for CPUs, and {here}; use no {name}, or {native}")
     if checkpoint.activations == "int8" and not ops.native:
         raise ConfigError(f"activations=int8 needs the native kernels, and {here}; use activations=auto, or {native}")
     instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"

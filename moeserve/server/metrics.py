@@ -109,6 +109,14 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
             (Gauge, "num_states_running", "those that requests in the batch hold", states - last.num_free_states),
             (Gauge, "num_states_cached", "those that the prefix cache can find", last.num_cached_states),
         ]
+    if stats.expert_cache:
+        hits, misses, stall_us, read_bytes = stats.expert_cache
+        singles += [
+            (Counter, "expert_cache_hits", "experts that steps found in memory (expert_memory)", hits),
+            (Counter, "expert_cache_misses", "those that had to be read from disk", misses),
+            (Counter, "expert_cache_stall_seconds", "time that steps waited for them", stall_us / 1e6),
+            (Counter, "expert_cache_read_bytes", "bytes read, those for guesses included", read_bytes),
+        ]
     if stats.drafts:
         singles += [
             (Counter, "spec_decode_num_drafts", "rows whose drafts were verified", stats.drafts[0]),
