@@ -75,7 +75,7 @@ def expert_bytes(config: dict[str, Any]) -> int:
 def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[str, Any]:
     """One case, in this process."""
     SkewedReader.zipf = args.zipf
-    load.RandomReader = SkewedReader
+    load.RandomReader = SkewedReader  # type: ignore[attr-defined]
     settings = {"load_format": "dummy", "quantization": "int4", "skip_tokenizer_init": True, "max_num_seqs": 4}
     settings |= {"max_model_len": 2048, "kv_cache_bytes": 1 << 28, "expert_memory": memory, "threads": args.threads}
     began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""A bounded part of a model's experts in memory, all of them in the file of its packed weights (csrc/pool/expert_cache.hpp).
+"""A bounded part of a model's experts in memory, all of them in the file of its packed weights.
 
-A rank has a cache of its own. Bits are those of experts that all are in memory: where an expert lies decides none.
+A rank has a cache of its own, see csrc/pool/expert_cache.hpp. Bits are those of experts that all are in memory: where an expert lies decides none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class ExpertMemory:
 
     def __init__(self, packed: PackedCache, num_bytes: int, top_k: int) -> None:
         self._packed, self._num_bytes, self._top_k = packed, num_bytes, top_k
-        self._num_experts, self.native = 0, None
+        self._num_experts = 0
+        self.native: Any = None
 
     def keep(self, bytes_eB: Tensor) -> Any:
         """A `ToDisk`. Raises ConfigError where the file cannot be written, or memory holds too few experts."""
@@ -42,8 +43,8 @@ class ExpertMemory:
         least = LEAST_TOKENS * self._top_k * self.native.slot_bytes
         if self._num_bytes < least:
             raise ConfigError(
-                f"expert_memory={self._num_bytes:,} is too small for {LEAST_TOKENS} tokens with {self._top_k} experts of "
-                f"{self.native.slot_bytes:,} bytes each: ask for at least {least:,}"
+                f"expert_memory={self._num_bytes:,} is too small for {LEAST_TOKENS} tokens with {self._top_k} experts "
+                f"each, of {self.native.slot_bytes:,} bytes: ask for at least {least:,}"
             )
         self._num_experts += len(bytes_eB)
         return layer

@@ -217,9 +217,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             yield file, file.stat(follow_symlinks=False)
 
 
-def _mapped(
-    file: BinaryIO, key: str, alive: Callable[[], None], on_disk: bool
-) -> tuple[dict[str, Tensor], int]:
+def _mapped(file: BinaryIO, key: str, alive: Callable[[], None], on_disk: bool) -> tuple[dict[str, Tensor], int]:
     """The tensors of a file, verified, and the address of its first byte. on_disk: experts leave memory again. Raises
     CheckpointError, or OSError."""
     about = os.fstat(file.fileno())
@@ -256,9 +254,7 @@ def _bytes_of(sums: list[int]) -> Tensor:
     return torch.tensor(sums, dtype=torch.uint64).view(torch.uint8)
 
 
-def _contents(
-    tensors: dict[str, Tensor], key: str, alive: Callable[[], None], on_disk: dict[str, int]
-) -> list[Tensor]:
+def _contents(tensors: dict[str, Tensor], key: str, alive: Callable[[], None], on_disk: dict[str, int]) -> list[Tensor]:
     """All bytes of a file. on_disk: checksums of tensors that are there already, and on "meta" here."""
     sums, end, header = torch.empty(8 + 8 * len(tensors), dtype=torch.uint8), 0, {}
     parts: dict[str, Tensor] = {}

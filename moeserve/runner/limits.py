@@ -38,8 +38,8 @@ def check(config: Config, spec: ModelSpec) -> None:
     if (asked_bytes := config.model.expert_memory) is not None:
         if config.model.packed_cache == "off":
             raise ConfigError(
-                f"expert_memory={asked_bytes} keeps experts in a file of packed weights, and packed_cache is 'off'; let "
-                "packed_cache name a folder, or leave it out"
+                f"expert_memory={asked_bytes} keeps experts in a file of packed weights, and packed_cache is 'off'; "
+                "let it name a folder, or leave it out"
             )
         if spec.moe is None:
             raise ConfigError(f"expert_memory={asked_bytes}, but this model has no experts; leave it out")

@@ -81,8 +81,7 @@ def load_model(
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
-    dummy, packed_cache = config.model.load_format == "dummy", config.model.packed_cache
-    expert_memory = config.model.expert_memory
+    dummy, expert_memory = config.model.load_format == "dummy", config.model.expert_memory
     if dummy and shard.world.size > 1:
         raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
@@ -93,24 +92,16 @@ def load_model(
         ops = traced(ops)
     described = imagined(model_dir, plan, next(iter(spec.stored), None), asked) if dummy else checkpoint
     described = replace(described, activations=config.model.activations)
-    num_bytes = resident = weight_bytes(described, plan, dtype, asked)
-    if expert_memory is not None:
-        of_experts = replace(plan, params=tuple(param for param in plan.params if is_expert(param.name)))
-        resident -= max(0, weight_bytes(described, of_experts, dtype, asked) - expert_memory)
-    check_weights_fit(resident, memory)
-    if packed_cache is None and ops.native and (expert_memory or (not dummy and num_bytes >= LEAST)):
-        packed_cache = default_folder()
-    packed_cache = None if packed_cache == "off" else packed_cache
+    num_bytes = weight_bytes(described, plan, dtype, asked)
+    check_weights_fit(num_bytes - _on_disk(described, plan, dtype, asked, expert_memory), memory)
+    packed_cache = _folder(config, ops, num_bytes)
     _check_kernels(ops, described, plan, asked, packed_cache, expert_memory)
     if any(form.activations for form in spec.stored) and not shard.world.rank:
         log.info("config.json quantises activations, too: %s", _activations(ops, spec, config.model.activations))
     files = ExpertFiles(
         replace(checkpoint, activations=config.model.activations),
-        lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
-        dtype,
-        device,
-        asked,
-    )
+        lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked,
+    )  # fmt: skip
     params_of: Callable[..., Params] = Params
     cache, on_disk, last = None, None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
@@ -119,7 +110,8 @@ def load_model(
         size = num_bytes if expert_memory else 0
         cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers, size)
         on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token) if expert_memory else None
-        ops, params_of = ops.packing_into(cache.room, on_disk and on_disk.keep), partial(CachedParams, cache)
+        to_disk = on_disk.keep if on_disk else None
+        ops, params_of = ops.packing_into(cache.room, to_disk), partial(CachedParams, cache)
 
     def read(done: int, total: int) -> None:
         """Reports each new percent of the bytes that were read."""
@@ -184,6 +176,24 @@ def draft_params(
         yield params, ops
 
 
+def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
+    """Returns the folder for packed weights of so many bytes, None if they are not kept."""
+    asked, large = config.model.packed_cache, config.model.load_format != "dummy" and num_bytes >= LEAST
+    if asked is None and ops.native and (large or config.model.expert_memory):
+        return default_folder()
+    return None if asked == "off" else asked
+
+
+def _on_disk(
+    checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, asked: Asked | None, expert_memory: int | None
+) -> int:
+    """Returns the bytes of the experts that are not in memory."""
+    if expert_memory is None:
+        return 0
+    experts = replace(plan, params=tuple(param for param in plan.params if is_expert(param.name)))
+    return max(0, weight_bytes(checkpoint, experts, dtype, asked) - expert_memory)
+
+
 def _check_kernels(
     ops: Ops,
     checkpoint: Checkpoint,
@@ -194,7 +204,7 @@ def _check_kernels(
 ) -> None:
     """Raises ConfigError for weights that these kernels do not support, before any is read."""
     here, native = f"here {ops.device.type} serves by {ops.chosen}", "--device cpu with kernels: native"
-    for name, value in (("packed_cache", packed_cache), ("expert_memory", expert_memory)):
+    for name, value in (("expert_memory", expert_memory), ("packed_cache", packed_cache)):
         if value and not ops.native:
             raise ConfigError(f"{name} needs the native kernels for CPUs, and {here}; use no {name}, or {native}")
     if checkpoint.activations == "int8" and not ops.native:

@@ -159,7 +159,16 @@ def test_a_right_guess_is_a_hit(tmp_path: Path) -> None:
         blocks = fused(layers, 2)
         if not guesses:
             blocks = fused(layers, 2)[:1] + blocks[1:]
-            blocks[0].expect(NativeExperts().fuse(Router(NativeLinear(torch.zeros(E, WIDTH, dtype=BF16)), 2, RouterRule(), pick_ops("cpu", BF16, "native"))))
+            blocks[0].expect(
+                NativeExperts().fuse(
+                    Router(
+                        NativeLinear(torch.zeros(E, WIDTH, dtype=BF16)),
+                        2,
+                        RouterRule(),
+                        pick_ops("cpu", BF16, "native"),
+                    )
+                )
+            )
         misses = 0
         for step in range(40):
             x: Tensor = rows(1, WIDTH, BF16, step)
@@ -172,7 +181,8 @@ def test_a_right_guess_is_a_hit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "experts", "size", "words"), [(63, 2, 64, "whole units"), (64, 2, 65, "whole units"), (0, 0, 64, "whole")]
+    ("offset", "experts", "size", "words"),
+    [(63, 2, 64, "whole units"), (64, 2, 65, "whole units"), (0, 0, 64, "whole")],
 )
 def test_what_does_not_lie_as_kernels_need_it_is_refused(
     offset: int, experts: int, size: int, words: str, tmp_path: Path

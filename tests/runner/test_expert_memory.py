@@ -89,7 +89,7 @@ def test_a_full_disk_is_said_before_anything_is_served(make_checkpoint: Any, tmp
     path, limits = make_checkpoint("qwen3_moe").path, resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 5000, limits[1]))
     try:
-        with pytest.raises(ConfigError, match="cannot be written: .*make room.*packed_cache name another folder"):
+        with pytest.raises(ConfigError, match=r"cannot be written: .*make room.*packed_cache name another folder"):
             run(path, packed_cache=str(tmp_path), expert_memory=SMALL)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -102,7 +102,10 @@ def test_a_full_disk_is_said_before_anything_is_served(make_checkpoint: Any, tmp
     ("settings", "words"),
     [
         ({"packed_cache": "off"}, "expert_memory=100000 keeps .*packed_cache is 'off'"),
-        ({"expert_memory": 5000}, r"expert_memory=5,000 is too small for 2 tokens with 2 experts of .*at least [\d,]+"),
+        (
+            {"expert_memory": 5000},
+            r"expert_memory=5,000 is too small for 2 tokens with 2 experts each, of .*at least [\d,]+",
+        ),
         ({"kernels": "torch"}, "expert_memory needs the native kernels"),
         ({"expert_memory": 0}, "at least 1"),
     ],

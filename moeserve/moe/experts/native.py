@@ -103,9 +103,7 @@ class NativeExperts(StackedExperts):
         fuses_ungated=True,
     )
 
-    def __init__(
-        self, room: Room = new_room, activation: Activation = SWIGLU, to_disk: ToDisk | None = None
-    ) -> None:
+    def __init__(self, room: Room = new_room, activation: Activation = SWIGLU, to_disk: ToDisk | None = None) -> None:
         self._room, self._activation, self._to_disk = room, activation, to_disk
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
