@@ -42,9 +42,9 @@ from moeserve.runner import load
 GROUP = 128  # inputs that share a scale
 NOISE = 0.21 / 1.28  # a sigmoid of normal scores spreads as much less than Gumbel noise, which would give Zipf's law
 CONFIG = {
-    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 2048, "intermediate_size": 768,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64, "num_experts_per_tok": 8,
-    "vocab_size": 32_000, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "scoring_func": "sigmoid",
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 32_000, "hidden_size": 2048,
+    "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64,
+    "num_experts_per_tok": 8, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "scoring_func": "sigmoid",
     "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
 }  # fmt: skip
 

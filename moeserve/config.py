@@ -62,8 +62,8 @@ class ModelConfig:
     )
     expert_memory: int | None = _yaml(
         None,
-        "bytes of experts that each rank has in memory, e.g. 6GiB; it reads the others from packed_cache's file when it "
-        "needs them (CPU; default: all are in memory)",
+        "bytes of experts that each rank has in memory, e.g. 6GiB; the others are read from packed_cache's file when "
+        "needed (CPU; default: all are in memory)",
         low=1,
     )
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)

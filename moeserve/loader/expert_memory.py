@@ -1,6 +1,7 @@
 """A bounded part of a model's experts in memory, all of them in the file of its packed weights.
 
-A rank has a cache of its own, see csrc/pool/expert_cache.hpp. Bits are those of experts that all are in memory: where an expert lies decides none.
+A rank has a cache of its own (csrc/pool/expert_cache.hpp). Bits are those of experts that all are in memory: where an
+expert lies decides none.
 """
 
 from __future__ import annotations
