@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from benchmarks import common
@@ -97,7 +97,7 @@ def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[s
         found = {
             "tokens_per_s": (args.tokens - 1) / (many_s - one_s),
             "start_s": started - began,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            "peak_rss_bytes": common.peak_rss_bytes(psutil.Process()),
             "tokens": tokens,
         }
         if memory:

@@ -43,6 +43,7 @@ class ExpertMemory:
         layer = self.native.add(offset, *bytes_eB.shape)
         least = LEAST_TOKENS * self._top_k * self.native.slot_bytes
         if self._num_bytes < least:
+            self._packed.close()
             raise ConfigError(
                 f"expert_memory={self._num_bytes:,} is too small for {LEAST_TOKENS} tokens with {self._top_k} experts "
                 f"each, of {self.native.slot_bytes:,} bytes: ask for at least {least:,}"

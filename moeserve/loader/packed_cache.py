@@ -87,6 +87,7 @@ class PackedCache:
         self._sums: dict[str, int] = {}  # of what is on the disk already
         self.file: BinaryIO | None = None  # with experts in it
         self._begin = 0  # of the mapping
+        self._passing: Tensor | None = None  # memory that each layer's experts pass on their way to the disk
         try:
             if os.path.lexists(self.path):
                 with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -103,7 +104,12 @@ class PackedCache:
     def room(self, num_bytes: int) -> tuple[Tensor, bool]:
         """A `Room` in the cache's memory."""
         assert self.found == (self.product in self.tensors), self.product
-        if not self.found:
+        if not self.found and self._on_disk and is_expert(self.product):
+            if self._passing is None or self._passing.nbytes < num_bytes:
+                self._passing = None  # not both at once
+                self._passing, _ = new_room(num_bytes)
+            self.tensors[self.product] = self._passing[:num_bytes]
+        elif not self.found:
             self.tensors[self.product], _ = new_room(num_bytes)
         memory = self.tensors[self.product]
         assert memory.nbytes == num_bytes, (self.product, memory.nbytes, num_bytes)
@@ -124,6 +130,7 @@ class PackedCache:
             _write(self.file, [memory.view(-1)], lambda num_bytes: self._alive())
             os.posix_fadvise(self.file.fileno(), offset, memory.nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
+            self.close()
             raise ConfigError(
                 f"expert_memory keeps experts in {self.path.parent}, where they cannot be written: {error}; make room "
                 "(docs/operations.md says how much), or let packed_cache name another folder"
@@ -137,10 +144,9 @@ class PackedCache:
         pace: makes what is called with the bytes after each piece, in a thread that is returned: the file is then
         written behind the model's first steps, with checksums of now, and not at all if the process ends before.
         """
-        tensors, self.tensors = self.tensors, {}
+        tensors, self.tensors, self._passing = self.tensors, {}, None
         if self.found:
-            if self.file:
-                self.file.close()
+            self.close()
             log.info("packed weights mapped from %s", self.path)
             return None
         parts = _contents(tensors, self._key, self._alive, self._sums)
@@ -150,6 +156,11 @@ class PackedCache:
         thread = threading.Thread(target=lambda: self._keep(parts, pace()), name="packed cache", daemon=True)
         thread.start()
         return thread
+
+    def close(self) -> None:
+        """Closes the file if it is open; whoever reads experts from it has opened it again."""
+        if self.file:
+            self.file.close()
 
     def _keep(self, parts: list[Tensor], work: Callable[[int], None]) -> None:
         try:

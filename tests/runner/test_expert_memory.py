@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -25,7 +26,14 @@ from tests.runner.harness import written
 from tests.runner.test_packed_cache import PROMPT, refuse, run, same
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs the native kernels")
-SMALL = 100_000  # bytes: holds some of a test model's experts
+SMALL = 200_000  # bytes: holds some of qwen3_moe's experts
+
+
+def least(path: Path, **settings: Any) -> int:
+    """The bytes that a start asks for that has too few."""
+    with pytest.raises(ConfigError, match="is too small") as caught:
+        alone(path, **settings, expert_memory=1)
+    return int(str(caught.value).rpartition(" ")[2].replace(",", ""))
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "granite_moe", "gpt_oss", "int4"])
@@ -37,14 +45,15 @@ def test_tokens_and_logits_are_those_of_experts_in_memory(
     settings: dict[str, Any] = {"quantization": "int4"} if case == "int4" else {}
     expected = run(path, **settings)
     settings["packed_cache"] = str(tmp_path / "cache")
-    first = run(path, **settings, expert_memory=SMALL)
+    memory = least(path, **settings)
+    first = run(path, **settings, expert_memory=memory)
     same(first, expected)
     hits, misses, _, read = map(sum, zip(*(result.expert_cache for result in first.results), strict=True))
     assert hits
     assert misses
     assert read
     monkeypatch.setattr(Reader, "read", refuse)
-    same(run(path, **settings, expert_memory=SMALL), expected)
+    same(run(path, **settings, expert_memory=memory), expected)
     same(run(path, **settings), expected)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
@@ -74,15 +83,18 @@ def test_a_damaged_file_is_packed_anew(make_checkpoint: Any, tmp_path: Path, cap
     assert "packed anew" not in caplog.text
 
 
-def test_a_file_cut_short_while_serving_ends_the_engine(make_checkpoint: Any, tmp_path: Path) -> None:
+def test_a_file_cut_short_while_serving_ends_the_engine(
+    make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = make_checkpoint("qwen3_moe", num_hidden_layers=4).path
     settings = {"packed_cache": str(tmp_path), "expert_memory": SMALL, "skip_tokenizer_init": True, "threads": 1}
     with LLM(path, max_model_len=128, **settings) as llm:
         written()
         (file,) = tmp_path.iterdir()
         os.truncate(file, 1 << 20)
-        with pytest.raises(EngineLost, match=r"expert \d+ of MoE layer \d+ cannot be read from .*start again"):
+        with pytest.raises(EngineLost):
             llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=20))
+    assert re.search(rf"expert \d+ of MoE layer \d+ cannot be read from {file}.*start again.*ends at byte", caplog.text)
 
 
 def test_a_full_disk_is_said_before_anything_is_served(make_checkpoint: Any, tmp_path: Path) -> None:
@@ -101,10 +113,10 @@ def test_a_full_disk_is_said_before_anything_is_served(make_checkpoint: Any, tmp
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"packed_cache": "off"}, "expert_memory=100000 keeps .*packed_cache is 'off'"),
+        ({"packed_cache": "off"}, "expert_memory=200000 keeps .*packed_cache is 'off'"),
         (
             {"expert_memory": 5000},
-            r"expert_memory=5,000 is too small for 2 tokens with 2 experts each, of .*at least [\d,]+",
+            r"expert_memory=5,000 is too small for 2 tokens with 3 experts each, of .*at least [\d,]+",
         ),
         ({"kernels": "torch"}, "expert_memory needs the native kernels"),
         ({"expert_memory": 0}, "at least 1"),
@@ -127,25 +139,29 @@ def test_models_without_experts_and_experts_that_move_are_refused(make_checkpoin
 
 
 MEASURED = """
-import resource, sys
+import re, sys, threading
+from pathlib import Path
 from moeserve import LLM, SamplingParams
 path, folder, memory = sys.argv[1], sys.argv[2], int(sys.argv[3])
 settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 2, "threads": 1}
 settings |= {"max_num_batched_tokens": 64, "packed_cache": folder, "expert_memory": memory or None}
 with LLM(path, **settings) as llm:
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0, max_tokens=2))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+    for thread in threading.enumerate():
+        if thread.name == "packed cache":
+            thread.join()
+    print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10)
 """
 
 
 def test_no_start_holds_all_experts(tmp_path: Path) -> None:
     """Neither the one that writes the file nor one that finds it."""
     config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 256,
-        "num_hidden_layers": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 32,
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 512,
+        "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 64,
         "num_experts_per_tok": 2, "moe_intermediate_size": 512, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    model, experts = tmp_path / "model", 24 * 32 * 3 * 256 * 512 * 2  # 576 MiB
+    model, experts = tmp_path / "model", 8 * 64 * 3 * 512 * 512 * 2  # 768 MiB
     model.mkdir()
     (model / "config.json").write_bytes(msgspec.json.encode(config))
     peaks = []
@@ -154,4 +170,4 @@ def test_no_start_holds_all_experts(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=110)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.split()[-1]))
-    assert peaks[2] - max(peaks[:2]) > 0.75 * experts, peaks
+    assert peaks[2] - max(peaks[:2]) > experts / 2, peaks
