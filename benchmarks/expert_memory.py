@@ -3,10 +3,11 @@
     python -m benchmarks.expert_memory
     python -m benchmarks.expert_memory --layers 4 --tokens 64    a trial
 
-One request, greedy, on a router whose choices are skewed: for --zipf s the expert at rank r of its layer is preferred
-as by r ** -s, under the noise of the tokens' own scores. `skew`: the share of all choices that went to each layer's
-most chosen experts, as many as fit into the smaller memory. Each case is a process of its own; the first start of the
-smaller memory writes the file (`first`), so that the figures are those of a later one.
+One request, on routers whose choices are skewed by a bias: for --zipf s a layer's expert of rank r is chosen with a
+probability like r ** -s, if tokens' scores are normal and independent. `skew`: the share of all choices that went to
+each layer's most chosen experts, as many as fit into the smaller memory, beside `zipf_skew`, what it should be. Each
+case is a process of its own; the first start of the smaller memory writes the file (`first`), so that the figures are
+those of a later one.
 
 tokens_per_s: of the tokens behind the first --warm ones, which fill the cache. disk_gb_s: what O_DIRECT reads of
 1 MiB, four at a time, get from the same file.
@@ -20,10 +21,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from mmap import mmap
 from pathlib import Path
 from random import Random
@@ -32,6 +34,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from benchmarks import common
 from moeserve import LLM, SamplingParams
@@ -40,30 +43,58 @@ from moeserve.loader.load_plan import Piece
 from moeserve.runner import load
 
 GROUP = 128  # inputs that share a scale
-NOISE = 0.21 / 1.28  # a sigmoid of normal scores spreads as much less than Gumbel noise, which would give Zipf's law
 CONFIG = {
     "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 32_000, "hidden_size": 2048,
     "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64,
-    "num_experts_per_tok": 8, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "scoring_func": "sigmoid",
-    "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
+    "num_experts_per_tok": 8, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "eos_token_id": 2,
+    "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
 }  # fmt: skip
 
 
 class SkewedReader(dummy.RandomReader):
-    """Random weights, and routers that prefer some experts, others in each layer."""
+    """Random weights, tokens that differ, and routers that prefer some experts, others in each layer."""
 
     zipf = 1.0
 
     def jobs(self, piece: Piece, param: Any, limit: int | None = None) -> Iterator[Callable[[], int]]:
         if piece.source.endswith("e_score_correction_bias"):
             return iter([partial(self._skew, piece.source, param)])
+        if piece.source.endswith("embed_tokens.weight"):  # else tokens are lost in what layers add
+            return iter([partial(self._embed, param)])
         return super().jobs(piece, param, limit)
 
+    @torch.inference_mode()
     def _skew(self, name: str, param: Any) -> int:
-        ranks = list(range(1, len(param) + 1))
-        Random(name).shuffle(ranks)
-        param.copy_(-self.zipf * NOISE * torch.tensor(ranks).log())
+        order = list(range(len(param)))
+        Random(name).shuffle(order)
+        param.copy_(torch.from_numpy(biases(len(param), CONFIG["num_experts_per_tok"], self.zipf)[order]))
         return 0
+
+    @torch.inference_mode()
+    def _embed(self, param: Any) -> int:
+        param.normal_(0, 4, generator=torch.Generator().manual_seed(0))
+        return 0
+
+
+def law(experts: int, top_k: int, zipf: float) -> NDArray[np.float64]:
+    """The probability of being one of a token's experts, by rank: like Zipf's law, but none above 1."""
+    weights, low, high = np.arange(1, experts + 1) ** -zipf, 0.0, float(experts) ** (zipf + 1)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(1, middle * weights).sum() < top_k else (low, middle)
+    return np.minimum(1, high * weights)
+
+
+@cache
+def biases(experts: int, top_k: int, zipf: float) -> NDArray[np.float32]:
+    """What added to sigmoids of normal scores makes choices follow the law, found by trial."""
+    scores = 1 / (1 + np.exp(-np.random.default_rng(0).standard_normal((4000, experts))))
+    wanted, found = law(experts, top_k, zipf), np.zeros(experts)
+    for step in range(200):
+        chosen = np.argpartition(-(scores + found), top_k, axis=1)[:, :top_k]
+        share = np.bincount(chosen.ravel(), minlength=experts) / len(scores)
+        found += 0.1 * 0.99**step * np.log((wanted + 1e-3) / (share + 1e-3))
+    return (found - found.max()).astype(np.float32)
 
 
 def expert_bytes(config: dict[str, Any]) -> int:
@@ -81,10 +112,14 @@ def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[s
     began = time.perf_counter()
     with LLM(model, **settings, packed_cache=str(model / "packed") if memory else "off") as llm:  # type: ignore[arg-type]
         started = time.perf_counter()
+        for thread in threading.enumerate():
+            if thread.name == "packed cache":
+                thread.join()
         prompt = [Random(7).randrange(32_000) for _ in range(32)]
 
         def run(tokens: int) -> tuple[list[int], float]:
-            params, start = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), time.perf_counter()
+            params = SamplingParams(temperature=1, seed=1, max_tokens=tokens, ignore_eos=True)
+            start = time.perf_counter()
             (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
             return list(output.outputs[0].token_ids), time.perf_counter() - start
 
@@ -179,8 +214,10 @@ def main() -> None:
         assert some.pop("tokens") == every.pop("tokens"), "an expert on disk changed a token"
     ratios = [some["tokens_per_s"] / every["tokens_per_s"] for some, every in rounds]
     first.pop("tokens")
+    wanted = law(args.experts, CONFIG["num_experts_per_tok"], args.zipf)
     results = {
-        "expert_bytes": total, "expert_memory": memory, "zipf": args.zipf, "layers": args.layers,
+        "zipf_skew": float(wanted[: int(args.share * args.experts)].sum() / wanted.sum()), "expert_bytes": total,
+        "expert_memory": memory, "zipf": args.zipf, "layers": args.layers,
         "experts": args.experts, "disk_gb_s": disk, "speed_of_all_in_memory": common.summary(ratios), "first": first,
         "some_in_memory": [some for some, _ in rounds], "all_in_memory": [every for _, every in rounds],
     }  # fmt: skip
