@@ -43,7 +43,7 @@ from moeserve.loader.load_plan import Piece
 from moeserve.runner import load
 
 GROUP = 128  # inputs that share a scale
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 32_000, "hidden_size": 2048,
     "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64,
     "num_experts_per_tok": 8, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "eos_token_id": 2,
@@ -82,7 +82,7 @@ def law(experts: int, top_k: int, zipf: float) -> NDArray[np.float64]:
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if np.minimum(1, middle * weights).sum() < top_k else (low, middle)
-    return np.minimum(1, high * weights)
+    return np.asarray(np.minimum(1, high * weights), np.float64)
 
 
 @cache
@@ -94,7 +94,7 @@ def biases(experts: int, top_k: int, zipf: float) -> NDArray[np.float32]:
         chosen = np.argpartition(-(scores + found), top_k, axis=1)[:, :top_k]
         share = np.bincount(chosen.ravel(), minlength=experts) / len(scores)
         found += 0.1 * 0.99**step * np.log((wanted + 1e-3) / (share + 1e-3))
-    return (found - found.max()).astype(np.float32)
+    return np.asarray(found - found.max(), np.float32)
 
 
 def expert_bytes(config: dict[str, Any]) -> int:
