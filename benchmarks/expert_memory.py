@@ -21,7 +21,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,9 +111,6 @@ def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[s
     began = time.perf_counter()
     with LLM(model, **settings, packed_cache=str(model / "packed") if memory else "off") as llm:  # type: ignore[arg-type]
         started = time.perf_counter()
-        for thread in threading.enumerate():
-            if thread.name == "packed cache":
-                thread.join()
         prompt = [Random(7).randrange(32_000) for _ in range(32)]
 
         def run(tokens: int) -> tuple[list[int], float]:

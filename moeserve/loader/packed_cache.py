@@ -142,7 +142,8 @@ class PackedCache:
         """Drops the tensors, and writes the file if none was found; only warns if it cannot be written.
 
         pace: makes what is called with the bytes after each piece, in a thread that is returned: the file is then
-        written behind the model's first steps, with checksums of now, and not at all if the process ends before.
+        written behind the model's first steps, with checksums of now, and not at all if the process ends before. Not
+        where experts are in the file: what is left is little, and all would be lost with it.
         """
         tensors, self.tensors, self._passing = self.tensors, {}, None
         if self.found:
@@ -150,7 +151,7 @@ class PackedCache:
             log.info("packed weights mapped from %s", self.path)
             return None
         parts = _contents(tensors, self._key, self._alive, self._sums)
-        if pace is None:
+        if pace is None or self._sums:
             self._keep(parts, lambda num_bytes: self._alive())
             return None
         thread = threading.Thread(target=lambda: self._keep(parts, pace()), name="packed cache", daemon=True)

@@ -22,7 +22,6 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.native import native
 from moeserve.runner.cpu import CPUModelRunner
 from tests.runner.engines import alone
-from tests.runner.harness import written
 from tests.runner.test_packed_cache import PROMPT, refuse, run, same
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -89,7 +88,6 @@ def test_a_file_cut_short_while_serving_ends_the_engine(
     path = make_checkpoint("qwen3_moe", num_hidden_layers=4).path
     settings = {"packed_cache": str(tmp_path), "expert_memory": SMALL, "skip_tokenizer_init": True, "threads": 1}
     with LLM(path, max_model_len=128, **settings) as llm:
-        written()
         (file,) = tmp_path.iterdir()
         os.truncate(file, 1 << 20)
         with pytest.raises(EngineLost):
@@ -139,7 +137,7 @@ def test_models_without_experts_and_experts_that_move_are_refused(make_checkpoin
 
 
 MEASURED = """
-import re, sys, threading
+import re, sys
 from pathlib import Path
 from moeserve import LLM, SamplingParams
 path, folder, memory = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -147,9 +145,6 @@ settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len"
 settings |= {"max_num_batched_tokens": 64, "packed_cache": folder, "expert_memory": memory or None}
 with LLM(path, **settings) as llm:
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0, max_tokens=2))
-    for thread in threading.enumerate():
-        if thread.name == "packed cache":
-            thread.join()
     print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10)
 """
 
