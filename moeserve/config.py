@@ -61,6 +61,12 @@ class ModelConfig:
     packed_cache_bytes: int | None = _yaml(
         None, "bytes in that folder (default: half of what it and the free disk have, at most 64 GiB)", low=1
     )
+    expert_memory: int | None = _yaml(
+        None,
+        "bytes of experts that each rank has in memory, e.g. 6GiB; the others are read from packed_cache's file when "
+        "needed (CPU; default: all are in memory)",
+        low=1,
+    )
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(

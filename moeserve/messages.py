@@ -187,6 +187,8 @@ class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
     num_cached_states: int = 0  # held ones included
     num_drafts: list[int] = []  # verified drafts, by their place behind the last known token
     num_accepted: list[int] = []  # those of them that were right
+    # Of experts on disk: wanted ones that were in memory and that were not, microseconds of waiting, bytes read.
+    expert_cache: tuple[int, ...] = ()
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):

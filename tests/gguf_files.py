@@ -189,7 +189,7 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:  # noqa: C90
 
 
 def _permuted(tensor: Tensor, heads: int) -> Tensor:
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _tensors(  # noqa: C901, PLR0912
@@ -235,8 +235,8 @@ def _tensors(  # noqa: C901, PLR0912
             for part, half in zip(("gate", "up"), tensor.chunk(2, -2), strict=True):
                 found.append((f"blk.{block}.ffn_{part}_{which}.weight", half))
         elif theirs.endswith("kv_b_proj.weight"):
-            both = tensor.unflatten(0, (config["num_attention_heads"], -1))
-            keys, values = both.split((config["qk_nope_head_dim"], config["v_head_dim"]), 1)
+            both = tensor.reshape(config["num_attention_heads"], -1, *tensor.shape[1:])
+            keys, values = torch.split(both, [config["qk_nope_head_dim"], config["v_head_dim"]], 1)
             put(theirs.replace("kv_b_proj", "k_b_proj"), keys.mT)
             put(theirs.replace("kv_b_proj", "v_b_proj"), values)
         else:

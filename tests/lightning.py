@@ -30,7 +30,7 @@ class LightningReference(nn.Module):
     def rotate(self, x_THd: Tensor) -> Tensor:
         """Rotates the first half of each head."""
         angles = (torch.arange(len(x_THd))[:, None] * self.freqs)[:, None]
-        first, second, still = x_THd.split([self.dim // 4, self.dim // 4, self.dim // 2], -1)
+        first, second, still = torch.split(x_THd, [self.dim // 4, self.dim // 4, self.dim // 2], -1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin, still), -1)
 

@@ -19,6 +19,8 @@ namespace {
 
 using Counts = py::array_t<int64_t, py::array::c_style>;
 
+constexpr size_t kMostGuesses = 32;  // (token, expert) pairs: steps of more want most experts anyway
+
 /// Router, experts and the weighted sum of a layer whose rows stay here. counts: rows of each expert.
 ///
 /// type: of rows; logits: the router's own, fp32 if it computes in fp32. on_input: one expert's weight multiplies its rows
@@ -39,22 +41,19 @@ class ExpertsBlock {
     }
 
     void run(const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes, bool biased, Counts counts,
-             Address x, size_t rows, Address y) const {
+             Address x, size_t rows, Address y, const CachedLayer* cached) const {
         const size_t num_experts = route_.experts, top_k = route_.top_k, width = gate_up.depth, pairs = rows * top_k;
         if (static_cast<size_t>(counts.size()) != num_experts)
             throw std::invalid_argument("one count per expert, please");
         int64_t* counted = counts.mutable_data();
         py::gil_scoped_release unlocked;
+        std::vector<size_t> expected;
+        if (cached && next_ && pairs <= kMostGuesses) expected = next_->guess(x, rows);
         const size_t row_bytes = width * bytes_of(type_);
         const Arrays arrays({rows * num_experts * bytes_of(logits_), pairs * sizeof(int32_t), pairs * sizeof(float),
                              pairs * sizeof(int64_t), pairs * sizeof(int64_t), pairs * row_bytes, pairs * row_bytes,
                              on_input_ ? rows * row_bytes : 0});
-        linear(type_, router_.packing, router_.weights, router_.bias, x, width, rows, arrays[0], logits_);
-        RouteArgs route = route_;
-        route.logits = at<void>(arrays[0]);
-        route.ids = at<int32_t>(arrays[1]);
-        route.weights = at<float>(arrays[2]);
-        over_rows(kernels()->route, route, rows, num_experts * (top_k / 2 + 4));
+        const RouteArgs route = choose(x, rows, arrays[0], arrays[1], arrays[2]);
         const Element element = type_ == Type::fp32 ? Element::fp32 : type_ == Type::bf16 ? Element::bf16 : Element::fp16;
         int64_t *order = at<int64_t>(arrays[3]), *place = at<int64_t>(arrays[4]);
         if (on_input_) {  // a sum of one row each
@@ -68,16 +67,39 @@ class ExpertsBlock {
             copy_rows(at<char>(x), order, static_cast<int64_t>(top_k), row_bytes, begin, end, at<char>(arrays[5]));
         });
         experts(type_, gate_up, down, weights, expert_bytes, activation_, biased, {counted, counted + num_experts}, arrays[5],
-                width, arrays[6], width);
+                width, arrays[6], width, cached, expected);
         sum_pairs(element, rows, top_k, width, at<void>(arrays[6]), place, route.weights, at<void>(y));
     }
 
+    /// While this block's experts compute, those are read from disk that `next`, the next block with experts, would choose
+    /// for the same rows: a layer changes the residual stream little.
+    void expect(const ExpertsBlock* next) { next_ = next; }
+
   private:
+    /// Chooses experts; returns where ids and weights are.
+    RouteArgs choose(Address x, size_t rows, Address logits, Address ids, Address weights) const {
+        linear(type_, router_.packing, router_.weights, router_.bias, x, router_.packing.depth, rows, logits, logits_);
+        RouteArgs route = route_;
+        route.logits = at<void>(logits);
+        route.ids = at<int32_t>(ids);
+        route.weights = at<float>(weights);
+        over_rows(kernels()->route, route, rows, route.experts * (route.top_k / 2 + 4));
+        return route;
+    }
+
+    std::vector<size_t> guess(Address x, size_t rows) const {
+        const size_t pairs = rows * route_.top_k;
+        const Arrays arrays({rows * route_.experts * bytes_of(logits_), pairs * sizeof(int32_t), pairs * sizeof(float)});
+        const int32_t* ids = choose(x, rows, arrays[0], arrays[1], arrays[2]).ids;
+        return {ids, ids + pairs};
+    }
+
     Type type_, logits_;
     Matrix router_;
     RouteArgs route_{};  // what is the same in every step
     bool on_input_;
     Activation activation_;
+    const ExpertsBlock* next_ = nullptr;
 };
 
 }  // namespace
@@ -108,7 +130,8 @@ void bind_layer(py::module_& m) {
         .def(py::init<Type, const Matrix&, Type, size_t, const RouteRule&, bool, Address, Address, const Activation&>(),
              py::arg("type"), py::arg("router"), py::arg("logits"), py::arg("top_k"), py::arg("rule"),
              py::arg("on_input"), py::arg("bias"), py::arg("expert_scale"), py::arg("activation"))
-        .def("run", &ExpertsBlock::run);
+        .def("run", &ExpertsBlock::run)
+        .def("expect", &ExpertsBlock::expect, py::keep_alive<1, 2>(), py::arg("next"));
     m.def("gated_mlp", &gated_mlp, Unlocked(), py::arg("type"), py::arg("gate_up"), py::arg("down"),
           py::arg("activation"), py::arg("x"), py::arg("stride"), py::arg("rows"), py::arg("y"));
 }

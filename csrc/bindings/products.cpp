@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -109,19 +110,15 @@ void head_products(Type type, const Packing& packing, Address weights, size_t he
 
 /// Experts over rows in the order of their physical experts. An expert is gate and up in alternating blocks (each as
 /// `gate_up` says), or up alone where the activation has no gates, then `down`, then, if biased, the biases of all these
-/// blocks.
+/// blocks. cached: where experts are instead of `weights`, or null. expected: those of the layer behind it to read next.
 void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
              const Activation& activation, bool biased, const std::vector<size_t>& counts, Address x, size_t x_stride,
-             Address y, size_t y_stride) {
-    std::vector<Part> into, back;
-    size_t rows = 0;
-    for (size_t expert = 0; expert < counts.size(); ++expert) {
-        divide(expert, rows, counts[expert], most_rows(type, gate_up), into);
-        divide(expert, rows, counts[expert], most_rows(type, down), back);
-        rows += counts[expert];
-    }
+             Address y, size_t y_stride, const CachedLayer* cached, const std::vector<size_t>& expected) {
+    std::vector<size_t> first_rows(counts.size() + 1);
+    std::partial_sum(counts.begin(), counts.end(), first_rows.begin() + 1);
+    if (cached) weights = reinterpret_cast<Address>(cached->cache->memory()), expert_bytes = ExpertCache::kUnit;
     const size_t element = type == Type::fp32 ? 4 : 2;
-    uint8_t* hidden = scratch(Scratch::hidden, rows * gate_up.columns * element);
+    uint8_t* hidden = scratch(Scratch::hidden, first_rows.back() * gate_up.columns * element);
     const size_t into_bytes = activation.parts() * gate_up.bytes();
     const float* bias = biased ? at<float>(weights + into_bytes + down.bytes()) : nullptr;
 
@@ -135,7 +132,6 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     first.x_stride = x_stride;
     first.y = hidden;
     first.y_stride = gate_up.columns;
-    multiply(first, into);
 
     ProductArgs second = product_args(type, down, at<uint8_t>(weights) + into_bytes);
     second.expert_bytes = expert_bytes;
@@ -144,7 +140,20 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     second.x_stride = down.depth;
     second.y = at<void>(y);
     second.y_stride = y_stride;
-    multiply(second, back);
+
+    const auto compute = [&](const std::vector<ExpertCache::Held>& some) {
+        std::vector<Part> into, back;
+        for (const auto& [expert, place] : some) {
+            divide(place, first_rows[expert], counts[expert], most_rows(type, gate_up), into);
+            divide(place, first_rows[expert], counts[expert], most_rows(type, down), back);
+        }
+        multiply(first, into);
+        multiply(second, back);
+    };
+    if (cached) return cached->cache->visit(cached->layer, counts, expected, compute);
+    std::vector<ExpertCache::Held> all(counts.size());
+    for (size_t expert = 0; expert < counts.size(); ++expert) all[expert] = {expert, expert};
+    compute(all);
 }
 
 namespace {
@@ -230,6 +239,25 @@ Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool z
     return {type, depth, columns, group, zero_points};
 }
 
+void bind_expert_cache(py::module_& m) {
+    py::class_<CachedLayer>(m, "CachedLayer");
+    py::class_<ExpertCache, std::shared_ptr<ExpertCache>>(m, "ExpertCache")
+        .def(py::init<int, std::string>(), py::arg("descriptor"), py::arg("name"))
+        .def(
+            "add",
+            [](std::shared_ptr<ExpertCache> self, size_t offset, size_t num_experts, size_t expert_bytes) {
+                return CachedLayer{self, self->add(offset, num_experts, expert_bytes)};
+            },
+            py::arg("offset"), py::arg("num_experts"), py::arg("expert_bytes"))
+        .def("open", &ExpertCache::open, Unlocked(), py::arg("bytes"))
+        .def_property_readonly("slot_bytes", &ExpertCache::slot_bytes)
+        .def_property_readonly("num_slots", &ExpertCache::num_slots)
+        .def("take_stats", [](ExpertCache& self) {
+            const auto stats = self.take_stats();
+            return py::make_tuple(stats.hits, stats.misses, stats.stall_ns / 1000, stats.read_bytes);
+        });
+}
+
 }  // namespace
 
 void bind_products(py::module_& m) {
@@ -262,14 +290,15 @@ void bind_products(py::module_& m) {
         "experts",
         [](Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
            const Activation& activation, bool biased, const Counts& counts, Address x, size_t x_stride, Address y,
-           size_t y_stride) {
+           size_t y_stride, const CachedLayer* cached) {
             const std::vector<size_t> rows(counts.data(), counts.data() + counts.size());
             py::gil_scoped_release unlocked;
-            experts(type, gate_up, down, weights, expert_bytes, activation, biased, rows, x, x_stride, y, y_stride);
+            experts(type, gate_up, down, weights, expert_bytes, activation, biased, rows, x, x_stride, y, y_stride, cached);
         },
         py::arg("type"), py::arg("gate_up"), py::arg("down"), py::arg("weights"), py::arg("expert_bytes"),
         py::arg("activation"), py::arg("biased"), py::arg("counts"), py::arg("x"), py::arg("x_stride"), py::arg("y"),
-        py::arg("y_stride"));
+        py::arg("y_stride"), py::arg("cached") = py::none());
+    bind_expert_cache(m);
     m.def("advise_huge_pages", &advise_huge_pages, py::arg("address"), py::arg("bytes"));
     m.def("checksum", &checksum_all, Unlocked(), py::arg("address"), py::arg("bytes"));
     m.def(

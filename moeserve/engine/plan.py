@@ -130,6 +130,7 @@ class StepResult:
     exposed_comm_us: int = 0
     load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step
     events: tuple[TraceEvent, ...] = ()
+    expert_cache: tuple[int, ...] = ()  # as StepRecord has it
 
     @property
     def took_us(self) -> int:

@@ -419,7 +419,7 @@ class Scheduler:
         record.num_requests, record.num_preempted = len(in_flight.slots), builder.num_preempted
         record.prompt_tokens, record.cached_tokens = builder.prompt_tokens, builder.cached_tokens
         record.device_us, record.comm_us = result.device_us, result.comm_us
-        record.exposed_comm_us = result.exposed_comm_us
+        record.exposed_comm_us, record.expert_cache = result.exposed_comm_us, result.expert_cache
         record.num_drafts, record.num_accepted = num_drafts, num_accepted
         return record
 

@@ -79,6 +79,7 @@ class FrontStats:
     preemptions: int = 0
     drafts: list[int] = field(default_factory=list)  # verified, by place behind the last known token
     accepted_drafts: list[int] = field(default_factory=list)
+    expert_cache: list[int] = field(default_factory=list)  # sums of `StepRecord.expert_cache`
     engines: defaultdict[int, EngineStats] = field(default_factory=lambda: defaultdict(EngineStats))  # by rank (dp)
     rejected: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> sequences
@@ -102,6 +103,9 @@ class FrontStats:
             self.drafts = [a + b for a, b in zip_longest(self.drafts, record.num_drafts, fillvalue=0)]
             both = zip_longest(self.accepted_drafts, record.num_accepted, fillvalue=0)
             self.accepted_drafts = [a + b for a, b in both]
+        if record.expert_cache:
+            both = zip_longest(self.expert_cache, record.expert_cache, fillvalue=0)
+            self.expert_cache = [a + b for a, b in both]
         if record.num_tokens:
             self.step_tokens.add(record.num_tokens)
         self.engines[record.dp_rank].step(record)

@@ -31,6 +31,11 @@ def is_packed(name: str) -> bool:
     return kind_of(name) in LINEAR | {"router", "lm_head", "shared_gate", "index_q", "index_k", "index_weights"}
 
 
+def is_expert(name: str) -> bool:
+    """Returns whether a parameter has experts' weights; packed, both are kept under the second one's name."""
+    return kind_of(name) in ("w13", "w2")
+
+
 @dataclass(frozen=True, slots=True)
 class Param:
     """One parameter of the model in the layout of its kernels. Expert parameters have the local expert first.

@@ -112,7 +112,7 @@ def _plan_moe(
     )
     kernels: list[Experts] = [GroupedMM(ops), ReferenceExperts(ops)]
     if ops.native:
-        kernels.insert(0, NativeExperts(ops.room))
+        kernels.insert(0, NativeExperts(ops.room, to_disk=ops.to_disk))
     elif ops.triton:
         from moeserve.moe.experts.triton import TritonExperts  # slow to import: only where it serves
 

@@ -129,3 +129,8 @@ class FusedMoELayer(MoELayer):
             return super().__call__(x_TD, num_tokens, ubatch, router_TD)
         out_TD = ubatch.run_fused(lambda: self._fused(x_TD, self.packed, num_tokens))
         return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+
+    def expect(self, layer: "FusedMoELayer") -> None:
+        """Lets experts on disk be read ahead for the next layer, where this one's kernel can guess them."""
+        if hasattr(self._fused, "expect"):
+            self._fused.expect(layer._fused)

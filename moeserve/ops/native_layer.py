@@ -33,6 +33,8 @@ LAYOUT = 1  # of packed bytes: a new number for any other, so that none are take
 HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels know
 # Memory for so many packed bytes, aligned to 64, and whether they are there already.
 Room = Callable[[int], tuple[Tensor, bool]]
+# Moves a layer's packed experts [e, bytes of one] out of memory from a Room; returns where kernels find them.
+ToDisk = Callable[[Tensor], Any]
 _native: Any = native()
 _empty = torch.empty
 
@@ -298,6 +300,10 @@ class ExpertsBlock:
             rule.on_input, address(bias_E), address(expert_scale_E), native_activation(activation),
         )  # fmt: skip
 
+    def expect(self, block: ExpertsBlock) -> None:
+        """Lets experts on disk be read ahead for the next layer's block."""
+        self._block.expect(block._block)
+
     def __call__(self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor) -> tuple[Tensor, NDArray[np.int64]]:
         """Returns the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding and become zero.
 
@@ -311,7 +317,7 @@ class ExpertsBlock:
         counts_E = np.empty(self._num_experts, np.int64)
         self._block.run(
             packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], packed.biased, counts_E, x_TD.data_ptr(),
-            num_tokens, out_TD.data_ptr(),
+            num_tokens, out_TD.data_ptr(), packed.cached,
         )  # fmt: skip
         if num_tokens < len(out_TD):
             out_TD[num_tokens:] = 0

@@ -72,6 +72,7 @@ class Ops:
     triton: bool = False
     exact: bool = True
     room: native_layer.Room = native_layer.new_room
+    to_disk: native_layer.ToDisk | None = None
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
@@ -95,13 +96,14 @@ class Ops:
     opaque: Callable[[Any], Any] = lambda function: function
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
-    def packing_into(self, room: native_layer.Room) -> Ops:
-        """Returns the native kernels with packed weights in memory from `room`.
+    def packing_into(self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None) -> Ops:
+        """Returns the native kernels with packed weights in memory from `room`; experts go on to the disk, if so asked.
 
         Not those of heads: a parameter that is packed in two parts has no place of its own there.
         """
         assert self.native
-        return replace(self, room=room, pack_linear=partial(native_layer.NativeLinear, room=room))
+        pack_linear = partial(native_layer.NativeLinear, room=room)
+        return replace(self, room=room, to_disk=to_disk, pack_linear=pack_linear)
 
 
 Choice = Literal["auto", "native", "torch", "triton"]

@@ -25,6 +25,7 @@ from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import groups_of
 from moeserve.engine.plan import NewRequest
+from moeserve.errors import ConfigError
 from moeserve.logits_processors import ProcessorFactories
 from moeserve.messages import Placed, PlacementTable
 from moeserve.models.spec import ModelSpec
@@ -122,6 +123,11 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.groups = groups_of(spec.kv_rules, config.cache.block_size, len(spec.draft_layers))
         # A group may grow: one of a single rank is prepared for more.
         self.shards_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
+        if self.shards_experts and config.model.expert_memory:
+            raise ConfigError(
+                "expert_memory keeps experts in a file, from where they cannot move to other ranks yet; use --ep off, "
+                "then each rank has all of them in a file and a cache of its own, or leave expert_memory out"
+            )
         num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
@@ -135,9 +141,10 @@ class ModelRunnerBase(StepExecutor, ABC):
         """Sets `device`, `properties`, `upload`."""
 
     def load_model(self, progress: Progress) -> None:
-        """Sets `model`, `fingerprint`, and `read_expert` if experts can move."""
+        """Sets `model`, `fingerprint`, `expert_cache`, and `read_expert` if experts can move."""
         model = self.spec, self.model_dir, self.device, self.dtype, self.config, self.asked
-        self.model, files, self.mapped_bytes = load_model(*model, self.shard(), self.properties.memory(), progress)
+        loaded = load_model(*model, self.shard(), self.properties.memory(), progress)
+        self.model, files, self.mapped_bytes, self.expert_cache = loaded
         self.read_expert, self.fingerprint = files.read, files.fingerprint()
 
     @property

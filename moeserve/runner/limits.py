@@ -35,6 +35,14 @@ def check(config: Config, spec: ModelSpec) -> None:
         )
     if config.model.packed_cache == "":
         raise ConfigError("packed_cache is '' and names no folder; name one, or leave it out")
+    if (asked_bytes := config.model.expert_memory) is not None:
+        if config.model.packed_cache == "off":
+            raise ConfigError(
+                f"expert_memory={asked_bytes} keeps experts in a file of packed weights, and packed_cache is 'off'; "
+                "let it name a folder, or leave it out"
+            )
+        if spec.moe is None:
+            raise ConfigError(f"expert_memory={asked_bytes}, but this model has no experts; leave it out")
     _check_quantization(config.model.quantization, spec)
     if config.model.activations == "int8" and config.model.quantization == "none" and not spec.stored:
         raise ConfigError(
@@ -110,7 +118,7 @@ def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
         raise DoesNotFit(
             f"the weights that this process loads take {_mib(weight_bytes)} and {_mib(memory.free)} of memory are free "
             f"(limit {_mib(memory.limit)}). Free some memory, raise the limit, choose a smaller model or dtype, "
-            "or shard the experts over more machines."
+            "shard the experts over more machines, or keep some on disk (expert_memory, on CPUs)."
         )
 
 

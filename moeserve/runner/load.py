@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,9 @@ from moeserve.config import Activations, Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import RandomReader, imagined, rounded_format
+from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.load_plan import LoadPlan, Param, Piece
+from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert
 from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, default_folder, key_of
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Params, Reader, format_of
@@ -71,15 +72,16 @@ def load_model(
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
-) -> tuple[Decoder, ExpertFiles, int]:
-    """Returns the model, the files that single experts can be read from, and how many bytes of weights are mapped.
+) -> tuple[Decoder, ExpertFiles, int, Any]:
+    """Returns the model, the files that single experts can be read from, how many bytes of weights are mapped, and the
+    native cache of experts on disk or None.
 
     asked: how to quantise linear layers. memory: of the device. Packed weights are cached for the first placement only:
     a later one would leave a file that no start looks for again.
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
-    dummy, packed_cache = config.model.load_format == "dummy", config.model.packed_cache
+    dummy, expert_memory = config.model.load_format == "dummy", config.model.expert_memory
     if dummy and shard.world.size > 1:
         raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
@@ -91,28 +93,25 @@ def load_model(
     checkpoint = _for_kernels(checkpoint, ops, config)
     described = _for_kernels(imagined(model_dir, plan, spec.stored, asked), ops, config) if dummy else checkpoint
     num_bytes = weight_bytes(described, plan, dtype, asked)
-    check_weights_fit(num_bytes, memory)
-    if packed_cache is None and ops.native and not dummy and num_bytes >= LEAST:
-        packed_cache = default_folder()
-    packed_cache = None if packed_cache == "off" else packed_cache
-    _check_kernels(ops, described, plan, asked, packed_cache)
+    check_weights_fit(num_bytes - _on_disk(described, plan, dtype, asked, expert_memory), memory)
+    packed_cache = _folder(config, ops, num_bytes)
+    _check_kernels(ops, described, plan, asked, packed_cache, expert_memory)
     if any(form.activations or form.layout == "ggml" for form in spec.stored) and not shard.world.rank:
         log.info("the checkpoint quantises activations, too: %s", _activations(ops, spec, checkpoint.activations))
     files = ExpertFiles(
-        checkpoint,
-        lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
-        dtype,
-        device,
-        asked,
+        checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked
     )
     params_of: Callable[..., Params] = Params
-    cache, last = None, READ_FROM
+    cache, on_disk, last = None, None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
         forms = f"{asked} {checkpoint.activations} {dict(_quantised(described, plan, asked))}"
         key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, forms)
         most, sharers = config.model.packed_cache_bytes, shard.world.ranks_on_host
-        cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers)
-        ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
+        size = num_bytes if expert_memory else 0
+        cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers, size)
+        on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token) if expert_memory else None
+        to_disk = on_disk.keep if on_disk else None
+        ops, params_of = ops.packing_into(cache.room, to_disk), partial(CachedParams, cache)
 
     def read(done: int, total: int) -> None:
         """Reports each new percent of the bytes that were read."""
@@ -127,9 +126,11 @@ def load_model(
         longest = config.model.max_model_len or spec.max_position
         model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
     files.check()
+    if on_disk:
+        on_disk.open(model.moe_layers)
     if cache:
         cache.finish(lambda: Pace(threading.Event(), SHARE, BYTES_PER_S))
-    return model, files, cache.mapped_bytes if cache else 0
+    return model, files, cache.mapped_bytes if cache else 0, on_disk and on_disk.native
 
 
 def load_mtp(
@@ -169,7 +170,7 @@ def draft_params(
     described = imagined(model_dir, plan, spec.stored, asked) if dummy else checkpoint
     described = _for_kernels(described, ops, config)
     check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
-    _check_kernels(ops, described, plan, asked, None)
+    _check_kernels(ops, described, plan, asked)
     reader = RandomReader if dummy else Reader
     with Params(described, plan, dtype, device=device, asked=asked, reader=reader) as params:
         yield params, ops
@@ -185,15 +186,37 @@ def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint
     return replace(checkpoint, activations=rows, obstacle=obstacle)
 
 
+def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
+    """Returns the folder for packed weights of so many bytes, None if they are not kept."""
+    asked, large = config.model.packed_cache, config.model.load_format != "dummy" and num_bytes >= LEAST
+    if asked is None and ops.native and (large or config.model.expert_memory):
+        return default_folder()
+    return None if asked == "off" else asked
+
+
+def _on_disk(
+    checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, asked: Asked | None, expert_memory: int | None
+) -> int:
+    """Returns the bytes of the experts that are not in memory."""
+    if expert_memory is None:
+        return 0
+    experts = replace(plan, params=tuple(param for param in plan.params if is_expert(param.name)))
+    return max(0, weight_bytes(checkpoint, experts, dtype, asked) - expert_memory)
+
+
 def _check_kernels(
-    ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None, packed_cache: str | None
+    ops: Ops,
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    asked: Asked | None,
+    packed_cache: str | None = None,
+    expert_memory: int | None = None,
 ) -> None:
     """Raises ConfigError for weights that these kernels do not support, before any is read."""
     here, native = f"here {ops.device.type} serves by {ops.chosen}", "--device cpu with kernels: native"
-    if packed_cache and not ops.native:
-        raise ConfigError(
-            f"packed_cache needs the native kernels for CPUs, and {here}; use no packed_cache, or {native}"
-        )
+    for name, value in (("expert_memory", expert_memory), ("packed_cache", packed_cache)):
+        if value and not ops.native:
+            raise ConfigError(f"{name} needs the native kernels for CPUs, and {here}; use no {name}, or {native}")
     if checkpoint.activations == "int8" and not ops.native:
         raise ConfigError(f"activations=int8 needs the native kernels, and {here}; use activations=auto, or {native}")
     instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"

@@ -163,6 +163,7 @@ class StepExecutor:
     peers: Peers
     graphs: GraphManager | None = None  # None: no step is recorded
     proposer: Proposer | None = None  # None: no speculation
+    expert_cache: Any = None  # the native one, where experts are on disk
     constraints: Constraints
     on_logits: Callable[[StepPlan, Tensor], None] | None = None
 
@@ -239,6 +240,8 @@ class StepExecutor:
                 for transport in self.peers.checked:
                     transport.check()  # raises PeerLost if a rank was lost meanwhile
                 result = outputs.result(fetched, elapsed_us, idle_us, drafting_us)
+                if self.expert_cache is not None:
+                    result = replace(result, expert_cache=self.expert_cache.take_stats())
                 if self.proposer is None and masks is None:
                     return result
                 return self._settled(plan, outputs.slots_S, result, masks)

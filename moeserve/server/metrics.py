@@ -25,6 +25,12 @@ VLLM_NAMES = (  # their beginnings
     "generation_tokens", "prefix_cache_", "time_to_first_token_", "inter_token_latency_", "e2e_request_latency_",
     "request_", "iteration_tokens_", "spec_decode_",
 )  # fmt: skip
+EXPERT_CACHE = (  # of `FrontStats.expert_cache`, and the factor to the metric's unit
+    ("expert_cache_hits", "experts that steps found in memory, or on their way (expert_memory)", 1),
+    ("expert_cache_misses", "experts that steps had to have read from disk", 1),
+    ("expert_cache_stall_seconds", "time for which steps waited for experts", 1e-6),
+    ("expert_cache_read_bytes", "bytes of experts read, wrong guesses included", 1),
+)
 MAX_SERIES = 4096  # layers x experts; beyond it, rows per expert are in /v1/experts only
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -102,6 +108,11 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
             (Gauge, "expert_placement_version", "placement in force", shown.placement.version),
             (Counter, "expert_moved_bytes", "expert weights that ranks fetched", shown.moved_bytes),
         ]
+    cache = EXPERT_CACHE if stats.expert_cache else ()
+    singles += [
+        (Counter, suffix, help, unit * number)
+        for (suffix, help, unit), number in zip(cache, stats.expert_cache, strict=True)
+    ]
     if last is not None and last.num_states:
         states = last.num_states - 1
         singles += [

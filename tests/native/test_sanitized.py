@@ -60,6 +60,7 @@ class Program:
 
 
 POOL = Program("pool", ("pool/pool.cpp", "pool/background.cpp"))
+EXPERT_CACHE = Program("expert_cache", ("pool/expert_cache.cpp",))
 ROWS = Program("rows", ("core/bitmask.cpp", "core/grouping.cpp", "core/pairs.cpp"), tuple(AVX2))
 ATTENTION = Program(
     "attention", ("kernels/attention_plan.cpp", "kernels/reference_attention.cpp", "pool/pool.cpp"), tuple(AVX2)
@@ -78,6 +79,11 @@ def cpu_flags() -> set[str]:
 @pytest.mark.parametrize("flags", [MEMORY, THREADS], ids=["memory", "threads"])
 def test_pool(flags: list[str], tmp_path: Path) -> None:
     POOL.run(tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", [MEMORY, THREADS], ids=["memory", "threads"])
+def test_experts_on_disk(flags: list[str], tmp_path: Path) -> None:
+    EXPERT_CACHE.run(tmp_path, flags)
 
 
 def test_rows(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import BLOCK, ExpertsBlock, NativeLinear, Room, new_room, pack, packing_of
+from moeserve.ops.native_layer import BLOCK, ExpertsBlock, NativeLinear, Room, ToDisk, new_room, pack, packing_of
 from moeserve.ops.native_rows import TYPES, native_activation
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import SWIGLU, Activation
@@ -30,7 +30,8 @@ from moeserve.ops.rules import SWIGLU, Activation
 @dataclass(frozen=True, slots=True)
 class PackedNative:
     """bytes_eB: [e, bytes of an expert]. width: D. gate_up: how each of the two is packed. halves: how many of them
-    there are, 1 without gates. biased: with biases."""
+    there are, 1 without gates. biased: with biases. cached: where they are if they are on disk; then bytes_eB is on
+    "meta"."""
 
     bytes_eB: Tensor
     width: int
@@ -40,6 +41,7 @@ class PackedNative:
     down: Any
     biased: bool
     halves: int
+    cached: Any = None
 
     @staticmethod
     def empty(
@@ -58,6 +60,7 @@ class PackedNative:
     @property
     def parts(self) -> tuple[Tensor]:
         """See `StackedExperts`."""
+        assert self.cached is None, "experts on disk cannot move"
         return (self.bytes_eB,)
 
     def of_parts(self, parts: Sequence[Tensor]) -> PackedNative:
@@ -102,8 +105,8 @@ class NativeExperts(StackedExperts):
         fuses_ungated=True,
     )
 
-    def __init__(self, room: Room = new_room, activation: Activation = SWIGLU) -> None:
-        self._room, self._activation = room, activation
+    def __init__(self, room: Room = new_room, activation: Activation = SWIGLU, to_disk: ToDisk | None = None) -> None:
+        self._room, self._activation, self._to_disk = room, activation, to_disk
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
         """See `Experts`."""
@@ -118,7 +121,9 @@ class NativeExperts(StackedExperts):
             first, *others = packed.bytes_eB.numpy()
             with ThreadPoolExecutor() as pool:  # new pages take longer than what is written there
                 list(pool.map(lambda other: np.copyto(other, first), others))
-        return packed
+        if self._to_disk is None:
+            return packed
+        return replace(packed, bytes_eB=packed.bytes_eB.to("meta"), cached=self._to_disk(packed.bytes_eB))
 
     def pack_expert(
         self, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None = None, b2_D: Tensor | None = None
@@ -145,7 +150,7 @@ class NativeExperts(StackedExperts):
         module.experts(
             weights.type, weights.gate_up, weights.down, weights.bytes_eB.data_ptr(), weights.bytes_eB.shape[1],
             native_activation(self._activation), weights.biased, inbound.host_counts_e, x_PD.data_ptr(),
-            x_PD.stride(0), out.data_ptr(), out.stride(0),
+            x_PD.stride(0), out.data_ptr(), out.stride(0), weights.cached,
         )  # fmt: skip
 
     def fuse(self, router: Router) -> ExpertsBlock:
