@@ -20,17 +20,24 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.ops.quantised import E2M1, IQ4_NL, Quantised
 
 _CODES = tuple(map(int, IQ4_NL))
-_E2M1_CODES = (0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7)  # of twice the numbers
+_E2M1_CODES = tuple(int(2 * number) for number in E2M1)
 _BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in TYPES.values()}
 
 
 class Blocks(NamedTuple):
-    """values int8 [n, B, groups, elements]; scales and mins fp32 [n, B, groups]. supers: see `Quantised`, [n, B, 1]."""
+    """values int8 [n, B, groups, elements]: numbers, or indices of `codes`; scales and mins fp32 [n, B, groups].
+    supers: see `Quantised`, [n, B, 1]."""
 
     values: Tensor
     scales: Tensor
     mins: Tensor | None = None
     supers: tuple[Tensor, ...] = ()
+    codes: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> Tensor:
+        """What values stand for, int8."""
+        return torch.tensor(self.codes, dtype=torch.int8)[self.values.int()] if self.codes else self.values
 
 
 def read_blocks(tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Index], Tensor]) -> Blocks:
@@ -47,7 +54,7 @@ def read_blocks(tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Ind
 
 def dense(blocks: Blocks) -> Tensor:
     """Returns the weights, fp32 [n, K]."""
-    weights = blocks.values * blocks.scales.unsqueeze(-1)
+    weights = blocks.numbers * blocks.scales.unsqueeze(-1)
     if blocks.mins is not None:
         weights -= blocks.mins.unsqueeze(-1)
     return weights.flatten(-3)
@@ -55,14 +62,9 @@ def dense(blocks: Blocks) -> Tensor:
 
 def fill(blocks: Blocks, into: Quantised) -> None:
     """Fills a parameter of the type's own kind, or of int8 in groups as large or smaller."""
-    values, scales = blocks.values.flatten(-3), blocks.scales.flatten(-2)
-    if into.kind == "fp4":
-        into.values.copy_(_coded(values.abs(), _E2M1_CODES) + 8 * (values < 0))
-        scales = scales * 2
-    elif into.kind == "iq4_nl":
-        into.values.copy_(torch.bucketize(values, torch.tensor(_CODES, dtype=torch.int8)))
-    else:
-        into.values.copy_(values + 8 if into.kind == "int4" and into.mins is None else values)
+    values = (blocks.values if into.kind in ("fp4", "iq4_nl") else blocks.numbers).flatten(-3)
+    scales = blocks.scales.flatten(-2) * (2 if into.kind == "fp4" else 1)
+    into.values.copy_(values + 8 if into.kind == "int4" and into.mins is None else values)
     each = into.scales.shape[-1] // scales.shape[-1]
     into.scales.copy_(scales.repeat_interleave(each, -1))
     if into.mins is not None:
@@ -133,11 +135,7 @@ def _iq4_xs(raw: Tensor) -> Blocks:
     scales = (torch.stack((low & 15, low >> 4), -1).flatten(-2) | high << 4).to(torch.int8) - 32
     values = torch.unflatten(_nibbles(raw, 8), -2, (8, 2)).flatten(-2)
     d = _half(raw, 0)
-    return Blocks(_coded(values, _CODES), d * scales, supers=(d,))
-
-
-def _coded(values: Tensor, codes: tuple[int, ...]) -> Tensor:
-    return torch.tensor(codes, dtype=torch.int8)[values.int()]
+    return Blocks(values.to(torch.int8), d * scales, supers=(d,), codes=_CODES)
 
 
 def _mxfp4(raw: Tensor) -> Blocks:
@@ -145,7 +143,7 @@ def _mxfp4(raw: Tensor) -> Blocks:
     exponents = raw[..., :1].int()
     bits = (exponents - 1 << 23).where(exponents > 1, 0x200000 << exponents)
     scales = bits.view(torch.float32).where(exponents < 255, torch.nan)
-    return Blocks(_coded(_of_32(raw, 1), tuple(int(2 * number) for number in E2M1)), scales)
+    return Blocks(_of_32(raw, 1), scales, codes=_E2M1_CODES)
 
 
 _DECODERS: dict[str, Callable[[Tensor], Blocks]] = {
@@ -157,7 +155,7 @@ _DECODERS: dict[str, Callable[[Tensor], Blocks]] = {
     "Q4_K": lambda raw: Blocks(_nibbles(raw, 16, 32).to(torch.int8), *_k_scales(raw)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": lambda raw: Blocks(_coded(_of_32(raw, 2), _CODES), _half(raw, 0)),
+    "IQ4_NL": lambda raw: Blocks(_of_32(raw, 2), _half(raw, 0), codes=_CODES),
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

@@ -91,7 +91,7 @@ def _by_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
     if isinstance(rows, int):
         yield piece, index
         return
-    count = max(1, PART // piece.shape[-1])
+    count = max(1, 4 * PART // piece.shape[-1])  # of bytes or less, and a part takes 25 calls
     for i in range(0, len(rows), count):
         part = rows[i : i + count]
         take = (*piece.take[:lead], slice(part.start, part.stop, part.step))
