@@ -180,6 +180,7 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monkey
         rounds=2,
         threads=1,
         gguf=None,
+        weight_bytes=2,
     )
 
     def run(known: list[dict[str, Any]], until_s: float = float("inf")) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import moeserve
 
 ROOT = Path(moeserve.__file__).parent
-KNOWING = ("blocks/", "ops/", "models/", "loader/gguf_config.py", "cli/tune.py")  # config readers, `tune`
+# Config readers, and what times kernels.
+KNOWING = ("blocks/", "ops/", "models/", "loader/gguf_config.py", "cli/tune.py", "plan/tables.py", "plan/roofline.py")
 BUILDING = ("build", "decoder", "load_plan", "registry", "spec", "workspace")
 
 
