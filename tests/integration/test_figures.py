@@ -118,7 +118,7 @@ CLAIMS = [
             file,
             _simulated,
             "docs/planning.md",
-        )  # fmt: skip
+        )
         for file in ("simulate-dp1", "simulate-dp2", "simulate-1b-dp1", "simulate-1b-dp2")
     ],
 ]
