@@ -27,7 +27,7 @@ from moeserve.plan.candidates import Candidate, Workload
 from moeserve.plan.hardware import DEVICES, LINKS, Device
 from moeserve.plan.memory import rank_memory
 from moeserve.plan.roofline import Roofline, Shape
-from moeserve.plan.tables import Tables, read_tables
+from moeserve.plan.tables import KernelTables, read_tables
 
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
@@ -46,7 +46,7 @@ QWEN3_30B: dict[str, Any] = {
     "max_position_embeddings": 40960, "torch_dtype": "bfloat16", "tie_word_embeddings": False, "eos_token_id": 151645,
 }  # fmt: skip
 H100_NVL = replace(DEVICES["h100"], name="H100 NVL", memory=94 * 10**9, bytes_per_s=3.9e12, flops=835e12)
-MEASURED: dict[str, Tables] = {}  # by device: with --tables, for a second prediction of each row
+MEASURED: dict[str, KernelTables] = {}  # by device: with --tables, for a second prediction of each row
 BLOG = "lm-sys blog, 2025-05-05"
 PROFILE = "deepseek-ai profile-data, in the " + BLOG
 PREFILLS = ((1024, 57_700), (2048, 54_500), (4096, 50_300))

@@ -19,7 +19,7 @@ from moeserve.models.spec import ModelSpec
 from moeserve.plan.hardware import Cluster
 from moeserve.plan.memory import RankMemory, rank_memory
 from moeserve.plan.roofline import Roofline, Shape
-from moeserve.plan.tables import Tables
+from moeserve.plan.tables import KernelTables
 
 STEP_TOKENS = (2048, 8192)
 CROWDED = 1.1  # KV blocks for each of the tokens held on average, above which requests preempt each other
@@ -141,7 +141,7 @@ class Candidate:
 
 
 def candidates(
-    spec: ModelSpec, config: Config, cluster: Cluster, zipf: float = 0.0, tables: Tables | None = None
+    spec: ModelSpec, config: Config, cluster: Cluster, zipf: float = 0.0, tables: KernelTables | None = None
 ) -> Iterator[Candidate]:
     """Yields every layout of all devices that the engine runs or refuses. A setting that `config` has is kept."""
     for tp in (n for n in spec.possible_tp if n <= cluster.per_node and cluster.per_node % n == 0):
@@ -158,7 +158,9 @@ def candidates(
                     )
 
 
-def _candidate(spec: ModelSpec, config: Config, cluster: Cluster, zipf: float, tables: Tables | None) -> Candidate:
+def _candidate(
+    spec: ModelSpec, config: Config, cluster: Cluster, zipf: float, tables: KernelTables | None
+) -> Candidate:
     nodes = cluster.nodes if config.parallel.ep == "on" else 1  # engines that do not step together need no rendezvous
     asked = config.parallel
     if nodes > 1:

@@ -41,7 +41,7 @@ class Uncountable(Exception):
 
 
 @dataclass(slots=True)
-class _Row:
+class _Counted:
     """A request. at: positions that planned steps compute. last: no step follows that one."""
 
     rid: int
@@ -54,8 +54,8 @@ class CountedStep(NamedTuple):
     """One step: the requests whose first token it samples, those whose last one, in order, and what these held."""
 
     shape: Shape
-    first: Sequence[_Row]
-    ended: Sequence[_Row]
+    first: Sequence[_Counted]
+    ended: Sequence[_Counted]
     freed: int
     prompt_tokens: int
 
@@ -81,9 +81,9 @@ class CountedEngine:
         self.inbox: deque[tuple[float, Submit]] = deque()
         self._limits, self._chunk = limits, min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
-        self._waiting: deque[_Row] = deque()
-        self._reading: list[_Row] = []  # rows that have read a part of their prompts, first in line first
-        self._ending: dict[int, list[_Row]] = {}  # decoding rows by the step that is their last
+        self._waiting: deque[_Counted] = deque()
+        self._reading: list[_Counted] = []  # rows that have read a part of their prompts, first in line first
+        self._ending: dict[int, list[_Counted]] = {}  # decoding rows by the step that is their last
         self._crossing = [0] * limits.block_size  # decoding rows by (position - step) % block size
         self._decoding = self._sum = 0  # rows, and the sum of the positions behind the next step
         self._promised = 0  # blocks that the prompts of _reading still take
@@ -100,7 +100,7 @@ class CountedEngine:
         while self.inbox and self.inbox[0][0] <= now_s:
             submit = self.inbox.popleft()[1]
             last = submit.num_prompt + submit.sampling.max_tokens - 1
-            self._waiting.append(_Row(submit.rid, submit.num_prompt, last))
+            self._waiting.append(_Counted(submit.rid, submit.num_prompt, last))
         rows, ends, step, size = self._decoding, float(self._sum), self._step, self._block_size
         if crossing := self._crossing[-step % size]:
             self._take(crossing)
@@ -109,7 +109,7 @@ class CountedEngine:
             self._step, self._sum = step + 1, self._sum + rows
             return CountedStep(shape, (), (), 0, 0), shape
         ended = decoded = self._ending.pop(step, [])
-        first: list[_Row] = []
+        first: list[_Counted] = []
         if self._reading or self._waiting:
             shape, prompt_tokens = self._read(first)
             ended = sorted([*decoded, *(row for row in first if row.at == row.last)], key=lambda row: row.rid)
@@ -130,12 +130,12 @@ class CountedEngine:
         freed = sum([self._blocks(row.last) for row in ended]) if ended else 0
         return CountedStep(shape, first, ended, freed, prompt_tokens), shape
 
-    def _read(self, first: list[_Row]) -> tuple[Shape, int]:
+    def _read(self, first: list[_Counted]) -> tuple[Shape, int]:
         """Grants tokens to prompts behind the decoding rows; those that it ends are added to `first`. Returns the shape
         of the whole step, and the tokens of prompts that begin."""
         counts = [min(row.prompt - row.at, self._chunk) for row in self._reading]
         left = self._limits.max_num_batched_tokens - self._decoding - counts.count(1)
-        granted: list[tuple[_Row, int]] = []
+        granted: list[tuple[_Counted, int]] = []
         for row, count in zip(self._reading, counts, strict=True):
             if count > 1:
                 count = min(count, left)
@@ -162,7 +162,7 @@ class CountedEngine:
         reads = float(self._sum + sum(row.at for row, _ in granted))
         return Shape(tokens, rows + len(granted), rows + len(first), (reads,), (float(pairs),)), prompt_tokens
 
-    def _grant(self, row: _Row, count: int, granted: list[tuple[_Row, int]]) -> None:
+    def _grant(self, row: _Counted, count: int, granted: list[tuple[_Counted, int]]) -> None:
         if count:
             new = self._blocks(row.at + count) - self._blocks(row.at)
             self._take(new)

@@ -21,7 +21,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, rank_loads, solve
 from moeserve.plan.hardware import Device, Link
 from moeserve.plan.memory import RankWeights, rank_weights
-from moeserve.plan.tables import Attention, Tables, Times
+from moeserve.plan.tables import AttentionTimes, KernelTables, Times
 
 DBO_SAVES = 0.03  # of a step's time: micro-batches must save so much (runner/dbo.py)
 SYNC_S = 30e-6  # of the step vote
@@ -79,7 +79,7 @@ class Attending:
     layers: int
     bytes_per_position: float
     operations: float
-    times: Attention | None
+    times: AttentionTimes | None
 
 
 class ExpertShares:
@@ -110,7 +110,7 @@ class Roofline:
 
     def __init__(
         self, spec: ModelSpec, config: Config, device: Device, link: Link, per_node: int, zipf: float = 0.0,
-        tables: Tables | None = None,
+        tables: KernelTables | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.device, self.link, self.dbo = spec, device, link, config.parallel.dbo != "off"
         self.tp, self.ranks = config.parallel.tp, config.parallel.num_ranks
@@ -136,7 +136,7 @@ class Roofline:
         elements = sum(3 * inputs + outputs for outputs, inputs in spec.products()) / self.tp
         self.passes = elements * self.itemsize
         self.expert_passes = (5 * spec.hidden_size + 6 * spec.expert_size) * self.itemsize
-        tables = tables or Tables({})
+        tables = tables or KernelTables({})
         self.attending = [
             Attending(self.spans.index(span), n, size, operations, tables.attention.get(heads))
             for (span, size, operations, heads), n in reads.items()

@@ -48,7 +48,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionTimes:
     """Attention of one layer to all positions: `decoding` over those that are read, for each measured number of rows,
     and `reading` a prompt over pairs of a query and a position before it."""
 
@@ -63,12 +63,12 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class KernelTables:
     """The measurements of one device. products: of (outputs, inputs) 16-bit weights, seconds by rows."""
 
     experts: dict[Key, Times]
     products: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
-    attention: dict[HeadKey, Attention] = field(default_factory=dict)
+    attention: dict[HeadKey, AttentionTimes] = field(default_factory=dict)
 
     def dense(self, shapes: Sequence[tuple[float, float]]) -> Times | None:
         """Returns the times over rows of products of (outputs, inputs), one after the other; None if none are measured.
@@ -90,7 +90,7 @@ class Tables:
         return Times({rows: sum(curve[rows] for curve in curves) for rows in common}) if common else None
 
 
-def read_tables(source: str, device: Device) -> Tables:
+def read_tables(source: str, device: Device) -> KernelTables:
     """Reads the newest measurements of a device. source: "aiconfigurator" for the installed package, or a folder.
     Raises ConfigError if there are none of experts; other kinds may be missing."""
     folder = Path(source)
@@ -128,10 +128,10 @@ def read_tables(source: str, device: Device) -> Tables:
     by_heads: dict[HeadKey, dict[int, Times]] = defaultdict(dict)
     for (*heads, number), row in at_once.items():
         by_heads[tuple(heads)][number] = Times(row)
-    return Tables(
+    return KernelTables(
         {key: Times(row) for key, row in experts.items()},
         _fastest(points("gemm/vllm/*/gemm_perf.parquet", PRODUCTS, gemm_dtype="bfloat16")),
-        {key: Attention(found, Times(prompts[key])) for key, found in by_heads.items() if key in prompts},
+        {key: AttentionTimes(found, Times(prompts[key])) for key, found in by_heads.items() if key in prompts},
     )
 
 

@@ -79,6 +79,7 @@ class AnswerGrammar:
         bodies = [self._arguments(schema) for schema in schemas]
 
         def one_of(write: str) -> str:
+            """Returns a call of any of the tools."""
             named = zip(map(tool_name, tools), bodies, strict=True)
             return " | ".join(self._fill(write, name=self._literal(name), arguments=body) for name, body in named)
 

@@ -11,13 +11,13 @@ from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.plan.hardware import DEVICES, LINKS
 from moeserve.plan.roofline import Roofline, Shape
-from moeserve.plan.tables import EXPERTS, HEADS, PRODUCTS, Attention, Tables, Times, read_tables
+from moeserve.plan.tables import EXPERTS, HEADS, PRODUCTS, AttentionTimes, KernelTables, Times, read_tables
 from tests.plan.test_roofline import QWEN3_30B
 
 KEY = ("bfloat16", 2048, 768, 128, 8)
 
 
-def cost(tables: Tables | None, **settings: int) -> Roofline:
+def cost(tables: KernelTables | None, **settings: int) -> Roofline:
     return Roofline(QWEN3_30B, config_of("model", **settings), DEVICES["h200"], LINKS["ib400"], 8, tables=tables)
 
 
@@ -32,7 +32,7 @@ def test_measured_experts_replace_the_roofline_of_this_shape_alone() -> None:
     times = Times({1: 7e-3, 1000: 7e-3})
     shape = Shape(100, 100, 100, (1e4,), (1e4,))
     plain, measured, other = (
-        cost(t).terms([shape]) for t in (None, Tables({KEY: times}), Tables({(*KEY[:4], 4): times}))
+        cost(t).terms([shape]) for t in (None, KernelTables({KEY: times}), KernelTables({(*KEY[:4], 4): times}))
     )
     assert measured["experts"] == pytest.approx(48 * 7e-3 / DEVICES["h200"].in_situ)
     assert measured["between products"] < plain["between products"]  # measured kernels copy their rows themselves
@@ -43,7 +43,7 @@ def test_measured_experts_replace_the_roofline_of_this_shape_alone() -> None:
 
 def test_products_lie_between_measured_sizes_and_grow_beyond_them() -> None:
     grid = {(n, k): {1: n * k * 1e-9, 64: 2 * n * k * 1e-9} for n in (64, 1024) for k in (64, 1024)}
-    tables = Tables({}, grid)
+    tables = KernelTables({}, grid)
     for shapes, weights in (
         ([(64, 1024)], 64 * 1024), ([(256, 128)], 256 * 128), ([(4096, 64), (64, 64)], 4096 * 64 + 64 * 64),
     ):  # fmt: skip
@@ -51,14 +51,14 @@ def test_products_lie_between_measured_sizes_and_grow_beyond_them() -> None:
         assert times is not None
         assert times.seconds(1) == pytest.approx(weights * 1e-9)
         assert times.seconds(8) == pytest.approx(weights * 1e-9 * 2**0.5)
-    assert tables.dense([]) is Tables({}).dense([(64, 64)]) is None
+    assert tables.dense([]) is KernelTables({}).dense([(64, 64)]) is None
 
 
 def test_measured_products_and_attention_replace_the_roofline_of_theirs() -> None:
     """Attention to 1,000 positions each by 128 rows, and beside 100 rows a prompt of 100 tokens."""
     grid = {(n, k): {1: 1e-6, 8192: 1e-6} for n in (64, 65536) for k in (64, 65536)}
-    heads = Attention({1: Times({1: 9.0}), 128: Times({1: 1e-9, 10**6: 1e-3})}, Times({1: 1e-6, 10**6: 1.0}))
-    priced = cost(Tables({}, grid, {(32, 4, 128): heads}))
+    heads = AttentionTimes({1: Times({1: 9.0}), 128: Times({1: 1e-9, 10**6: 1e-3})}, Times({1: 1e-6, 10**6: 1.0}))
+    priced = cost(KernelTables({}, grid, {(32, 4, 128): heads}))
     assert priced.measured == ["dense layers", "LM head", "attention"]
     in_situ = DEVICES["h200"].in_situ
     terms = priced.terms([Shape(128, 128, 128, (128e3,), (128e3,)), Shape(1, 1, 1, (10.0,), (10.0,))])
@@ -72,8 +72,8 @@ def test_measured_products_and_attention_replace_the_roofline_of_theirs() -> Non
 
 def test_experts_on_several_ranks_keep_the_roofline() -> None:
     """Kernels were measured there with the rows of absent experts."""
-    assert cost(Tables({KEY: Times({1: 1.0})}), dp=8).measured == []
-    assert cost(Tables({KEY: Times({1: 1.0})}), dp=1).measured == ["experts"]
+    assert cost(KernelTables({KEY: Times({1: 1.0})}), dp=8).measured == []
+    assert cost(KernelTables({KEY: Times({1: 1.0})}), dp=1).measured == ["experts"]
 
 
 def test_a_missing_package_and_folder_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
