@@ -1,11 +1,13 @@
-"""What llama.cpp computes: run by an interpreter with llama-cpp-python, for benchmarks.gguf_beside_llama_cpp.
+"""What llama.cpp computes: run by an interpreter with llama-cpp-python, for gguf_beside_llama_cpp and expert_memory.
 
     PYTHON benchmarks/llama_cpp_logits.py quantise IN OUT TYPE
     PYTHON benchmarks/llama_cpp_logits.py run MODEL
+    PYTHON benchmarks/llama_cpp_logits.py decode MODEL
 
 run reads {"prompts": [[5, 6]], "texts": [[5, 6, 7]], "max_tokens": 2, "top": 20} and prints JSON: the greedy tokens
 after each prompt, and at each place of each text the most likely tokens with their log-probabilities. Keys and values
-are fp32.
+are fp32. decode reads {"tokens": [5, 6, 7], "timed": 2, "threads": 2} and prints the seconds of each of the last ones,
+decoded one by one from a file that is mapped.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import time
 from typing import Any
 
 TYPES = {
@@ -31,19 +34,41 @@ def quantise(source: str, out: str, kind: str) -> None:
         sys.exit(f"llama.cpp does not quantise {source} to {kind}")
 
 
-def run(model: str, asked: dict[str, Any]) -> dict[str, Any]:
+def plain_buffers() -> None:
+    """No copies of weights, nor AMX, which some virtual machines promise and do not have."""
     import llama_cpp
-    import numpy as np
 
     defaults = llama_cpp.llama_cpp.llama_model_default_params
 
-    def plain_buffers() -> Any:
-        """Without AMX, which some virtual machines promise and do not have."""
+    def plain() -> Any:
         params = defaults()
         params.use_extra_bufts = False
         return params
 
-    llama_cpp.llama_cpp.llama_model_default_params = plain_buffers
+    llama_cpp.llama_cpp.llama_model_default_params = plain
+
+
+def decode(model: str, asked: dict[str, Any]) -> dict[str, Any]:
+    import llama_cpp
+
+    plain_buffers()
+    tokens, threads, seconds = asked["tokens"], asked["threads"], []
+    llm = llama_cpp.Llama(
+        model, n_ctx=len(tokens) + 8, n_batch=64, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+    llm.eval(tokens[: -asked["timed"]])
+    for token in tokens[-asked["timed"] :]:
+        start = time.perf_counter()
+        llm.eval([token])
+        seconds.append(time.perf_counter() - start)
+    return {"version": llama_cpp.__version__, "seconds": seconds}
+
+
+def run(model: str, asked: dict[str, Any]) -> dict[str, Any]:
+    import llama_cpp
+    import numpy as np
+
+    plain_buffers()
     longest = max(len(text) for text in asked["texts"] + asked["prompts"]) + asked["max_tokens"]
     llm = llama_cpp.Llama(
         model, n_ctx=longest + 8, n_batch=512, n_threads=2, logits_all=True, verbose=False, type_k=F32, type_v=F32
@@ -78,4 +103,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "quantise":
         quantise(*sys.argv[2:])
     else:
-        print(json.dumps(run(sys.argv[2], json.load(sys.stdin))))
+        print(json.dumps({"run": run, "decode": decode}[sys.argv[1]](sys.argv[2], json.load(sys.stdin))))

@@ -1,0 +1,103 @@
+"""Writes a GGUF file in Q4_0 with random weights whose routers choose by Zipf's law, for benchmarks.expert_memory.
+
+The shape is MiniMax-M2's, as its routers have a bias for each expert: an expert of rank r is chosen with a probability
+like r ** -s, if tokens' scores are normal and independent. Every expert has bytes of its own. Embeddings are large, or
+tokens would be lost in what layers add, and all choose alike.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.text.tokenizer import Tokenizer
+from tests.gguf_files import add_tokenizer
+
+TOP_K = 8
+Q4_0 = gguf.GGMLQuantizationType.Q4_0
+BLOCK, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[Q4_0]
+HIDDEN, EXPERT, HEADS, KV_HEADS, HEAD = 2048, 768, 16, 4, 128
+UINTS = {
+    "context_length": 4096, "embedding_length": HIDDEN, "feed_forward_length": EXPERT, "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD, "attention.value_length": HEAD,
+    "rope.dimension_count": HEAD // 2, "expert_feed_forward_length": EXPERT, "expert_used_count": TOP_K,
+    "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID.value,
+}  # fmt: skip
+
+
+def expert_bytes(layers: int, experts: int) -> int:
+    """Of all experts."""
+    return layers * experts * 3 * HIDDEN * EXPERT // BLOCK * BLOCK_BYTES
+
+
+def write(path: Path, layers: int, experts: int, zipf: float) -> None:
+    """Writes the model, with the demo's tokenizer."""
+    folder = resolve_model_dir("demo")
+    vocab_size = len(json.loads(Tokenizer.load(folder).backend.to_str())["model"]["vocab"])
+    writer = gguf.GGUFWriter(path, "minimax-m2")
+    for key, value in (UINTS | {"block_count": layers, "expert_count": experts}).items():
+        writer.add_uint32(f"minimax-m2.{key}", value)
+    writer.add_float32("minimax-m2.rope.freq_base", 1e4)
+    writer.add_float32("minimax-m2.attention.layer_norm_rms_epsilon", 1e-6)
+    add_tokenizer(writer, folder)
+    rng = np.random.default_rng(0)
+
+    def matrix(name: str, *shape: int, scale: float = 0.005) -> None:
+        """Of whole numbers from -7 to 7 times the scale: with -8 they would have a mean, and all rows be alike."""
+        nibbles = rng.integers(1, 16, (2, *shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES), dtype=np.uint8)
+        blocks = nibbles[0] | nibbles[1] << 4
+        blocks[..., :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+        writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=Q4_0)
+
+    def plain(name: str, values: NDArray[Any]) -> None:
+        writer.add_tensor(name, values.astype(np.float32))
+
+    matrix("token_embd.weight", vocab_size, HIDDEN, scale=1)
+    matrix("output.weight", vocab_size, HIDDEN)
+    plain("output_norm.weight", np.ones(HIDDEN))
+    for layer in range(layers):
+        name = f"blk.{layer}.{{}}.weight".format
+        for part, width in (("attn", HIDDEN), ("attn_q", HEADS * HEAD), ("attn_k", KV_HEADS * HEAD), ("ffn", HIDDEN)):
+            plain(name(f"{part}_norm"), np.ones(width))
+        matrix(name("attn_q"), HEADS * HEAD, HIDDEN)
+        for part in ("attn_k", "attn_v"):
+            matrix(name(part), KV_HEADS * HEAD, HIDDEN)
+        matrix(name("attn_output"), HIDDEN, HEADS * HEAD)
+        plain(name("ffn_gate_inp"), rng.standard_normal((experts, HIDDEN)) / HIDDEN**0.5)
+        order = list(range(experts))
+        Random(layer).shuffle(order)
+        plain(f"blk.{layer}.exp_probs_b.bias", biases(experts, zipf)[order])
+        for part in ("gate", "up"):
+            matrix(name(f"ffn_{part}_exps"), experts, EXPERT, HIDDEN)
+        matrix(name("ffn_down_exps"), experts, HIDDEN, EXPERT)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=False)
+    writer.close()
+
+
+def law(experts: int, zipf: float) -> NDArray[np.float64]:
+    """The probability of being one of a token's experts, by rank: like Zipf's law, but none above 1."""
+    weights, low, high = np.arange(1, experts + 1) ** -zipf, 0.0, float(experts) ** (zipf + 1)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(1, middle * weights).sum() < TOP_K else (low, middle)
+    return np.asarray(np.minimum(1, high * weights), np.float64)
+
+
+def biases(experts: int, zipf: float) -> NDArray[np.float32]:
+    """What added to sigmoids of normal scores makes choices follow the law, found by trial."""
+    scores = 1 / (1 + np.exp(-np.random.default_rng(0).standard_normal((4000, experts))))
+    wanted, found = law(experts, zipf), np.zeros(experts)
+    for step in range(200):
+        chosen = np.argpartition(-(scores + found), TOP_K, axis=1)[:, :TOP_K]
+        share = np.bincount(chosen.ravel(), minlength=experts) / len(scores)
+        found += 0.1 * 0.99**step * np.log((wanted + 1e-3) / (share + 1e-3))
+    return np.asarray(found - found.max(), np.float32)
