@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moeserve.models.spec import ModelSpec
     from moeserve.plan.candidates import Candidate, Estimate, Workload
     from moeserve.plan.hardware import Cluster
+    from moeserve.plan.trace import RequestTrace
 
 SIMULATED = 3  # layouts
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("say how many requests come per second by --rates 20/s")
     goals = read_slo(args.slo)
     load = Workload(read_rate(args.rates), args.input, args.output, **goals)
+    trace = read_load(args)
     if math.isinf(load.rate):
         raise ConfigError("--rates inf: a plan needs a finite rate")
     cluster = read_gpus(args.gpus, args.link)
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             refused.setdefault(candidate.refused.split(". ")[0], []).append(candidate.name)
     for why, names in refused.items():
         print(f"refused: {why}:\n    {', '.join(names)}\n" if args.explain else f"refused: {len(names)}: {why}\n")
-    best = _confirm(rated[:SIMULATED], load, args)
+    best = _confirm(rated[:SIMULATED], load, trace)
     _print_best(best, rated, load, cluster, args.explain)
     return 0
 
@@ -128,12 +130,12 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
 
 
 def _confirm(
-    rated: list[tuple[float, Candidate]], load: Workload, args: argparse.Namespace
+    rated: list[tuple[float, Candidate]], load: Workload, trace: RequestTrace
 ) -> tuple[Candidate, Estimate | None, dict[str, Any]]:
     """Simulates layouts at the load; returns the one that keeps the goals with most to spare, or comes nearest."""
     from moeserve.plan.report import summarise
 
-    tried, trace = [], read_load(args)
+    tried = []
     for capacity, candidate in rated:
         assert candidate.memory is not None
         assert candidate.cost is not None

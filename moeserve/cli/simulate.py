@@ -92,6 +92,8 @@ def read_load(args: argparse.Namespace) -> RequestTrace:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not 0 <= args.spread < 1:
         raise ConfigError(f"--spread must be from 0 to below 1, got {args.spread}")
+    if not 0 <= args.zipf < math.inf:
+        raise ConfigError(f"--zipf must be a number of at least 0, got {args.zipf}")
     rate = read_rate(args.rates) if args.rates else None
     if getattr(args, "trace", None):
         return read_trace(args.trace, rate)

@@ -45,12 +45,16 @@ def test_simulate_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (["plan", "demo", "--gpus", "H100", "--rates", "inf"], "finite"),
         (["plan", "demo", "--gpus", "H100", "--rates", "1", "--slo", "speed=1"], "is not like ttft=1s"),
         (["plan", "demo", "--gpus", "H100", "--rates", "1", "--input", "9000"], "do not fit into 2048"),
+        (["plan", "demo", "--gpus", "H100", "--rates", "1", "--zipf", "nan"], "--zipf must be a number of at least 0"),
+        (["plan", "demo", "--gpus", "H100", "--rates", "1", "--output", "0"], "--output must be at least 1"),
         (["plan", "demo", "--gpus", "TPU", "--rates", "1"], "is not known"),
     ],
 )
 def test_bad_requests_say_what_to_do(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) != 0
-    assert match in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert match in err
+    assert "layout" not in out
 
 
 def test_a_calibration_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

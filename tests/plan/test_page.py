@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moeserve.cli.main import main
 from moeserve.cli.plan import _print_layouts
 from moeserve.config import config_of
 from moeserve.plan.candidates import Workload, candidates
@@ -19,17 +20,22 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/planning.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "rate"), [("Qwen3-30B-A3B", "1xH100", 1.5), ("DeepSeek-V3.1", "4x8xH200", 10.0)]
-)
-def test_the_page_shows_the_layouts_that_the_command_prints(
-    name: str, gpus: str, rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = QWEN3_30B if name.startswith("Qwen") else spec_of(name, tmp_path)
-    found = candidates(spec, config_of("model", max_model_len=5120), read_gpus(gpus))
-    load = Workload(rate, 2000, 500, 1.0, 0.05)
+def test_the_page_shows_the_layouts_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    found = candidates(QWEN3_30B, config_of("model", max_model_len=5120), read_gpus("1xH100"))
+    load = Workload(1.5, 2000, 500, 1.0, 0.05)
     rated = sorted(((c.capacity(load), c) for c in found if not c.refused), key=lambda pair: -pair[0])
     _print_layouts(rated, load)
+    assert capsys.readouterr().out.strip() in PAGE
+
+
+def test_the_page_shows_all_that_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "deepseek-v3").mkdir()
+    spec_of("DeepSeek-V3.1", folder)
+    monkeypatch.chdir(tmp_path)
+    (words,) = re.findall(r"\$ moeserve (plan deepseek-v3 .*)", PAGE)
+    assert main(words.split()) == 0
     assert capsys.readouterr().out.strip() in PAGE
 
 

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,22 +119,30 @@ class RayConnection(PartConnection):
 
     def __init__(self, actor: Any) -> None:
         super().__init__(asyncio.StreamReader(limit=MAX_LINE_BYTES))
-        self._actor = actor
-        self._reading = asyncio.create_task(self._read())
+        self._actor, self._unsent = actor, asyncio.Queue[bytes]()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._send())]
 
     def write(self, data: bytes) -> None:
-        """Sends to the part; calls of one caller arrive in their order."""
-        self._actor.write.remote(data)
+        """Sends to the part."""
+        self._unsent.put_nowait(data)
 
     def kill(self) -> None:
         """Ends the part, if its actor is there."""
-        self._reading.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._actor.kill.remote()
 
     async def close(self) -> None:
         """Ends the part, and waits for no actor that may be gone."""
         self.kill()
-        await asyncio.wait((self._reading,))
+        await asyncio.wait(self._tasks)
+
+    async def _send(self) -> None:
+        from ray.exceptions import RayError
+
+        with suppress(RayError):  # _read says so
+            while True:  # one call at a time: Ray may run calls of an async actor in another order
+                await self._actor.write.remote(await self._unsent.get())
 
     async def _read(self) -> None:
         from ray.exceptions import RayError

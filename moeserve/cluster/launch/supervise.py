@@ -101,7 +101,7 @@ class Launch:
             elif isinstance(hello, BaseException):
                 raise hello
         if bad:
-            raise ConfigError(f"cannot start on {'; '.join(bad)}. {remedy}".rstrip())
+            raise ConfigError(f"cannot start on {'; '.join(bad).rstrip('.')}. {remedy}".rstrip())
         zero = found[0]
         assert isinstance(zero, PartHello)
         addresses = {hello.address for hello in found if isinstance(hello, PartHello)}

@@ -16,7 +16,7 @@ def test_hosts_by_commas() -> None:
 
 def test_hostfiles_of_mpi_and_deepspeed(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# two racks\n\na slots=8  # the first\nb:8\n  me@c slots = 8\n")
+    file.write_bytes(b"\xef\xbb\xbf# two racks\r\n\na\tslots=8  # the first\r\nb:8\n  me@c slots = 8\n")
     hosts = read_hostfile(str(file))
     assert hosts == [Host("a", 8), Host("b", 8), Host("me@c", 8)]
     assert common_slots(hosts) == 8

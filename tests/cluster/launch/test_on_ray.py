@@ -25,7 +25,7 @@ class Handle:
     """An actor's handle: `handle.name.remote(...)` begins a call, and what it returns can be awaited."""
 
     def __init__(self, actor: Any) -> None:
-        self.actor, self.lost = actor, False
+        self.actor, self.lost, self.slow = actor, False, 0.0
 
     def __getattr__(self, name: str) -> Any:
         method = type("Method", (), {"remote": staticmethod(self._call(name))})
@@ -34,6 +34,9 @@ class Handle:
 
     def _call(self, name: str) -> Callable[..., asyncio.Task[Any]]:
         async def call(*args: Any) -> Any:
+            if name == "write":
+                delay_s, self.slow = self.slow, 0.0
+                await asyncio.sleep(delay_s)
             done = await getattr(self.actor, name)(*args)
             if self.lost:
                 raise Lost("The actor died.\nmore of it")
@@ -71,6 +74,17 @@ async def test_lines_go_both_ways(handle: Handle) -> None:
     connection.write(b"a")
     connection.write(b"b")
     assert [await connection.readline(), await connection.readline()] == [b"ab", b""]
+    await connection.close()
+
+
+async def test_what_is_written_arrives_in_its_order(handle: Handle) -> None:
+    """Though Ray may run a later call of an async actor before an earlier one."""
+    connection = RayConnection(handle)
+    await until_here(connection)
+    handle.slow = 0.05
+    connection.write(b"a")
+    connection.write(b"b")
+    assert await connection.readline() == b"ab"
     await connection.close()
 
 
