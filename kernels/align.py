@@ -22,8 +22,8 @@ class Alignment:
     """Pairs sorted by expert, in tiles of rows. All tensors are int32 on the device, so no host waits for them.
 
     order_N: the pair t * K + k of each sorted row; stable, undefined from the last end on. None: rows came sorted.
-    counts_e, ends_e: rows of each expert, and their inclusive sums. expert_Z, row_Z: the expert and the first row of
-    each tile of block_m rows, in the order of rows; expert -1 marks tiles that the bound on their number left over.
+    counts_e, ends_e: how many rows each expert has, and where they end. expert_Z, row_Z: the expert and the first row
+    of each tile of block_m rows, in the order of rows; expert -1 marks tiles that the bound on their number left over.
     """
 
     block_m: int
@@ -36,13 +36,15 @@ class Alignment:
 
 @triton.jit
 def _describe(
-    expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr
-):
-    """Writes the tables of one expert; for the expert after the last, marks the tiles that are left over."""
+    expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr,
+    ROOM: tl.constexpr = 0,
+):  # fmt: skip
+    """Writes the tables of one expert; for the expert after the last, marks the tiles that are left over. An expert's
+    rows follow those of the experts before, or, if there is ROOM, that many rows for each of them."""
     experts = tl.arange(0, EXPERTS)
     tiles = tl.cdiv(counts, block_m)
     first = tl.sum(tl.where(experts < expert, tiles, 0), 0)
-    start = tl.sum(tl.where(experts < expert, counts, 0), 0)
+    start = expert * ROOM if ROOM else tl.sum(tl.where(experts < expert, counts, 0), 0)
     count = tl.sum(tl.where(experts == expert, counts, 0), 0)
     end = tl.where(expert < num_experts, first + tl.cdiv(count, block_m), num_tiles)
     mark = tl.where(expert < num_experts, expert, -1)
@@ -130,14 +132,16 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def groups_kernel(
-    given_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr
-):
-    """One program: an expert, or, after the last, what is left over; rows are sorted, and their ends given."""
-    experts = tl.arange(0, EXPERTS)
-    ends = tl.load(given_ptr + experts, mask=experts < num_experts, other=0)
-    starts = tl.load(given_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
-    counts, expert = ends - starts, tl.program_id(0)
-    _describe(expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS)
+    given_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr,
+    ROOM: tl.constexpr,
+):  # fmt: skip
+    """One program: an expert, or, after the last, what is left over; rows are sorted, and their ends given, or their
+    counts if there is ROOM for each expert's."""
+    experts, expert = tl.arange(0, EXPERTS), tl.program_id(0)
+    counts = tl.load(given_ptr + experts, mask=experts < num_experts, other=0)
+    if not ROOM:
+        counts -= tl.load(given_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
+    _describe(expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS, ROOM)
 
 
 def tile_bound(num_rows: int, num_experts: int, block_m: int) -> int:
@@ -182,17 +186,19 @@ def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
     return found
 
 
-def align_groups(ends_e: Tensor, num_rows: int, block_m: int) -> Alignment:
-    """Aligns rows that are sorted already, with their ends on the device. num_rows: an upper bound of the rows.
+def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> Alignment:
+    """Aligns rows that are sorted already, with their ends on the device. num_rows: an upper bound of the rows. room:
+    rows from the begin of one expert's to the next one's, each with an end of its own; 0: they follow each other.
 
     ends [1, 3], 4 rows, tiles of 2 -> counts [1, 2], tiles: experts [0, 1, -1], first rows [0, 1]
+    ends [1, 3], 4 rows, tiles of 2, room 8 -> ends [1, 11], tiles: experts [0, 1, 1], first rows [0, 8, 10]
     """
     assert ends_e.dtype == torch.int32, ends_e.dtype
     num_experts = len(ends_e)
     found = _empty(None, ends_e, num_rows, num_experts, block_m)
     groups_kernel[(num_experts + 1,)](
         ends_e, found.counts_e, found.ends_e, found.expert_Z, found.row_Z, num_experts, len(found.expert_Z), block_m,
-        EXPERTS=max(32, triton.next_power_of_2(num_experts)), num_warps=1,
+        EXPERTS=max(32, triton.next_power_of_2(num_experts)), ROOM=room, num_warps=1,
     )  # fmt: skip
     return found
 

@@ -1,6 +1,6 @@
 """Rows in e4m3 with a scale for every 128 elements.
 
-M rows, K elements, G = K / 128 blocks.
+M rows, K elements, G = K / 128 blocks. e local experts, C rows that each has room for, D <= K elements.
 """
 
 import torch
@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels.align import Alignment
+
 BLOCK = 128  # elements that share a scale
 BLOCKS = 16  # of one program
+ROWS = 64  # that one program widens
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = tl.constexpr(448.0)
 LEAST_AMAX = tl.constexpr(1e-4)
@@ -27,9 +30,20 @@ def round_blocks(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def quantise_kernel(x_ptr, values_ptr, scales_ptr, row_stride, width, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCKS blocks of a row."""
-    row = tl.program_id(0).to(tl.int64)
+def quantise_kernel(
+    x_ptr, values_ptr, scales_ptr, ends_ptr, expert_ptr, row_ptr, row_stride, width,
+    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCKS blocks of a row, which is one of a tile of BLOCK_M rows if there are tiles."""
+    row = tl.program_id(0)
+    if expert_ptr is not None:
+        expert = tl.load(expert_ptr + row // BLOCK_M)
+        if expert < 0:
+            return
+        row = tl.load(row_ptr + row // BLOCK_M) + row % BLOCK_M
+        if row >= tl.load(ends_ptr + expert):
+            return
+    row = row.to(tl.int64)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -39,8 +53,9 @@ def quantise_kernel(x_ptr, values_ptr, scales_ptr, row_stride, width, BLOCKS: tl
     tl.store(scales_ptr + row * num_blocks + blocks, scales, mask=blocks < num_blocks)
 
 
-def quantise(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 [M, K], fp32 scales [M, G]); a scale is its block's largest magnitude, at least 1e-4, over 448.
+def quantise(x_MK: Tensor, to: Alignment | None = None) -> tuple[Tensor, Tensor]:
+    """(e4m3 [M, K], fp32 scales [M, G]); a scale is its block's largest magnitude, at least 1e-4, over 448. to: whose
+    rows there are; what belongs to the others is undefined.
 
     [[448, -1]] -> values [[448, -1]], scales [[1]]; [[896, 1]] -> values [[448, 0.5]], scales [[2]]
     """
@@ -48,9 +63,40 @@ def quantise(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     assert x_MK.stride(1) == 1, x_MK.stride()
     values_MK = x_MK.new_empty((rows, width), dtype=E4M3)
     scales_MG = x_MK.new_empty((rows, triton.cdiv(width, BLOCK)), dtype=torch.float32)
-    if rows:
-        grid = (rows, triton.cdiv(width, BLOCK * BLOCKS))
+    tables = (None, None, None) if to is None else (to.ends_e, to.expert_Z, to.row_Z)
+    if programs := rows if to is None else len(to.expert_Z) * to.block_m:
+        grid = (programs, triton.cdiv(width, BLOCK * BLOCKS))
         quantise_kernel[grid](
-            x_MK, values_MK, scales_MG, x_MK.stride(0), width, BLOCKS=BLOCKS, BLOCK=BLOCK, num_warps=4
-        )
+            x_MK, values_MK, scales_MG, *tables, x_MK.stride(0), width, BLOCK_M=to.block_m if to else 1, BLOCKS=BLOCKS,
+            BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
     return values_MK, scales_MG
+
+
+@triton.jit
+def widen_kernel(
+    values_ptr, scales_ptr, counts_ptr, out_ptr, room, width, out_width, expert_stride, row_stride, block_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of some of an expert's rows, those that are there."""
+    expert, block = tl.program_id(0), tl.program_id(2)
+    rows, columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS), block * BLOCK + tl.arange(0, BLOCK)
+    live, places = rows < tl.load(counts_ptr + expert), (expert * room + rows).to(tl.int64)[:, None]
+    values = tl.load(values_ptr + places * width + columns[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    scale_ptrs = scales_ptr + expert * expert_stride + rows * row_stride + block * block_stride
+    y = (values * tl.load(scale_ptrs, mask=live, other=0.0)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + places * out_width + columns[None, :], y, mask=live[:, None] & (columns < out_width)[None, :])
+
+
+def widen(values_eCK: Tensor, scales_eCG: Tensor, counts_e: Tensor, out_eCD: Tensor) -> Tensor:
+    """Writes e4m3 times its scale to out, once rounded, for the first counts_e rows of each expert, and returns it.
+
+    values [[[448, -1], [1, 1]]], scales [[[2], [1]]], counts [1] -> [[[896, -2], [undefined]]]
+    """
+    (experts, room, width), out_width = values_eCK.shape, out_eCD.shape[2]
+    assert values_eCK.is_contiguous(), values_eCK.stride()
+    assert out_eCD.is_contiguous(), out_eCD.stride()
+    widen_kernel[(experts, triton.cdiv(room, ROWS), triton.cdiv(out_width, BLOCK))](
+        values_eCK, scales_eCG, counts_e, out_eCD, room, width, out_width, *scales_eCG.stride(), ROWS=ROWS, BLOCK=BLOCK
+    )
+    return out_eCD

@@ -110,7 +110,7 @@ def gate_up(
     bias_eF: Tensor | None = None,
 ) -> Tensor:
     """act(w1 x + b1) * (w3 x + b3) for each sorted row with its expert's weights, gate rows first in w13; [N, I],
-    undefined from the last end on. x: the tokens' rows [T, D], of which pair p has row p // top_k; or, without an
+    undefined where there is no row. x: the tokens' rows [T, D], of which pair p has row p // top_k; or, without an
     order, sorted rows. bias_eF: fp32. Sums over D in fp32 and in one order for any number of rows; one rounding.
     config: of `launch_of`.
 

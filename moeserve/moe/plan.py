@@ -12,8 +12,7 @@ from typing import Any
 
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.errors import ConfigError
-from moeserve.moe.all2all.adapters import GroupedFromSlotted
-from moeserve.moe.all2all.base import All2All, Layout
+from moeserve.moe.all2all.base import All2All
 from moeserve.moe.experts.base import Experts, Fusible
 from moeserve.moe.layer import FusedMoELayer, MoELayer, SharedExpert
 from moeserve.moe.physical import LogicalToPhysical
@@ -95,7 +94,7 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
             why = _obstacle(needs, backend, kernel)
             if why is None and picked is None:
                 picked = backend, kernel
-                why = "; ".join(("picked", *_remarks(needs, backend, kernel)))
+                why = "; ".join(("picked", *_remarks(needs, backend)))
             reasons.append((backend.caps.name, kernel.caps.name, why or "possible, lower preference"))
     if picked is None:
         lines = "\n".join(f"  {a} with {b}: {why}" for a, b, why in reasons) or "  nothing was offered"
@@ -105,8 +104,7 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
     reasons.append(
         ("fused", kernel.caps.name, not_fused or "picked: router, dispatch, experts and combine are one call")
     )
-    all2all = GroupedFromSlotted(backend) if _regroups(backend, kernel) else backend
-    return MoEPlan(all2all, kernel, not_fused is None, needs, tuple(reasons))
+    return MoEPlan(backend, kernel, not_fused is None, needs, tuple(reasons))
 
 
 def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
@@ -121,20 +119,11 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
     return next((why for holds, why in checks if not holds), None)
 
 
-def _regroups(backend: All2All, kernel: Experts) -> bool:
-    """Returns whether SLOTTED rows must be copied to GROUPED ones in between."""
-    return kernel.caps.layouts.isdisjoint(backend.caps.layouts) and (
-        Layout.SLOTTED in backend.caps.layouts and Layout.GROUPED in kernel.caps.layouts
-    )
-
-
-def _remarks(needs: MoENeeds, backend: All2All, kernel: Experts) -> list[str]:
-    """Returns what a user should know about the pair that was picked."""
+def _remarks(needs: MoENeeds, backend: All2All) -> list[str]:
+    """Returns what a user should know about the backend that was picked."""
     caps, remarks = backend.caps, []
     if (width := caps.pad_hidden(needs.hidden_size)) != needs.hidden_size:
         remarks.append(f"rows of {needs.hidden_size} travel filled up to {width}")
-    if _regroups(backend, kernel):
-        remarks.append(f"rows are copied between {caps.name}'s layout and {kernel.caps.name}'s")
     if caps.max_tokens is not None and caps.max_tokens < needs.max_tokens:
         rounds = -(-needs.max_tokens // caps.max_tokens)
         remarks.append(f"a step of {needs.max_tokens} tokens goes in {rounds} rounds of {caps.max_tokens}")
@@ -173,10 +162,7 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
             f"{compute.name} takes multiples of {compute.width_step}; "
             f"the model is {needs.hidden_size} wide, its experts {needs.expert_size}",
         ),
-        (
-            bool(wire.layouts & compute.layouts) or _regroups(backend, kernel),
-            f"{wire.name} and {compute.name} share no layout",
-        ),
+        (bool(wire.layouts & compute.layouts), f"{wire.name} and {compute.name} share no layout"),
         (
             compute.device_counts or not wire.device_counts,
             f"{wire.name} counts rows on the device, {compute.name} must know them on the host",

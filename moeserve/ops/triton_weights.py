@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 from moeserve.kernels import grouped_fp8, grouped_gemm
+from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
 from moeserve.kernels.grouped_weight_only import (
@@ -36,15 +37,16 @@ E4M3_GPUS = (8, 9)  # compute capability of the first whose compiler knows e4m3
 class Kernels:
     """The kernels that serve one kind of weights.
 
-    lay: weights [e, N, K] to the kernels' layout. rows: x to what gate_up takes. launch(num_rows, w2, x): launch
-    parameters for so many rows like x and weights like w2. gate_up, down: as those of kernels/grouped_gemm.py.
+    lay: weights [e, N, K] to the kernels' layout. rows(x, to): what gate_up takes for x, aligned so. launch(num_rows,
+    w2, x): launch parameters for so many rows like x and weights like w2. gate_up, down: as those of
+    kernels/grouped_gemm.py.
     """
 
     lay: Callable[[Any], Any]
     launch: Callable[[int, Any, Tensor], Config]
     gate_up: Callable[..., Any]
     down: Callable[..., Tensor]
-    rows: Callable[[Tensor], Any] = lambda x: x
+    rows: Callable[[Tensor, Alignment], Any] = lambda x, to: x
 
 
 def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
@@ -139,7 +141,7 @@ PLAIN = Kernels(
 )
 W8A8 = Kernels(
     lay=_lay_e4m3,
-    rows=lambda x: grouped_fp8.Scaled(*quantise(x)),
+    rows=lambda x, to: grouped_fp8.Scaled(*quantise(x, to if to.order_N is None else None)),
     launch=lambda n, w2, x: grouped_fp8.launch_fp8_of(n, *_sizes(w2), facts_of(x.device).name),
     gate_up=grouped_fp8.gate_up_fp8,
     down=grouped_fp8.down_fp8,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,12 @@ class Case:
     aligned: Sequence[str] = ()
     num_warps: int = 4
     num_stages: int = 3
+
+
+def sorted_before(case: Case) -> Case:
+    """The same product over rows that need no order: those that a dispatch brought, in groups or in slots."""
+    signature = {name: kind for name, kind in case.signature.items() if name != "order_ptr"}
+    return replace(case, signature=signature, constants={**case.constants, "order_ptr": None})
 
 
 @dataclass(frozen=True)

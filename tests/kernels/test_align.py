@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -53,6 +54,9 @@ def test_align_example() -> None:
     found = align_groups(torch.tensor([1, 3], dtype=torch.int32, device=DEVICE), 4, 2)
     assert (found.counts_e.tolist(), found.ends_e.tolist()) == ([1, 2], [1, 3])
     assert (found.expert_Z.tolist(), found.row_Z.tolist()[:2]) == ([0, 1, -1], [0, 1])
+    found = align_groups(torch.tensor([1, 3], dtype=torch.int32, device=DEVICE), 4, 2, room=8)
+    assert (found.counts_e.tolist(), found.ends_e.tolist()) == ([1, 3], [1, 11])
+    assert (found.expert_Z.tolist(), found.row_Z.tolist()) == ([0, 1, 1], [0, 8, 10])
 
 
 def test_the_definition_is_that_of_the_moe_layer() -> None:
@@ -110,6 +114,17 @@ def test_groups(counts: list[int]) -> None:
     check(align_groups(torch.tensor(counts, device=DEVICE).cumsum(0).int(), 40, 16), align_reference(ids, 3, 16), 40)
 
 
+@pytest.mark.parametrize("room", [33, 40])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 0, 33], [16, 1, 0], [33, 33, 33], [0, 0, 17]])
+def test_groups_with_room_of_their_own(counts: list[int], room: int) -> None:
+    """The tiles of rows that follow each other, each expert's moved to where its rows are."""
+    counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    wanted = align_reference(torch.arange(3, device=DEVICE).repeat_interleave(counts_e), 3, 16)
+    moved_e = torch.arange(3, dtype=torch.int32, device=DEVICE) * room - (wanted.ends_e - counts_e)
+    rows = wanted.row_Z + moved_e[wanted.expert_Z.long()]
+    check(align_groups(counts_e, 99, 16, room), replace(wanted, ends_e=wanted.ends_e + moved_e, row_Z=rows), 99)
+
+
 @pytest.mark.full("aot")
 def test_align_compiles_for_hopper() -> None:
     tables = dict.fromkeys(("counts_ptr", "ends_ptr", "expert_ptr", "row_ptr"), "*i32")
@@ -126,7 +141,10 @@ def test_align_compiles_for_hopper() -> None:
         Case("align:count_kernel", count, sizes),
         Case("align:scan_kernel", scan, {"COLUMNS": 32, "EXPERTS": 512}),
         Case("align:place_kernel", place, sizes),
-        Case("align:groups_kernel", {"given_ptr": "*i32", **tables, **numbers}, {"EXPERTS": 512}, num_warps=1),
+        *(
+            Case("align:groups_kernel", {"given_ptr": "*i32", **tables, **numbers}, sizes, num_warps=1)
+            for sizes in ({"EXPERTS": 512, "ROOM": 0}, {"EXPERTS": 32, "ROOM": 1024})
+        ),
     ]
     for report in compile_all(cases):
         assert report.stack_bytes == 0

@@ -12,10 +12,11 @@ from torch import Tensor
 from moeserve.kernels.activation import SWIGLU_ACT
 from moeserve.kernels.align import align, align_groups
 from moeserve.kernels.configs import Config
-from moeserve.kernels.fp8 import BLOCK, quantise
+from moeserve.kernels.fp8 import BLOCK, quantise, quantise_kernel
+from moeserve.kernels.fp8 import widen as widen_rows
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.moe.all2all.wire_format import Fp8Wire
-from tests.kernels.aot import Case, compile_all
+from tests.kernels.aot import Case, compile_all, sorted_before
 from tests.kernels.device import DEVICE
 from tests.kernels.interpreted import rounding_to_nearest
 from tools.gpu.references import down_reference, gate_up_reference, quantise_reference, widen, widen_weights
@@ -68,6 +69,39 @@ def test_quantise(rows: int, width: int, dtype: torch.dtype) -> None:
     sent = Fp8Wire().encode(x.cpu())
     received = Fp8Wire().decode(sent, torch.float32, width)
     torch.testing.assert_close(widen(values, scales).float().cpu(), received, equal_nan=True)
+
+
+@pytest.mark.parametrize("room", [0, 20])
+def test_quantise_only_the_rows_of_tiles(room: int) -> None:
+    counts = [0, 17, 1]
+    ends = torch.tensor(counts, device=DEVICE) if room else torch.tensor(counts, device=DEVICE).cumsum(0)
+    to = align_groups(ends.int(), 60, 16, room)
+    rows = [e * room + i for e, count in enumerate(counts) for i in range(count)] if room else list(range(18))
+    x = normal(60, 300)
+    found, whole = quantise(x, to), quantise(x)
+    for part, expected in zip(found, whole, strict=True):
+        assert torch.equal(bits(part)[rows], bits(expected)[rows])
+    values, scales = (torch.zeros_like(part) for part in found)
+    quantise_kernel[(16 * len(to.expert_Z), 1)](
+        x, values, scales, to.ends_e, to.expert_Z, to.row_Z, 300, 300, BLOCK_M=16, BLOCKS=16, BLOCK=BLOCK
+    )
+    assert scales.any(1).nonzero()[:, 0].tolist() == rows
+
+
+@pytest.mark.parametrize("width", [256, 200])
+def test_widen(width: int) -> None:
+    """Scales lie across, as DeepEP leaves them; NaN beyond the counts is neither read nor written."""
+    counts, room = [70, 0, 1], 70
+    values = (normal(3, room, 256) * 8).to(torch.float8_e4m3fn)
+    scales = normal(3, 2, room).transpose(1, 2)
+    exact = values.float() * scales.repeat_interleave(BLOCK, 2)
+    for expert, count in enumerate(counts):
+        values[expert, count:].view(torch.uint8).fill_(0x7F)
+    out = torch.full((3, room, width), 7.0, device=DEVICE)
+    found = widen_rows(values, scales, torch.tensor(counts, dtype=torch.int32, device=DEVICE), out)
+    for expert, count in enumerate(counts):
+        assert torch.equal(found[expert, :count], exact[expert, :count, :width])
+        assert (found[expert, count:] == 7).all()
 
 
 def test_products_example() -> None:
@@ -148,11 +182,20 @@ def compiled(config: Config, product: str, tma: int) -> Case:
 def test_fp8_compiles_for_hopper() -> None:
     launches = [launch_fp8_of(rows, 128, 768, 2048, "untuned") for rows in (8, 131072)]
     cases = [compiled(config, product, tma) for product in ("up", "down") for config in launches for tma in (0, 1)]
-    signature = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "row_stride": "i32", "width": "i32"}
-    sizes = {"BLOCKS": 16, "BLOCK": 128}
-    *products, rows = compile_all([*cases, Case("fp8:quantise_kernel", signature, sizes, ("row_stride", "width"))])
-    assert (rows.stack_bytes, rows.registers <= 128) == (0, True)
-    for case, report in zip(cases, products, strict=True):
+    cases += [sorted_before(compiled(launches[0], product, 1)) for product in ("up", "down")]
+    values, scales = {"values_ptr": "*fp8e4nv"}, {"scales_ptr": "*fp32"}
+    rounds = {"x_ptr": "*bf16", **values, **scales, "row_stride": "i32", "width": "i32"}
+    tables, sizes = ("ends_ptr", "expert_ptr", "row_ptr"), {"BLOCKS": 16, "BLOCK": 128, "BLOCK_M": 16}
+    strides = dict.fromkeys(("room", "width", "out_width", "expert_stride", "row_stride", "block_stride"), "i32")
+    widens = {**values, **scales, "counts_ptr": "*i32", "out_ptr": "*bf16", **strides}
+    cases += [
+        Case("fp8:quantise_kernel", rounds, {**sizes, **dict.fromkeys(tables)}, ("row_stride", "width")),
+        Case("fp8:quantise_kernel", {**rounds, **dict.fromkeys(tables, "*i32")}, sizes, ("row_stride", "width")),
+        Case("fp8:widen_kernel", widens, {"ROWS": 64, "BLOCK": 128}, ("width", "out_width")),
+    ]
+    *products, plain, tiled, widened = compile_all(cases)
+    assert [(rows.stack_bytes, rows.registers <= 128) for rows in (plain, tiled, widened)] == [(0, True)] * 3
+    for case, report in zip(cases[:-3], products, strict=True):
         assert report.stack_bytes == 0, case
         assert report.wgmma, case
         assert report.tma == case.constants["TMA"], case

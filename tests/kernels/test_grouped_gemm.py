@@ -17,7 +17,7 @@ from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.configs import Config
 from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
 from moeserve.kernels.tiles import block_k, tile_of
-from tests.kernels.aot import Case, Report, compile_all
+from tests.kernels.aot import Case, Report, compile_all, sorted_before
 from tests.kernels.device import DEVICE
 from tools.gpu.references import down_reference, gate_up_reference
 
@@ -199,6 +199,7 @@ def test_grouped_gemm_compiles_for_hopper() -> None:
     launches = [launch_of(rows, 128, 768, 2048, torch.bfloat16, "untuned") for rows in (8, 8192, 131072)]
     cases = [compiled("bf16", p, launch, tma) for p in ("up", "down") for launch in launches for tma in (0, 1)]
     cases += [compiled("bf16", product, launches[1], 1, biased=True) for product in ("up", "down")]
+    cases += [sorted_before(compiled("bf16", product, launches[1], 1)) for product in ("up", "down")]
     reports: list[Report] = compile_all(cases)
     for case, report in zip(cases, reports, strict=True):
         assert report.stack_bytes == 0, case

@@ -24,7 +24,7 @@ from moeserve.kernels.grouped_weight_only import (
     pack_int4,
 )
 from moeserve.ops.quantised import E2M1, Quantised, quantise
-from tests.kernels.aot import Case, compile_all
+from tests.kernels.aot import Case, compile_all, sorted_before
 from tests.kernels.device import DEVICE
 from tools.gpu.references import down_reference, gate_up_reference, widen_narrow
 
@@ -183,6 +183,7 @@ def test_weight_only_compiles_for_hopper() -> None:
     cases += [compiled("fp4", group, product, 8, 1) for group, product in ((16, "up"), (32, "down"))]
     cases += [compiled("fp4", 16, "down", 131072, 1), compiled("fp4", 32, "up", 131072, 1)]
     cases += [compiled("fp8", 128, "up", 8, 1), *(compiled("fp8", 128, p, 131072, 1) for p in ("up", "down"))]
+    cases += [sorted_before(compiled("fp4", 32, product, 8, 1)) for product in ("up", "down")]
     for case, report in zip(cases, compile_all(cases), strict=True):
         assert report.stack_bytes == 0, case
         assert report.wgmma, case

@@ -22,6 +22,15 @@ def inbound_of(x_PD: Tensor, counts: list[int]) -> Inbound:
     return Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
 
 
+def slotted(x_PD: Tensor, counts: list[int], room: int) -> tuple[Inbound, Tensor]:
+    """The same rows in slots, NaN where there is none, and which of the slots are valid."""
+    counts_e = np.array(counts)
+    valid = torch.from_numpy(np.arange(room) < counts_e[:, None])
+    x = torch.full((len(counts), room, x_PD.shape[1]), torch.nan, dtype=x_PD.dtype)
+    x[valid] = x_PD
+    return Inbound(Layout.SLOTTED, x, counts_e, counts_e), valid
+
+
 def weights(dtype: torch.dtype, biased: bool = False) -> ExpertWeights:
     generator = torch.Generator().manual_seed(0)
     products = (
@@ -67,6 +76,11 @@ def test_agrees_with_a_gated_mlp(
     x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(1)).to(dtype)
     out = torch.full_like(x, torch.nan)
     experts.run(inbound_of(x, counts), packed, out)
+    inbound, valid = slotted(x, counts, max(*counts, 1))
+    out_slots = torch.full_like(inbound.x, torch.nan)
+    experts.run(inbound, packed, out_slots)
+    assert torch.equal(out_slots[valid], out)
+    assert out_slots[~valid].isnan().all()
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
     for row, expert in enumerate(owners):

@@ -16,9 +16,8 @@ import torch
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all import registry
-from moeserve.moe.all2all.adapters import GroupedFromSlotted
 from moeserve.moe.all2all.base import Absent, All2All, All2AllCaps, Completed, Inbound, Layout, Ticket
-from moeserve.moe.all2all.layout import group_rows, grouped_of, slotted_of, weighted_sum
+from moeserve.moe.all2all.layout import group_rows, weighted_sum
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.experts.base import ExpertWeights
@@ -193,15 +192,18 @@ class Slots:
     def __init__(self, num_local: int) -> None:
         self.num_local = num_local
 
+    def valid(self, counts_e: Any) -> torch.Tensor:
+        return torch.from_numpy(np.arange(9) < counts_e[:, None])
+
     def dispatch(self, x_TD: torch.Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
         rows = group_rows(routing.ids_TK, self.num_local)
         slots = torch.full((self.num_local, 9, x_TD.shape[1]), torch.nan)
-        slotted_of(x_TD[rows.order_P // routing.ids_TK.shape[1]], rows.counts_e, slots)
-        return Completed(Ticket(Inbound(Layout.SLOTTED, slots, rows.counts_e, rows.counts_e.cumsum()), routing, rows))
+        slots[self.valid(rows.counts_e)] = x_TD[rows.order_P // routing.ids_TK.shape[1]]
+        return Completed(Ticket(Inbound(Layout.SLOTTED, slots, rows.counts_e, rows.counts_e), routing, rows))
 
     def combine(self, ticket: Ticket, y: torch.Tensor, out_TD: torch.Tensor, ubatch: UBatch) -> Completed[torch.Tensor]:
         ticket.use()
-        rows = grouped_of(y, ticket.inbound.counts_e)
+        rows = y[self.valid(ticket.inbound.host_counts_e)]
         return Completed(weighted_sum(rows, ticket.private, ticket.routing, out_TD))
 
     def join(self, *_: Any) -> None:
@@ -211,23 +213,21 @@ class Slots:
         pass
 
 
-def test_slots_are_regrouped_for_a_kernel_of_groups() -> None:
+def test_slots_go_to_a_kernel_that_takes_them() -> None:
     plan = plan_moe(needs(), [Slots(4)], [reference()])
-    assert isinstance(plan.all2all, GroupedFromSlotted)
     assert plan.reasons[0][2] == (
-        "picked; rows of 32 travel filled up to 128; rows are copied between slots's layout and reference's; "
-        "a step of 64 tokens goes in 4 rounds of 16"
+        "picked; rows of 32 travel filled up to 128; a step of 64 tokens goes in 4 rounds of 16"
     )
     assert "1 ranks, 1 micro-batches, cpu, float32 rows of 32" in plan.table()
     ids = torch.tensor([[0, 3], [3, -1], [-1, -1], [2, 3]], dtype=torch.int32)
     x, routing = torch.randn(4, 32), Routing(ids, torch.rand(4, 2))
+    packed = plan.experts.pack(ExpertWeights(torch.randn(4, 48, 32), torch.randn(4, 32, 24)))
     outs = []
     for backend in (plan.all2all, LocalAll2All(4)):
         ticket = backend.dispatch(x, routing, UBatch()).wait()
-        assert not ticket.inbound.x.isnan().any()
-        outs.append(backend.combine(ticket, ticket.inbound.x * 3, torch.empty_like(x), UBatch()).wait())
-        with pytest.raises(RuntimeError, match="combined already"):
-            backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), UBatch())
+        y = torch.full_like(ticket.inbound.x, torch.nan)
+        plan.experts.run(ticket.inbound, packed, y)
+        outs.append(backend.combine(ticket, y, torch.empty_like(x), UBatch()).wait())
     assert torch.equal(*outs)
 
 

@@ -117,6 +117,43 @@ def test_agrees_with_swiglu_in_any_company(kind: str) -> None:
             assert torch.equal(run(packed, x[row : row + 1], [int(e == expert) for e in range(E)])[0], found[row])
 
 
+SLOTTED = [
+    (kind, dtype)
+    for kind in KINDS
+    for dtype in (torch.float32, torch.float16)
+    if dtype == torch.float32 or kind in ("plain", "fp8 in blocks", "fp4")
+]
+
+
+@pytest.mark.full("kernels", keep="each")
+@pytest.mark.parametrize("counts", [[1, 0, 20, 17], [20] * 4, [0] * 4, [0, 0, 0, 1]], ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), SLOTTED, ids=str)
+def test_slots_have_the_bits_of_groups(
+    kind: str, dtype: torch.dtype, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in wider ones, NaN beyond the counts, which stay on the device; only results of valid rows are written."""
+    room, w = 20, weights(kind, biased=kind == "fp4")
+    if kind == "plain":
+        w = ExpertWeights(w.w13_eFD.to(dtype), w.w2_eDI.to(dtype))  # type: ignore[arg-type]
+    packed = TritonExperts().pack(w)
+    valid = torch.arange(room, device=DEVICE) < torch.tensor(counts, device=DEVICE)[:, None]
+    wide = torch.full((E, room, D + 8), torch.nan, dtype=dtype, device=DEVICE)
+    rows = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
+    wide[..., :D][valid] = rows
+    expected = run(packed, rows, counts)
+    for most in (0, sum(counts)):  # 0: as many as there is room for
+        counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+        out = torch.full((E, room, D), 7.0, dtype=dtype, device=DEVICE)
+        with monkeypatch.context() as patch:
+            patch.setattr(Inbound, "host_counts_e", property(lambda self: pytest.fail("the host asks for the counts")))
+            TritonExperts().run(Inbound(Layout.SLOTTED, wide[..., :D], counts_e, counts_e, 30, most), packed, out)
+        assert torch.equal(out[valid], expected)
+        assert (out[~valid] == 7).all()
+    on_host = np.array(counts)
+    TritonExperts().run(Inbound(Layout.SLOTTED, wide[..., :D], on_host, on_host), packed, out.fill_(7))
+    assert torch.equal(out[valid], expected)
+
+
 @pytest.mark.full("kernels", keep=2)
 @pytest.mark.parametrize("activation", [Activation(alpha=1.702, limit=1.0, up_shift=1.0), SWIGLU], ids=repr)
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8 in blocks"])

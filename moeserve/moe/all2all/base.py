@@ -41,9 +41,9 @@ class All2AllCaps:
     max_tokens: tokens of one dispatch on one rank, the same on all ranks; `join` may change it, and a larger step goes
     in several rounds. copies: how many times received rows are in memory at once, results included. pad_hidden: returns
     the width that rows are filled up to, None where they are too wide. exact: rows and sums have the order that
-    `Inbound` and `combine` promise, so bits do not depend on where experts are. device_counts: counts of rows stay on
-    the device, see `Inbound`. in_place: rows stay on this rank as they are, so an expert kernel may sort and sum them
-    itself (`Fusible`). encrypts: rows between machines can be encrypted. obstacle: why it cannot serve here.
+    `Inbound` and `combine` promise, so bits do not depend on where experts are. device_counts: counts of rows must stay
+    on the device, see `Inbound`. in_place: rows stay on this rank as they are, so a kernel may sort and sum them itself
+    (`Fusible`). encrypts: rows between machines can be encrypted. obstacle: why it cannot serve here.
     """
 
     name: str
@@ -67,9 +67,10 @@ class All2AllCaps:
 class Inbound:
     """The rows that the experts compute on. Rows of one expert keep the order (source rank, token, k).
 
-    x: GROUPED [P', D] with P' >= P (rows beyond the last end hold anything finite), SLOTTED [e, C, D].
-    counts_e: valid rows of each local expert, int64 on the host, or int32 on the device where the host is not to wait
-    for them. ends_e: inclusive prefix sums of counts_e. expected: for counts on the device, P with an even load.
+    x: GROUPED [P', D] with P' >= P (rows beyond the last end hold anything finite), SLOTTED [e, C, D] (anything).
+    counts_e: valid rows of each local expert, int64 on the host, or int32 on the device where the host need not wait
+    for them. ends_e: where those end, GROUPED: inclusive prefix sums of counts_e, SLOTTED: in their own part, so
+    counts_e. expected, most: for counts on the device, P with an even load, and at most; 0: all rows of x.
     """
 
     layout: Layout
@@ -77,6 +78,7 @@ class Inbound:
     counts_e: NDArray[np.int64] | Tensor
     ends_e: NDArray[np.int64] | Tensor
     expected: int = 0
+    most: int = 0
 
     @property
     def host_counts_e(self) -> NDArray[np.int64]:

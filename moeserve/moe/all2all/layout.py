@@ -81,21 +81,3 @@ def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD:
             total_TD += term_TD
         out_TD[start : start + step] = total_TD
     return out_TD
-
-
-def grouped_of(rows_eCD: Tensor, counts_e: NDArray[np.int64]) -> Tensor:
-    """Returns the valid rows of all experts, one after the other, [P, D]. Rows beyond a count are never read."""
-    return rows_eCD.flatten(0, 1).index_select(0, _valid(rows_eCD, counts_e))
-
-
-def slotted_of(rows_PD: Tensor, counts_e: NDArray[np.int64], rows_eCD: Tensor) -> Tensor:
-    """Writes rows_PD where `grouped_of` would read them; rows beyond a count stay as they are."""
-    rows_eCD.view(-1, rows_eCD.shape[2]).index_copy_(0, _valid(rows_eCD, counts_e), rows_PD[: int(counts_e.sum())])
-    return rows_eCD
-
-
-def _valid(rows_eCD: Tensor, counts_e: NDArray[np.int64]) -> Tensor:
-    """Returns the places of the valid rows among all e * C."""
-    capacity = rows_eCD.shape[1]
-    is_valid_eC = np.arange(capacity)[None] < counts_e[:, None]
-    return torch.from_numpy(is_valid_eC.reshape(-1).nonzero()[0]).to(rows_eCD.device)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import starmap
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class ReferenceExperts(Experts):
 
     caps = ExpertsCaps(
         name="reference",
-        layouts=frozenset({Layout.GROUPED}),
+        layouts=frozenset(Layout),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         devices=frozenset({"cpu", "cuda"}),
         ungated=True,
@@ -65,16 +66,18 @@ class ReferenceExperts(Experts):
     def run(self, inbound: Inbound, weights: list[Products], out: Tensor) -> None:
         """See `Experts`."""
         ops = self._ops
-        x_PD = inbound.x
-        start = 0
+        x, out = (part.view(-1, part.shape[-1]) for part in (inbound.x, out))
         counts_e = inbound.host_counts_e
+        starts_e = counts_e.cumsum() - counts_e
+        if inbound.layout is Layout.SLOTTED:
+            starts_e = np.arange(len(counts_e)) * inbound.x.shape[1]
         for expert in counts_e.nonzero()[0].tolist():
+            start = int(starts_e[expert])
             end = start + int(counts_e[expert])
             padded = start + ops.pad_rows(end - start)
             w13, w2 = weights[expert]
-            if padded <= x_PD.shape[0]:
-                x_MD = x_PD[start:padded]  # the next experts' rows fill up the shape; their results are dropped
+            if padded <= x.shape[0]:
+                x_MD = x[start:padded]  # whatever follows fills up the shape; its results are dropped
             else:
-                x_MD = torch.nn.functional.pad(x_PD[start:end], (0, 0, 0, padded - end))
+                x_MD = torch.nn.functional.pad(x[start:end], (0, 0, 0, padded - end))
             out[start:end] = w2(ops.act_mul(w13(x_MD), self._activation))[: end - start]
-            start = end

@@ -55,16 +55,16 @@ class PackedTriton:
     def run(self, x: Tensor, to: Alignment, config: Config, out: Tensor, top_k: int = 1, act: Act = SWIGLU_ACT) -> None:
         """Runs both products, from rows x to rows of out."""
         kernels, (b13, b2) = self.kernels, self.biases or (None, None)
-        hidden = kernels.gate_up(kernels.rows(x), self.w13, to, config, top_k, act, b13)
+        hidden = kernels.gate_up(kernels.rows(x, to), self.w13, to, config, top_k, act, b13)
         kernels.down(hidden, self.w2, to, config, out, b2)
 
 
 class TritonExperts(StackedExperts):
-    """Experts over grouped rows."""
+    """Experts over rows of either layout, where they are."""
 
     caps = ExpertsCaps(
         name="triton",
-        layouts=frozenset({Layout.GROUPED}),
+        layouts=frozenset(Layout),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         devices=frozenset({"cuda", "cpu"}),  # cpu: interpreted, in tests
         device_counts=True,
@@ -81,18 +81,18 @@ class TritonExperts(StackedExperts):
 
     def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
         """See `Experts`."""
-        ends_e = inbound.ends_e
+        ends_e, room = inbound.ends_e, inbound.x.shape[1] if inbound.layout is Layout.SLOTTED else 0
+        x, y = (part.view(-1, part.shape[-1]) for part in (inbound.x, out))
         if isinstance(ends_e, Tensor):
-            rows, expected = inbound.x.shape[0], inbound.expected
+            rows, expected = inbound.most or len(x), inbound.expected
         else:
-            rows = expected = int(ends_e[-1])
-            ends_e = torch.from_numpy(ends_e).to(inbound.x.device, torch.int32)
+            rows = expected = int(inbound.host_counts_e.sum())
+            ends_e = torch.from_numpy(ends_e).to(x.device, torch.int32)
         if not rows:
             return
-        x_PD = inbound.x[:rows]
-        config = weights.launch(expected, x_PD)
-        to = align_groups(ends_e, rows, config["block_m"])
-        weights.run(x_PD, to, config, out[:rows], act=act_of(self._activation))
+        config = weights.launch(expected, x)
+        to = align_groups(ends_e, rows, config["block_m"], room)
+        weights.run(x if room else x[:rows], to, config, y, act=act_of(self._activation))
 
     def fuse(self, router: Router) -> FusedExperts:
         """See `Fusible`."""

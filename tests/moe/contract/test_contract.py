@@ -59,13 +59,13 @@ def cases(ranks: int) -> dict[str, list[np.ndarray]]:
 
 def experts(inbound: Inbound, first: int) -> Tensor:
     """Stands in for experts: expert s multiplies by s + 1/2. Results of rows beyond the last are NaN."""
-    assert inbound.layout is Layout.GROUPED
-    assert inbound.ends_e.tolist() == np.cumsum(inbound.host_counts_e).tolist()
+    counts, slotted = inbound.host_counts_e, inbound.layout is Layout.SLOTTED
+    assert inbound.ends_e.tolist() == (counts if slotted else np.cumsum(counts)).tolist()
     y = torch.full_like(inbound.x, torch.nan)
-    start = 0
-    for expert, end in enumerate(inbound.ends_e.tolist()):
-        y[start:end] = inbound.x[start:end] * (first + expert + 0.5)
-        start = end
+    starts = [0] * len(counts) if slotted else (np.cumsum(counts) - counts).tolist()
+    for expert, (start, end) in enumerate(zip(starts, inbound.ends_e.tolist(), strict=True)):
+        x, to = (part[expert] if slotted else part for part in (inbound.x, y))
+        to[start:end] = x[start:end] * (first + expert + 0.5)
     return y
 
 

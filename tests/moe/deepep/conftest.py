@@ -1,9 +1,29 @@
-"""Ranks are threads here; OpenMP teams of several of them would fight for the cores."""
+"""Ranks are threads here; OpenMP teams of several of them would fight for the cores, and only one may interpret."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Any
+
 import pytest
+
+from moeserve.moe.all2all.deepep import ll
 
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_torch_thread: None) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _one_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("triton") is None:
+        return
+    from tests.comm.host_memory import interpreting
+
+    widened = ll._widened
+
+    def in_turn(*args: Any) -> Any:
+        with interpreting():
+            return widened(*args)
+
+    monkeypatch.setattr(ll, "_widened", in_turn)

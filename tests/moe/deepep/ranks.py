@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.moe.all2all.adapters import GroupedFromSlotted
-from moeserve.moe.all2all.base import All2All, Layout
+from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.deepep import ADAPTERS
 from moeserve.moe.all2all.deepep.base import DeepEP
 from moeserve.moe.all2all.registry import BackendFacts
@@ -58,9 +57,8 @@ def joined(
 
 
 def on_all(backends: list[Any], work: Callable[[int, All2All], T]) -> list[T]:
-    """`work` on every rank; adapters of slots behind groups, as a kernel of groups sees them."""
-    ready = [GroupedFromSlotted(b) if Layout.SLOTTED in b.caps.layouts else b for b in backends]
-    return together([lambda r=r: work(r, ready[r]) for r in range(len(ready))])  # type: ignore[misc]
+    """`work` on every rank."""
+    return together([lambda r=r: work(r, backends[r]) for r in range(len(backends))])  # type: ignore[misc]
 
 
 def some(tokens: int, ranks: int, seed: int, width: int = WIDTH, top_k: int = TOP_K) -> tuple[Tensor, Routing]:

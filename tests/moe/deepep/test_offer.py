@@ -12,9 +12,9 @@ import torch
 
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
-from moeserve.moe.all2all.adapters import GroupedFromSlotted
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.experts.grouped_mm import GroupedMM
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.ops.table import pick_ops
@@ -60,7 +60,6 @@ def test_without_the_package(name: str) -> None:
         (
             "deepep_ll",
             "picked; rows of 2880 travel filled up to 3072; "
-            "rows are copied between deepep_ll's layout and reference's; "
             "a step of 300 tokens goes in 3 rounds of 128; bits may depend on where experts are",
         ),
         ("deepep_v2", "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are"),
@@ -69,8 +68,18 @@ def test_without_the_package(name: str) -> None:
 def test_with_the_package(name: str, terms: str) -> None:
     picked = plan(offer(name))
     assert picked.reasons[0] == (name, "reference", terms)
-    assert isinstance(picked.all2all, GroupedFromSlotted) == (name == "deepep_ll")
     assert plan(offer(name, wire="fp8_b128")).all2all.caps.name == name
+
+
+@pytest.mark.usefixtures("installed")
+def test_kernels_that_take_its_slots() -> None:
+    ops, triton = pick_ops("cpu", torch.bfloat16), pytest.importorskip("moeserve.moe.experts.triton").TritonExperts()
+    needs = MoENeeds(hidden_size=2880, dtype="bfloat16", device="cuda", max_tokens=300, world_size=2)
+    picked = plan_moe(needs, offer("deepep_ll"), [GroupedMM(ops), triton, ReferenceExperts(ops)])
+    assert [why.split(";")[0] for _, _, why in picked.reasons[:3]] == [
+        "deepep_ll and grouped_mm share no layout", "picked", "possible, lower preference",
+    ]  # fmt: skip
+    assert (picked.all2all.caps.name, picked.experts) == ("deepep_ll", triton)
 
 
 @pytest.mark.usefixtures("installed")

@@ -16,14 +16,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
-from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, unpack, widen
+from moeserve.moe.all2all.deepep.base import DeepEP, caps_with, widen
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
@@ -93,11 +91,13 @@ class DeepEPLowLatency(DeepEP):
             )
         self._in_flight += 1
 
+        most_tokens, top_k = min(ubatch.most_tokens or self.max_tokens, self.max_tokens), ids_TK.shape[1]
+
         def unpacked() -> Ticket:
-            """Waits for the counts, and returns the rows in the model's dtype and width."""
-            host_counts_e = counts_e.cpu().numpy().astype(np.int64)
-            x_eCD = _rows(rows, host_counts_e, width)
-            inbound = Inbound(Layout.SLOTTED, x_eCD, host_counts_e, host_counts_e.cumsum())
+            """Returns the rows in the model's dtype and width. The host waits for nothing."""
+            x_eCD = rows[:, :, :width] if isinstance(rows, Tensor) else _widened(rows, counts_e, width)
+            most = x_eCD.shape[1] * min(top_k, len(x_eCD))
+            inbound = Inbound(Layout.SLOTTED, x_eCD, counts_e, counts_e, most_tokens * top_k, most)
             return Ticket(inbound, routing, _LLHandle(buffer, handle, ids_TK))
 
         self._last = pending = _Received(self, buffer, hook, collective, unpacked)
@@ -164,13 +164,9 @@ class _Received(Pending[T]):
         return self.finish()
 
 
-def _rows(rows: SentRows, counts_e: NDArray[np.int64], width: int) -> Tensor:
-    """Returns [e, C, D] bfloat16, a view where nothing has to be decoded; only valid rows are decoded."""
-    if isinstance(rows, Tensor):
-        return rows[:, :, :width]
-    data_eCW, scale_eCb = rows
-    x_eCD = torch.empty((*data_eCW.shape[:2], width), dtype=torch.bfloat16, device=data_eCW.device)
-    for expert in counts_e.nonzero()[0].tolist():
-        count = int(counts_e[expert])
-        x_eCD[expert, :count] = unpack((data_eCW[expert, :count], scale_eCb[expert, :count]), width)
-    return x_eCD
+def _widened(rows: tuple[Tensor, Tensor], counts_e: Tensor, width: int) -> Tensor:
+    """Returns [e, C, D] bfloat16 of fp8 rows and their scales; rows beyond the counts stay undefined."""
+    from moeserve.kernels.fp8 import widen as widen_fp8  # torch for CUDA brings Triton
+
+    x_eCD = rows[0].new_empty((*rows[0].shape[:2], width), dtype=torch.bfloat16)
+    return widen_fp8(*rows, counts_e, x_eCD)

@@ -187,7 +187,7 @@ def put(data: Tensor, scale: Tensor, at: slice, rows: Tensor) -> None:
     if data.dtype == torch.bfloat16:
         data[at] = rows
         return
-    blocks = rows.float().view(len(rows), -1, 128)
+    blocks = rows.float().unflatten(1, (-1, 128))
     amax = blocks.abs().amax(2).clamp(min=1e-4)
     scale[at] = amax / 448
     data.view(torch.uint8)[at] = (blocks * (448 / amax)[:, :, None]).flatten(1).to(FP8).view(torch.uint8)
