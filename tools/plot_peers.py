@@ -25,7 +25,7 @@ TITLES = {
     "prefill-1x1024": ("prefill", "1 x 1,024 tokens"),
     "prefill-8x512": ("prefill", "8 x 512 tokens"),
 }
-LABELS = {"llamacpp": "llama.cpp", "vllm": "vLLM"}
+LABELS = {"moeserve-gguf": "moeserve", "llamacpp": "llama.cpp", "vllm": "vLLM"}
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #1f2328 }
   .title { font-size: 15px; font-weight: 600 } .small { font-size: 11px; fill: #59636e } .ours { font-weight: 600 }
