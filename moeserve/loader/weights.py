@@ -2,8 +2,8 @@
 
 A range whose dtype is already right is read by `preadv` into the parameter itself; any other range passes through a
 small buffer per thread. A parameter is read when it is asked for, so memory holds what was made of earlier
-parameters, and a few buffers. Nothing is mapped: a file that shrinks meanwhile is an error, not a crash. Headers and
-plan are compared before the first byte is allocated.
+parameters, and a few buffers, used again and again. Nothing is mapped: a file that shrinks meanwhile is an error, not
+a crash. Headers and plan are compared before the first byte is allocated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import weakref
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
@@ -45,6 +48,7 @@ DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I8": torch.int8, "F8_E4M3": torch.uint8, "F8_E8M0": torch.uint8, "U8": torch.uint8, "I32": torch.int32,
 }  # fmt: skip
+ALIGNED = 64  # bytes, as torch's own tensors are: libraries choose code by it
 READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to share out among threads
 
 
@@ -108,13 +112,32 @@ def _by_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
         yield replace(piece, take=(expert, *piece.take[1:])), (i,)
 
 
+class ReusedMemory:
+    """Memory for tensors that live one after the other: new pages take longer than what is read into them."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[np.uint8], weakref.ref[Any]]] = []  # and who has it now
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Returns an uninitialised tensor such as this one, where another was of which no view is left."""
+        size = tensor.nbytes
+        free = [part for part, user in self._parts if user() is None and size <= len(part) - ALIGNED <= 2 * size]
+        memory = min(free, key=len) if free else np.empty(size + ALIGNED, np.uint8)
+        begin = -memory.ctypes.data % ALIGNED
+        used = memory[begin : begin + size]
+        self._parts = [other for other in self._parts if other[0] is not memory]
+        self._parts.append((memory, weakref.ref(used)))
+        return torch.from_numpy(used).view(tensor.dtype).view(tensor.shape)
+
+
 class Reader:
-    """Open files, and one buffer per thread for what has to be converted on its way. Raises CheckpointError."""
+    """Open files, memory for what is packed once it is read, and one buffer per thread for what has to be converted on
+    its way. Raises CheckpointError."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._files: dict[Path, int] = {}
-        self._local = threading.local()
+        self._local, self._reused = threading.local(), ReusedMemory()
         for path in {tensor.path for tensor in checkpoint.tensors.values()}:
             try:
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -129,7 +152,10 @@ class Reader:
 
     def memory(self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device) -> Weight:
         """Returns what `jobs` fill."""
-        return empty_weight(self._checkpoint, param, pieces, dtype, device)
+        weight = empty_weight(self._checkpoint, param, pieces, dtype, device)
+        if isinstance(weight, Tensor) and device.type == "cpu" and is_packed(param.name):
+            return self._reused.like(weight)  # short-lived: kernels keep it packed
+        return weight
 
     def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
         """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.

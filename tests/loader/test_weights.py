@@ -68,6 +68,29 @@ def test_many_shards_load_in_parallel(tmp_path: Path) -> None:
     assert all(torch.equal(params[name], tensor) for name, tensor in tensors.items())
 
 
+def test_memory_is_used_again_once_nothing_is_left_of_what_was_packed(tmp_path: Path) -> None:
+    """Weights that are packed, of unlike sizes and one that is empty; a view of one is kept while others are read."""
+    rows = {"0.qkv": 40, "0.w13": 96, "0.norm": 1, "1.qkv": 40, "1.w13": 93, "2.qkv": 0}
+    tensors = {name: torch.randn(count, 9).bfloat16() for name, count in rows.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with weights.Params(open_checkpoint(tmp_path), copy_all(tensors), torch.bfloat16) as params:
+        addresses = {}
+        for name, tensor in tensors.items():
+            weight = params.pop(name)
+            assert torch.equal(weight, tensor)
+            assert weight.data_ptr() % weights.ALIGNED == 0 or not weight.numel()
+            addresses[name] = weight.data_ptr()
+            del weight
+        assert addresses["1.qkv"] == addresses["0.qkv"]
+        assert addresses["1.w13"] == addresses["0.w13"]
+    with weights.Params(open_checkpoint(tmp_path), copy_all(tensors), torch.bfloat16) as params:
+        part, norm = params.pop("0.qkv")[1:2, ::2].mT, params.pop("0.norm")
+        other = params.pop("1.qkv")
+    assert torch.equal(part, tensors["0.qkv"][1:2, ::2].mT)
+    assert torch.equal(norm, tensors["0.norm"])
+    assert torch.equal(other, tensors["1.qkv"])
+
+
 def test_experts_one_by_one_and_fused_fill_the_same_parameter(tmp_path: Path) -> None:
     """Gate and up of three experts, [I, D] each, and the fused [E, 2I, D] that some checkpoints have."""
     gates, ups = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
