@@ -16,10 +16,11 @@ constexpr size_t kBlocks = kWidth == 16 ? 2 : 1;  // that many rows meet at once
 /// Inputs that several tiles share while the blocks' weights for them are in the L1 cache, beside a few rows.
 inline const size_t kChunk = kBlocks == 1 || sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 ? 512 : 256;
 
-/// Whether rows of E meet these weights as bf16 pairs.
+/// Whether rows of E meet weights as bf16 pairs.
 template <class E>
-constexpr bool in_pairs(Type weights) {
-    return kDots && std::is_same_v<E, BFloat16> && weights != Type::fp32 && weights != Type::fp16;
+bool in_pairs(const ProductArgs& args) {
+    const bool exact = args.weight_type != Type::fp32 && args.weight_type != Type::fp16;
+    return kDots && std::is_same_v<E, BFloat16> && args.pairs && exact;
 }
 
 /// A worker's scratch for one part: its rows as elements for tiles, the results of a task, a chunk of unpacked weights.
@@ -206,7 +207,7 @@ void sums(const ProductArgs& args, const Workspace& space, size_t rows, const ui
         case Type::fp16: return sums_of<Chains<WeightsFp16>>(args, space, rows, w, blocks);
         default:
 #ifdef __AVX512BF16__
-            if constexpr (in_pairs<E>(Type::bf16)) return sums_in<Dots>(args, space, rows, w, blocks);
+            if (in_pairs<E>(args)) return sums_in<Dots>(args, space, rows, w, blocks);
 #endif
             return sums_in<Chains>(args, space, rows, w, blocks);
     }
@@ -216,7 +217,7 @@ template <class E>
 void take_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
     if (args.ints.on) return round_rows<E>(args, part, space);
 #ifdef __AVX512BF16__
-    if (in_pairs<E>(args.weight_type)) return pair_rows(args, part, space);
+    if (in_pairs<E>(args)) return pair_rows(args, part, space);
 #endif
     widen_rows<E>(args, part, space);
 }
@@ -268,7 +269,7 @@ void finish(const ProductArgs& args, const Part& part, const Workspace& space, s
 
 template <class E>
 void product_of(const ProductArgs& args, size_t begin, size_t end, int worker) {
-    const Workspace space(args, in_pairs<E>(args.weight_type));
+    const Workspace space(args, in_pairs<E>(args));
     const size_t units = args.units();
     size_t& held = args.held[worker * (64 / sizeof(size_t))];
     for (size_t task = begin; task < end; ++task) {

@@ -134,10 +134,11 @@ void linear(const Packing& packing, size_t rows, size_t offset) {
     const auto x = random<E>((rows - 1) * x_stride + depth, offset);
     auto bias = random<float>(packing.num_blocks() * Packing::kBlock, offset);
     Exact<E> y((rows - 1) * y_stride + columns, 1 - offset), expected(y);
-    for (int way = 0; way < 4; ++way) {
+    for (int way = 0; way < 8; ++way) {
         const bool biased = way & 1, acts = way & 2;
         ProductArgs args = arguments(packing, packing.num_blocks());
         args.acts = acts;
+        args.pairs = way & 4;
         args.activation.kind = Activation::Kind::relu2;
         args.type = kType<E>;
         args.x = x.data(), args.x_stride = x_stride;
@@ -200,9 +201,10 @@ void gated(const Packing& packing, size_t offset) {
             }
         }
     }
-    for (int way = 0; way < 8; ++way) {
+    for (int way = 0; way < 16; ++way) {
         const bool biased = way & 1;
-        args.activation = kActivations[way / 2];
+        args.pairs = way & 8;
+        args.activation = kActivations[way / 2 % 4];
         args.bias = biased ? reinterpret_cast<const float*>(weights.data() + 2 * packing.bytes()) : nullptr;
         run(args, parts);
         for (const Part& part : parts) {
