@@ -31,19 +31,19 @@ constexpr size_t kTilesStep = 6;                // parts are a multiple of this,
 constexpr size_t kSummed = 2 << 20;              // bytes of a part that has a checksum of its own: a large page
 constexpr size_t kTakes = 64;                   // times that a worker asks for tasks, about: few enough to keep it busy
 
-/// Whether a dot product of pairs takes less time than its two multiply-adds. Not on Intel's cores: there it takes two
-/// cycles of one of two ports that do a multiply-add each in one.
-bool in_pairs() {
+/// The most rows of a part for which dot products of pairs take no more time than multiply-adds. On Intel's cores a dot
+/// product takes two cycles of one of two ports that do a multiply-add each in one, which few rows hide behind memory.
+size_t dot_rows() {
+    if (!kernels()->pairs) return 0;
 #if defined(__x86_64__)
     static const bool intel = __builtin_cpu_is("intel");
-    return kernels()->pairs && !intel;
-#else
-    return kernels()->pairs;
+    if (intel) return 4;
 #endif
+    return SIZE_MAX;
 }
 
 size_t most_rows(Type type, const Packing& packing) {
-    const size_t row = packing.depth * (packing.ints.on || (type == Type::bf16 && in_pairs()) ? 2 : 4);
+    const size_t row = packing.depth * (packing.ints.on || (type == Type::bf16 && dot_rows() == SIZE_MAX) ? 2 : 4);
     return std::clamp(kPartBytes / row / 12 * 12, size_t{12}, kMostRows);
 }
 
@@ -82,7 +82,7 @@ ProductArgs product_args(Type type, const Packing& packing, const uint8_t* weigh
     args.block_bytes = packing.block_bytes();
     args.group = packing.group;
     args.zero_points = packing.zero_points;
-    args.pairs = in_pairs();
+    args.dot_rows = dot_rows();
     args.ints = packing.ints;
     return args;
 }

@@ -16,11 +16,18 @@ constexpr size_t kBlocks = kWidth == 16 ? 2 : 1;  // that many rows meet at once
 /// Inputs that several tiles share while the blocks' weights for them are in the L1 cache, beside a few rows.
 inline const size_t kChunk = kBlocks == 1 || sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 ? 512 : 256;
 
-/// Whether rows of E meet weights as bf16 pairs.
+/// Whether rows of E may meet these weights as bf16 pairs. Then denormals are zeros, as dot products take them, also where
+/// a part of more rows meets them as floats: a row's bits do not depend on its company.
 template <class E>
-bool in_pairs(const ProductArgs& args) {
+bool are_pairs(const ProductArgs& args) {
     const bool exact = args.weight_type != Type::fp32 && args.weight_type != Type::fp16;
-    return kDots && std::is_same_v<E, BFloat16> && args.pairs && exact;
+    return kDots && std::is_same_v<E, BFloat16> && exact && !args.ints.on;
+}
+
+/// Whether those of a part of so many rows do.
+template <class E>
+bool in_pairs(const ProductArgs& args, size_t rows) {
+    return are_pairs<E>(args) && rows <= args.dot_rows;
 }
 
 /// A worker's scratch for one part: its rows as elements for tiles, the results of a task, a chunk of unpacked weights.
@@ -207,7 +214,7 @@ void sums(const ProductArgs& args, const Workspace& space, size_t rows, const ui
         case Type::fp16: return sums_of<Chains<WeightsFp16>>(args, space, rows, w, blocks);
         default:
 #ifdef __AVX512BF16__
-            if (in_pairs<E>(args)) return sums_in<Dots>(args, space, rows, w, blocks);
+            if (in_pairs<E>(args, rows)) return sums_in<Dots>(args, space, rows, w, blocks);
 #endif
             return sums_in<Chains>(args, space, rows, w, blocks);
     }
@@ -217,7 +224,7 @@ template <class E>
 void take_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
     if (args.ints.on) return round_rows<E>(args, part, space);
 #ifdef __AVX512BF16__
-    if (in_pairs<E>(args)) return pair_rows(args, part, space);
+    if (in_pairs<E>(args, part.count)) return pair_rows(args, part, space);
 #endif
     widen_rows<E>(args, part, space);
 }
@@ -269,7 +276,7 @@ void finish(const ProductArgs& args, const Part& part, const Workspace& space, s
 
 template <class E>
 void product_of(const ProductArgs& args, size_t begin, size_t end, int worker) {
-    const Workspace space(args, in_pairs<E>(args));
+    const Workspace space(args, in_pairs<E>(args, args.most_rows));
     const size_t units = args.units();
     size_t& held = args.held[worker * (64 / sizeof(size_t))];
     for (size_t task = begin; task < end; ++task) {
@@ -281,7 +288,12 @@ void product_of(const ProductArgs& args, size_t begin, size_t end, int worker) {
         const size_t first = task % units * ProductArgs::kUnit, left = args.num_blocks - first;
         const size_t blocks = left < ProductArgs::kUnit ? left : ProductArgs::kUnit;
         const uint8_t* w = args.weights + part.expert * args.expert_bytes + first * args.block_bytes;
-        sums<E>(args, space, part.count, w, blocks);
+        {
+#ifdef __AVX512BF16__
+            const DenormalsAreZeros zeros(are_pairs<E>(args));
+#endif
+            sums<E>(args, space, part.count, w, blocks);
+        }
         if (args.y_type == args.type) {
             finish<E>(args, part, space, first, blocks);
         } else {

@@ -74,7 +74,7 @@ struct ProductArgs {
     Type weight_type;
     size_t depth, columns, num_blocks, block_bytes, group;
     bool zero_points, acts;
-    bool pairs = false;  // rows of bf16 meet weights of at most 16 bits by dot products of pairs, where kernels have them
+    size_t dot_rows = 0;  // parts of at most so many rows of bf16 meet weights by dot products of pairs, if kernels have them
     IntForm ints;
     Activation activation;
     const float* bias;      // or null; [num_blocks, 16], of expert e `expert_bytes` times e further

@@ -19,7 +19,7 @@ enum class Type : int { fp32, bf16, fp16, int8, int4, fp8, fp4, iq4_nl };
 /// One pointer per kernel; what it means and expects is said where it is defined, in kernels/<family>.hpp.
 struct Kernels {
     const char* name;
-    bool pairs;  // whether products may hold rows of bf16 as pairs, half as large as floats
+    bool pairs;  // whether products can hold rows of bf16 as pairs, half as large as floats
     void (*exp)(const float* x, float* y, size_t count);  // for tests of math.hpp
     void (*rms_norm)(const NormArgs&, size_t begin, size_t end);
     void (*act_mul)(const ActMulArgs&, size_t begin, size_t end);

@@ -136,6 +136,23 @@ MOESERVE_INLINE float largest(f32 a) { return _mm512_reduce_max_ps(a); }
 MOESERVE_INLINE int32_t largest(i32 a) { return _mm512_reduce_max_epi32(a); }
 
 #ifdef __AVX512BF16__
+/// While it lives this thread takes denormals for zeros and makes none.
+class DenormalsAreZeros {
+    const unsigned before_ = _mm_getcsr();
+
+   public:
+    explicit DenormalsAreZeros(bool on) { set(on ? before_ | 0x8040 : before_); }
+    ~DenormalsAreZeros() { set(before_); }
+    DenormalsAreZeros(const DenormalsAreZeros&) = delete;
+
+   private:
+    static void set(unsigned state) {
+        asm volatile("" ::: "memory");  // what is computed is stored, and stays on its side
+        _mm_setcsr(state);
+        asm volatile("" ::: "memory");
+    }
+};
+
 /// sum + a * b of the upper, then of the lower of two bf16 values in a word: two fused multiply-adds. Denormals are zeros.
 MOESERVE_INLINE f32 dot(f32 sum, i32 a, i32 b) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));

@@ -138,7 +138,7 @@ void linear(const Packing& packing, size_t rows, size_t offset) {
         const bool biased = way & 1, acts = way & 2;
         ProductArgs args = arguments(packing, packing.num_blocks());
         args.acts = acts;
-        args.pairs = way & 4;
+        args.dot_rows = way & 4 ? SIZE_MAX : 0;
         args.activation.kind = Activation::Kind::relu2;
         args.type = kType<E>;
         args.x = x.data(), args.x_stride = x_stride;
@@ -203,7 +203,7 @@ void gated(const Packing& packing, size_t offset) {
     }
     for (int way = 0; way < 16; ++way) {
         const bool biased = way & 1;
-        args.pairs = way & 8;
+        args.dot_rows = way & 8 ? 4 : 0;
         args.activation = kActivations[way / 2 % 4];
         args.bias = biased ? reinterpret_cast<const float*>(weights.data() + 2 * packing.bytes()) : nullptr;
         run(args, parts);

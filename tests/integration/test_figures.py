@@ -107,7 +107,7 @@ CLAIMS = [
         "serve-peers",
         _beside_vllm,
     ),
-    Claim("{} and {} times at batch 1 and 8, {} times in a prefill", "peers-15b-q4_0", _beside_llamacpp_gguf),
+    Claim("{} and {} times at batch 1 and 8, {} times in a prefill", "peers-15b-q4-0", _beside_llamacpp_gguf),
     Claim("| {} µs / {} µs |", "step", _step_us),
     Claim("| {} s; {} s |", "startup-demo", lambda r: [r["ready_s"]["median"], r["listening_s"]["median"]]),
     Claim("on one core | {} |", "streaming", lambda r: [r["events_per_s"]["median"]]),

@@ -100,6 +100,17 @@ def test_rows_keep_their_bits_in_any_company(dtype: torch.dtype, threads: int, i
         assert torch.equal(linear(dirty)[::2], whole[::2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_denormals_do_not_depend_on_company(dtype: torch.dtype, isa: str) -> None:
+    """A few rows of bf16 may be multiplied by other instructions than many."""
+    weight, x = values(40, 300, seed=0).float(), values(20, 300, seed=1).float()
+    for of_weight, of_x in ((1.0, 1e-39), (1e-39, 1.0), (2e-19, 2e-20)):
+        linear, rows = NativeLinear((weight * of_weight).to(dtype)), (x * of_x).to(dtype)
+        whole = linear(rows)
+        for count, first in itertools.product((1, 4, 5, 13), (0, 7)):
+            assert torch.equal(linear(rows[first : first + count]), whole[first : first + count])
+
+
 def test_columns_keep_their_bits() -> None:
     """What tensor-parallel ranks rely on."""
     weight, x = values(301, 200, seed=0, dtype=torch.bfloat16), values(20, 200, seed=1, dtype=torch.bfloat16)
