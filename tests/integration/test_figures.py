@@ -147,7 +147,7 @@ NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has
     "take 36.0 ms for a step that decodes": "predicted: what `moeserve plan` prints",
     "the goal of 1 s is missed (3.0 s at p99)": "the same",
     "takes 4.7 minutes on one core; its first 40,000 requests take 3 s, and 39 s with schedulers": "benchmarks/LOG.md",
-    "10 to 30 % too long": "a range of errors in the files of the table above it",
+    "10 to 35 % too short": "a range of errors in the files of the table above it",
     "take 58 us and more in these tables": "others' measurements",
 }
 
