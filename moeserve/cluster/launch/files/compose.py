@@ -34,7 +34,8 @@ def _service(it: Deployment, rank: int) -> dict[str, Any]:
     if not volumes:
         del service["volumes"]
     if rank:
-        return service | {"healthcheck": {"disable": True}}  # it answers no HTTP
+        # It answers no HTTP. It ends with machine 0, which drains first: the signal of a stop is one that it ignores.
+        return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}
     return service | {"ports": [f"{it.port}:{it.port}"], "healthcheck": _health(it)}
 
 
