@@ -70,9 +70,14 @@ def test_an_address_where_no_ray_listens(monkeypatch: pytest.MonkeyPatch, capsys
     """Ray itself would try for minutes. What is imported here is no part of the answer."""
     for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
-    for address in ("127.0.0.1:1", "here", "127.0.0.1:x"):
+    malformed = "must be HOST:PORT or ray://HOST:10001"
+    for address, why in (
+        ("127.0.0.1:1", ""), ("here", malformed), ("127.0.0.1:x", malformed), (":6379", malformed),
+        ("h:0", malformed), ("h:65536", malformed), ("h:" + "9" * 5000, malformed),
+    ):  # fmt: skip
         assert main(["launch", "--ray", "--ray-address", address, "--", "serve"]) == 2
-        assert f"--ray-address {address}: " in capsys.readouterr().err
+        assert f"--ray-address {address}: {why}" in (err := capsys.readouterr().err)
+        assert "invalid literal" not in err
 
 
 def test_numbers_of_machines_in_the_environment(
