@@ -34,8 +34,7 @@ def _service(it: Deployment, rank: int) -> dict[str, Any]:
     if not volumes:
         del service["volumes"]
     if rank:
-        # It answers no HTTP. It ends with machine 0, which drains first: the signal of a stop is one that it ignores.
-        return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}
+        return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}  # no HTTP; ends with machine 0
     return service | {"ports": [f"{it.port}:{it.port}"], "healthcheck": _health(it)}
 
 
