@@ -33,6 +33,8 @@ from moeserve.cli.main import main
             "--image is only for --kubernetes, --print lws, --print compose",
         ),
         ("--print lws -- serve", "--print lws needs --nodes N"),
+        ("--print lws --nodes 2 -- serve --port 0", "--port 0: must be a number from 1 to 65535"),
+        ("--print compose --nodes 2 -- serve --port 0", "--port 0: must be a number from 1 to 65535"),
         ("--local 2 --env NOT_SET_ANYWHERE -- serve", "--env NOT_SET_ANYWHERE: must be NAME=VALUE"),
         ("--local 2 --max-restarts -- -1", "expected one argument"),
         ("--hosts a --slurm -- serve", "not allowed with argument"),
