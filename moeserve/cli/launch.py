@@ -207,7 +207,7 @@ def _deployment(args: argparse.Namespace, served: Served) -> Deployment:
         rendezvous=served.flags.rendezvous,
         host_given=served.flags.host is not None,
         https=served.flags.ssl_certfile is not None,
-        port=served.number("port", 8000),
+        port=_number(str(served.number("port", 8000)), "--port", {"slurm": 0, "systemd": 0}.get(args.print, 1), 65535),
         drain_s=served.number("shutdown_timeout", 30),
         image=args.image or "moeserve",
     )

@@ -43,6 +43,7 @@ def _placed(resolved: ResolvedSettings) -> Config | None:
     """Returns the settings of this machine in a launcher's allocation, if there is one, and says what was chosen.
     Returns None if this process has nothing to do there."""
     from moeserve.cluster.allocation import apply, outside_of_step
+    from moeserve.cluster.check_parallel import rendezvous_of
     from moeserve.cluster.default_key import default_key
 
     config, given = resolved.config, {path.removeprefix("parallel.") for path in resolved.origins}
@@ -52,14 +53,13 @@ def _placed(resolved: ResolvedSettings) -> Config | None:
             _say(advice)
         return config
     if found.local_rank:
-        _say(
-            f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts this machine's part"
-        )
+        _say(f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts the machine's part")
         return None
     _say(f"{found.source}: machine {parallel.node_rank} of {parallel.nnodes}; machine 0 is at {parallel.rendezvous}")
+    rendezvous_of(parallel)  # before a wait for the secret
     if parallel.cluster_key_file is None:
+        _say("the machines' secret is in their home, where machine 0 makes it; --cluster-key-file names another one")
         parallel = replace(parallel, cluster_key_file=default_key(parallel.node_rank))
-        _say(f"the machines' secret is in {parallel.cluster_key_file}")
     return replace(config, parallel=parallel)
 
 

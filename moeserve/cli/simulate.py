@@ -87,9 +87,9 @@ def read_load(args: argparse.Namespace) -> RequestTrace:
     from moeserve.cli.bench.load import arrival_times
     from moeserve.plan.trace import read_trace, synthetic
 
-    for name in ("input", "output", "num_requests"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for name, least in (("input", 1), ("output", 1), ("num_requests", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     if not 0 <= args.spread < 1:
         raise ConfigError(f"--spread must be from 0 to below 1, got {args.spread}")
     if not 0 <= args.zipf < math.inf:
@@ -189,6 +189,8 @@ def _measure(config: Config, path: Path) -> int:
     from moeserve.plan.calibration import write
     from moeserve.plan.measure import measure
 
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--measure {path}: must be a file in a folder that there is")
     found = asyncio.run(measure(config))
     write(path, found)
     print(f"{found.num_samples} steps, median error of the fit {100 * found.error:.1f} %")

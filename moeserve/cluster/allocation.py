@@ -146,12 +146,16 @@ class _Variables:
             return value
         raise ConfigError(f"{name} is not set, as it must be beside others of its launcher; {BY_FLAGS}; {ALONE}")
 
-    def number(self, name: str, low: int = 0, high: int = 2**32) -> int:
-        """Returns a number from `low` to `high`."""
+    def number(self, name: str, low: int = 0, high: int = 2**32, why: str = "") -> int:
+        """Returns a number from `low` to `high`. why: the rest of the sentence if it is another one."""
         value = self.text(name)
         if re.fullmatch("[0-9]{1,10}", value) is None or not low <= int(value) <= high:
-            raise self.wrong(name, f"must be a number from {low} to {high}")
+            raise self.wrong(name, f"must be {low if low == high else f'a number from {low} to {high}'}{why}")
         return int(value)
+
+    def rank(self, name: str, nodes: int, first: int = 0) -> int:
+        """Returns a machine's number among `nodes`, of which the launcher counts those from `first` on."""
+        return first + self.number(name, 0, nodes - 1 - first, f" with {nodes} machines")
 
     def nodes(self, name: str) -> int:
         """Returns a number of machines."""
@@ -163,7 +167,7 @@ class _Variables:
         try:
             if ":" in host:
                 ipaddress.IPv6Address(host)
-            elif re.fullmatch(r"[0-9A-Za-z_.-]{1,253}", host) is None:
+            elif re.fullmatch(r"(?!-|.{254})[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*\.?", host) is None:
                 raise ValueError
         except ValueError:
             raise self.wrong(name, "must have a host's name or IP address") from None
@@ -179,7 +183,7 @@ def _launch(read: _Variables) -> Allocation | None:
     if not read.any(protocol.NNODES):
         return None
     nodes = read.nodes(protocol.NNODES)
-    rank = read.number(protocol.NODE_RANK, 0, nodes - 1)
+    rank = read.rank(protocol.NODE_RANK, nodes)
     return Allocation("moeserve launch", nodes, rank, read.host(protocol.ADDRESS), read.number(protocol.PORT, 1, 65535))
 
 
@@ -188,7 +192,7 @@ def _lws(read: _Variables) -> Allocation | None:
     if not read.any("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"):
         return None
     nodes = read.nodes("LWS_GROUP_SIZE")
-    return Allocation("LWS", nodes, read.number("LWS_WORKER_INDEX", 0, nodes - 1), read.host("LWS_LEADER_ADDRESS"))
+    return Allocation("LWS", nodes, read.rank("LWS_WORKER_INDEX", nodes), read.host("LWS_LEADER_ADDRESS"))
 
 
 def _grove(read: _Variables) -> Allocation | None:
@@ -201,8 +205,8 @@ def _grove(read: _Variables) -> Allocation | None:
     if leader not in _LEADERS.values():
         return None
     nodes = read.nodes("GROVE_PCSG_TEMPLATE_NUM_PODS")
-    first = role != leader  # of the workers' ranks: machine 0 is the leader
-    rank = first + read.number("GROVE_PCLQ_POD_INDEX", 0, nodes - 1 - first if first else 0)
+    index = "GROVE_PCLQ_POD_INDEX"
+    rank = read.rank(index, nodes, 1) if role != leader else read.number(index, 0, 0, ": a group has one leader")
     name, service = f"{clique}-{leader}-0", read.host("GROVE_HEADLESS_SERVICE")
     return Allocation("Grove", nodes, rank, f"{read.host('GROVE_PCLQ_NAME', name)}.{service}")
 
@@ -214,7 +218,7 @@ def _torchrun(read: _Variables) -> Allocation | None:
     if world % here or world // here > _MAX_MACHINES:
         raise read.wrong("WORLD_SIZE", f"must be a multiple of LOCAL_WORLD_SIZE={here}, {_MAX_MACHINES} times at most")
     nodes = world // here
-    node = read.number("GROUP_RANK", 0, nodes - 1)
+    node = read.rank("GROUP_RANK", nodes)
     read.number("LOCAL_RANK", 0, here - 1)
     local = read.number("RANK", 0, world - 1) - node * here  # LOCAL_RANK is 0 everywhere with --virtual-local-rank
     if not 0 <= local < here:
@@ -232,7 +236,7 @@ def _skypilot(read: _Variables) -> Allocation | None:
     hosts = read.text("SKYPILOT_NODE_IPS").split()
     if len(hosts) != nodes:
         raise read.wrong("SKYPILOT_NODE_IPS", f"has {len(hosts)} addresses, SKYPILOT_NUM_NODES is {nodes}")
-    rank = read.number("SKYPILOT_NODE_RANK", 0, nodes - 1)
+    rank = read.rank("SKYPILOT_NODE_RANK", nodes)
     return Allocation("SkyPilot", nodes, rank, read.host("SKYPILOT_NODE_IPS", hosts[0]))
 
 
@@ -264,6 +268,6 @@ def _slurm(read: _Variables) -> Allocation | None:
         raise read.wrong(name, str(error)) from None
     if len(hosts) != nodes:
         raise read.wrong(name, f"has {len(hosts)} names, the step {nodes} machines")
-    rank = read.number("SLURM_NODEID", 0, nodes - 1)
+    rank = read.rank("SLURM_NODEID", nodes)
     port = _JOB_PORTS[(read.number("SLURM_JOB_ID") + step) % len(_JOB_PORTS)]  # jobs may share machine 0
     return Allocation("Slurm", nodes, rank, read.host(name, hosts[0]), port)

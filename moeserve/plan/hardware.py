@@ -121,6 +121,6 @@ def read_gpus(text: str, link: str = "ib400") -> Cluster:
         raise ConfigError(f"--gpus {text!r} is not like 2x8xH100 (machines x devices x kind), 8xH200 or B200")
     first, second, kind = match.groups()
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
-    if not nodes or not per_node:
-        raise ConfigError(f"--gpus {text!r}: there must be at least one machine and one device")
+    if not (0 < nodes <= 1024 and 0 < per_node <= 1024):  # as --nnodes
+        raise ConfigError(f"--gpus {text!r:.100}: there must be 1 to 1024 machines, with 1 to 1024 devices each")
     return Cluster(nodes, per_node, find_device(kind), find_link(link))

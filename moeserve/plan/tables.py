@@ -99,6 +99,8 @@ def read_tables(source: str, device: Device) -> KernelTables:
         if found is None or not found.submodule_search_locations:
             raise ConfigError(f"--tables {source}: the package is not installed; {HINT}")
         folder = Path(found.submodule_search_locations[0], "systems/data")
+    if not folder.is_dir():
+        raise ConfigError(f"--tables {source}: there is no folder {folder}; {HINT}")
     try:
         from pyarrow import parquet
     except ImportError:

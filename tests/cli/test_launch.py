@@ -33,6 +33,8 @@ from moeserve.cli.main import main
             "--image is only for --kubernetes, --print lws, --print compose",
         ),
         ("--print lws -- serve", "--print lws needs --nodes N"),
+        ("--print lws --nodes 2 -- serve --port 0", "--port 0: must be a number from 1 to 65535"),
+        ("--print compose --nodes 2 -- serve --port 0", "--port 0: must be a number from 1 to 65535"),
         ("--local 2 --env NOT_SET_ANYWHERE -- serve", "--env NOT_SET_ANYWHERE: must be NAME=VALUE"),
         ("--local 2 --max-restarts -- -1", "expected one argument"),
         ("--hosts a --slurm -- serve", "not allowed with argument"),
@@ -70,9 +72,14 @@ def test_an_address_where_no_ray_listens(monkeypatch: pytest.MonkeyPatch, capsys
     """Ray itself would try for minutes. What is imported here is no part of the answer."""
     for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
-    for address in ("127.0.0.1:1", "here", "127.0.0.1:x"):
+    malformed = "must be HOST:PORT or ray://HOST:10001"
+    for address, why in (
+        ("127.0.0.1:1", ""), ("here", malformed), ("127.0.0.1:x", malformed), (":6379", malformed),
+        ("h:0", malformed), ("h:65536", malformed), ("h:" + "9" * 5000, malformed),
+    ):  # fmt: skip
         assert main(["launch", "--ray", "--ray-address", address, "--", "serve"]) == 2
-        assert f"--ray-address {address}: " in capsys.readouterr().err
+        assert f"--ray-address {address}: {why}" in (err := capsys.readouterr().err)
+        assert "invalid literal" not in err
 
 
 def test_numbers_of_machines_in_the_environment(

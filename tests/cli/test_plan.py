@@ -48,6 +48,11 @@ def test_simulate_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (["plan", "demo", "--gpus", "H100", "--rates", "1", "--zipf", "nan"], "--zipf must be a number of at least 0"),
         (["plan", "demo", "--gpus", "H100", "--rates", "1", "--output", "0"], "--output must be at least 1"),
         (["plan", "demo", "--gpus", "TPU", "--rates", "1"], "is not known"),
+        (["plan", "demo", "--gpus", "9999999x8xH100", "--rates", "1"], "must be 1 to 1024 machines"),
+        (["plan", "demo", "--gpus", "H100", "--rates", "1", "--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["simulate", "demo", "--gpus", "H100", "--rates", "1", "--tables", "/nowhere"], "there is no folder /nowhere"),
+        (["simulate", "demo", "--measure", "/nowhere/x.json"], "--measure /nowhere/x.json: must be a file in a folder"),
+        (["simulate", "demo", "--measure", "/"], "--measure /: must be a file in a folder"),
     ],
 )
 def test_bad_requests_say_what_to_do(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:

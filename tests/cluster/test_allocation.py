@@ -118,6 +118,9 @@ def test_one_machine_is_no_allocation(env: dict[str, str]) -> None:
         (LWS | {"LWS_WORKER_INDEX": "\u0661"}, "LWS_WORKER_INDEX"),
         (LWS | {"LWS_LEADER_ADDRESS": "$(LWS_LEADER_ADDRESS)"}, "LWS_LEADER_ADDRESS"),
         (LWS | {"LWS_LEADER_ADDRESS": "big-0:80"}, "LWS_LEADER_ADDRESS"),
+        (LWS | {"LWS_LEADER_ADDRESS": ".big.default"}, "LWS_LEADER_ADDRESS"),
+        (LWS | {"LWS_LEADER_ADDRESS": "big-0..default"}, "LWS_LEADER_ADDRESS"),
+        (GROVE | {"GROVE_PCLQ_NAME": "wkr"}, "GROVE_PCLQ_NAME"),
         (GROVE | {"GROVE_PCLQ_POD_INDEX": "3"}, "GROVE_PCLQ_POD_INDEX"),
         (LEADER | {"GROVE_PCLQ_POD_INDEX": "1"}, "GROVE_PCLQ_POD_INDEX"),
         (GROVE | {"GROVE_PCSG_TEMPLATE_NUM_PODS": ""}, "GROVE_PCSG_TEMPLATE_NUM_PODS"),
@@ -142,6 +145,21 @@ def test_a_wrong_variable_is_named(env: dict[str, str], name: str) -> None:
         find(env)
     assert "--nnodes 1 serves on this machine alone" in str(error.value)
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        (LWS | {"LWS_WORKER_INDEX": "2"}, "='2': must be a number from 0 to 1 with 2 machines;"),
+        (GROVE | {"GROVE_PCLQ_POD_INDEX": "3"}, "='3': must be a number from 0 to 2 with 4 machines;"),
+        (GROVE | {"GROVE_PCSG_TEMPLATE_NUM_PODS": "2"}, "='1': must be 0 with 2 machines;"),
+        (LEADER | {"GROVE_PCLQ_POD_INDEX": "1"}, "='1': must be 0: a group has one leader;"),
+    ],
+)
+def test_a_wrong_number_of_a_machine_says_which_there_are(env: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        find(env)
+    assert why in str(error.value)
 
 
 def test_tasks_of_slurm_that_share_a_machine_learn_the_flag() -> None:

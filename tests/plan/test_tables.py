@@ -80,6 +80,8 @@ def test_a_missing_package_and_folder_are_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"needs pyarrow; pip install 'moeserve\[tables\]'"):
         read_tables(str(tmp_path), DEVICES["h200"])
+    with pytest.raises(ConfigError, match=r"--tables /nowhere: there is no folder /nowhere; "):
+        read_tables("/nowhere", DEVICES["h200"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"aiconfigurator: the package is not installed"):
         read_tables("aiconfigurator", DEVICES["h200"])

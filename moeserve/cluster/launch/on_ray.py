@@ -36,6 +36,8 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
     try:
         if address and "://" not in address:
             host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
+                raise ValueError("must be HOST:PORT or ray://HOST:10001")
             socket.create_connection((host, int(port)), CONNECT_S).close()  # Ray itself tries for minutes
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:

@@ -34,7 +34,7 @@ def _service(it: Deployment, rank: int) -> dict[str, Any]:
     if not volumes:
         del service["volumes"]
     if rank:
-        return service | {"healthcheck": {"disable": True}}  # it answers no HTTP
+        return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}  # no HTTP; ends with machine 0
     return service | {"ports": [f"{it.port}:{it.port}"], "healthcheck": _health(it)}
 
 
