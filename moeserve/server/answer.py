@@ -4,8 +4,6 @@ A plain chunk costs one JSON encoding of its text and two concatenations: what s
 is encoded once. Only chunks with logprobs, token ids or running usage are built as structs.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager

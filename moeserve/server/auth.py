@@ -1,7 +1,5 @@
 """API keys: who sends a request, and what that key allows."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A file whose name ends in .yaml, .yml or .json has a list `keys` of `KeyEntry`; 
 sha256:DIGEST, on each line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rates of an API key: so many requests and tokens a minute, in OpenAI's headers and errors."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from time import monotonic
