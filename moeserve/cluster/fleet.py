@@ -5,8 +5,6 @@ engines keep theirs, and a new process joins them in the next epoch. With ep on 
 in lockstep; with ep off, or for a model without experts, each is on its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -7,8 +7,6 @@
 `LocalEngine` (local_engine.py) runs in this process.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import msgspec

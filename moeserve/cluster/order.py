@@ -1,7 +1,5 @@
 """How an engine process is started: its command line, and its start document, which nobody else can read."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ rows that travel, and a constant for launches and the host.
 T tokens of a rank's step, E experts of a layer, k of them per token, R ranks that the experts are sharded over.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
