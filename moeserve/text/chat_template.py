@@ -4,8 +4,6 @@ Templates come with checkpoints and so may be anybody's code: they run in a proc
 which bounds what they reach, their time and their memory. Rendering may take seconds, so call it in a thread.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,7 +46,7 @@ class ChatTemplate:
         self.takes_calls = "tool_calls" in self.source_for_tools
 
     @classmethod
-    def load(cls, model_dir: Path, override: Path | str | None = None) -> ChatTemplate | None:
+    def load(cls, model_dir: Path, override: Path | str | None = None) -> "ChatTemplate | None":
         """Reads a model's template, or the file `override`. Returns None if there is none, as for base models."""
         found = find_templates(model_dir, override)
         return None if found is None else cls(found.text, origin=found.origin, for_tools=found.for_tools)
