@@ -7,8 +7,7 @@ Source: arXiv 2412.06464.
 
 from dataclasses import dataclass
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache, recurrence_cache
 from moeserve.blocks.weights import WeightPlan
 
 

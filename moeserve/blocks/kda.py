@@ -8,8 +8,7 @@ Source: Kimi Linear (arXiv 2510.26692).
 
 from dataclasses import dataclass
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache, recurrence_cache
 from moeserve.blocks.weights import WeightPlan
 
 

@@ -8,8 +8,7 @@ Source: Lightning Attention-2 (arXiv 2401.04658), Ring-linear (2510.19338).
 from dataclasses import dataclass
 from math import gcd
 
-from moeserve.blocks.mixer import CacheTensor, divisors
-from moeserve.blocks.recurrent import RecurrentMixer, recurrence_cache
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, divisors, recurrence_cache
 from moeserve.blocks.rope import RopeSpec
 from moeserve.blocks.weights import WeightPlan
 

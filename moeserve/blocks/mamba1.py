@@ -7,8 +7,7 @@ Source: Mamba (arXiv 2312.00752), Jamba (2403.19887).
 
 from dataclasses import dataclass
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache
 from moeserve.blocks.weights import WeightPlan
 
 

@@ -7,8 +7,7 @@ Source: LFM2 Technical Report (arXiv 2511.23404).
 
 from dataclasses import dataclass
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache
 from moeserve.blocks.weights import WeightPlan
 
 
