@@ -64,14 +64,12 @@ class MixerLayer(Protocol):
     @property
     def prepare(self) -> Prepare:
         """Makes what `__call__` takes as `step`."""
-        ...
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache` first.
 
         channel: of the gathers between tensor-parallel ranks.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,11 +49,9 @@ class StepCost(Protocol):
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """Returns the time of a step that engines with these shapes run together."""
-        ...
 
     def host_seconds(self, shape: Shape) -> float:
         """Returns the host's time between a result and the next plan."""
-        ...
 
 
 def shape_of(plan: StepPlan, spans: Spans) -> Shape:

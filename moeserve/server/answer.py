@@ -226,19 +226,15 @@ class Frames(Protocol):
 
     def opening(self) -> bytes:
         """Returns the frames before the first delta."""
-        ...
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
         """Returns the frames of a delta, which it counts."""
-        ...
 
     def closing(self) -> bytes:
         """Returns the frames after the last delta."""
-        ...
 
     def failure(self, error: RequestError, request_id: str) -> bytes:
         """Returns the frames that end a stream which failed after it began."""
-        ...
 
 
 class Chunks(Frames):
