@@ -1,11 +1,9 @@
 """Makes layers out of parameters: packs every weight for its kernel and drops the original at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +13,11 @@ from moeserve.blocks.rope import RopeSpec
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.plan import MoEPlan
 from moeserve.ops.linear import Linear
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
-
-if TYPE_CHECKING:
-    from moeserve.moe.placement.placement import Placement
-    from moeserve.moe.plan import MoEPlan
 
 
 @dataclass(slots=True)

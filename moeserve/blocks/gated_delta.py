@@ -5,16 +5,10 @@ D model width, G heads of queries and keys, H of values, d and v their widths, K
 Source: arXiv 2412.06464.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
-
-if TYPE_CHECKING:
-    from moeserve.blocks.weights import WeightPlan
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache, recurrence_cache
+from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

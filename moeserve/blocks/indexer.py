@@ -5,15 +5,10 @@ D model width, q_rank width of compressed queries, J index heads, d their width.
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1; a choice that layers share: arXiv 2603.12201.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from moeserve.blocks.mixer import CacheTensor
-
-if TYPE_CHECKING:
-    from moeserve.blocks.weights import WeightPlan
+from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,16 +6,10 @@ narrow middle of d elements.
 Source: Kimi Linear (arXiv 2510.26692).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
-
-if TYPE_CHECKING:
-    from moeserve.blocks.weights import WeightPlan
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache, recurrence_cache
+from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

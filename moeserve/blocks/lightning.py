@@ -5,18 +5,12 @@ D model width, H heads, d their width.
 Source: Lightning Attention-2 (arXiv 2401.04658), Ring-linear (2510.19338).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor, divisors
-from moeserve.blocks.recurrent import RecurrentMixer, recurrence_cache
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, divisors, recurrence_cache
 from moeserve.blocks.rope import RopeSpec
-
-if TYPE_CHECKING:
-    from moeserve.blocks.weights import WeightPlan
+from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import FULL, KVRule
+from moeserve.ops.rules import TILE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,14 +64,12 @@ class MixerLayer(Protocol):
     @property
     def prepare(self) -> Prepare:
         """Makes what `__call__` takes as `step`."""
-        ...
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache` first.
 
         channel: of the gathers between tensor-parallel ranks.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +145,32 @@ class Mixer(ABC):
 
     def _beside(self) -> Any:
         return import_module(type(self).__module__ + "_layer")
+
+
+TILED = KVRule(tile=TILE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentMixer(Mixer):
+    """The part of `Mixer` that is alike for all blocks with a state. States are fp32 whatever the other caches are."""
+
+    rope: RopeSpec | None = None
+    rule: KVRule = TILED
+
+
+def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
+    """Returns what `ops.causal_conv` keeps: a tile's inputs, and those before its border that it still reads."""
+    return CacheTensor("conv", 1, channels), CacheTensor("conv_border", inputs - 1, channels, per_tile=True)
+
+
+def recurrence_cache(groups: int, heads: int, dim: int, v_dim: int, decays: int = 1) -> tuple[CacheTensor, ...]:
+    """Returns what `ops.recurrence` keeps: the state at a tile's border, and k, u and s of its tokens."""
+    return (
+        CacheTensor("state", heads, dim * v_dim, per_tile=True),
+        CacheTensor("k", groups, dim),
+        CacheTensor("u", heads, v_dim),
+        CacheTensor("decay", heads, decays),
+    )
 
 
 def divisors(number: int) -> list[int]:

@@ -5,16 +5,10 @@ D model width, K inputs of the convolution.
 Source: LFM2 Technical Report (arXiv 2511.23404).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
-
-if TYPE_CHECKING:
-    from moeserve.blocks.weights import WeightPlan
+from moeserve.blocks.mixer import CacheTensor, RecurrentMixer, conv_cache
+from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,5 @@
 """`moeserve collect-env`: versions and hardware for a bug report. No other command imports torch by itself."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`moeserve config show` and `moeserve config check`: every setting with its origin, and whether a file is right."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The flags of every command that talks to a running server, and the client made from them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """`moeserve experts`: shows how evenly a server's ranks are loaded, layer by layer."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

@@ -4,8 +4,6 @@ A flag is taken with a note that says what it became, granted with a note that s
 refused with the way that there is here. None is ignored silently.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ It can be stopped and started again: lines that the output file answers are skip
 output and the others go on; only a server that is gone ends the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import secrets

@@ -1,7 +1,5 @@
 """`moeserve serve [MODEL]`: the server, on this machine or as one of several."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

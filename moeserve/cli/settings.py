@@ -4,8 +4,6 @@ Flags, help and types come from the fields themselves. Precedence: flag, MOESERV
 Every value knows where it came from.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Ctrl-C stops an answer, on the server too; at the prompt it ends the command.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -1,7 +1,5 @@
 """Converts what people write (25.6k, 2GiB, yes, YAML scalars) to the type of a setting."""
 
-from __future__ import annotations
-
 import math
 import re
 import types

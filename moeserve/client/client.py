@@ -1,7 +1,5 @@
 """The asyncio client of moeserve and of any other OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, overload

@@ -1,7 +1,5 @@
 """HTTP answers that are no success: the error of `moeserve.errors` that says the same, and whether to try again."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping

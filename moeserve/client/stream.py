@@ -1,7 +1,5 @@
 """A streamed answer, and the server-sent events under it, as the HTML standard defines them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,7 +1,5 @@
 """HTTP with retries: a request becomes an answer, an open response, or an error with the reason."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any, TypeVar

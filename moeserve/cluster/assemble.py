@@ -43,7 +43,6 @@ class SeveralRanks(Protocol):
 
     async def died(self) -> Exception:
         """Returns why the engine cannot go on, once one of its ranks is gone."""
-        ...
 
 
 async def assemble(

@@ -1,7 +1,5 @@
 """Checks --dp, --tp and the settings of several machines against the model's config. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moeserve.config import Config, ParallelConfig

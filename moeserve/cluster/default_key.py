@@ -1,7 +1,5 @@
 """The cluster's secret where no --cluster-key-file is given: a file in the user's home, if the machines share that."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import tempfile

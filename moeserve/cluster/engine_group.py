@@ -1,7 +1,5 @@
 """Brings the engines of a group together: one Join to each per epoch, again after every loss. Combines their facts."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -35,7 +33,7 @@ _EQUAL = (
 class GroupMet:
     """All engines of the group serve, together."""
 
-    group: EngineGroup
+    group: "EngineGroup"
 
 
 @dataclass(frozen=True, slots=True)

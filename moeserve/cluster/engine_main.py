@@ -5,8 +5,6 @@ front end: it drops the requests and waits for the order of the next one. Exit c
 stop, 2 to 5 for a ConfigError (its own code), 1 for a crash, 77 when the parent is gone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -3,8 +3,6 @@
 Each of its forks first forks its tensor-parallel workers and then becomes an engine.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from contextlib import suppress

@@ -4,8 +4,6 @@ A fork is there within tens of milliseconds, however many engines die in a row, 
 fork server knows nothing of the model, the settings, or any secret. Without a fork server engines start on their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Detects hangs from outside: pings, pongs and a step counter tell work from a hang."""
 
-from __future__ import annotations
-
 from moeserve.messages import Ping, Pong
 
 INTERVAL_S = 1.0

@@ -3,8 +3,6 @@
 Each engine talks to the front end over a wire of its own; the agent's wire carries starts, deaths and log lines only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -179,7 +177,7 @@ class RemoteHost:
                 process.strand(f"was lost with {self.name}: {cause}")
             self._processes.clear()
 
-    def _hear(self, process: RemoteProcess, msg: FromNode) -> None:
+    def _hear(self, process: "RemoteProcess", msg: FromNode) -> None:
         match msg:
             case Started(pid=pid):
                 process.pid = pid
@@ -239,7 +237,7 @@ class RootHost(RemoteHost):
             self.tell(Alive())
             await asyncio.sleep(ALIVE_S)
 
-    def _hear(self, process: RemoteProcess, msg: FromNode) -> None:
+    def _hear(self, process: "RemoteProcess", msg: FromNode) -> None:
         if not isinstance(msg, LogLine):  # the root has printed it
             super()._hear(process, msg)
 

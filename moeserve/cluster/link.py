@@ -7,8 +7,6 @@
 `LocalEngine` (local_engine.py) runs in this process.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import msgspec
@@ -84,22 +82,18 @@ class EngineLink(Protocol):
     @property
     def healthy(self) -> bool:
         """Whether the engine serves and, in a process of its own, makes progress, as a readiness probe asks."""
-        ...
 
     async def start(self) -> None:
         """Starts the engine and returns before it is ready. Raises ConfigError if it cannot be started."""
-        ...
 
     def send(self, msg: EngineIn) -> None:
         """Sends the engine a message. Raises Overloaded if it does not keep up.
 
         Drops the message if there is no engine: EngineGone has come, or is the next message.
         """
-        ...
 
     async def close(self, deadline_s: float) -> None:
         """Lets running requests finish for up to `deadline_s`, then ends the engine. The last message is EngineGone.
 
         May be called again with a shorter deadline.
         """
-        ...

@@ -1,7 +1,5 @@
 """Logging of every moeserve process: one line per record on stderr, as text or JSON."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -5,8 +5,6 @@ with it, and it ends with machine 0; with --standby it keeps them for the next m
 after a stop of machine 0 or of the agent, 1 when machine 0 is lost, 2 when the machine cannot join.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -4,8 +4,6 @@ CURVE keys keep strangers out. Machine 0 compares everything that must be the sa
 or an outdated copy of the model is found within seconds and named.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -109,7 +107,7 @@ class Rendezvous:
         self._listening: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, config: Config, folder: str, root: Root | None = None) -> Rendezvous:
+    async def open(cls, config: Config, folder: str, root: Root | None = None) -> "Rendezvous":
         """Returns the rendezvous of machine 0. folder: private, for sockets. root: keeps the engines of this machine
         if they are to outlive us. Raises ConfigError for a key or an address that cannot be used."""
         self, num_nodes = cls(folder if root is None else root.folder), config.parallel.nnodes

@@ -1,7 +1,5 @@
 """The private directory of a running server: sockets live there, nobody else can enter, nothing stays behind."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

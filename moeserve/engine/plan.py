@@ -144,7 +144,6 @@ class StepHandle(Protocol):
 
     async def result(self) -> StepResult:
         """Waits for the step and returns its result. Raises the step's error."""
-        ...
 
 
 class Runner(Protocol):
@@ -152,11 +151,9 @@ class Runner(Protocol):
 
     def start(self, plan: StepPlan) -> StepHandle:
         """Queues a step without waiting for it."""
-        ...
 
     def close(self) -> None:
         """Waits for the running step and frees the device's resources."""
-        ...
 
 
 def best_split(counts_R: I32, *, whole: bool = False) -> int:

@@ -7,8 +7,6 @@ changes, since a request's results do not depend on how its prompt was cut. Ther
 same results.
 """
 
-from __future__ import annotations
-
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.requests import InputBatch
 

@@ -92,34 +92,27 @@ class DPCoordinator(Protocol):
     @property
     def epoch(self) -> int:
         """The group's membership epoch."""
-        ...
 
     @property
     def woken(self) -> bool:
         """Whether, after a PARK, another engine has voted on the next step and waits for this one."""
-        ...
 
     @property
     def lost(self) -> PeerLost | None:
         """The error that broke the group; None while it works."""
-        ...
 
     async def decide(self, vote: Vote) -> Decision:
         """Votes, waits for all votes, and returns the common decision. Raises PeerLost if the group is broken, StepSkew
         if the engines do not vote on the same step."""
-        ...
 
     async def wait_woken(self) -> None:
         """Returns once `woken` is true. Raises PeerLost."""
-        ...
 
     async def broken(self) -> None:
         """Returns once the group is broken."""
-        ...
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
         """Drops the connections. The other engines learn the cause and the ranks known to be missing."""
-        ...
 
 
 class GroupRunner(Runner, Protocol):
@@ -136,27 +129,21 @@ class GroupRunner(Runner, Protocol):
     def overtaken(self) -> bool:
         """Whether a step of this epoch had begun when one before it failed. Then no plan can run again: its blocks may
         have been overwritten by the later step."""
-        ...
 
     @property
     def placed(self) -> int:
         """Progress of preparing the pending placement, as in the vote; never decreases within an epoch."""
-        ...
 
     async def join(self, join: Join) -> None:
         """Connects this engine's ranks with the other engines' and forgets a failed step. Raises PeerLost.
 
         `leave` is called if this fails or is cancelled."""
-        ...
 
     async def leave(self) -> None:
         """Drops the connections, which fails a step that waits on them; returns when no step runs any more."""
-        ...
 
     def prepare(self, placement: PlacementTable) -> None:
         """Starts preparing a placement in the background."""
-        ...
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
         """Returns whether two micro-batches would pay for this plan, or would cost nothing (None: no tokens)."""
-        ...

@@ -13,8 +13,6 @@ end, and k may wait, then load^-k / (load - 1) places are empty on average. A bu
 counted over a time in which the server ends some sequences.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

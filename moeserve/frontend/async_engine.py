@@ -1,7 +1,5 @@
 """`AsyncEngine`: the engine inside an asyncio program, no HTTP in between; and its outputs, with vLLM's names."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -115,7 +113,7 @@ class AsyncEngine:
             raise RuntimeError("this is one engine of one process; give dp or tp above 1")
         return fleet
 
-    async def __aenter__(self) -> AsyncEngine:
+    async def __aenter__(self) -> "AsyncEngine":
         async with AsyncExitStack() as stack:
             front = await stack.enter_async_context(open_front_end(self._config, child=False))
             await front.wait_ready()

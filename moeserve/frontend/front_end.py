@@ -5,8 +5,6 @@ counts. It survives the engine: prompts and generated tokens stay here, so that 
 submitted again with the tokens that they have, and go on with the same tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

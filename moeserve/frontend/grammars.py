@@ -1,7 +1,5 @@
 """The grammars of requests, checked before a request is admitted."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

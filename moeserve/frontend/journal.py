@@ -6,8 +6,6 @@ their order hold the same: who connects to the `feed` of the front end that serv
 change. If a kill takes the last ones along, the tokens in them are computed again, and are the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`LLM`: offline batches from synchronous code, on the server's core in an event loop in a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import weakref
@@ -131,7 +129,7 @@ class LLM:
             raise RuntimeError("this LLM was closed")
         return self._engine.front
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,7 +1,5 @@
 """Opens a front end: starts the engine, and reads the tokenizer and the chat template meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

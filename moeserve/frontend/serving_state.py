@@ -1,7 +1,5 @@
 """The state of the engine behind a front end: whether requests are taken, why not, and waits for a change of that."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Literal

@@ -1,7 +1,5 @@
 """The server's key: signs receipts by Ed25519, and checks signatures."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

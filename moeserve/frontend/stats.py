@@ -1,7 +1,5 @@
 """Counters and histograms of the front end, fed by step records and by requests. /metrics and the logs render them."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """All tensors of a model directory: one or many safetensors files, with or without an index."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Random weights in place of a checkpoint's, for measuring a model of which only config.json is present."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence

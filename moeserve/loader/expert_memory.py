@@ -4,8 +4,6 @@ A rank has a cache of its own (csrc/pool/expert_cache.hpp). Bits are those of ex
 expert lies decides none.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from itertools import pairwise

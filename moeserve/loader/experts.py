@@ -11,8 +11,6 @@ The bytes are the file's own, so an expert is the same wherever it is and howeve
 Damage from before the first read of an expert is not found: safetensors files carry no checksums.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Iterator

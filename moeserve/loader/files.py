@@ -1,7 +1,5 @@
 """The files of a model directory: opens those that really belong to it, and reads typed values from their JSON."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """Reads generation_config.json: the model's own sampling defaults and the tokens that end an answer."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ llama.cpp's converters write the keys `ARCHITECTURE.block_count` and so on; `_RO
 computes besides. A key of the architecture that is not known is refused: it may change numbers.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -6,8 +6,6 @@ is read. A model may be split into files NAME-00001-of-0000N.gguf: the first one
 Source: github.com/ggml-org/ggml, docs/gguf.md.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import struct

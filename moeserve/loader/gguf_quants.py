@@ -4,8 +4,6 @@ A weight is value * scale - min, in fp32; blocks of 256 have a scale, in few bit
 n rows, B blocks of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple

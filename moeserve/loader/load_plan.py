@@ -1,7 +1,5 @@
 """Load plans: copies from checkpoint tensors to parameters, which `weights.py` carries out."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Finds the directory that a model's name means: the built-in one, a path, or a copy in the Hugging Face cache."""
 
-from __future__ import annotations
-
 import os
 import re
 from importlib.resources import files

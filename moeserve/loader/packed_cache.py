@@ -13,8 +13,6 @@ layer's: the first one writes each layer as it is packed, behind room for the he
 A folder is bounded: files that no start mapped for the longest time (their time of change says when) make room.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import mmap

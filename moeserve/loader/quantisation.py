@@ -5,8 +5,6 @@ quantised is not read: `ignore`, `modules_to_not_convert` and the like are for t
 reader (loader/stored.py). Scales for an fp8 cache are not read either: keys and values stay as they are computed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

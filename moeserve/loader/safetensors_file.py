@@ -5,8 +5,6 @@ other without gaps or overlap up to the end of the file. It does not tell where 
 decoded here again. No weight is read, so a file of any size takes milliseconds; it is mapped for that moment only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

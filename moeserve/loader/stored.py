@@ -20,8 +20,6 @@ Other scales are x.weight_scale or x.weight_scale_inv: floats, or bytes of e8m0,
 needed.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 N outputs, n of them taken, K inputs, R x C scales.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ parameters, and a few buffers, used again and again. Nothing is mapped: a file t
 a crash. Headers and plan are compared before the first byte is allocated.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -306,7 +304,7 @@ class Params(UserDict[str, Any]):
         self._threads = threads or max(2, min(16, os.cpu_count() or 1))
         self._reader_type = reader
 
-    def __enter__(self) -> Params:
+    def __enter__(self) -> "Params":
         self._reader = self._reader_type(self._checkpoint)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="load")
         return self

@@ -1,8 +1,6 @@
 """What a family's file is made of: `Family` says how its config.json becomes a spec and how its checkpoints name
 tensors; the functions read keys that several families share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,7 +54,7 @@ class Family:
         """The spellings of the model type."""
         return (self.model_type,) if isinstance(self.model_type, str) else self.model_type
 
-    def inside(self, architecture: str, model_type: str, **names: Any) -> Family:
+    def inside(self, architecture: str, model_type: str, **names: Any) -> "Family":
         """Returns the multimodal architecture whose text part this one is. names: fields of `Names` that differ."""
         own = replace(self.names, **names)
         return replace(self, architecture=architecture, model_type=model_type, text="text_config", names=own)

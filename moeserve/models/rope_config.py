@@ -4,8 +4,6 @@ transformers 4 writes `rope_theta` beside `rope_scaling`; transformers 5 writes 
 hold one such object per layer type.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A model as a list of layers, and what follows from it: ranks that can share it, its size. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from moeserve.blocks.feed_forward import Dense, MoE
@@ -94,7 +92,7 @@ class ModelSpec:
         """The layers, and behind them those of the drafter."""
         return self.layers + self.draft_layers
 
-    def drafting(self, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+    def drafting(self, layers: tuple[LayerSpec, ...]) -> "ModelSpec":
         """Returns the spec of the model beside a drafter with these layers. Raises ConfigError if there is no place for
         the drafter's caches."""
         if FULL not in self.kv_rules:

@@ -1,8 +1,6 @@
 """Seconds of a step from measured ones: a table over tokens with a few terms beside it, what passes between two steps,
 none of it negative and fitted so that relative errors are least; and how far measured steps lay from that."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

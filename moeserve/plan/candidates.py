@@ -6,8 +6,6 @@ is one with a chunk on some engine or one without; how often the first kind come
 rows, steps and times are found by iteration.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

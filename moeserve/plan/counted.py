@@ -6,8 +6,6 @@ whenever its position is a multiple of the block's size: so that all of an engin
 only the requests that come, read their prompts or end in it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`,
 server, decode and 4k prefill of SGLang's 96 H100; benchmarks/published.py compares with others.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches

@@ -1,8 +1,6 @@
 """A short benchmark of real engines, from which `calibration.py` fits its terms: some streams, each a request after the
 other, of all lengths mixed; and single prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

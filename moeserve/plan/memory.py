@@ -1,7 +1,5 @@
 """What one rank keeps in memory, by the rules of the loader and the runner themselves."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What clients of a simulated server see, and what its engines were like meanwhile."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ rows that travel, and a constant for launches and the host.
 T tokens of a rank's step, E experts of a layer, k of them per token, R ranks that the experts are sharded over.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,11 +49,9 @@ class StepCost(Protocol):
 
     def seconds(self, shapes: Sequence[Shape]) -> float:
         """Returns the time of a step that engines with these shapes run together."""
-        ...
 
     def host_seconds(self, shape: Shape) -> float:
         """Returns the host's time between a result and the next plan."""
-        ...
 
 
 def shape_of(plan: StepPlan, spans: Spans) -> Shape:

@@ -5,8 +5,6 @@ can be planned. Engines of a group run a step if any of them has work (engine/vo
 slowest of them needs; those with nothing to do run it all the same. Requests are read between two steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -78,7 +76,7 @@ class Group:
     """Engines that step together. `advance` runs them up to a point in time."""
 
     def __init__(
-        self, engines: Sequence[Engine | CountedEngine], cost: StepCost, depth: int, simulation: Simulation,
+        self, engines: Sequence[Engine | CountedEngine], cost: StepCost, depth: int, simulation: "Simulation",
         observe: Observe | None = None,
     ) -> None:  # fmt: skip
         self.engines = engines
@@ -168,7 +166,7 @@ class Simulation:
         self._num_blocks = limits.num_blocks
         self.clients = Clients(np.zeros(0))
 
-    def run(self, trace: RequestTrace) -> Simulation:
+    def run(self, trace: RequestTrace) -> "Simulation":
         """Simulates all requests to their ends, and returns itself. May be called once."""
         self.clients = Clients(np.array([arrival.at_s for arrival in trace.arrivals]))
         for rid, arrival in enumerate(trace.arrivals):

@@ -5,8 +5,6 @@ Not used: experts on several ranks, whose kernels there go through the rows of a
 products, which take at least 58 us there, whatever their size, as none does in a server's graphs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections import Counter, defaultdict

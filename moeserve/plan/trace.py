@@ -4,8 +4,6 @@ Files: ShareGPT (JSON list of conversations), Mooncake's traces (JSON lines with
 output_length and hash_ids of blocks of 512 tokens), and an access log of moeserve.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ machine is drained.
 POST /v1/admin/... needs a key of --admin-key-file.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar

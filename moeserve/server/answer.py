@@ -4,8 +4,6 @@ A plain chunk costs one JSON encoding of its text and two concatenations: what s
 is encoded once. Only chunks with logprobs, token ids or running usage are built as structs.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -228,19 +226,15 @@ class Frames(Protocol):
 
     def opening(self) -> bytes:
         """Returns the frames before the first delta."""
-        ...
 
     def frames(self, prompt: int, delta: Delta) -> bytes:
         """Returns the frames of a delta, which it counts."""
-        ...
 
     def closing(self) -> bytes:
         """Returns the frames after the last delta."""
-        ...
 
     def failure(self, error: RequestError, request_id: str) -> bytes:
         """Returns the frames that end a stream which failed after it began."""
-        ...
 
 
 class Chunks(Frames):

@@ -1,7 +1,5 @@
 """The two files of a batch: OpenAI Batch lines in, result lines out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args

@@ -4,8 +4,6 @@ All state is in the file store: results are appended as they come, and a server 
 none yet. Lines go through the same handlers as requests over HTTP (`inside.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions, and /v1/chat/completions/render, which shows the prompt that it would run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from aiohttp import web

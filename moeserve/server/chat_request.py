@@ -1,7 +1,5 @@
 """The body of a chat: its messages and tools, and their checks."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """POST /v1/completions: text or token ids, one prompt or many, with echo and logprobs."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from aiohttp import web

@@ -1,7 +1,5 @@
 """CORS: which web pages of other origins may call the server from a browser (`--allowed-origins`)."""
 
-from __future__ import annotations
-
 import re
 
 from aiohttp import web

@@ -3,8 +3,6 @@
 A 500 reveals nothing about the inside of the server: its text is fixed, and the request id leads to the log line.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random

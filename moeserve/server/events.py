@@ -1,7 +1,5 @@
 """Streams whose events have names, as those of /v1/responses and /v1/messages."""
 
-from __future__ import annotations
-
 from contextlib import aclosing
 from typing import Any
 

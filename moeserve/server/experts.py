@@ -1,7 +1,5 @@
 """The answer of GET /v1/experts: where experts are, how busy they are, and how the engines fare."""
 
-from __future__ import annotations
-
 import time
 
 import msgspec

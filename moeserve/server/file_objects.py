@@ -1,7 +1,5 @@
 """What /v1/files and /v1/batches answer and keep on disk, in OpenAI's shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Literal, TypeVar

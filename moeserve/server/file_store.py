@@ -3,8 +3,6 @@
 No name of a user becomes a path: owners are digests, ids are of our making and are looked up, never joined unseen.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

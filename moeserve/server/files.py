@@ -1,7 +1,5 @@
 """/v1/files: uploads, lists, contents and deletions; `file_store.py` keeps them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Annotated, Literal

@@ -4,8 +4,6 @@ aiohttp's own defaults would inflate compressed bodies, wait for ever for a requ
 an hour, and go on computing for a client that has left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import resource

@@ -1,7 +1,5 @@
 """Requests that the server makes itself, such as the lines of batches: through the handlers, without a connection."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 

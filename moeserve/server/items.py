@@ -2,8 +2,6 @@
 whose `type` says what they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

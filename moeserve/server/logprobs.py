@@ -1,7 +1,5 @@
 """Logprobs in the shapes of the two OpenAI APIs and of vLLM's prompt_logprobs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

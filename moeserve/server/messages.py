@@ -1,7 +1,5 @@
 """POST /v1/messages, Anthropic's API for conversations, and /v1/messages/count_tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Labels: `engine` is an engine's data-parallel rank. With `--metrics-names vllm` 
 carries its label `engine`, so that dashboards and routers made for vLLM read it; sums over several engines say "all".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 

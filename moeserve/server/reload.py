@@ -1,7 +1,5 @@
 """Files that are read again while the server runs: when they change, and on SIGHUP."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

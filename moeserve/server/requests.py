@@ -4,8 +4,6 @@ Strange input is refused here, before it costs anything. Types are strict. A fie
 default: the model's (generation_config.json), else ours. Each route's own fields are declared beside its handler.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

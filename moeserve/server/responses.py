@@ -1,7 +1,5 @@
 """/v1/responses, OpenAI's newer API for chats: create, retrieve, cancel, delete, and the input of a response."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from operator import itemgetter

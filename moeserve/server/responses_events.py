@@ -4,8 +4,6 @@
 streamed one, whose events nobody gets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

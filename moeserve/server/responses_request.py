@@ -1,7 +1,5 @@
 """The body of POST /v1/responses, and the chat that it means."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct

@@ -1,7 +1,5 @@
 """The route table, from which GET /openapi.json and GET /docs are made."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ The first SIGTERM or Ctrl-C drains: /readyz says 503 at once, running requests m
 seconds, then they end with finish_reason "abort"; the exit code is 0. A second signal ends the process at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -8,8 +8,6 @@ When the front end that serves dies, the other one takes over at once: connectio
 the engines keep their weights. All end with the root process, which does so little that it has few reasons to end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

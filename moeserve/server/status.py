@@ -1,7 +1,5 @@
 """The handlers that describe the server: probes, version, models, metrics, experts."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from datetime import UTC, datetime

@@ -4,8 +4,6 @@
 changes nothing: every schema is enforced.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct

@@ -1,7 +1,5 @@
 """TLS: the server's certificate and key, which may be replaced while it runs."""
 
-from __future__ import annotations
-
 import ssl
 
 from moeserve.config import ServerConfig

@@ -4,8 +4,6 @@ No key is needed to load them; the page asks for one when the API wants it. The 
 nothing but this server, and run nothing that did not come as a file from it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from functools import cache

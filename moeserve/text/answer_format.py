@@ -30,7 +30,6 @@ class AnswerParser(Protocol):
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
         """Returns the parts that are certain after `text`. final: nothing follows."""
-        ...
 
 
 class AnswerFormat(Protocol):
@@ -47,7 +46,6 @@ class AnswerFormat(Protocol):
 
         continued: the answer goes on with a message of the prompt. A call comes when it is complete, and only then.
         """
-        ...
 
     def constraint(
         self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""
@@ -58,18 +56,15 @@ class AnswerFormat(Protocol):
         if a tool is `strict`, calls must have known names, and its arguments must match its schema.
         parallel: more than one call is allowed. Raises InvalidRequest for schemas that cannot be enforced.
         """
-        ...
 
     def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
         """Returns the grammar of an answer whose content matches `grammar`; reasoning may come first.
 
         Raises InvalidRequest for grammars that cannot be part of another.
         """
-        ...
 
     def call_id(self, name: str, index: int, random: str) -> str:
         """Returns an id for the answer's call number `index`, as the model's template expects ids.
 
         random: 32 hexadecimal digits for it.
         """
-        ...

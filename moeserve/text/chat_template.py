@@ -1,22 +1,22 @@
-"""Renders chat messages as prompt text by the model's own Jinja template (`template_files` finds it).
+"""Finds a model's own Jinja template, and renders chat messages as prompt text by it.
 
 Templates come with checkpoints and so may be anybody's code: they run in a process of their own (`template_sandbox`),
 which bounds what they reach, their time and their memory. Rendering may take seconds, so call it in a thread.
 """
 
-from __future__ import annotations
-
 import atexit
+import importlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from queue import LifoQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from moeserve.errors import CheckpointError, InvalidRequest
+from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
+from moeserve.loader.files import read_optional_json
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
-from moeserve.text.template_files import MAX_TEMPLATE_CHARS, find_templates
 from moeserve.text.tokenizer import Tokenizer
 
 _CONTINUE = "\ufdd3"  # ends the message to be continued while the template works on it
@@ -30,6 +30,78 @@ _RESERVED = frozenset((
 MAX_SECONDS = 2.0  # of one rendering
 MAX_KWARGS = 32
 MAX_KWARG_CHARS = 4096
+MAX_TEMPLATE_CHARS = 2 * 2**20
+_OURS = {"deepseek_v32": "deepseek_v32.jinja"}  # by model_type
+
+
+class TemplateSource(NamedTuple):
+    """A template's text. origin: where it is from, for error messages; for_tools: its variant for tools, if any."""
+
+    text: str
+    origin: str
+    for_tools: str | None = None
+
+
+def find_templates(model_dir: Path, override: Path | str | None = None) -> TemplateSource | None:
+    """Returns a model's template, None if it has none, as base models. Raises CheckpointError, ConfigError.
+
+    They are, in this order: the file that the user names; `chat_template.jinja`, with
+    `additional_chat_templates/tool_use.jinja` for requests with tools; `chat_template` in chat_template.json or
+    tokenizer_config.json (one text, or a list of named ones); ours, for a model whose format is published as Python
+    code; and what mistral-common writes for a tekken.json.
+    """
+    if override is not None:
+        if not Path(override).is_file():
+            raise ConfigError(f"--chat-template {override}: no such file")
+        return TemplateSource(_read(Path(override)), str(override))
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        for_tools = model_dir / "additional_chat_templates" / "tool_use.jinja"
+        return TemplateSource(_read(path), str(path), _read(for_tools) if for_tools.is_file() else None)
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (found := read_optional_json(model_dir, name).get("chat_template")) is not None:
+            return _named(found, f"{model_dir / name} chat_template")
+    if ours := _OURS.get(str(read_optional_json(model_dir, "config.json").get("model_type"))):
+        asset = files("moeserve") / "assets" / "chat_templates" / ours
+        return TemplateSource(asset.read_text(encoding="utf-8"), ours)
+    if (model_dir / "tekken.json").is_file():
+        return _from_mistral_common(model_dir / "tekken.json")
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_TEMPLATE_CHARS + 1)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 text") from error
+
+
+def _named(found: Any, origin: str) -> TemplateSource:
+    if not isinstance(found, list):
+        found = [{"name": "default", "template": found}]
+    named = {entry.get("name"): entry.get("template", 0) for entry in found if isinstance(entry, dict)}
+    text, for_tools = named.get("default", next(iter(named.values()), 0)), named.get("tool_use")
+    if not isinstance(text, str) or not isinstance(for_tools, str | None):
+        raise CheckpointError(f"{origin} is neither a text nor a list of named texts")
+    return TemplateSource(text, origin, for_tools)
+
+
+def _from_mistral_common(path: Path) -> TemplateSource:
+    """Returns the template that mistral-common makes for a tokenizer: versions of tekken.json differ in format."""
+    try:
+        module = importlib.import_module("mistral_common.integrations.chat_templates.chat_templates")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: the checkpoint has no chat template; pip install 'moeserve[mistral]' for mistral-common's "
+            f"({error}), or pass one with --chat-template"
+        ) from error
+    try:
+        return TemplateSource(module.convert_tokenizer_to_chat_template(path), f"mistral-common's template for {path}")
+    except Exception as error:  # the library raises many kinds, AssertionError among them
+        raise CheckpointError(
+            f"{path}: mistral-common makes no chat template for it: {str(error)[:200]}. Pass one with --chat-template"
+        ) from error
 
 
 class ChatTemplate:
@@ -48,7 +120,7 @@ class ChatTemplate:
         self.takes_calls = "tool_calls" in self.source_for_tools
 
     @classmethod
-    def load(cls, model_dir: Path, override: Path | str | None = None) -> ChatTemplate | None:
+    def load(cls, model_dir: Path, override: Path | str | None = None) -> "ChatTemplate | None":
         """Reads a model's template, or the file `override`. Returns None if there is none, as for base models."""
         found = find_templates(model_dir, override)
         return None if found is None else cls(found.text, origin=found.origin, for_tools=found.for_tools)

@@ -4,8 +4,6 @@ llama.cpp knows how a text is split into words by a name, `tokenizer.ggml.pre`; 
 tokenizer.json that the names stand for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

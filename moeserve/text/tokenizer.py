@@ -5,8 +5,6 @@ encode and decode release the GIL. `ControlTokens` keeps control tokens that a u
 text of each id.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import logging
@@ -53,7 +51,7 @@ class Tokenizer:
         self.marked_pieces = Pieces(backend, marked=special)
 
     @classmethod
-    def load(cls, model_dir: Path) -> Tokenizer:
+    def load(cls, model_dir: Path) -> "Tokenizer":
         """Reads a model directory: tokenizer.json if there is one, else tekken.json or a known tiktoken file; or a GGUF
         file.
 
@@ -107,7 +105,7 @@ class Tokenizer:
             (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
-    def pieces(self, *, skip_special_tokens: bool) -> Pieces:
+    def pieces(self, *, skip_special_tokens: bool) -> "Pieces":
         """Returns the table of each token's text."""
         return self._skipping if skip_special_tokens else self._visible
 

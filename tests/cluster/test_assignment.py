@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.cluster.assignment import at_start, equal_shares, spread
-from moeserve.cluster.order import role_of
+from moeserve.cluster.order import at_start, equal_shares, role_of, spread
 from moeserve.config import ParallelConfig
 
 

@@ -1,7 +1,5 @@
 """Prompts of a benchmark: random token ids, ShareGPT conversations, or JSON Lines. Local files only."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import string

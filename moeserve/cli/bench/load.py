@@ -1,7 +1,5 @@
 """Sends a benchmark's requests at their times and records what the client sees."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

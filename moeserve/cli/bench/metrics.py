@@ -1,7 +1,5 @@
 """Turns the outcomes of a load into the numbers that `vllm bench serve` writes, under its JSON keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`moeserve bench serve`: loads a running OpenAI-compatible server, moeserve or another, and reports its speed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
