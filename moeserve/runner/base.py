@@ -203,9 +203,9 @@ class ModelRunnerBase(StepExecutor, ABC):
         """The reason why no step can be recorded, or None."""
         if self.config.device.graphs == "off":
             return "graphs: off"
-        if self.tp.size > 1 or (self.shards_experts and not self.peers.graph_safe):
-            return "rows travel between ranks, by transports that cannot be recorded"
-        return None if self.shards_experts or self.model.graph_safe else "not all kernels that serve can be recorded"
+        if self.tp.size > 1:
+            return "tensor-parallel ranks are not recorded"
+        return self.peers.not_recorded if self.shards_experts else self.model.not_recorded
 
     @abstractmethod
     def enter_thread(self) -> None:

@@ -60,6 +60,7 @@ class Peers:
         self._num_ubatches = num_ubatches
         self._on_placed = on_placed
         self._all2all = self._layers[0].all2all if self._layers else None  # one for all layers
+        self._not_recorded = self._layers[0].not_recorded if self._layers else None
         self._alone: LocalAll2All | None = None  # takes its place until there are other ranks
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
         self._expected = 0  # the newest placement that was given to `prepare`
@@ -101,14 +102,14 @@ class Peers:
         return self._joins, 0 if self._store is None else self._store.version
 
     @property
-    def graph_safe(self) -> bool:
-        """Whether the all2all backend among several ranks can be recorded in a graph."""
-        return self._all2all is not None and self._all2all.caps.graph_safe
+    def not_recorded(self) -> str | None:
+        """Why no graph can record the MoE layers of several ranks; None if one can."""
+        return self._not_recorded
 
     @property
     def recordable(self) -> bool:
         """Whether the MoE layers as they are now can be recorded in a graph."""
-        return all(layer.recordable for layer in self._layers)
+        return all(layer.not_recorded is None for layer in self._layers)
 
     @property
     def copies(self) -> int:

@@ -100,7 +100,7 @@ def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(monkeypatch: py
         return real(*args)
 
     monkeypatch.setattr(triton_ops, "route", route)
-    monkeypatch.setattr(Peers, "graph_safe", True)
+    monkeypatch.setattr(Peers, "not_recorded", None)
     runner = ByTriton(config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True)
     runner.prepare()
     assert isinstance(runner.graphs, EPGraphs)
