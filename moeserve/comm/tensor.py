@@ -141,6 +141,7 @@ class DeviceTensor(GlooTensor):
     """`TensorParallel` by NCCL, one GPU per rank, on the stream that computes; the host does not wait."""
 
     _new_mesh = DeviceMesh
+    not_recorded = None
 
     def check(self) -> None:
         """Raises PeerLost if what the device computed is invalid; see `DeviceMesh.check`."""

@@ -69,15 +69,16 @@ class MoELayer:
         routing = self.router(x_TD if router_TD is None else router_TD, num_tokens)
         ubatch.note_load(self.to_physical.load(routing))
         routing, tp = self.to_physical(routing), self.tp
+        # Padding is shared out as well where only the device knows how much of it there is.
+        rows = len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens
         if tp.size == 1:
-            return self._compute(x_TD, routing, len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens, ubatch)
-        assert not isinstance(num_tokens, Tensor), "the device's number of tokens cannot be shared out"
-        shares = [share(num_tokens, tp.size, rank) for rank in range(tp.size)]
+            return self._compute(x_TD, routing, rows, ubatch)
+        shares = [share(rows, tp.size, rank) for rank in range(tp.size)]
         counts = [part.stop - part.start for part in shares]
         mine = shares[tp.rank]
         part_TD = self._compute(x_TD[mine], routing.rows(mine), counts[tp.rank], ubatch)
         out_TD = tp.gather_rows(part_TD, counts, ubatch.index)
-        return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - num_tokens))
+        return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - rows))
 
     def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
         """Computes for the other ranks in a step in which this rank has no tokens. like_D: a row's shape and dtype."""

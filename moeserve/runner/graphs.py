@@ -171,17 +171,21 @@ class GraphManager:
 
 
 @dataclass(eq=False, repr=False)
-class EPGraphs(GraphManager):
-    """Records and replays steps where experts are sharded over ranks.
+class GroupGraphs(GraphManager):
+    """Records and replays steps of ranks that compute together: under tensor parallelism, where experts are sharded, or
+    both.
 
-    Some ranks may replay a step and others run it as it is, but all must make room for the same number of tokens, since
-    the layout of exchanged rows depends on it: the number of the rank with most, rounded up to a recorded size.
-    Recordings refer to the group's buffers and the physical experts' addresses, and are dropped when those change.
+    The ranks of an engine have the same plans, so they record and replay the same shapes in the same steps. Where
+    engines share experts, some may replay a step and others run it as it is, but all must make room for the same number
+    of tokens, since the layout of exchanged rows depends on it: the number of the engine with most, rounded up to a
+    recorded size. Recordings refer to the group's buffers and connections and the physical experts' addresses, and are
+    dropped when those change.
 
-    sizes: of PIECEWISE and FULL, the latter's among the former's.
+    sizes: where experts are sharded, of PIECEWISE and FULL, the latter's among the former's.
     """
 
     group: Peers
+    shards_experts: bool = True
 
     _place = (-1, -1)
     _recordable = False
@@ -190,13 +194,21 @@ class EPGraphs(GraphManager):
         """Returns the shape that a step is to be replayed in, or None if the step runs as it is."""
         group, agreed = self.group, plan.agreed
         if self._place != group.place:
-            self._recordings.clear()
+            self.forget()
             self._place, self._recordable = group.place, group.recordable
             return None  # once, for warmth: recording a step does not run it
-        if agreed is None or agreed.ubatches > 1 or not self._recordable or group.moving:
+        if not self._recordable or group.moving:
+            return None
+        if not self.shards_experts:
+            return self.dispatch(plan.num_tokens, plan.uniform_len)
+        if agreed is None or agreed.ubatches > 1:
             return None
         shape = self.dispatch(agreed.most_tokens[0], 1 if plan.uniform_len == 1 else None)
         return shape if shape and shape.num_tokens == self.round_up(agreed.most_tokens[0]) else None
+
+    def forget(self) -> None:
+        """Drops all recordings, from any thread; a step that is being replayed keeps its own until that is launched."""
+        self._recordings.clear()
 
     def round_up(self, tokens: int) -> int:
         """Returns the number of tokens that all ranks make room for: 7 -> 8; beyond the largest size, `tokens`."""

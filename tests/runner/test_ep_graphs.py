@@ -14,7 +14,7 @@ from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import triton_ops
-from moeserve.runner.graphs import EPGraphs, Mode, common_sizes
+from moeserve.runner.graphs import GroupGraphs, Mode, common_sizes
 from moeserve.runner.peers import Peers
 from tests.runner.harness import spec_of
 from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
@@ -35,9 +35,9 @@ def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
     )
 
 
-def graphs_of(facts: Facts, asked: str = "auto") -> EPGraphs:
+def graphs_of(facts: Facts, asked: str = "auto") -> GroupGraphs:
     nothing: Any = Nothing()
-    graphs = EPGraphs(nothing, nothing, nothing, UBatch(), common_sizes(asked, LIMITS), facts)
+    graphs = GroupGraphs(nothing, nothing, nothing, UBatch(), common_sizes(asked, LIMITS), facts)
     assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))) is None, "the first one warms kernels"
     return graphs
 
@@ -103,7 +103,7 @@ def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(monkeypatch: py
     monkeypatch.setattr(Peers, "not_recorded", None)
     runner = ByTriton(config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True)
     runner.prepare()
-    assert isinstance(runner.graphs, EPGraphs)
+    assert isinstance(runner.graphs, GroupGraphs)
     assert not runner.graphs._recordings
     assert any(on_device)
     runner.close()
