@@ -188,7 +188,7 @@ class GroupGraphs(GraphManager):
     shards_experts: bool = True
 
     _place = (-1, -1)
-    _recordable = False
+    _recordable = 0  # tokens
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
         """Returns the shape that a step is to be replayed in, or None if the step runs as it is."""
@@ -197,14 +197,15 @@ class GroupGraphs(GraphManager):
             self.forget()
             self._place, self._recordable = group.place, group.recordable
             return None  # once, for warmth: recording a step does not run it
-        if not self._recordable or group.moving:
+        if group.moving or not self._recordable:
             return None
         if not self.shards_experts:
             return self.dispatch(plan.num_tokens, plan.uniform_len)
         if agreed is None or agreed.ubatches > 1:
             return None
         shape = self.dispatch(agreed.most_tokens[0], 1 if plan.uniform_len == 1 else None)
-        return shape if shape and shape.num_tokens == self.round_up(agreed.most_tokens[0]) else None
+        room = self.round_up(agreed.most_tokens[0])
+        return shape if shape and shape.num_tokens == room <= self._recordable else None
 
     def forget(self) -> None:
         """Drops all recordings, from any thread; a step that is being replayed keeps its own until that is launched."""

@@ -1,6 +1,7 @@
 """A rank's links to other ranks: the all2all of its MoE layers, the gathers of its engine, the placement of experts."""
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -107,9 +108,12 @@ class Peers:
         return self._not_recorded
 
     @property
-    def recordable(self) -> bool:
-        """Whether the MoE layers as they are now can be recorded in a graph."""
-        return all(layer.not_recorded is None for layer in self._layers)
+    def recordable(self) -> int:
+        """The tokens of the largest step that a graph can record, with the MoE layers as they are now."""
+        if any(layer.not_recorded for layer in self._layers):
+            return 0
+        most = self._layers[0].all2all.caps.most_recorded if self._layers else None
+        return sys.maxsize if most is None else most * self._tp.size
 
     @property
     def copies(self) -> int:

@@ -1,7 +1,7 @@
 """What NCCL does for ranks with a GPU each, by Gloo between CPU tensors.
 
-On a device that stands in for CUDA's (tests/runner/fake_cuda.py) collectives run on a stream of their own, graphs record
-them, ranks that call different ones fail, and aborting waits for the graphs that are left.
+On a device that stands in for CUDA's (tests/runner/fake_cuda.py) collectives run on a stream of their own, graphs
+record them, ranks that call different ones fail, and aborting waits for the graphs that are left.
 
 As with NCCL, a collective whose peer is gone ends when the group is aborted or its deadline is over, without saying
 anything but in `get_error`, and with whatever was in memory.
@@ -36,7 +36,13 @@ class Group:
     called: dict[tuple[str, int], str]  # (group, number of the collective) -> name and bytes on the first rank there
 
     def __init__(
-        self, store: Any, rank: int, size: int, deadline_s: float, key: str = "", device: Callable[[], Any] | None = None
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        deadline_s: float,
+        key: str = "",
+        device: Callable[[], Any] | None = None,
     ) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1

@@ -12,10 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+ASKS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
 
 
 class Hazard(AssertionError):
@@ -266,15 +269,18 @@ class FakeCuda:
             for known in (self.made, self.kept, self.written, self.read):
                 known.pop(memory, None)
 
-    def _follow(self, used: set[int], changed: set[int], new: set[int], name: str) -> None:
-        here = self.current_stream()
-        here.done[here] += 1
-        here.now_ms += here.pace_ms
+    def _capture(self, here: Stream, name: str) -> None:
         if self.tape is not None:
             stream, when = self.begun
             if here.done.get(stream, 0) < when:
                 raise Hazard(f"{name} runs on a stream that is not part of the capture")
             self.captured[here] = here.done[here]
+
+    def _follow(self, used: set[int], changed: set[int], new: set[int], name: str) -> None:
+        here = self.current_stream()
+        here.done[here] += 1
+        here.now_ms += here.pace_ms
+        self._capture(here, name)
         for memory in used | changed:
             stream, when = self.written.get(memory, (here, 0))
             if here.done.get(stream, 0) < when:
@@ -307,11 +313,31 @@ class Devices:
         """The device that this thread is on."""
         return self._thread.device  # type: ignore[no-any-return]
 
+    @property
+    def is_capturing(self) -> bool:
+        device = getattr(self._thread, "device", None)
+        return device is not None and device.tape is not None
+
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[None]:
         self._thread.device = self.each[index]
         with self.here().watching():
             yield
+
+
+def refuse_to_wait(patch: pytest.MonkeyPatch, devices: Devices) -> None:
+    """Asking a tensor for its values fails from now on while a graph is captured."""
+
+    def refusing(name: str, asked: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if devices.is_capturing:
+                raise Hazard(f"asks the device while a graph is captured, by {name}")
+            return asked(tensor, *args, **kwargs)
+
+        return ask
+
+    for name in ASKS:
+        patch.setattr(Tensor, name, refusing(name, getattr(Tensor, name)))
 
 
 class FakeTorch:

@@ -24,7 +24,7 @@ from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
 class Facts:
     place: tuple[int, int] = (1, 0)
     moving: bool = False
-    recordable: bool = True
+    recordable: int = 1 << 40
 
 
 def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
@@ -62,7 +62,7 @@ def test_what_cannot_be_replayed_runs_as_it_is() -> None:
     assert graphs_of(Facts()).shape(plan(1, agreed=None)) is None
     assert graphs_of(Facts()).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
     assert graphs_of(Facts(moving=True)).shape(plan(1, agreed=agreed)) is None
-    assert graphs_of(Facts(recordable=False)).shape(plan(1, agreed=agreed)) is None
+    assert graphs_of(Facts(recordable=0)).shape(plan(1, agreed=agreed)) is None
 
 
 def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
@@ -71,7 +71,7 @@ def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
         for most in (1, 3, 100, 299, 301, 512, 513, 2000):
             room = graphs.round_up(most)
             assert room >= most
-            assert room == graphs_of(Facts(recordable=False), asked).round_up(most)
+            assert room == graphs_of(Facts(recordable=0), asked).round_up(most)
             for counts in ((1,), (2,), (1,) * min(most, 300)):
                 shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
                 assert shape is None or shape.num_tokens == room

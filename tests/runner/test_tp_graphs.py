@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,17 @@ from moeserve.runner.sampling.sampler import Sampler
 from moeserve.runner.tables import Tables, Upload
 from tests.comm import fake_nccl
 from tests.comm.ranks import members_of, together
-from tests.runner.fake_cuda import Devices, FakeTorch, Hazard
+from tests.runner.fake_cuda import Devices, FakeTorch, Hazard, refuse_to_wait
 from tests.runner.harness import Driver, Request, fake_runner, greedy, spec_of
 from tests.runner.test_graphs import Exact, ExactOnCPU, ExactOnFake, assert_same
 from tools.gpu.references import step_reference, write_reference
 
-SETTINGS: dict[str, Any] = {"block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 20, "kv_cache_bytes": 1 << 16}
+SETTINGS: dict[str, Any] = {
+    "block_size": 16,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 20,
+    "kv_cache_bytes": 1 << 16,
+}
 SPEC = spec_of(windows=(None, None), vocab_size=100)
 
 
@@ -59,7 +64,7 @@ class HalvesOnFake(ExactOnFake):
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     def fill(table: Tensor, blocks: Tensor, size: int, step: StepWords, words: Tensor, out: StepArrays) -> None:
         step_reference(table, blocks, size, step, out)
 
@@ -67,6 +72,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
         return ReferenceSampler(vocab, tables, upload)
 
     both = Devices(2)
+    refuse_to_wait(monkeypatch, both)
     fake_nccl.use(monkeypatch, both.here)
     monkeypatch.setattr(base, "make_sampler", reference_sampler)
     for module in (gpu, recorder):
@@ -74,7 +80,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: both.record_stream(tensor, stream))
     monkeypatch.setattr(triton_inputs, "fill_step", fill)
     monkeypatch.setattr(triton_inputs, "write", write_reference)
-    yield both
+    return both
 
 
 class Engine:
