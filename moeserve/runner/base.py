@@ -179,7 +179,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         if self.graph_obstacle is not None:
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
-        parts = self._forward, self.fixed_inputs, recorder(), self.ubatches.ubatches[0]
+        parts = self._forward, self.fixed_inputs, recorder(), self.ubatches.ubatches
         sizes = (common_sizes if self.shards_experts else sizes_of)(self.config.device.graphs, self.limits)
         num_drafts = self.limits.num_drafts
         if self.computes_with_others:

@@ -25,6 +25,10 @@ class Hazard(AssertionError):
     """An access that another stream's may overtake."""
 
 
+class Unjoined(Hazard, RuntimeError):
+    """As CUDA says at the end of a capture, whatever else went wrong in it."""
+
+
 class Stream:
     """done: how many accesses of each stream lie behind what comes here next. now_ms: when that can begin; every access
     takes `pace_ms`."""
@@ -102,7 +106,7 @@ class Graph:
         self.cuda.capturing = None
         done = self.cuda.current_stream().done
         if any(done.get(stream, 0) < when for stream, when in self.cuda.captured.items()):
-            raise Hazard("a capture ends before it has waited for all of its streams")
+            raise Unjoined("a capture ends before it has waited for all of its streams")
         for _, _, _, places in self.tape:
             for place in places:
                 place.fill_(torch.nan if place.is_floating_point() else 255 if place.itemsize == 1 else -(1 << 30))

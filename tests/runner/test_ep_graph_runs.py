@@ -171,7 +171,9 @@ def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number:
 @pytest.mark.full("graphs", keep=1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
-@pytest.mark.parametrize(("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off")])
+@pytest.mark.parametrize(
+    ("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off"), ("full", "on")]
+)
 def test_two_ranks_give_the_bits_of_one(
     graphs: str, dbo: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
 
 def graphs_of(facts: Facts, asked: str = "auto") -> GroupGraphs:
     nothing: Any = Nothing()
-    graphs = GroupGraphs(nothing, nothing, nothing, UBatch(), common_sizes(asked, LIMITS), facts)
+    graphs = GroupGraphs(nothing, nothing, nothing, [UBatch()], common_sizes(asked, LIMITS), facts)
     assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))) is None, "the first one warms kernels"
     return graphs
 
@@ -60,9 +60,23 @@ def test_a_step_has_the_size_of_the_rank_with_most_tokens() -> None:
 def test_what_cannot_be_replayed_runs_as_it_is() -> None:
     agreed = Agreed(1, most_tokens=(4, 0))
     assert graphs_of(Facts()).shape(plan(1, agreed=None)) is None
-    assert graphs_of(Facts()).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
+    assert graphs_of(Facts(), "piecewise").shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
+    assert graphs_of(Facts()).shape(plan(1, 2, agreed=Agreed(1, 2, (4, 4)))) is None
+    assert graphs_of(Facts(recordable=3)).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
     assert graphs_of(Facts(moving=True)).shape(plan(1, agreed=agreed)) is None
     assert graphs_of(Facts(recordable=0)).shape(plan(1, agreed=agreed)) is None
+
+
+def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> None:
+    graphs = graphs_of(Facts())
+    for tokens, most, size, room in ((1, 1, 1, 1), (3, 2, 4, 2), (9, 5, 16, 8), (9, 30, 16, 32), (17, 9, 24, 16)):
+        shape = graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most - 1))))
+        assert shape is not None
+        assert (shape.mode, shape.num_tokens, shape.room) == (Mode.FULL, size, room)
+        assert shape.num_tokens - shape.split_at <= shape.split_at <= room == graphs.round_up(most)
+    for most in range(1, 145):  # 288 are the most that all of an engine's requests come to in a recorded step
+        for tokens in range(1, 2 * most + 1):
+            assert graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most)))), (most, tokens)
 
 
 def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:

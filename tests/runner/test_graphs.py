@@ -218,7 +218,7 @@ def manager_of(asked: str, limits: Limits = LIMITS) -> tuple[GraphManager, Nothi
         lambda step, agreed: torch.zeros(1, 1),
         nothing,
         nothing,
-        UBatch(),
+        [UBatch()],
         sizes_of(asked, limits),  # type: ignore[arg-type]
     )
     return manager, nothing

@@ -88,14 +88,15 @@ class Engine:
 
     def __init__(self, devices: Devices, graphs: str, directory: Path) -> None:
         self.devices = devices
-        self.drivers: list[Driver] = self.each(lambda rank: self.prepared(rank, graphs))
+        self.drivers = [self.prepared(rank, graphs) for rank in range(2)]
         members = members_of(2, str(directory), tp_size=2, deadline_s=5.0)
         self.each(lambda rank: self.drivers[rank].runner.join(members[rank], None))
 
     def prepared(self, rank: int, graphs: str) -> Driver:
         world = World(rank, 2, tp_size=2, ranks_on_host=2, host_rank=rank)
         runner = HalvesOnFake(config_of(None, graphs=graphs, **SETTINGS), SPEC, Path(os.devnull), world)
-        runner.prepare()
+        with self.devices.on(rank):
+            runner.prepare()
         return Driver(runner)
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
@@ -186,6 +187,10 @@ def is_not_waited_for(tp: DeviceTensor, mine: Tensor, out: Tensor) -> None:
     tp._mesh._nccl._allgather_base(out, mine)  # type: ignore[union-attr]
 
 
+def is_left_behind(tp: DeviceTensor, mine: Tensor, out: Tensor) -> None:
+    is_not_waited_for(tp, mine, torch.zeros_like(out))
+
+
 def runs_elsewhere(tp: DeviceTensor, mine: Tensor, out: Tensor) -> None:
     with recorder.torch.cuda.stream(recorder.torch.cuda.Stream()):
         gather(tp, mine, out)
@@ -205,7 +210,8 @@ def gather(tp: DeviceTensor, mine: Tensor, out: Tensor) -> None:
     [
         (asks_the_device, "asks the device while a graph is captured"),
         (waits_for_an_event, "waits for an event while a graph is captured"),
-        (is_not_waited_for, "ends before it has waited for all of its streams"),
+        (is_not_waited_for, "does not wait for what another stream writes"),
+        (is_left_behind, "ends before it has waited for all of its streams"),
         (runs_elsewhere, "a stream that is not part of the capture"),
         (differs, r"collective \d+ is .* on one rank and .* on another"),
     ],
