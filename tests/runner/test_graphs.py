@@ -215,7 +215,7 @@ class Nothing:
 def manager_of(asked: str, limits: Limits = LIMITS) -> tuple[GraphManager, Nothing]:
     nothing = Nothing()
     manager = GraphManager(
-        lambda step, agreed: torch.zeros(1, 1),
+        lambda step, agreed, split_at: torch.zeros(1, 1),
         nothing,
         nothing,
         [UBatch()],
