@@ -94,6 +94,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         """Sends M = room rows to every rank. Of the results of pair (t, k) of a rank's M * K, place t * K + k of what
         comes home from the rank that has the expert is the one that counts."""
         mesh, ids_TK, pad = self.mesh, routing.ids_TK, torch.nn.functional.pad
+        assert len(x_TD) <= room, f"{len(x_TD)} rows where all ranks make room for {room}"
         more, top_k = (0, 0, 0, room - len(x_TD)), ids_TK.shape[1]
         ids_MK = pad(ids_TK.to(torch.int32), more, value=-1)
         rows_MB = torch.cat((pad(self._wire.encode(x_TD), more), bytes_of(ids_MK)), 1)
