@@ -4,12 +4,16 @@ NCCL neither names a rank that is missing nor wakes a host that waits for one of
 beforehand (which ranks are here, how many rows will come) is asked over Gloo, with its deadlines. When a rank leaves,
 the communicator is aborted: its kernels end at once, and with them all waits for the device, with invalid results.
 `check` detects that. torch's own watchdog aborts the communicator too when a kernel waits longer than the deadline.
+
+CUDA graphs can record collectives. torch's watchdog does not know of those that are replayed, but of the next one that
+is not, behind them. And NCCL ends a communicator only after all graphs that use it: who leaves drops them first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +29,7 @@ from moeserve.comm.store import dist
 Launch = Callable[[Callable[[], object]], Callable[[], object]]
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ABORT_S = 2.0  # that `close` waits for it: who has noticed a loss in the middle of a step still has its graphs
 ABORT = "2"  # torch's way to handle errors that ends the communicator, and not the process
 
 
@@ -119,8 +124,9 @@ class DeviceMesh(Mesh):
         with self.lock:
             nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            with contextlib.suppress(RuntimeError):  # raised when aborting took too long; nothing waits any more
-                nccl.abort()
+            aborting = threading.Thread(target=_abort, args=(nccl,), daemon=True)
+            aborting.start()
+            aborting.join(ABORT_S)
 
     def _open(self, store: Any) -> Any:
         os.environ.setdefault(HANDLING, ABORT)  # read by the group as it is made
@@ -133,6 +139,11 @@ class DeviceMesh(Mesh):
     def _connect_devices(self, nccl: Any) -> None:
         # Not later, in the first collective: nobody expects that one to take seconds.
         nccl.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _abort(nccl: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # raised when aborting took too long; nothing waits any more
+        nccl.abort()
 
 
 def why_not(num_ranks: int) -> str | None:

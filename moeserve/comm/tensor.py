@@ -33,6 +33,11 @@ class TensorParallel:
         self._num_channels = num_channels
         self._joined_once = False
 
+    @property
+    def not_recorded(self) -> str | None:
+        """Why no CUDA graph can record a gather; None if one can."""
+        return None if self.size == 1 else "the host gathers what tensor-parallel ranks compute"
+
     def join(self, members: Members) -> None:
         """Connects to the engine's other ranks. Blocks; raises PeerLost when they do not come."""
         assert (members.tp_rank, members.tp_size) == (self.rank, self.size), members
@@ -136,6 +141,7 @@ class DeviceTensor(GlooTensor):
     """`TensorParallel` by NCCL, one GPU per rank, on the stream that computes; the host does not wait."""
 
     _new_mesh = DeviceMesh
+    not_recorded = None
 
     def check(self) -> None:
         """Raises PeerLost if what the device computed is invalid; see `DeviceMesh.check`."""

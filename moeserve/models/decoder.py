@@ -106,9 +106,12 @@ class Decoder:
         return residual if first is None else first(residual), residual
 
     @property
-    def graph_safe(self) -> bool:
-        """Whether `forward` never waits for the device, and accepts padding whose extent only the device knows."""
-        return self.ops.triton and all(layer.recordable for layer in self.moe_layers)
+    def not_recorded(self) -> str | None:
+        """Why no CUDA graph can record `forward`; None if it never waits for the device, and accepts padding whose
+        extent only the device knows."""
+        if not self.ops.triton:
+            return "not all kernels that serve can be recorded"
+        return next((why for layer in self.moe_layers if (why := layer.not_recorded)), None)
 
     @property
     def moe_layers(self) -> list[MoELayer]:

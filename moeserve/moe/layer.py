@@ -18,13 +18,19 @@ from torch import Tensor
 
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import share
-from moeserve.moe.all2all.base import All2All, Ticket
-from moeserve.moe.experts.base import Experts, Fusible
+from moeserve.moe.all2all.base import All2All, All2AllCaps, Ticket
+from moeserve.moe.experts.base import Experts, ExpertsCaps, Fusible
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router, Routing
 from moeserve.moe.ubatch import UBatch
 
 SharedExpert = Callable[[Tensor], Tensor]
+
+
+def why_not_recorded(wire: All2AllCaps, compute: ExpertsCaps) -> str | None:
+    """Returns why no CUDA graph can record what this backend and this kernel do; None if one can."""
+    needs_host = None if compute.device_counts else f"{compute.name} must know the counts of rows on the host"
+    return wire.not_recorded or needs_host
 
 
 @dataclass(eq=False)
@@ -46,30 +52,33 @@ class MoELayer:
     on_input: bool = False
 
     @property
-    def recordable(self) -> bool:
-        """Whether a call never waits for the device, so that a CUDA graph can record it."""
-        return self.all2all.caps.graph_safe and self.to_physical.counts_on_device
+    def not_recorded(self) -> str | None:
+        """Why no CUDA graph can record a call; None if one can, since a call never waits for the device."""
+        if not self.to_physical.counts_on_device:
+            return "the router's choices are counted on the host"
+        return why_not_recorded(self.all2all.caps, self.experts.caps)
 
     def __call__(
         self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, router_TD: Tensor | None = None
     ) -> Tensor:
         """Returns the layer's output [T, D]. Rows from `num_tokens` on are padding and reach no expert.
 
-        num_tokens: an int, or an int32 tensor [1] where the layer is `recordable`. router_TD: what the router reads, if
+        num_tokens: an int, or an int32 tensor [1] where the layer can be recorded. router_TD: what the router reads, if
         not x.
         """
         routing = self.router(x_TD if router_TD is None else router_TD, num_tokens)
         ubatch.note_load(self.to_physical.load(routing))
         routing, tp = self.to_physical(routing), self.tp
+        # Padding is shared out as well where only the device knows how much of it there is.
+        rows = len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens
         if tp.size == 1:
-            return self._compute(x_TD, routing, len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens, ubatch)
-        assert not isinstance(num_tokens, Tensor), "the device's number of tokens cannot be shared out"
-        shares = [share(num_tokens, tp.size, rank) for rank in range(tp.size)]
+            return self._compute(x_TD, routing, rows, ubatch)
+        shares = [share(rows, tp.size, rank) for rank in range(tp.size)]
         counts = [part.stop - part.start for part in shares]
         mine = shares[tp.rank]
         part_TD = self._compute(x_TD[mine], routing.rows(mine), counts[tp.rank], ubatch)
         out_TD = tp.gather_rows(part_TD, counts, ubatch.index)
-        return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - num_tokens))
+        return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - rows))
 
     def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
         """Computes for the other ranks in a step in which this rank has no tokens. like_D: a row's shape and dtype."""
@@ -115,7 +124,7 @@ class FusedMoELayer(MoELayer):
     """A layer on one rank whose router, dispatch, experts and combine are one call of the expert kernel. The bits are
     those of the four steps."""
 
-    recordable = True
+    not_recorded = None
 
     def __post_init__(self) -> None:
         assert isinstance(self.experts, Fusible)

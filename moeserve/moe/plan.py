@@ -14,7 +14,7 @@ from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.experts.base import Experts, Fusible
-from moeserve.moe.layer import FusedMoELayer, MoELayer, SharedExpert
+from moeserve.moe.layer import FusedMoELayer, MoELayer, SharedExpert, why_not_recorded
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
 from moeserve.ops.rules import Activation
@@ -48,7 +48,8 @@ class MoEPlan:
     """The backend and the kernel that were picked, and why each other pair was not.
 
     fused: whether one call of the kernel runs router, dispatch, experts and combine. reasons: (backend, kernel,
-    "picked" with what a user should know, or what is in the way) for every pair; the last one is about fusing.
+    "picked" with what a user should know, or what is in the way) for every pair; the last two are about graphs and
+    fusing.
     """
 
     all2all: All2All
@@ -101,6 +102,10 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
         raise ConfigError(f"no all2all backend and expert kernel fit {needs}:\n{lines}")
     backend, kernel = picked
     not_fused = _why_not_fused(needs, backend, kernel)
+    eager = why_not_recorded(backend.caps, kernel.caps) if not_fused else None
+    if needs.device != "cuda":
+        eager = f"there are none on {needs.device}"
+    reasons.append(("graphs", backend.caps.name, eager or "picked: decode steps are recorded"))
     reasons.append(
         ("fused", kernel.caps.name, not_fused or "picked: router, dispatch, experts and combine are one call")
     )

@@ -37,7 +37,7 @@ from moeserve.ops.quantised import Asked
 from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
-from moeserve.runner.graphs import EPGraphs, GraphManager, common_sizes, sizes_of
+from moeserve.runner.graphs import GraphManager, GroupGraphs, common_sizes, sizes_of
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.limits import MemoryFacts, kv_budget, workspace_bytes
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
@@ -179,16 +179,18 @@ class ModelRunnerBase(StepExecutor, ABC):
         if self.graph_obstacle is not None:
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
-        parts = self._forward, self.fixed_inputs, recorder(), self.ubatches.ubatches[0]
-        asked = self.config.device.graphs
-        if self.shards_experts:
-            self.graphs = ep_sharded = EPGraphs(*parts, common_sizes(asked, self.limits), self.peers)
-            self.ubatches.round_up = ep_sharded.round_up
+        parts = self._forward, self.fixed_inputs, recorder(), self.ubatches.ubatches
+        sizes = (common_sizes if self.shards_experts else sizes_of)(self.config.device.graphs, self.limits)
+        num_drafts = self.limits.num_drafts
+        if self.computes_with_others:
+            self.graphs = ours = GroupGraphs(*parts, sizes, self.peers, self.shards_experts, num_drafts=num_drafts)
+            if self.shards_experts:
+                self.ubatches.round_up = ours.round_up
             # Steps without graphs never take the kernels that learn the number of tokens from the device, and nothing
             # may be compiled while a step is recorded.
             self._forward(self.fixed_inputs.largest(1, 1))
             return
-        self.graphs = GraphManager(*parts, sizes_of(asked, self.limits), num_drafts=self.limits.num_drafts)
+        self.graphs = GraphManager(*parts, sizes, num_drafts=num_drafts)
         self.graphs.capture()
 
     @cached_property
@@ -203,9 +205,12 @@ class ModelRunnerBase(StepExecutor, ABC):
         """The reason why no step can be recorded, or None."""
         if self.config.device.graphs == "off":
             return "graphs: off"
-        if self.tp.size > 1 or (self.shards_experts and not self.peers.graph_safe):
-            return "rows travel between ranks, by transports that cannot be recorded"
-        return None if self.shards_experts or self.model.graph_safe else "not all kernels that serve can be recorded"
+        return self.tp.not_recorded or (self.peers if self.shards_experts else self.model).not_recorded
+
+    @property
+    def computes_with_others(self) -> bool:
+        """Whether a step of this rank needs other ranks."""
+        return self.shards_experts or self.tp.size > 1
 
     @abstractmethod
     def enter_thread(self) -> None:
@@ -325,6 +330,8 @@ class ModelRunnerBase(StepExecutor, ABC):
     def leave(self) -> None:
         """Drops all connections to other ranks. May be called from any thread: a step that waits for another rank then
         raises PeerLost, and may be run again after the next `join`."""
+        if isinstance(self.graphs, GroupGraphs):
+            self.graphs.forget()
         if (peers := getattr(self, "peers", None)) is not None:
             peers.leave()
 

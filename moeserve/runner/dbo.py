@@ -10,7 +10,7 @@ win at all, within a budget: trials never lose more than a hundredth of all time
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -145,10 +145,14 @@ def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
     first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)
     later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)
     bounds, later_bounds = np.minimum(offsets[: ends + 1], split_at), np.maximum(offsets[begins:] - split_at, 0)
-    return (
+    parts = (
         _part(step, slice(0, split_at), slice(0, ends), bounds, step.starts_R[:ends], first),
         _part(step, slice(split_at, None), slice(begins, None), later_bounds, starts, later),
     )
+    if step.live is None:
+        return parts
+    lives = step.live.clamp(max=split_at), (step.live - split_at).clamp(min=0)
+    return replace(parts[0], live=lives[0]), replace(parts[1], live=lives[1])
 
 
 def _part(

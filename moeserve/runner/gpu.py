@@ -110,7 +110,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def capture_model(self) -> None:
         """Records CUDA graphs of common sizes, if nothing is in the way."""
-        self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.shards_experts))
+        self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.computes_with_others))
         self.execute(dummy_plan(len(self.groups), 0, [1]))  # compiles what fills their inputs
 
     @property

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MOST_TOKENS = 512  # of a recorded step; larger ones keep the device busy for longer than the host needs to launch them
-Forward = Callable[[StepInputs, Agreed | None], Tensor]
+Forward = Callable[[StepInputs, Agreed | None, int], Tensor]
 
 
 class Mode(enum.Enum):
@@ -42,11 +42,18 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """The shape of a recording. num_reqs: None where the mode leaves the number of requests free."""
+    """The shape of a recording. num_reqs: None where the mode leaves the number of requests free. room: with two
+    micro-batches, of half the tokens each, those that all ranks make room for in either; 0 with one."""
 
     mode: Mode
     num_tokens: int
     num_reqs: int | None
+    room: int = 0
+
+    @property
+    def split_at(self) -> int:
+        """The tokens of the first of two micro-batches."""
+        return -(-self.num_tokens // 2)
 
 
 def sizes_to(most: int) -> tuple[int, ...]:
@@ -74,14 +81,14 @@ def common_sizes(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
 class GraphManager:
     """Records forward passes and replays them for steps of few tokens.
 
-    forward: computes hidden states; it notes the experts' load in `ubatch`. fixed: the buffers of the inputs.
+    forward: computes hidden states; it notes the experts' load in `ubatches`. fixed: the buffers of the inputs.
     sizes: numbers of tokens of each mode that may be used, ascending. num_drafts: the most that a request verifies.
     """
 
     forward: Forward
     fixed: FixedInputs
     recorder: Recorder
-    ubatch: UBatch
+    ubatches: Sequence[UBatch]
     sizes: Mapping[Mode, Sequence[int]]
     num_drafts: int = field(default=0, kw_only=True)
 
@@ -118,9 +125,9 @@ class GraphManager:
         recording.replay()
         self._plans.clear()  # their work space is large
         hidden_TD, *loads = recording.results
-        for load_LE in loads:
+        for ubatch, load_LE in zip(self.ubatches, loads, strict=False):
             for load_E in load_LE:
-                self.ubatch.note_load(load_E)
+                ubatch.note_load(load_E)
         return hidden_TD
 
     def capture(self) -> None:
@@ -142,9 +149,9 @@ class GraphManager:
         def work(pause: Pause) -> Sequence[Tensor]:
             """Computes the step that is recorded, and returns the tensors that a replay rewrites."""
             inputs = replace(step, cut=partial(self._cut, pause)) if pieces else step
-            hidden_TD = self.forward(inputs, agreed)
-            load = self.ubatch.take_load()
-            return (hidden_TD, load) if isinstance(load, Tensor) else (hidden_TD,)
+            hidden_TD = self.forward(inputs, agreed, descriptor.split_at)
+            loads = [ubatch.take_load() for ubatch in self.ubatches]
+            return hidden_TD, *(load for load in loads if isinstance(load, Tensor))
 
         recording = self._recordings[descriptor] = self.recorder.record(work)
         self._plans.clear()
@@ -171,32 +178,50 @@ class GraphManager:
 
 
 @dataclass(eq=False, repr=False)
-class EPGraphs(GraphManager):
-    """Records and replays steps where experts are sharded over ranks.
+class GroupGraphs(GraphManager):
+    """Records and replays steps of ranks that compute together: under tensor parallelism, where experts are sharded, or
+    both.
 
-    Some ranks may replay a step and others run it as it is, but all must make room for the same number of tokens, since
-    the layout of exchanged rows depends on it: the number of the rank with most, rounded up to a recorded size.
-    Recordings refer to the group's buffers and the physical experts' addresses, and are dropped when those change.
+    The ranks of an engine have the same plans, so they record and replay the same shapes in the same steps. Where
+    engines share experts, some may replay a step and others run it as it is, but all must make room for the same number
+    of tokens, since the layout of exchanged rows depends on it: the number of the engine with most, rounded up to a
+    recorded size. Recordings refer to the group's buffers and connections and the physical experts' addresses, and are
+    dropped when those change.
 
-    sizes: of PIECEWISE and FULL, the latter's among the former's.
+    sizes: where experts are sharded, of PIECEWISE and FULL, the latter's among the former's.
     """
 
     group: Peers
+    shards_experts: bool = True
 
     _place = (-1, -1)
-    _recordable = False
+    _recordable = 0  # tokens
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
         """Returns the shape that a step is to be replayed in, or None if the step runs as it is."""
         group, agreed = self.group, plan.agreed
         if self._place != group.place:
-            self._recordings.clear()
+            self.forget()
             self._place, self._recordable = group.place, group.recordable
             return None  # once, for warmth: recording a step does not run it
-        if agreed is None or agreed.ubatches > 1 or not self._recordable or group.moving:
+        if group.moving or not self._recordable:
             return None
-        shape = self.dispatch(agreed.most_tokens[0], 1 if plan.uniform_len == 1 else None)
-        return shape if shape and shape.num_tokens == self.round_up(agreed.most_tokens[0]) else None
+        if not self.shards_experts:
+            return self.dispatch(plan.num_tokens, plan.uniform_len)
+        if agreed is None or (room := self.round_up(max(agreed.most_tokens))) > self._recordable:
+            return None
+        uniform_len = 1 if plan.uniform_len == 1 else None
+        if agreed.ubatches == 1:
+            shape = self.dispatch(agreed.most_tokens[0], uniform_len)
+            return shape if shape and shape.num_tokens == room else None
+        shape = self.dispatch(plan.num_tokens, uniform_len)
+        if shape is None or shape.mode is Mode.PIECEWISE or shape.split_at > room:  # rows are under way between pieces
+            return None
+        return replace(shape, room=room)
+
+    def forget(self) -> None:
+        """Drops all recordings, from any thread; a step that is being replayed keeps its own until that is launched."""
+        self._recordings.clear()
 
     def round_up(self, tokens: int) -> int:
         """Returns the number of tokens that all ranks make room for: 7 -> 8; beyond the largest size, `tokens`."""

@@ -1,6 +1,7 @@
 """A rank's links to other ranks: the all2all of its MoE layers, the gathers of its engine, the placement of experts."""
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,6 +61,7 @@ class Peers:
         self._num_ubatches = num_ubatches
         self._on_placed = on_placed
         self._all2all = self._layers[0].all2all if self._layers else None  # one for all layers
+        self._not_recorded = self._layers[0].not_recorded if self._layers else None
         self._alone: LocalAll2All | None = None  # takes its place until there are other ranks
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
         self._expected = 0  # the newest placement that was given to `prepare`
@@ -101,14 +103,17 @@ class Peers:
         return self._joins, 0 if self._store is None else self._store.version
 
     @property
-    def graph_safe(self) -> bool:
-        """Whether the all2all backend among several ranks can be recorded in a graph."""
-        return self._all2all is not None and self._all2all.caps.graph_safe
+    def not_recorded(self) -> str | None:
+        """Why no graph can record the MoE layers of several ranks; None if one can."""
+        return self._not_recorded
 
     @property
-    def recordable(self) -> bool:
-        """Whether the MoE layers as they are now can be recorded in a graph."""
-        return all(layer.recordable for layer in self._layers)
+    def recordable(self) -> int:
+        """The tokens of the largest step that a graph can record, with the MoE layers as they are now."""
+        if any(layer.not_recorded for layer in self._layers):
+            return 0
+        most = self._layers[0].all2all.caps.most_recorded if self._layers else None
+        return sys.maxsize if most is None else most * self._tp.size
 
     @property
     def copies(self) -> int:

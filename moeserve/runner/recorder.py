@@ -88,11 +88,12 @@ class CudaRecorder(Recorder):
                 graph.capture_end()
             raise
         graph.capture_end()
-        pieces.append(graph.replay)
+        recorded = *pieces, graph.replay
+        pieces.clear()  # calls know the step, which knows `pause`: graphs must be gone once nobody replays them
 
         def replay() -> None:
             """Replays the graphs and the calls between them, in order."""
-            for piece in pieces:
+            for piece in recorded:
                 piece()
 
         return Recording(results, replay)

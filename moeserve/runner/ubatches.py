@@ -114,7 +114,7 @@ class UBatchRunner:
     def _run(self, agreed: Agreed, works: Sequence[Callable[[UBatch], T]]) -> Sequence[T]:
         """Returns the result of each micro-batch's work."""
         # The same number of rounds in both micro-batches: with fewer, one would run ahead of the other, layer by layer.
-        most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
+        most_tokens = -(-self.round_up(max(agreed.most_tokens)) // self._tp_size)
         self.take_transfers()  # of a step that failed
         for ubatch in self.ubatches:
             ubatch.most_tokens = most_tokens

@@ -1,5 +1,8 @@
 """What NCCL does for ranks with a GPU each, by Gloo between CPU tensors.
 
+On a device that stands in for CUDA's (tests/runner/fake_cuda.py) collectives run on a stream of their own, graphs
+record them, ranks that call different ones fail, and aborting waits for the graphs that are left.
+
 As with NCCL, a collective whose peer is gone ends when the group is aborted or its deadline is over, without saying
 anything but in `get_error`, and with whatever was in memory.
 """
@@ -8,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +27,23 @@ from moeserve.moe.all2all import nccl as backends
 from moeserve.moe.streams import CommStream
 
 TURN = timedelta(milliseconds=100)
+ABORTS_S = 10.0
 
 
 class Group:
-    def __init__(self, store: Any, rank: int, size: int, deadline_s: float) -> None:
+    """key: the same on all ranks. device: returns what stands in for CUDA's, if anything does."""
+
+    called: dict[tuple[str, int], str]  # (group, number of the collective) -> name and bytes on the first rank there
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        deadline_s: float,
+        key: str = "",
+        device: Callable[[], Any] | None = None,
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
@@ -33,15 +51,40 @@ class Group:
         self.deadline_s = deadline_s
         self.error = "SUCCESS"
         self.is_aborted = False
+        self.key, self.device, self.number = key, device, 0
+        self.stream: Any = None
+        self.recorded_in: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __getattr__(self, name: str) -> Any:
         def start(*args: Any) -> SimpleNamespace:
             if self.is_aborted:
                 raise RuntimeError("NCCL communicator was aborted")
+            if self.device is not None:
+                return self._on_device(name, *args)
             work = getattr(self.gloo, name)(*args)
             return SimpleNamespace(wait=lambda: self._wait(work))
 
         return start
+
+    def _on_device(self, name: str, out: torch.Tensor, mine: torch.Tensor, *splits: Any) -> SimpleNamespace:
+        assert self.device is not None
+        device = self.device()
+        here, stream = device.current_stream(), self.stream or device.Stream()
+        self.stream = stream
+
+        def run() -> None:
+            self.number += 1
+            ours = name if splits else f"{name} of {mine.nbytes} bytes"
+            theirs = self.called.setdefault((self.key, self.number), ours)
+            assert ours == theirs, f"collective {self.number} is {theirs} on one rank and {ours} on another"
+            self._wait(getattr(self.gloo, name)(out, mine, *splits))
+
+        if device.capturing is not None:
+            self.recorded_in.add(device.capturing)
+        stream.wait_stream(here)
+        with device.stream(stream):
+            device.collective(run, mine, out, name)
+        return SimpleNamespace(wait=lambda: device.current_stream().wait_stream(stream))
 
     def _wait(self, work: Any) -> None:
         until_s = time.monotonic() + self.deadline_s
@@ -59,17 +102,24 @@ class Group:
 
     def abort(self) -> None:
         self.is_aborted = True
+        until_s = time.monotonic() + ABORTS_S
+        while self.recorded_in:
+            if time.monotonic() > until_s:
+                raise RuntimeError("graphs are left that use this communicator")
+            time.sleep(0.01)
         for peer in range(self.gloo.size()):
             if peer != self.gloo.rank():
                 with contextlib.suppress(RuntimeError):
                     self.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
 
 
-def use(patch: pytest.MonkeyPatch) -> None:
+def use(patch: pytest.MonkeyPatch, device: Callable[[], Any] | None = None) -> None:
     """Device meshes are between CPU tensors from now on."""
+    patch.setattr(Group, "called", {}, raising=False)
 
     def make(mesh: DeviceMesh, store: Any) -> Group:
-        return Group(store, mesh.members.rank, mesh.members.size, mesh.members.deadline_s)
+        members = mesh.members
+        return Group(store, members.rank, members.size, members.deadline_s, members.store, device)
 
     patch.setattr(DeviceMesh, "_open", make)
     patch.setattr(DeviceMesh, "_connect_devices", lambda mesh, group: None)

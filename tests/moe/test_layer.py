@@ -132,6 +132,7 @@ def test_plan_picks_the_first_pair_that_can() -> None:
         "other takes no rows of 32",
         "local and quick share no layout",
         "picked",
+        "there are none on cpu",
         "reference has no fused form",
     ]
     assert "local    reference  picked" in plan.table()
@@ -167,6 +168,29 @@ def test_world() -> None:
         World(4, 4)
     with pytest.raises(ValueError, match="6 ranks cannot be sharded over engines of 4"):
         World(0, 6, tp_size=4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel", "why"),
+    [
+        ({"not_recorded": None}, {"device_counts": True}, "picked: decode steps are recorded"),
+        ({"not_recorded": None}, {}, "quick must know the counts of rows on the host"),
+        ({}, {"device_counts": True}, "rows are counted on the host"),
+    ],
+)
+def test_plan_says_whether_steps_are_recorded(backend: dict[str, Any], kernel: dict[str, Any], why: str) -> None:
+    """And a layer as planned says the same."""
+    needs = dataclasses.replace(NEEDS, device="cuda")
+    plan = plan_moe(needs, [_Backend(**backend)], [_Kernel(**kernel)])
+    assert plan.reasons[-2] == ("graphs", "other", why)
+    assert f"graphs   other    {why}\n" in plan.table()
+    placement = Placement.initial(1, E, 1)
+    ops = pick_ops("cpu", torch.float32)
+    parts: list[Any] = [Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops), None]
+    layer = plan.layer(*parts, LogicalToPhysical(placement, 0, counts_on_device=True))
+    assert layer.not_recorded == (None if why.startswith("picked") else why)
+    on_host = plan.layer(*parts, LogicalToPhysical(placement, 0))
+    assert on_host.not_recorded == "the router's choices are counted on the host"
 
 
 @pytest.mark.skipif(native() is None, reason="needs the compiled extension")

@@ -9,17 +9,24 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+ASKS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
 
 
 class Hazard(AssertionError):
     """An access that another stream's may overtake."""
+
+
+class Unjoined(Hazard, RuntimeError):
+    """As CUDA says at the end of a capture, whatever else went wrong in it."""
 
 
 class Stream:
@@ -52,11 +59,15 @@ class Event:
         self.done, self.at_ms = dict(here.done), here.now_ms
 
     def synchronize(self) -> None:
+        if self.cuda.tape is not None:
+            raise Hazard("waits for an event while a graph is captured")
         assert self.done, "waited for an event that was never recorded"
         _merge(self.cuda.host, self.done)
 
     def query(self) -> bool:
         """Whether the host has waited for it, or for something behind it."""
+        if self.cuda.tape is not None:
+            raise Hazard("asks for an event while a graph is captured")
         return all(self.cuda.host.get(stream, 0) >= count for stream, count in self.done.items())
 
     def elapsed_time(self, end: Event) -> float:
@@ -83,15 +94,22 @@ class Graph:
         pool.graphs.add(self)
         pool.is_used = True
         assert self.cuda.tape is None, "captures two graphs at once"
-        assert self.cuda.current_stream() is not self.cuda.default, "captures on the default stream"
-        self.cuda.tape = []
+        here = self.cuda.current_stream()
+        assert here is not self.cuda.default, "captures on the default stream"
+        here.done[here] += 1
+        self.cuda.tape, self.cuda.capturing, self.cuda.begun = [], self, (here, here.done[here])
+        self.cuda.captured = {}
 
     def capture_end(self) -> None:
         assert self.cuda.tape is not None
         self.tape, self.cuda.tape = self.cuda.tape, None
+        self.cuda.capturing = None
+        done = self.cuda.current_stream().done
+        if any(done.get(stream, 0) < when for stream, when in self.cuda.captured.items()):
+            raise Unjoined("a capture ends before it has waited for all of its streams")
         for _, _, _, places in self.tape:
             for place in places:
-                place.fill_(torch.nan if place.is_floating_point() else -(1 << 30))
+                place.fill_(torch.nan if place.is_floating_point() else 255 if place.itemsize == 1 else -(1 << 30))
 
     def replay(self) -> None:
         for func, args, kwargs, places in self.tape:
@@ -132,6 +150,9 @@ class FakeCuda:
         self._thread = _Thread(self.default)
         self.host: dict[Stream, int] = {}  # what the host has waited for, and so all that it launches from now on
         self.tape: list[tuple[Any, Any, Any, Sequence[Tensor]]] | None = None
+        self.capturing: Graph | None = None
+        self.begun = self.default, 0  # where the capture began
+        self.captured: dict[Stream, int] = {}  # the last access of each stream while it lasts
         self.kept: dict[int, torch.UntypedStorage] = {}  # so that no address is used again unnoticed
         self.made: dict[int, Stream] = {}  # where memory is given to anew
         self.written: dict[int, tuple[Stream, int]] = {}
@@ -218,6 +239,23 @@ class FakeCuda:
             self.tape.append((func, args, kwargs, places))
         return result
 
+    def collective(self, run: Callable[[], None], mine: Tensor, out: Tensor, name: str) -> None:
+        """What a library does on the current stream: now, or at each replay."""
+
+        def follow() -> None:
+            self._follow({self._memory(mine)}, {self._memory(out)}, set(), name)
+
+        def again() -> None:
+            follow()
+            with _disable_current_modes():  # Gloo's waiting cannot be watched
+                run()
+
+        if self.tape is None:
+            again()
+            return
+        follow()
+        self.tape.append((again, (), {}, ()))
+
     def _memory(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         self.kept[storage.data_ptr()] = storage
@@ -235,10 +273,18 @@ class FakeCuda:
             for known in (self.made, self.kept, self.written, self.read):
                 known.pop(memory, None)
 
+    def _capture(self, here: Stream, name: str) -> None:
+        if self.tape is not None:
+            stream, when = self.begun
+            if here.done.get(stream, 0) < when:
+                raise Hazard(f"{name} runs on a stream that is not part of the capture")
+            self.captured[here] = here.done[here]
+
     def _follow(self, used: set[int], changed: set[int], new: set[int], name: str) -> None:
         here = self.current_stream()
         here.done[here] += 1
         here.now_ms += here.pace_ms
+        self._capture(here, name)
         for memory in used | changed:
             stream, when = self.written.get(memory, (here, 0))
             if here.done.get(stream, 0) < when:
@@ -257,10 +303,51 @@ class FakeCuda:
             self.read.setdefault(memory, {})[here] = here.done[here]
 
 
+class Devices:
+    """The module `torch.cuda` of ranks that are threads: each uses the device that it is on."""
+
+    def __init__(self, number: int) -> None:
+        self.each = [FakeCuda() for _ in range(number)]
+        self._thread = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.here(), name)
+
+    def here(self) -> FakeCuda:
+        """The device that this thread is on."""
+        return self._thread.device  # type: ignore[no-any-return]
+
+    @property
+    def is_capturing(self) -> bool:
+        device = getattr(self._thread, "device", None)
+        return device is not None and device.tape is not None
+
+    @contextlib.contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        self._thread.device = self.each[index]
+        with self.here().watching():
+            yield
+
+
+def refuse_to_wait(patch: pytest.MonkeyPatch, devices: Devices) -> None:
+    """Asking a tensor for its values fails from now on while a graph is captured."""
+
+    def refusing(name: str, asked: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if devices.is_capturing:
+                raise Hazard(f"asks the device while a graph is captured, by {name}")
+            return asked(tensor, *args, **kwargs)
+
+        return ask
+
+    for name in ASKS:
+        patch.setattr(Tensor, name, refusing(name, getattr(Tensor, name)))
+
+
 class FakeTorch:
     """The module `torch` for code under test, with `cuda` instead of its own."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda | Devices) -> None:
         self.cuda = cuda
 
     def __getattr__(self, name: str) -> Any:

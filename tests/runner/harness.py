@@ -47,7 +47,7 @@ class HistoryModel:
     tables say its history is, in float64 carried as four 16-bit numbers; logits are a random row picked by it."""
 
     moe_layers = ()
-    graph_safe = False
+    not_recorded = "not all kernels that serve can be recorded"
 
     def __init__(self, spec: ModelSpec) -> None:
         generator = torch.Generator().manual_seed(0)

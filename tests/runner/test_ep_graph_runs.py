@@ -1,5 +1,6 @@
-"""Two ranks whose rows travel by `cuda_ipc`, recorded and not, give one rank's bits. Kernels are interpreted, device
-memory is the host's, and ranks are threads: the interpreter serves one of them at a time."""
+"""Two ranks, engines or one engine's, whose rows travel by `cuda_ipc` or NCCL, recorded and not, give one rank's bits.
+Kernels are interpreted, device memory is the host's, NCCL is Gloo, and ranks are threads: the interpreter serves one of
+them at a time."""
 
 from __future__ import annotations
 
@@ -9,16 +10,19 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
 import torch
 
+from moeserve.comm.tensor import DeviceTensor
 from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, StepPlan, StepResult
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
+from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.ops.native import native
@@ -26,6 +30,7 @@ from moeserve.ops.table import pick_ops
 from moeserve.runner.base import first_placement
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.load import Progress, Shard
+from tests.comm import fake_nccl
 from tests.comm.ranks import members_of, together
 from tests.runner.harness import Driver, Request, greedy, spec_of
 
@@ -61,23 +66,29 @@ PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
 
 
 class Rank(CPUModelRunner):
-    """With weights that are the same for every number of ranks."""
+    """With weights that are the same for every number of ranks. kind: how rows travel to experts."""
+
+    kind = "cuda_ipc"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.world.tp_size > 1:
+            self.tp = DeviceTensor(self.world.tp_rank, self.world.tp_size, len(self.ubatches.ubatches))
 
     def load_model(self, progress: Progress) -> None:
         spec, placement = self.spec, self.placement
         assert placement is not None
-        generator = torch.Generator().manual_seed(0)
-        params = {}
-        for param in load_plan(spec, ()).params:
-            values = torch.randn(param.shape, generator=generator) * 0.2 + ("norm" in param.name)
-            if param.name.endswith((".w13", ".w2")):
-                layer = int(param.name.split(".")[1])
-                values = values[placement.local(layer, self.world.expert_rank)].contiguous()
-            params[param.name] = values
+        plan = load_plan(spec, (), self.world, placement)
+        params = {param.name: torch.empty(param.shape) for param in plan.params}
+        for piece in plan.pieces:
+            generator = torch.Generator().manual_seed(crc32(piece.source.encode()))
+            values = torch.randn(piece.shape, generator=generator) * 0.2 + ("norm" in piece.source)
+            assert not piece.transposed
+            params[piece.param][piece.at] = values[piece.take]
         shard = self.shard()
         ops = pick_ops(self.device, self.dtype, "triton", exact=True)
         self.model = build_decoder(
-            spec, params, ops, world=self.world, placement=placement, backends=shard.backends,
+            spec, params, ops, world=self.world, tp=shard.tp, placement=placement, backends=shard.backends,
             ubatches=shard.ubatches, max_tokens=shard.max_tokens,
         )  # fmt: skip
 
@@ -94,7 +105,7 @@ class Rank(CPUModelRunner):
             max_tokens=self.max_tokens, experts_per_rank=self.placement.experts_per_rank, comm_sms=1,
             wire=wire_of("auto", self.dtype),
         )  # fmt: skip
-        backend = CudaIpcAll2All(facts, *host_symmetric())
+        backend: Any = NcclAll2All(facts) if self.kind == "nccl" else CudaIpcAll2All(facts, *host_symmetric())
         backend.caps = replace(backend.caps, devices=frozenset({"cpu"}))
         return shard._replace(backends=[backend])
 
@@ -103,6 +114,7 @@ class Rank(CPUModelRunner):
 
 @pytest.fixture(autouse=True)
 def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fake_nccl.use(monkeypatch)
     from triton.runtime.interpreter import GridExecutor
 
     from tests.comm import host_memory
@@ -121,7 +133,8 @@ def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def driver_of(world: World, graphs: str, dbo: str = "off") -> Driver:
-    spec, config = spec_of(**SPEC), config_of(None, graphs=graphs, dbo=dbo, dp=world.size, **SETTINGS)
+    ranks = {"dp": world.size // world.tp_size, "tp": world.tp_size}
+    spec, config = spec_of(**SPEC), config_of(None, graphs=graphs, dbo=dbo, **ranks, **SETTINGS)
     placement = first_placement(config, spec, world)
     runner = Rank(config, spec, Path(), world, placement)
     runner.prepare()
@@ -157,8 +170,14 @@ def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number:
 
 @pytest.mark.full("graphs", keep=1)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off")])
-def test_two_ranks_give_the_bits_of_one(graphs: str, dbo: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+@pytest.mark.parametrize(
+    ("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off"), ("full", "on")]
+)
+def test_two_ranks_give_the_bits_of_one(
+    graphs: str, dbo: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rank, "kind", kind)
     expected = alone()
     drivers = [driver_of(World(rank=rank, size=2, ranks_on_host=2, host_rank=rank), graphs, dbo) for rank in range(2)]
     members = members_of(2, str(tmp_path))
@@ -184,6 +203,36 @@ def test_two_ranks_give_the_bits_of_one(graphs: str, dbo: str, tmp_path: Path) -
             assert np.asarray(result.load_LE).sum() > 0
     recorded = [getattr(driver.runner.graphs, "_recordings", ()) for driver in drivers]
     assert all(bool(some) == (graphs != "off") for some in recorded), recorded
+    for driver in drivers:
+        driver.runner.leave()
+        driver.runner.close()
+
+
+STEPS = [[(0, 4), (1, 2)], [(0, 2), (2, 4), (1, 1)], [(0, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)], [(0, 1), (1, 1)]]
+
+
+@pytest.mark.full("graphs", keep=1)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["nccl", "cuda_ipc"])
+@pytest.mark.parametrize("graphs", ["off", "full", "piecewise"])
+def test_two_ranks_of_an_engine(kind: str, graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share each step's tokens out, in a recorded one the padding as well."""
+    monkeypatch.setattr(Rank, "kind", kind)
+    expected = alone()
+    worlds = [World(rank=rank, size=2, tp_size=2, ranks_on_host=2, host_rank=rank) for rank in range(2)]
+    drivers = [driver_of(world, graphs) for world in worlds]
+    members = members_of(2, str(tmp_path), tp_size=2)
+    together([lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)])  # type: ignore[misc]
+    requests = [[driver.add(Request(list(prompt), greedy())) for prompt in PROMPTS] for driver in drivers]
+    for number, chunks in enumerate([*STEPS, [(2, 1)]]):
+        step(drivers, [[(mine[index], chunk) for index, chunk in chunks] for mine in requests], number)
+    for mine in requests:
+        for request, same in zip(mine, expected, strict=True):
+            assert request.output == same.output
+            assert all(map(torch.equal, request.logits, same.logits))
+    shapes = [set(getattr(driver.runner.graphs, "_recordings", ())) for driver in drivers]
+    assert shapes[0] == shapes[1]
+    assert bool(shapes[0]) == (graphs != "off")
     for driver in drivers:
         driver.runner.leave()
         driver.runner.close()

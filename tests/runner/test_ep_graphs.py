@@ -14,7 +14,7 @@ from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import triton_ops
-from moeserve.runner.graphs import EPGraphs, Mode, common_sizes
+from moeserve.runner.graphs import GroupGraphs, Mode, common_sizes
 from moeserve.runner.peers import Peers
 from tests.runner.harness import spec_of
 from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
@@ -24,7 +24,7 @@ from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
 class Facts:
     place: tuple[int, int] = (1, 0)
     moving: bool = False
-    recordable: bool = True
+    recordable: int = 1 << 40
 
 
 def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
@@ -35,9 +35,9 @@ def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
     )
 
 
-def graphs_of(facts: Facts, asked: str = "auto") -> EPGraphs:
+def graphs_of(facts: Facts, asked: str = "auto") -> GroupGraphs:
     nothing: Any = Nothing()
-    graphs = EPGraphs(nothing, nothing, nothing, UBatch(), common_sizes(asked, LIMITS), facts)
+    graphs = GroupGraphs(nothing, nothing, nothing, [UBatch()], common_sizes(asked, LIMITS), facts)
     assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))) is None, "the first one warms kernels"
     return graphs
 
@@ -60,9 +60,23 @@ def test_a_step_has_the_size_of_the_rank_with_most_tokens() -> None:
 def test_what_cannot_be_replayed_runs_as_it_is() -> None:
     agreed = Agreed(1, most_tokens=(4, 0))
     assert graphs_of(Facts()).shape(plan(1, agreed=None)) is None
-    assert graphs_of(Facts()).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
+    assert graphs_of(Facts(), "piecewise").shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
+    assert graphs_of(Facts()).shape(plan(1, 2, agreed=Agreed(1, 2, (4, 4)))) is None
+    assert graphs_of(Facts(recordable=3)).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
     assert graphs_of(Facts(moving=True)).shape(plan(1, agreed=agreed)) is None
-    assert graphs_of(Facts(recordable=False)).shape(plan(1, agreed=agreed)) is None
+    assert graphs_of(Facts(recordable=0)).shape(plan(1, agreed=agreed)) is None
+
+
+def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> None:
+    graphs = graphs_of(Facts())
+    for tokens, most, size, room in ((1, 1, 1, 1), (3, 2, 4, 2), (9, 5, 16, 8), (9, 30, 16, 32), (17, 9, 24, 16)):
+        shape = graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most - 1))))
+        assert shape is not None
+        assert (shape.mode, shape.num_tokens, shape.room) == (Mode.FULL, size, room)
+        assert shape.num_tokens - shape.split_at <= shape.split_at <= room == graphs.round_up(most)
+    for most in range(1, 145):  # 288 are the most that all of an engine's requests come to in a recorded step
+        for tokens in range(1, 2 * most + 1):
+            assert graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most)))), (most, tokens)
 
 
 def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
@@ -71,7 +85,7 @@ def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
         for most in (1, 3, 100, 299, 301, 512, 513, 2000):
             room = graphs.round_up(most)
             assert room >= most
-            assert room == graphs_of(Facts(recordable=False), asked).round_up(most)
+            assert room == graphs_of(Facts(recordable=0), asked).round_up(most)
             for counts in ((1,), (2,), (1,) * min(most, 300)):
                 shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
                 assert shape is None or shape.num_tokens == room
@@ -100,10 +114,10 @@ def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(monkeypatch: py
         return real(*args)
 
     monkeypatch.setattr(triton_ops, "route", route)
-    monkeypatch.setattr(Peers, "graph_safe", True)
+    monkeypatch.setattr(Peers, "not_recorded", None)
     runner = ByTriton(config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True)
     runner.prepare()
-    assert isinstance(runner.graphs, EPGraphs)
+    assert isinstance(runner.graphs, GroupGraphs)
     assert not runner.graphs._recordings
     assert any(on_device)
     runner.close()

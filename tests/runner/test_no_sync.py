@@ -28,11 +28,10 @@ from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.gpu import GPUModelRunner, RingUpload
 from moeserve.runner.load import Progress
 from moeserve.sampling import TokenSampling
-from tests.runner.fake_cuda import FakeCuda, FakeTorch
+from tests.runner.fake_cuda import ASKS, FakeCuda, FakeTorch
 from tests.runner.harness import Request
 from tests.runner.test_bits import driver_of, random_model
 
-ASKS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
 MANY_WAYS = (
     TokenSampling(seed=1, max_tokens=9, temperature=0.0),
     TokenSampling(seed=2, max_tokens=9, top_k=9, top_p=0.9, min_p=0.01),

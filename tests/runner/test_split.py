@@ -64,3 +64,25 @@ def test_split_loses_nothing() -> None:
                 assert on_device == [(torch.int32, x.tolist()) for x in (part.starts_R, part.offsets_R1)]
                 assert all(len(group.blocks_RN) == len(part.starts_R) for group in part.groups)
         assert 0 <= best_split(np.diff(step.offsets_R1)) < len(step.ids_T)
+
+
+def test_padding_is_split_as_well() -> None:
+    """Where only the device knows how many of the rows, of a token each, are real."""
+    for tokens in range(1, 8):
+        for real in range(tokens + 1):
+            here = np.arange(tokens + 1, dtype=np.int32)
+            on_device = torch.arange(100, 100 + tokens, dtype=torch.int32), torch.from_numpy(here).clamp(max=real)
+            whole = StepInputs(
+                torch.arange(tokens), torch.arange(tokens), (), torch.arange(0), here, here[:-1] + 99, on_device,
+                live=torch.tensor([real], dtype=torch.int32),
+            )  # fmt: skip
+            split_at = (tokens + 1) // 2
+            parts = split(whole, split_at)
+            lives = [int(part.live) for part in parts if part.live is not None]
+            assert lives == [min(real, split_at), max(0, real - split_at)]
+            seen: list[int] = []
+            for part, live in zip(parts, lives, strict=True):
+                starts_R, offsets_R1 = (x.tolist() for x in part.rows_on_device)
+                assert offsets_R1 == [min(row, live) for row in range(len(part.ids_T) + 1)]
+                seen += starts_R[:live]
+            assert seen == list(range(100, 100 + real))

@@ -31,7 +31,7 @@ from moeserve.moe.streams import InFlightTransfer, comm_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import native_rows
 from moeserve.ops.inputs import LayerCache, StepInputs
-from moeserve.runner import dbo
+from moeserve.runner import dbo, recorder
 from moeserve.runner.ubatches import Meter, UBatchRunner
 from tests.comm.ranks import members_of
 from tests.moe.contract.backends import facts_of
@@ -127,7 +127,8 @@ class Model:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     fake = FakeCuda()
-    monkeypatch.setattr(streams, "torch", FakeTorch(fake))
+    for module in (streams, recorder):
+        monkeypatch.setattr(module, "torch", FakeTorch(fake))
     monkeypatch.setattr(native_rows, "AVAILABLE", False)  # nobody could watch it
     streams._cuda_stream.cache_clear()
     with fake.watching():
@@ -182,6 +183,32 @@ def test_two_ubatches_on_two_streams_give_the_bits_of_one(split_at: int, backend
     assert not expected[0].isnan().any()
 
 
+def recorded(cuda: FakeCuda) -> tuple[Tensor, Tensor]:
+    """What two micro-batches compute as they are, and what they compute when a recording of both is replayed."""
+    ids = torch.arange(12) * 3 % 50
+    on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
+    step = StepInputs(ids, torch.arange(12), (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
+    model, runner, agreed = Model(cuda, Travelling()), UBatchRunner(2), Agreed(0, 2, (6, 6))
+    kv = [(torch.zeros(12, WIDTH),) for _ in range(LAYERS)]
+    try:
+        with torch.inference_mode():
+            expected = runner.forward(model, step, 6, agreed, kv).clone()
+            recording = recorder.CudaRecorder(torch.device("cpu"), warm=False).record(
+                lambda pause: (runner.forward(model, step, 6, agreed, kv),)
+            )
+            assert recording.results[0].isnan().all()
+            for (cache,) in kv:
+                cache.zero_()
+            recording.replay()
+            return expected, recording.results[0].clone()
+    finally:
+        runner.close()
+
+
+def test_two_ubatches_are_recorded_as_they_are(cuda: FakeCuda) -> None:
+    assert torch.equal(*recorded(cuda))
+
+
 def begins_too_early(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
     comm, original = streams._cuda_stream(0)._stream, cuda.Stream.wait_event
     patch.setattr(cuda.Stream, "wait_event", lambda s, event: None if s is comm else original(s, event))
@@ -216,6 +243,34 @@ def test_whatever_is_left_out_is_noticed(
     wrong(cuda, monkeypatch)
     with pytest.raises(Hazard, match=why):
         run(cuda, 6, backend)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (begins_too_early, "is not part of the capture"),
+        (is_not_waited_for, "does not wait for what another stream writes"),
+        (computes_elsewhere, "is not part of the capture"),
+    ],
+)
+def test_whatever_is_left_out_of_a_recording_is_noticed(
+    wrong: Any, why: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchored = recorder.CudaRecorder(torch.device("cpu"))
+    monkeypatch.setattr(recorder, "CudaRecorder", lambda device, *, warm: anchored)
+    anchored._warm = False
+    before = UBatchRunner.forward
+    calls: list[int] = []
+
+    def forward(runner: UBatchRunner, *step: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:  # the first one is not recorded
+            wrong(cuda, monkeypatch)
+        return before(runner, *step)
+
+    monkeypatch.setattr(UBatchRunner, "forward", forward)
+    with pytest.raises(Hazard, match=why):
+        recorded(cuda)
 
 
 def test_rows_travel_while_the_other_ubatch_computes(cuda: FakeCuda) -> None:

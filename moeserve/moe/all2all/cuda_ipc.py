@@ -108,7 +108,7 @@ class CudaIpcAll2All:
             max_tokens=facts.max_tokens,
             copies=2 * TURNS + facts.wire.lossy,
             pad_hidden=lambda width: width if width * dtype.itemsize % 16 == 0 else None,
-            graph_safe=True,
+            not_recorded=None,
             device_counts=True,
             devices=frozenset({"cuda"}),
         )

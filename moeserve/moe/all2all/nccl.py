@@ -1,14 +1,16 @@
-"""`torch` between GPUs, by NCCL, one GPU per rank: rows stay on the device, the host learns how many there are.
+"""`torch` between GPUs, by NCCL, one GPU per rank: rows stay on the device.
 
-The host waits in `dispatch`: for the own routing to be computed, and for the other ranks' counts, which come over Gloo.
-A rank that is gone or silent is named there. `wait` only makes the stream wait, so the backend is `Checked`. Because
-the host must know the counts, no graph can record it.
+In small steps messages have sizes that all ranks know beforehand: every row goes to every rank, and a place for the
+result of each pair comes home from every rank. No host waits, and graphs can record that. What travels for nothing
+would take longer than a host in larger steps. There it learns how many rows there are, and waits in `dispatch`: for the
+own routing to be computed, and for the other ranks' counts, which come over Gloo; a rank that is gone or silent is
+named there. `wait` only makes the stream wait, so the backend is `Checked`.
 
-T tokens of this rank, K experts per token, D model width, R ranks, e experts of one rank, N rows received, P pairs for
-this rank's experts, B bytes of a row on the wire.
+T tokens of this rank, M most tokens of any rank, K experts per token, D model width, R ranks, e experts of one rank,
+N rows received, P pairs for this rank's experts, B bytes of a row on the wire.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,9 +36,18 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
     """A token's row travels once to each rank that has experts for it, with all of its ids; results come home one per
     (token, k) pair. Both go by `all_to_all_single`."""
 
+    small_bytes = 16 << 20  # that come home to a rank in the largest of small steps
+
     def __init__(self, facts: BackendFacts) -> None:
         super().__init__(facts, "cuda")
         self._max_sms = facts.comm_sms
+        self.caps = replace(self.caps, not_recorded=None)
+
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        """See `All2All`."""
+        super().join(members, experts_per_rank, ubatches)
+        each_bytes = members.size * self._top_k * self._facts.row_bytes
+        self.caps = replace(self.caps, most_recorded=self.small_bytes // each_bytes if members.size > 1 else 0)
 
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> DeviceMesh:
         """Returns connections over Gloo with a communicator of NCCL."""
@@ -47,9 +58,12 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         self.mesh.check()
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
-        """See `All2All`. The host waits here for the own routing and for the others' counts."""
+        """See `All2All`. Unless the step is small, the host waits here for the own routing and for the others'
+        counts."""
         self._check_size(x_TD, routing)
-        ids_TK = routing.ids_TK
+        room, ids_TK = min(ubatch.most_tokens, self._max_tokens), routing.ids_TK
+        if 0 < room <= (self.caps.most_recorded or 0):
+            return self._dispatch_to_all(x_TD, routing, room)
         rows_TB = torch.cat((self._wire.encode(x_TD), bytes_of(ids_TK.to(torch.int32))), 1)
         mesh = self.mesh
         channel, size = mesh.channel(ubatch.index), mesh.members.size
@@ -67,20 +81,51 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         def receive() -> Ticket:
             """Decodes the rows and sorts them by expert, on the stream that waits for them."""
             wait()
-            inbound, order_P = self._inbound(taken_NB, ids_TK.shape[1], theirs[:, :-1].sum(0))
+            x_ND, local_NK = self._taken(taken_NB)
+            counts_e = theirs[:, :-1].sum(0)
+            order_P = _sorted(local_NK, self._num_local, counts_e).order_P
+            x_PD = x_ND.index_select(0, order_P // ids_TK.shape[1])
+            inbound = Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
             return Ticket(inbound, routing, _NcclHandle(mesh, theirs[:, :-1].sum(1), order_P.argsort(), home))
 
         return Transfer(receive)
 
-    def _inbound(self, taken_NB: Tensor, top_k: int, counts_e: I64) -> tuple[Inbound, Tensor]:
-        """Returns this rank's rows, and which (row, k) pair of those received each one is."""
+    def _dispatch_to_all(self, x_TD: Tensor, routing: Routing, room: int) -> Transfer[Ticket]:
+        """Sends M = room rows to every rank. Of the results of pair (t, k) of a rank's M * K, place t * K + k of what
+        comes home from the rank that has the expert is the one that counts."""
+        mesh, ids_TK, pad = self.mesh, routing.ids_TK, torch.nn.functional.pad
+        assert len(x_TD) <= room, f"{len(x_TD)} rows where all ranks make room for {room}"
+        more, top_k = (0, 0, 0, room - len(x_TD)), ids_TK.shape[1]
+        ids_MK = pad(ids_TK.to(torch.int32), more, value=-1)
+        rows_MB = torch.cat((pad(self._wire.encode(x_TD), more), bytes_of(ids_MK)), 1)
+        pairs_R = np.full(mesh.members.size, room * top_k)
+        taken_NB = rows_MB.new_empty((len(pairs_R) * room, rows_MB.shape[1]))
+        wait = mesh.all_gather(taken_NB, rows_MB)
+        pair_N = torch.arange(int(pairs_R.sum()), device=ids_TK.device)
+        place_N = ids_TK.flatten().div(self._num_local, rounding_mode="floor") * pairs_R[0] + pair_N[: ids_TK.numel()]
+        home = Grouping(pair_N, place_N.where(ids_TK.flatten() >= 0, -1), pairs_R)
+
+        def receive() -> Ticket:
+            """Sorts the rows for this rank's experts to the front, on the stream that waits for them."""
+            wait()
+            x_ND, local_NK = self._taken(taken_NB)
+            order_P, place_P = _order(local_NK.flatten(), self._num_local)
+            counts_e = _counts(local_NK, self._num_local).to(torch.int32)
+            ends_e = counts_e.cumsum(0, dtype=torch.int32)
+            x_PD = x_ND.index_select(0, order_P // top_k)
+            inbound = Inbound(Layout.GROUPED, x_PD, counts_e, ends_e, expected=room * top_k)
+            return Ticket(inbound, routing, _NcclHandle(mesh, pairs_R, place_P, home))
+
+        return Transfer(receive)
+
+    def _taken(self, taken_NB: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows that were received, [N, D], and the local expert of each of their pairs [N, K], -1 where
+        another rank has it."""
         row_bytes, first = self._wire.row_bytes(self._width), self.mesh.members.rank * self._num_local
         local_NK = taken_NB[:, row_bytes:].contiguous().view(torch.int32) - first
         elsewhere = (local_NK < 0) | (local_NK >= self._num_local)
-        rows = _sorted(local_NK.masked_fill_(elsewhere, -1), self._num_local, counts_e)
-        encoded_PB = taken_NB.index_select(0, rows.order_P // top_k)[:, :row_bytes].contiguous()
-        x_PD = self._wire.decode(encoded_PB, self._dtype, self._width)
-        return Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum()), rows.order_P
+        x_ND = self._wire.decode(taken_NB[:, :row_bytes], self._dtype, self._width)
+        return x_ND, local_NK.masked_fill_(elsewhere, -1)
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
         """See `All2All`."""
@@ -128,7 +173,13 @@ def _counts(ids_TK: Tensor, num_ids: int) -> Tensor:
 def _sorted(ids_TK: Tensor, num_ids: int, counts_e: I64) -> Grouping:
     """`group_rows` for counts that the host knows: it need not wait for the device."""
     ids_N = ids_TK.flatten()
+    order_N, place_N = _order(ids_N, num_ids)
+    return Grouping(order_N[: int(counts_e.sum())], place_N.where(ids_N >= 0, -1), counts_e)
+
+
+def _order(ids_N: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Returns the stable order of pairs by id, those with -1 last, and the place of each pair in it."""
     order_N = ids_N.where(ids_N >= 0, num_ids).sort(stable=True).indices
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    return Grouping(order_N[: int(counts_e.sum())], place_N.where(ids_N >= 0, -1), counts_e)
+    return order_N, place_N

@@ -10,11 +10,14 @@ from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.base import All2All, Ticket, Transfer
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.registry import BUILT_IN, BackendFacts, Unavailable
 from moeserve.moe.all2all.wire_format import wire_of
+from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 from tests.comm.ranks import members_of, together
 
@@ -42,18 +45,29 @@ def on_cpu() -> Iterator[str]:
 
 
 BY_NCCL = "torch by nccl"  # over tests/comm/fake_nccl.py
+SMALL_STEPS = "torch by nccl, small steps"
 ON_CPU = tuple(on_cpu())
 INTERPRETED = frozenset({"cuda_ipc"})  # slow: fewer of the larger cases
-NAMES: tuple[str, ...] = (*ON_CPU, BY_NCCL)
+NAMES: tuple[str, ...] = (*ON_CPU, BY_NCCL, SMALL_STEPS)
 if native() is not None and find_spec("triton") is not None and not torch.cuda.is_available():
     NAMES += tuple(INTERPRETED)
+
+
+class SmallSteps(NcclAll2All):
+    """All ranks know how many tokens there are at most, so no host asks."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
+        ubatch.most_tokens = ubatch.most_tokens or self._max_tokens
+        return super().dispatch(x_TD, routing, ubatch)
 
 
 def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS) -> All2All:
     """The backend itself where one rank would be given `local`; `cuda_ipc` with interpreted kernels."""
     facts = facts_of(dtype, ranks, wire, max_tokens=max_tokens)
-    if name == BY_NCCL:
-        return NcclAll2All(facts)
+    if name in (BY_NCCL, SMALL_STEPS):
+        by_nccl = NcclAll2All(facts) if name == BY_NCCL else SmallSteps(facts)
+        by_nccl.small_bytes = 0 if name == BY_NCCL else by_nccl.small_bytes
+        return by_nccl
     if name == "cuda_ipc":
         from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
         from tests.comm.host_memory import host_symmetric

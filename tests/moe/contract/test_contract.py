@@ -17,7 +17,7 @@ from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
-from tests.moe.contract.backends import INTERPRETED, LOCAL, MAX_TOKENS, NAMES, TOP_K, WIDTH, group
+from tests.moe.contract.backends import INTERPRETED, LOCAL, MAX_TOKENS, NAMES, SMALL_STEPS, TOP_K, WIDTH, group
 
 Batch = tuple[Tensor, Routing]
 EVERY_BACKEND = pytest.mark.parametrize("name", NAMES)
@@ -206,7 +206,8 @@ def test_a_rank_that_never_comes_is_named(name: str, tmp_path: Path) -> None:
         return caught.value.missing
 
     with group(name, torch.float32, 3, str(tmp_path), deadline_s=0.5) as ranks_of:
-        assert ranks_of.run(work, [0, 2]) == [(1,), (1,)]
+        named = () if name == SMALL_STEPS else (1,)  # there the step vote names it: no host waits for rows
+        assert ranks_of.run(work, [0, 2]) == [named, named]
 
 
 @EVERY_BACKEND

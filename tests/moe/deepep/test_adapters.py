@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,7 @@ from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, batch, cases, experts, there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.ranks import LOCAL, MAX_TOKENS, NAMES, WIDTH, facts, joined, on_all, some
+from tests.runner.fake_cuda import ASKS
 
 WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4)]
 INTERPRETED = pytest.mark.skipif(
@@ -84,6 +86,33 @@ def test_the_fp8_wire(name: str) -> None:
         else:
             assert same(out, expected)
         assert not same(out, alone(ranks, (x, routing)))
+
+
+@pytest.mark.parametrize("wire", ["auto", pytest.param("fp8_b128", marks=INTERPRETED)])
+def test_low_latency_asks_the_device_for_nothing(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a graph can record it, rounds and all. The fake's own kernels may ask."""
+
+    def refusing(name: str, asked: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(tensor: Tensor, *args: Any) -> Any:
+            assert "/moeserve/moe/" not in sys._getframe(1).f_code.co_filename, f"the host waits, by {name}"
+            return asked(tensor, *args)
+
+        return ask
+
+    for name in ASKS:
+        monkeypatch.setattr(Tensor, name, refusing(name, getattr(Tensor, name)))
+    parts = [some(17, 2, seed) for seed in range(2)]
+
+    def work(rank: int, backend: All2All) -> None:
+        ubatch, (x, routing) = UBatch(), parts[rank]
+        ticket = backend.dispatch(x, routing, ubatch).wait()
+        assert isinstance(ticket.inbound.counts_e, Tensor)
+        backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), ubatch).wait()
+        with pytest.raises(AssertionError, match="the host waits"):
+            ticket.inbound.host_counts_e  # noqa: B018
+
+    with joined(DeepEPLowLatency, 2, wire) as backends:
+        on_all(backends, work)
 
 
 def test_rows_of_an_expert_are_ordered_by_rank_and_token() -> None:

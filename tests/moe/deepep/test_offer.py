@@ -68,6 +68,8 @@ def test_without_the_package(name: str) -> None:
 def test_with_the_package(name: str, terms: str) -> None:
     picked = plan(offer(name))
     assert picked.reasons[0] == (name, "reference", terms)
+    eager = {"deepep_ll": "reference must know the counts of rows on the host"}
+    assert picked.reasons[-2] == ("graphs", name, eager.get(name, "deepep_v2 tells the host how many rows come"))
     assert plan(offer(name, wire="fp8_b128")).all2all.caps.name == name
 
 
@@ -80,6 +82,7 @@ def test_kernels_that_take_its_slots() -> None:
         "deepep_ll and grouped_mm share no layout", "picked", "possible, lower preference",
     ]  # fmt: skip
     assert (picked.all2all.caps.name, picked.experts) == ("deepep_ll", triton)
+    assert picked.reasons[-2] == ("graphs", "deepep_ll", "picked: decode steps are recorded")
 
 
 @pytest.mark.usefixtures("installed")

@@ -2,6 +2,7 @@
 
 Two buffers take turns from operation to operation, and each send wipes the counters of the operation before, which must
 have been received by then. The micro-batches' order sees to that; for any other order the adapter does.
+Every step has an even number of operations, so a graph finds the buffers' turns as it has recorded them.
 The receiving kernel occupies the caller's stream, so `arrive` launches it, as late as possible.
 Rows of one sender reach an expert in any order.
 
@@ -57,6 +58,7 @@ class DeepEPLowLatency(DeepEP):
             pad_hidden=lambda width: next((wide for wide in WIDTHS if wide >= width), None),
             world_sizes=lambda size: size in range(2, 8) or (size > 0 and size % 8 == 0),
             max_in_flight=IN_FLIGHT,
+            not_recorded=None,
         )
 
     def open(self, group: Any) -> Any:

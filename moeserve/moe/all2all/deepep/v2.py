@@ -45,6 +45,7 @@ class DeepEPElastic(DeepEP):
             max_tokens=min(MAX_TOKENS, power),
             pad_hidden=lambda width: _padded(width, ROW_BYTES // (1 if facts.wire.name == FP8 else 2)),
             world_sizes=lambda size: size >= 2,
+            not_recorded="deepep_v2 tells the host how many rows come",
         )
 
     def open(self, group: Any) -> Any:
