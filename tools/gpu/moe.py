@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moeserve.kernels import deep_gemm
 from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.combine import combine
@@ -200,8 +201,15 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     to, x = align(batch.ids, shape.experts, config["block_m"]), Scaled(*quantise(batch.x))
     out = bench.random(tokens * shape.top_k, shape.dim)
     run = lambda: down_fp8(gate_up_fp8(x, w13, to, config, shape.top_k), w2, to, config, out)  # noqa: E731
-    samples = bench.time({"w8a8": [run]})["w8a8"]
-    return {"tokens": tokens, "config": dict(config), **figures(samples, **work_of(shape, [batch], 0.5))}
+    candidates, why = {"w8a8": [run]}, deep_gemm.obstacle(bench.device)
+    if why is None:
+        tiles, chosen = align(batch.ids, shape.experts, deep_gemm.TILE), deep_gemm.CONFIG
+        candidates["deep_gemm"] = [
+            lambda: deep_gemm.down(deep_gemm.gate_up(x, w13, tiles, chosen, shape.top_k), w2, tiles, chosen, out)
+        ]
+    found = {name: figures(samples, **work_of(shape, [batch], 0.5))
+             for name, samples in bench.time(candidates, {"deep_gemm"}).items()}  # fmt: skip
+    return {"tokens": tokens, "config": dict(config), **found.pop("w8a8"), "deep_gemm": found.get("deep_gemm", why)}
 
 
 def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
