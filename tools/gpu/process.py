@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL = 2000  # of a log
-DYING_S = 5.0  # a process that the driver does not let go
+DYING_S = 5.0  # for all processes, which a driver may not let go
 KEEP_S = 2.0
 Record = dict[str, Any]
 
@@ -89,8 +89,6 @@ class Part:
         """With the processes that it started: engines."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(DYING_S)
 
     def found(self) -> Record:
         return read_json(self.result)
@@ -117,7 +115,8 @@ def run_section(
         folder = Path(name)
         running: list[Part] = []
         try:
-            running += [Part.start(folder, words, number, parts, seconds, record) for number in range(parts)]
+            for number in range(parts):
+                running.append(Part.start(folder, words, number, parts, seconds, record))
             while running and (now_s := time.monotonic()) < end_s:
                 for part in [one for one in running if one.process.poll() is not None]:
                     running.remove(part)
@@ -131,6 +130,10 @@ def run_section(
         finally:
             for part in running:
                 part.kill()
+            dead_s = time.monotonic() + DYING_S
+            for part in running:
+                with suppress(subprocess.TimeoutExpired):
+                    part.process.wait(max(0.0, dead_s - time.monotonic()))
             keep(_with(record, running))
 
 
@@ -138,6 +141,6 @@ def _with(record: Record, running: Sequence[Part]) -> Record:
     record = dict(record)
     for part in running:
         found = part.found()
-        at = found.pop("running", None) or "its start"
-        record = merge(record, {**found, "stopped": [at]})
+        at = found.pop("running", None) or "its start or end"
+        record = merge(record, found if part.process.poll() == 0 else {**found, "stopped": [at]})
     return record
