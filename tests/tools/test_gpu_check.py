@@ -132,9 +132,38 @@ def test_a_case_that_hangs_or_crashes_leaves_the_others_alone(parts: int, tmp_pa
     assert sorted(record["done"]) == ["case one", "case three", "case two"]
     assert record["failed"].keys() == {"case hangs", "case fails", "case crashes", "case ends it all"}
     assert "Timeout" in record["failed"]["case hangs"]
+    assert "in measure" in record["failed"]["case hangs"]
     assert "no luck" in record["failed"]["case fails"]
     assert "exit status -11" in record["failed"]["case crashes"]
     assert "stopped" not in record
+
+
+TESTS = """
+import sys
+from pathlib import Path
+import torch
+from tools.gpu import pytest_cases
+from tools.gpu.bench import Bench
+from tools.gpu.process import read_json
+
+pytest_cases.SMOKE = (sys.argv[0].replace("run.py", "test_them.py"),)
+known = frozenset(read_json(Path(sys.argv[2]))["names"])
+pytest_cases.run(Bench(torch.device("cpu"), True, case_s=1.0, known=known, result=Path(sys.argv[1])))
+"""
+
+
+def test_a_test_that_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
+    script, tests, kept = tmp_path / "run.py", tmp_path / "test_them.py", []
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{TESTS}")
+    tests.write_text("import time, pytest\ndef test_a(): pass\ndef test_hangs(): time.sleep(60)\n"
+                     "def test_fails(): assert not 'this'\ndef test_skips(): pytest.skip('no GPU')\n")  # fmt: skip
+    run_section([str(script)], 1, 50, {}, kept.append)
+    record = {key: [name.rpartition("::")[2] for name in kept[-1][key]] for key in ("done", "failed")}
+    assert record == {"done": ["test_a", "test_skips"], "failed": ["test_hangs", "test_fails"]}
+    failed = {name.rpartition("::")[2]: why for name, why in kept[-1]["failed"].items()}
+    assert "in test_hangs" in failed["test_hangs"]
+    assert "assert not 'this'" in failed["test_fails"]
+    assert totals.of_tests(kept[-1])["passed"] == 1
 
 
 def test_a_section_is_stopped_when_its_time_is_up(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL = 2000  # of a log
+STACK = "(most recent call first)"
 DYING_S = 5.0  # for all processes, which a driver may not let go
 KEEP_S = 2.0
 Record = dict[str, Any]
@@ -58,6 +59,12 @@ def read_json(path: Path) -> Record:
     except (OSError, ValueError):
         return {}
     return found
+
+
+def last_words(log: str) -> str:
+    """The stack of the main thread, if the process was ended by faulthandler, which writes it last; else the end."""
+    at = log.rfind(STACK)
+    return log[max(0, at - 70) :][:TAIL] if at >= 0 else log[-TAIL:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ class Part:
         record, failed = merge(record, found), record.get("failed", {})
         if not code:
             return record, False
-        why = f"exit status {code}: {self.log.read_text(errors='replace')[-TAIL:]}"
+        why = f"exit status {code}: {last_words(self.log.read_text(errors='replace'))}"
         return merge(record, {"failed": {at: why}} if at else {"problems": [why]}), bool(at) and at not in failed
 
 

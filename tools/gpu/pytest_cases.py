@@ -18,7 +18,16 @@ from tools.gpu.process import ROOT
 SLOW_S = 5.0
 FOLDERS = ("tests/kernels", "tests/moe", "tests/runner")
 SMOKE = ("tests/kernels/test_combine.py",)
-OPTIONS = ("-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default", "-p", "no:cacheprovider", "-q")
+OPTIONS = (
+    "-o",
+    "addopts=--import-mode=importlib",
+    "-o",
+    "filterwarnings=default",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "-s",
+)
 
 
 def run(bench: Bench) -> None:
@@ -69,7 +78,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.problem = str(report.longrepr)[-MOST_TEXT:]
-        elif report.skipped and report.when == "setup":
+        elif report.skipped and not hasattr(report, "wasxfail"):
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.bench.found.setdefault("skipped", []).append(why[:80])
         elif report.when == "call" and report.duration > SLOW_S:

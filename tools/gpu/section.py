@@ -7,6 +7,7 @@ python -m tools.gpu.section compile:NAME,NAME ...          # calls each case onc
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import sys
 import time
@@ -41,6 +42,7 @@ def run(name: str, bench: Bench, peers: Path | None) -> None:
 
 
 def main() -> None:
+    faulthandler.enable()
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--smoke", action="store_true")
     flags.add_argument("--peers", type=Path)
