@@ -64,12 +64,15 @@ def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
 
     [[1, 2]], SwiGLU -> [[1 / (1 + e^-1) * 2]] = [[1.4621]]
     """
+    return apply_act(gate_up_MI, act_of(activation))
+
+
+def apply_act(gate_up_MI: Tensor, act: Act) -> Tensor:
+    """As `act_mul`, with an activation as kernels take it."""
     rows, width = gate_up_MI.shape[0], gate_up_MI.shape[1] // 2
     assert gate_up_MI.stride(1) == 1, gate_up_MI.stride()
     out = gate_up_MI.new_empty((rows, width))
     if rows:
         grid = (rows, triton.cdiv(width, ACT_BLOCK))
-        act_mul_kernel[grid](
-            gate_up_MI, out, gate_up_MI.stride(0), width, ACT=act_of(activation), BLOCK=ACT_BLOCK, num_warps=4
-        )
+        act_mul_kernel[grid](gate_up_MI, out, gate_up_MI.stride(0), width, ACT=act, BLOCK=ACT_BLOCK, num_warps=4)
     return out

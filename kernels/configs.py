@@ -83,6 +83,11 @@ def tuned(family: str, device: str, shape: str, size: int, default: Config) -> C
     return {**default, **next((config for config in found if config), {})}
 
 
+def measured(family: str, device: str, shape: str) -> list[Config]:
+    """Returns all that was measured for a shape, whatever the size."""
+    return [config for folder in _folders for config in table(family, device, folder).get(shape, {}).values()]
+
+
 def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path) -> Path:
     """Adds configurations by size to a shape's in a folder's table.
 

@@ -1,217 +1,263 @@
-"""Checks and measures the GPU kernels on the present card, in one command of a few minutes.
+"""Checks and measures moeserve on the present card, in three commands of eight minutes at most.
 
-    python -m tools.gpu_check                                  # every kernel: correct, invariant, how fast
-    python -m tools.gpu_check --peers FOLDER --engine          # beside vLLM's and SGLang's kernels; whole engines
-    TRITON_INTERPRET=1 python -m tools.gpu_check --smoke       # tiny and interpreted, without a GPU or any times
+    python -m tools.gpu_check correct      # kernels beside their definitions, the tests, every family, two ranks
+    python -m tools.gpu_check kernels      # how fast they are; --peers FOLDER: beside vLLM's and SGLang's
+    python -m tools.gpu_check engine       # whole engines with random weights of published shapes
+    TRITON_INTERPRET=1 python -m tools.gpu_check correct --smoke    # tiny and interpreted, without a GPU or any times
 
-Writes a JSON file per section to --out and prints what the figures must be beside what they are. A section that does
-not fit into --minutes is left out, and its file says so; one that fails leaves the others alone. Exit status 1 if one
-failed or a kernel is wrong. Processes compile the kernels of the later sections while the first one checks them.
+Each section has a JSON file in OUT/CARD (h100, h200), written every two seconds, and the command a summary: also when
+time is up, a kernel hangs or crashes, or SIGTERM comes. The same command again goes on with what is not done, if the
+sources are the same; what failed is done, too. It prints what figures must be beside what they are. Exit status 1 if
+something failed or is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
+import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
-
-from benchmarks import common
-from tools.gpu import attention, correct, engine, moe, ranks, rows, targets, transformers_peer
-from tools.gpu.bench import Bench, ceilings
+from tools.gpu import targets, totals
+from tools.gpu.process import Record, read_json, run_section, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / "benchmarks" / "results" / "h200"
-COMPILERS = 12  # processes
-COMPILE_S = 150.0  # what they have not compiled by then is compiled where it is measured
-CLOCKS = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw"
+OUT = ROOT / "benchmarks" / "results"
+SOURCES = ("moeserve/**/*.py", "tools/gpu/*.py", "tests/kernels/*.py", "tests/runner/*.py", "tests/moe/**/*.py")
+CLOCKS = "name,memory.total,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw"
+CARD = "import torch; print(torch.cuda.get_device_name())"
+CARD_S = 90.0
+NO_CARD = "no-card"
+WORKERS = min(8, os.cpu_count() or 1)
+ENDS_S = 6.0  # for killing what runs, and the last files
+COMPILED = ("moe", "attention", "rows")
+TOTALS: Mapping[str, Callable[[Mapping[str, Any]], Record]] = {"ranks": totals.of_ranks, "tests": totals.of_tests}
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """seconds: most that it may take; least: with less left it is not begun."""
+    """seconds: most that it may take; least: with less left it is not begun. parts: processes that share its cases,
+    where nothing is timed."""
 
     seconds: float
     least: float
-    run: Callable[[Bench, argparse.Namespace], dict[str, Any]]
+    parts: int = 1
 
 
-def environment(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    """Versions, the card, and what it gives at best."""
-    versions = {**common.environment(), "triton": triton.__version__, "commit": common.git("rev-parse", "HEAD")}
-    return {"versions": versions, "card": card(), "ceilings": ceilings(bench)}
+SCRIPTS: Mapping[str, Mapping[str, Section]] = {
+    "correct": {
+        "checks": Section(130, 30, WORKERS),
+        "ranks": Section(80, 40),
+        "families": Section(150, 60, WORKERS),
+        "tests": Section(400, 60, WORKERS),
+    },
+    "kernels": {
+        "compile": Section(110, 30, WORKERS + 4),
+        "environment": Section(40, 15),
+        "moe": Section(220, 40),
+        "attention": Section(80, 25),
+        "rows": Section(120, 20),
+    },
+    "engine": {
+        "engine_qwen3": Section(200, 90),
+        "engine_gpt_oss": Section(130, 50),
+        "engine_v2_lite": Section(130, 50),
+        "engine_qwen3_batch": Section(100, 50),
+        "engine_qwen3_fp8": Section(100, 40),
+        "engine_qwen3_int4": Section(100, 40),
+        "transformers": Section(200, 90),
+    },
+}
 
 
-def card() -> dict[str, str]:
-    """As nvidia-smi reads it now; empty without one."""
-    command = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader", "--id=0"]
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("script", choices=SCRIPTS)
+    flags.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="of the results [benchmarks/results]")
+    flags.add_argument("--after", type=Path, metavar="FOLDER", help="results to go on from, if not those in --out")
+    flags.add_argument("--minutes", type=float, default=8.0, help="for all of it [8]")
+    flags.add_argument("--only", type=lambda text: text.split(","), metavar="A,B", help="of the sections")
+    flags.add_argument("--again", action="store_true", help="sections that are done, too, from the start")
+    flags.add_argument("--peers", type=Path, metavar="FOLDER", help="has vllm/ and sglang/, see tools/gpu/peers.py")
+    flags.add_argument("--smoke", action="store_true", help="tiny shapes, no times; runs on a CPU")
+    args = flags.parse_args(argv)
+    known = SCRIPTS[args.script]
+    for name in args.only or ():
+        if name not in known:
+            flags.error(f"{args.script} has no section {name!r}; it has {', '.join(known)}")
+    if args.peers is not None and not args.peers.is_dir():
+        flags.error(f"there is no folder {args.peers}")
+    args.sections = [name for name in known if name in (args.only or known) and not (args.smoke and name == "compile")]
+    return args
+
+
+class Check:
+    """One command: its sections' records and its summary."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.source = args, digest()
+        self.card = "cpu" if args.smoke else NO_CARD
+        self.summary: Record = {
+            "command": command(args.script), "source": self.source, "commit": commit(), "smoke": args.smoke,
+            "card": self.card, "sections": {},
+        }  # fmt: skip
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.args.out, self.card)
+
+    def run(self, end_s: float) -> None:
+        """Sections one after the other, by importance: what time is left for none of is for the next command."""
+        if not self.args.smoke:
+            self.card = self.summary["card"] = card_name()
+            self.summary["card_before"] = card_facts()
+            if self.card == NO_CARD:
+                raise RuntimeError("torch sees no GPU; --smoke runs without one")
+        for name in self.args.sections:
+            try:
+                self.section(name, SCRIPTS[self.args.script][name], end_s - time.monotonic())
+            except Exception:
+                self.note(name, {"problems": [traceback.format_exc()]})
+            print(f"{name}: {self.summary['sections'][name]}", flush=True)
+            self.save()
+
+    def section(self, name: str, section: Section, left_s: float) -> None:
+        record = self.kept(name)
+        compiled = [one for one in COMPILED if one in self.args.sections and not self.kept(one).get("whole")]
+        if record.get("whole") or (name == "compile" and not compiled):
+            self.note(name, record, "was done")
+            return
+        if left_s < section.least:
+            self.note(name, record, f"skipped: needs {section.least:g} s, {left_s:.0f} s were left")
+            return
+        begun_s = time.monotonic()
+
+        def keep(new: Record) -> None:
+            new["seconds"] = round(record.get("seconds", 0) + time.monotonic() - begun_s, 1)
+            new["whole"] = not any(new.get(key) for key in ("stopped", "left_out", "problems"))
+            new |= TOTALS.get(name, dict)(new)
+            self.note(name, new)
+            if name != "compile":
+                write_json(self.folder / f"{name}.json", new)
+
+        options = [*(["--smoke"] if self.args.smoke else []),
+                   *(["--peers", str(self.args.peers.resolve())] if self.args.peers else [])]  # fmt: skip
+        asked = f"compile:{','.join(compiled)}" if name == "compile" else name
+        words = ["-m", "tools.gpu.section", *options, asked]
+        run_section(words, section.parts, min(left_s, section.seconds), record, keep)
+
+    def kept(self, name: str) -> Record:
+        """What an earlier run found, if it was of the same sources; this one goes on from there."""
+        found = {} if self.args.again else self.known(name)
+        kept = {key: value for key, value in found.items() if key not in ("stopped", "left_out", "problems")}
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        return {"what": name, "date": date, "source": self.source, "smoke": self.args.smoke, **kept}
+
+    def known(self, name: str) -> Record:
+        """The newest record of a section, if it is of these sources."""
+        folders = (self.folder, Path(self.args.after or self.args.out, self.card))
+        found = (read_json(folder / f"{name}.json") for folder in folders)
+        return next(
+            (one for one in found if (one.get("source"), one.get("smoke")) == (self.source, self.args.smoke)), {}
+        )
+
+    def note(self, name: str, record: Record, how: str = "") -> None:
+        self.summary["sections"][name] = {
+            "how": how or ("done" if record.get("whole") else "stopped"), "seconds": record.get("seconds", 0),
+            "cases": len(record.get("done", ())),
+            **{key: record[key] for key in ("failed", "wrong", "stopped", "left_out", "problems") if record.get(key)},
+        }  # fmt: skip
+
+    @property
+    def is_bad(self) -> bool:
+        return any(one.get(key) for one in self.summary["sections"].values() for key in ("failed", "wrong", "problems"))
+
+    def save(self, **more: Any) -> str:
+        """The summary, with the targets beside all results in the folder. Returns those as text."""
+        found = {name: self.known(name) for sections in SCRIPTS.values() for name in sections}
+        table = targets.rows({} if self.args.smoke else found, self.card)
+        write_json(
+            self.folder / f"{self.args.script}.json", {**self.summary, **more, "targets": targets.as_json(table)}
+        )
+        return targets.as_text(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, begun_s = parse(argv), time.monotonic()
+    check, more = Check(args), Record()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        signal.signal(signal.SIGTERM, stop)
+        check.run(begun_s + 60 * args.minutes - ENDS_S)
+    except (SystemExit, KeyboardInterrupt) as how:
+        more["stopped"] = f"by {how!r}"
+    except Exception:
+        more["traceback"] = traceback.format_exc()
+    print(check.save(**more, card_after=card_facts(), seconds=round(time.monotonic() - begun_s, 1)))
+    print("\n".join(f"{key}: {value}" for key, value in more.items()), file=sys.stderr)
+    return 1 if more or check.is_bad else 0
+
+
+def stop(number: int, frame: Any) -> None:
+    """Ends what runs and writes the summary, undisturbed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def commit() -> str:
+    """Empty where there is no git."""
+    with suppress(OSError):
+        words = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+def digest() -> str:
+    """Of the sources that decide the results; on a machine without git, too."""
+    files = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def card_name() -> str:
+    """NVIDIA H100 80GB HBM3 -> h100; no-card, if torch sees none."""
+    try:
+        done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, timeout=CARD_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return NO_CARD
+    return short_name(done.stdout.strip())
+
+
+def short_name(name: str) -> str:
+    """NVIDIA A100-SXM4-80GB -> a100, NVIDIA GeForce RTX 4090 -> geforce-rtx-4090."""
+    name = name.removeprefix("NVIDIA ")
+    found = re.match(r"[A-Z]+\d+[A-Z]*\b", name)
+    return (found[0] if found else re.sub(r"\W+", "-", name).strip("-")).lower()
+
+
+def card_facts() -> dict[str, str]:
+    """As nvidia-smi reads it now; empty without one."""
+    words = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(CLOCKS.split(","), map(str.strip, done.stdout.splitlines()[0].split(",")), strict=False))
 
 
-SECTIONS: Mapping[str, Section] = {
-    "correct": Section(110, 30, lambda bench, args: correct.run(bench)),
-    "environment": Section(20, 5, environment),
-    "moe": Section(150, 30, lambda bench, args: moe.run(bench, args.peers)),
-    "attention": Section(50, 15, lambda bench, args: attention.run(bench)),
-    "rows": Section(60, 15, lambda bench, args: rows.run(bench)),
-    "ranks": Section(90, 40, lambda bench, args: ranks.run(bench.deadline_s - time.monotonic(), bench.smoke)),
-    "engine": Section(330, 60, lambda bench, args: engine.run(bench.deadline_s - time.monotonic(), bench.smoke)),
-    "transformers": Section(
-        200, 90, lambda bench, args: transformers_peer.run(bench.deadline_s - time.monotonic(), bench.smoke)
-    ),
-}
-WHOLE = ("ranks", "engine", "transformers")  # need all that moeserve needs
-COMPILED = ("moe", "attention", "rows")
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument(
-        "--out", type=Path, default=OUT, metavar="FOLDER", help="of the results [benchmarks/results/h200]"
-    )
-    flags.add_argument("--minutes", type=float, default=8.0, help="for all of it [8]")
-    flags.add_argument("--only", type=lambda text: text.split(","), metavar="A,B", help=f"of {', '.join(SECTIONS)}")
-    flags.add_argument(
-        "--peers", type=Path, metavar="FOLDER", help="has vllm/ and sglang/ with their files, see gpu/peers.py"
-    )
-    flags.add_argument("--engine", action="store_true", help="whole engines, too, if time is left")
-    flags.add_argument("--smoke", action="store_true", help="tiny shapes, no times; runs on a CPU")
-    flags.add_argument("--part", help=argparse.SUPPRESS)  # i/n: a process that compiles every n-th case
-    args = flags.parse_args(argv)
-    for name in args.only or ():
-        if name not in SECTIONS:
-            flags.error(f"there is no section {name!r}; there are {', '.join(SECTIONS)}")
-    if args.peers is not None and not args.peers.is_dir():
-        flags.error(f"there is no folder {args.peers}")
-    if not args.smoke and not torch.cuda.is_available():
-        flags.error("torch sees no GPU; --smoke runs without one")
-    kernels = [name for name in SECTIONS if args.engine or name not in WHOLE]
-    args.sections = [name for name in SECTIONS if name in (args.only or kernels)]
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    device = torch.device("cpu" if args.smoke else "cuda")
-    if args.part:
-        number, count = map(int, args.part.split("/"))
-        compile_part(Bench(device, args.smoke, (number, count)), args)
-        return 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    begun_s = time.monotonic()
-    end_s = begun_s + 60 * args.minutes
-    compilers = [] if args.smoke else start_compilers(args)
-    results, failed = {}, []
-    try:
-        for name in args.sections:
-            if name != "correct":
-                wait_for(compilers, begun_s + COMPILE_S)
-            later = args.sections[args.sections.index(name) + 1 :]
-            record = run_section(name, Bench(device, args.smoke), args, end_s - sum(SECTIONS[n].least for n in later))
-            results[name] = record
-            if "traceback" in record or "problem" in record or record.get("wrong"):
-                failed.append(name)
-            save(args.out, name, record)
-            print(f"{name}: {summary(record)}", flush=True)
-    finally:
-        wait_for(compilers, 0.0)
-    table = targets.rows({} if args.smoke else results)
-    save(args.out, "targets", {"rows": targets.as_json(table), "failed": failed, "card_after": card()})
-    print(targets.as_text(table))
-    return 1 if failed else 0
-
-
-def run_section(name: str, bench: Bench, args: argparse.Namespace, end_s: float) -> dict[str, Any]:
-    """Its results; or why there are none. end_s: when it must have ended."""
-    section, begun_s = SECTIONS[name], time.monotonic()
-    if end_s - begun_s < section.least:
-        return {"skipped": f"needs {section.least:g} s at least, {end_s - begun_s:.0f} s were left"}
-    bench.deadline_s = min(end_s, begun_s + section.seconds)
-    try:
-        record = section.run(bench, args)
-    except Exception:
-        record = {"traceback": traceback.format_exc()}
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return {"seconds": time.monotonic() - begun_s, "left_out": bench.left_out, **record}
-
-
-def summary(record: Mapping[str, Any]) -> str:
-    if "skipped" in record:
-        return f"skipped: {record['skipped']}"
-    if "traceback" in record:
-        return f"FAILED\n{record['traceback']}"
-    words = f"{record['seconds']:.1f} s"
-    for key in ("left_out", "wrong", "problem"):
-        words += f", {key}: {record[key]}" if record.get(key) else ""
-    return words
-
-
-def save(folder: Path, name: str, record: Mapping[str, Any]) -> None:
-    """NaN and infinity, which JSON has not, become null."""
-    whole = {
-        "what": name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", "tools.gpu_check", *(Path(word).name for word in sys.argv[1:])]),
-        **record,
-    }
-    text = json.dumps(finite(whole), indent=1).replace(f"{ROOT}/", "")
-    (folder / f"{name}.json").write_text(text + "\n", "utf-8")
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def compile_part(bench: Bench, args: argparse.Namespace) -> None:
-    """Calls this process's share of all cases once; what fails here fails again, and is told, where it is measured."""
-    for name in (name for name in COMPILED if name in args.sections):
-        try:
-            SECTIONS[name].run(replace(bench), args)
-        except Exception as error:
-            print(f"{name}: {error}", file=sys.stderr)
-
-
-def start_compilers(args: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
-    """Processes that fill Triton's cache on disk."""
-    words = [sys.executable, "-m", "tools.gpu_check", "--only", ",".join(args.sections)]
-    if args.peers is not None:
-        words += ["--peers", str(args.peers.resolve())]
-    count = min(COMPILERS, os.cpu_count() or 1)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True, "cwd": ROOT}
-    return [subprocess.Popen([*words, "--part", f"{i}/{count}"], **quiet) for i in range(count)]  # type: ignore[call-overload]
-
-
-def wait_for(compilers: list[subprocess.Popen[bytes]], until_s: float) -> None:
-    """Nothing is timed beside them; those that are not ready by then are stopped."""
-    while compilers:
-        process = compilers.pop()
-        try:
-            process.wait(max(0.0, until_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def command(script: str) -> str:
+    """As a reader would type it: absolute paths are cut to their last part."""
+    rest = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python", "-m", "tools.gpu_check", *(rest or [script])])
 
 
 if __name__ == "__main__":

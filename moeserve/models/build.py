@@ -114,9 +114,13 @@ def _plan_moe(
     if ops.native:
         kernels.insert(0, NativeExperts(ops.room, to_disk=ops.to_disk))
     elif ops.triton:
-        from moeserve.moe.experts.triton import TritonExperts  # slow to import: only where it serves
+        from moeserve.moe.experts.triton import DeepGemmExperts, TritonExperts  # slow to import: only where they serve
 
         kernels = [TritonExperts(), *([] if ops.exact else kernels)]
+        blocks = any(form.kind == "fp8" and form.rows == form.group == 128 for form in spec.stored)
+        if (asked := ops.asked == "deep_gemm") or blocks:
+            sizes = placement.experts_per_rank, spec.expert_size, spec.hidden_size
+            kernels = [DeepGemmExperts(ops.device, asked, blocks, ops.exact, sizes), *([] if asked else kernels)]
     plan = plan_moe(needs, backends or [LocalAll2All(placement.experts_per_rank)], kernels)
     for line in plan.table().splitlines():
         log.debug("MoE kernels: %s", line)

@@ -142,6 +142,8 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
     wire, compute = backend.caps, kernel.caps
     if wire.obstacle is not None:
         return wire.obstacle
+    if compute.obstacle is not None:
+        return compute.obstacle
     checks = (
         (needs.device in wire.devices, f"{wire.name} does not serve {needs.device}"),
         (wire.world_sizes(needs.world_size), f"{wire.name} does not serve {needs.world_size} ranks"),

@@ -51,11 +51,12 @@ class Ops:
     pad_rows(n): the number of rows that n rows of a step or of an expert are padded to; the padding may hold anything.
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout; pack_heads(weight): one
     per head. native, triton: whether these are the kernels of csrc/ or of kernels/, which have kernels for experts,
-    too. room: where native kernels pack. exact: whether a row's bits depend on nothing but the row. attention_block,
-    latent_block, recurrent_block, mlp_block: join the steps of such a block in one call, where there is one.
-    trace(function): the function, compiled where these kernels can be joined (ops/traced.py). opaque(function): the
-    function, hidden from any trace. weight_obstacle(kind, group, inputs): why quantised weights with so many inputs
-    in all and per scale (0: all) cannot be computed with; empty if they can. None: no quantised weights can.
+    too. asked: the choice that led here. room: where native kernels pack. exact: whether a row's bits depend on nothing
+    but the row. attention_block, latent_block, recurrent_block, mlp_block: join the steps of such a block in one call,
+    where there is one. trace(function): the function, compiled where these kernels can be joined (ops/traced.py).
+    opaque(function): the function, hidden from any trace. weight_obstacle(kind, group, inputs): why quantised weights
+    with so many inputs in all and per scale (0: all) cannot be computed with; empty if they can. None: no quantised
+    weights can.
     """
 
     device: torch.device
@@ -70,6 +71,7 @@ class Ops:
     soft_cap: Callable[[Tensor, float], Tensor]
     native: bool = False
     triton: bool = False
+    asked: Choice = "auto"
     exact: bool = True
     room: native_layer.Room = native_layer.new_room
     to_disk: native_layer.ToDisk | None = None
@@ -106,7 +108,7 @@ class Ops:
         return replace(self, room=room, to_disk=to_disk, pack_linear=pack_linear)
 
 
-Choice = Literal["auto", "native", "torch", "triton"]
+Choice = Literal["auto", "native", "torch", "triton", "deep_gemm"]
 
 
 def pick_ops(
@@ -130,7 +132,7 @@ def pick_ops(
     device, threads = torch.device(device), torch.get_num_threads()
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
-    if device.type != "cpu" or kernels == "triton":
+    if device.type != "cpu" or kernels in ("triton", "deep_gemm"):
         ops = _on_device(device, dtype, kernels, obstacle("triton"), exact)
     else:
         keep_freed_memory()
@@ -160,8 +162,8 @@ def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, obstac
     if not obstacle:
         from moeserve.ops.triton_ops import triton_table  # slow to import: only where it serves
 
-        return triton_table(device, dtype, exact)
-    if kernels == "triton":
+        return replace(triton_table(device, dtype, exact), asked=kernels)
+    if kernels in ("triton", "deep_gemm"):
         raise ConfigError(f"{obstacle}; choose kernels: auto")
     if exact:
         raise ConfigError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.kernels import grouped_fp8, grouped_gemm
+from moeserve.kernels import deep_gemm, grouped_fp8, grouped_gemm
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
@@ -146,6 +146,13 @@ W8A8 = Kernels(
     gate_up=grouped_fp8.gate_up_fp8,
     down=grouped_fp8.down_fp8,
 )
+W8A8_OR_DEEP_GEMM = replace(
+    W8A8,
+    launch=lambda n, w2, x: deep_gemm.chosen(W8A8.launch(n, w2, x)),
+    gate_up=deep_gemm.gate_up,
+    down=deep_gemm.down,
+)
+DEEP_GEMM = replace(W8A8_OR_DEEP_GEMM, launch=lambda n, w2, x: deep_gemm.CONFIG)
 WEIGHT_ONLY = Kernels(
     lay=_lay_narrow,
     launch=lambda n, w2, x: launch_narrow_of(n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name),

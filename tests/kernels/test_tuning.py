@@ -64,6 +64,21 @@ def test_search_keeps_the_defaults_where_nothing_is_faster() -> None:
     assert search(Job("x", "s", 1, default, CHOICES, card.run), card.timer).config == default
 
 
+@pytest.mark.parametrize(("theirs_ms", "wins"), [(0.5, True), (1.5, False), (None, False)])
+def test_kernels_of_others_are_chosen_by_their_time_alone(theirs_ms: float | None, wins: bool) -> None:
+    """Their bits may differ; that they cannot run here is no error."""
+
+    def time(config: Config) -> float:
+        if config.get("theirs") and theirs_ms is None:
+            raise RuntimeError("not on this card")
+        return float(theirs_ms or 0) if config.get("theirs") else 1.0
+
+    card, default = Card(time), {"block": 32, "warps": 8, "stages": 3}
+    found = search(Job("x", "s", 1, default, CHOICES, card.run, {"theirs": 1}), card.timer)
+    assert found.config == {**default, **({"theirs": 1} if wins else {})}
+    assert found.best_ms == (0.5 if wins else 1.0)
+
+
 def least_of(choices: tuning.Choices) -> dict[str, tuple[int, ...]]:
     """Two values of two parameters: enough for the interpreter."""
     return {name: tuple(values[:2]) for name, values in list(choices.items())[:2]}

@@ -20,6 +20,7 @@ from tools.gpu.bench import Bench, figures
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
 SMOKE_HEADS, SMOKE_DIM = 8, 32
 CONTEXTS: dict[str, Sequence[int]] = {
+    "64 x 8k": [8192] * 64,
     "64 x 4k": [4096] * 64,
     "1 x 128k + 31 x 4k": [131_072, *[4096] * 31],
     "1 x 1k": [1024],
@@ -47,22 +48,32 @@ class Step:
         return plan_attention(self.blocks, self.starts, self.offsets, self.shape, self.bounds, invariant=invariant)
 
 
+def scattered(bench: Bench, widths: Sequence[int]) -> Tensor:
+    """Blocks of rows that have so many, in random order; 0 is nobody's."""
+    numbers = torch.randperm(sum(widths), device=bench.device).int() + 1
+    blocks = torch.zeros((len(widths), max(widths)), dtype=torch.int32, device=bench.device)
+    for row, mine in enumerate(torch.split(numbers, list(widths))):
+        blocks[row, : len(mine)] = mine
+    return blocks
+
+
+def tensors_of(bench: Bench, starts: Sequence[int], news: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """First positions, and where each row's tokens begin and end."""
+    offsets = torch.tensor([0, *news], device=bench.device).cumsum(0).int()
+    return torch.tensor(starts, dtype=torch.int32, device=bench.device), offsets
+
+
 def step_of(bench: Bench, starts: Sequence[int], news: Sequence[int]) -> Step:
     heads, dim = (SMOKE_HEADS, SMOKE_DIM) if bench.smoke else (HEADS, HEAD_DIM)
     shape = AttentionShape(heads, KV_HEADS, dim, dim, BLOCK_SIZE, bench.dtype)
     widths = [-(-(start + new) // BLOCK_SIZE) for start, new in zip(starts, news, strict=True)]
-    numbers = torch.randperm(sum(widths), device=bench.device).int() + 1
-    blocks = torch.zeros((len(starts), max(widths)), dtype=torch.int32, device=bench.device)
-    for row, mine in enumerate(torch.split(numbers, widths)):
-        blocks[row, : len(mine)] = mine
     cache = (sum(widths) + 1, BLOCK_SIZE, KV_HEADS, dim)
     return Step(
         bench.random(sum(news), heads, dim, scale=dim**-0.5),
         bench.random(*cache),
         bench.random(*cache),
-        blocks,
-        torch.tensor(starts, dtype=torch.int32, device=bench.device),
-        torch.tensor([0, *news], device=bench.device).cumsum(0).int(),
+        scattered(bench, widths),
+        *tensors_of(bench, starts, news),
         shape,
         Bounds(len(starts), sum(news), max(news), max(map(sum, zip(starts, news, strict=True)))),
     )
@@ -84,6 +95,26 @@ def decode(bench: Bench, name: str, contexts: Sequence[int]) -> dict[str, Any]:
     return found
 
 
+def latent(bench: Bench, name: str, contexts: Sequence[int], heads: int) -> dict[str, Any]:
+    """Decode of multi-head latent attention: one KV head of a latent and a rotated key, whose values are the latent."""
+    rank, rotated = (16, 16) if bench.smoke else (512, 64)
+    shape = AttentionShape(heads, 1, rank + rotated, rank, BLOCK_SIZE, bench.dtype)
+    bounds = Bounds(len(contexts), len(contexts), 1, max(contexts))
+    num_bytes = sum(contexts) * shape.dim * bench.dtype.itemsize
+    flops = 2 * sum(contexts) * heads * (shape.dim + rank)
+    runs: dict[str, list[Any]] = {"invariant": [], "fast": []}
+    for _ in range(bench.copies(num_bytes)):
+        blocks = scattered(bench, [-(-n // BLOCK_SIZE) for n in contexts])
+        starts, offsets = tensors_of(bench, [n - 1 for n in contexts], [1] * len(contexts))
+        q = bench.random(len(contexts), heads, shape.dim, scale=shape.dim**-0.5)
+        k = bench.random(int(blocks.max()) + 1, BLOCK_SIZE, 1, shape.dim)
+        for word, taken in runs.items():
+            plan = plan_attention(blocks, starts, offsets, shape, bounds, invariant=word == "invariant")
+            taken.append(partial(attention, q, k, k[..., :rank], plan))
+    timed = {word: figures(bench.time({word: taken})[word], num_bytes, flops) for word, taken in runs.items()}
+    return {"contexts": name, **timed}
+
+
 def prefill(bench: Bench, rows: int, new: int) -> dict[str, Any]:
     """Whole prompts. torch's attention, over the same keys and values side by side, is the peer."""
     step = step_of(bench, [0] * rows, [new] * rows)
@@ -99,10 +130,10 @@ def prefill(bench: Bench, rows: int, new: int) -> dict[str, Any]:
     return {"rows": rows, "new_tokens": new, **timed}
 
 
-def run(bench: Bench) -> dict[str, Any]:
+def run(bench: Bench) -> None:
     contexts = SMOKE_CONTEXTS if bench.smoke else CONTEXTS
-    prefills = ((1, 20),) if bench.smoke else PREFILLS
-    return {
-        "decode": [decode(bench, name, contexts[name]) for name in bench.cases(contexts)],
-        "prefill": [prefill(bench, *case) for case in bench.cases(prefills)],
-    }
+    bench.each("decode", contexts, lambda name: decode(bench, name, contexts[name]))
+    latents = {"64 x 8k, 16 heads": ([8192] * 64, 16), "64 x 8k, 128 heads": ([8192] * 64, 128)}
+    latents = {"3 rows, 2 heads": ([5, 600, 1], 2)} if bench.smoke else latents
+    bench.each("latent", latents, lambda name: latent(bench, name, *latents[name]))
+    bench.each("prefill", ((1, 20),) if bench.smoke else PREFILLS, lambda case: prefill(bench, *case))

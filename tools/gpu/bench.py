@@ -1,20 +1,25 @@
-"""Times on a GPU: CUDA graphs of many calls over data that rotates, candidates in turn, medians; and a section's time.
+"""Times on a GPU: CUDA graphs of many calls over data that rotates, candidates in turn, medians; and a section's cases.
 
 On a CPU (a smoke run under TRITON_INTERPRET=1) everything is called once and no time is claimed.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from tools.gpu.process import write_json
 
 Run = Callable[[], Any]
 T = TypeVar("T")
@@ -24,36 +29,80 @@ FLUSH_BYTES = 256 * 2**20
 MOST_COPIES = 32
 GRAPH_US = 1000.0  # a graph runs about so long, so that starting it does not count
 MOST_REPEATS = 64
+MOST_TEXT = 2000
 
 
 @dataclass(slots=True)
 class Bench:
-    """Where a section runs and until when; what it leaves out for lack of time is listed."""
+    """Where a section runs and until when, and its record: values, and the names of cases that are done, failed or, for
+    lack of time, left out. result: the file that gets the record at each step."""
 
     device: torch.device
     smoke: bool
-    part: tuple[int, int] | None = None  # (i, n): call every n-th case once from the i-th on, so that it is compiled
+    part: tuple[int, int] = (0, 1)  # (i, n): every n-th case from the i-th on
+    compiles: bool = False  # calls everything once and times nothing
     rounds: int = 7
     deadline_s: float = math.inf
-    left_out: list[str] = field(default_factory=list)
+    case_s: float = 90.0  # for one case, then it hangs
+    known: frozenset[str] = frozenset()  # cases that are done
+    result: Path | None = None
+    found: dict[str, Any] = field(default_factory=lambda: {"done": [], "failed": {}, "left_out": [], "wrong": []})
     _flush: Tensor | None = None
 
     @property
     def times(self) -> bool:
-        return not self.smoke and self.part is None
+        return not self.smoke and not self.compiles
 
     @property
     def dtype(self) -> torch.dtype:
         """bf16, which the interpreter multiplies wrongly."""
         return torch.float32 if self.smoke else torch.bfloat16
 
-    def cases(self, wanted: Iterable[T]) -> Iterator[T]:
-        """One after the other until the section's time is up."""
-        for number, case in enumerate(wanted):
+    def each(self, key: str, wanted: Iterable[T], measure: Callable[[T], Any]) -> None:
+        """Appends what `measure` returns of each case to found[key] until the time is up. One that fails leaves the
+        others alone, unless the device is of no use after it: then so is the process."""
+        for case in self.mine(wanted):
+            name = f"{key} {case}"
+            if name in self.known:
+                continue
             if time.monotonic() > self.deadline_s:
-                self.left_out.append(str(case))
-            elif self.part is None or number % self.part[1] == self.part[0]:
-                yield case
+                self.found["left_out"].append(name)
+                continue
+            self.begin(name)
+            try:
+                self.found.setdefault(key, []).append(measure(case))
+            except Exception:
+                self.synchronize()
+                self.end(traceback.format_exc()[-MOST_TEXT:])
+            else:
+                self.end()
+
+    def mine(self, wanted: Iterable[T]) -> Iterator[T]:
+        return islice(wanted, self.part[0], None, self.part[1])
+
+    def begin(self, name: str) -> None:
+        """Ends the process, with its stacks on stderr, if that case takes too long: a kernel may never end."""
+        self.found["running"] = name
+        self.save()
+        faulthandler.dump_traceback_later(self.case_s, exit=True)
+
+    def end(self, problem: str = "") -> None:
+        faulthandler.cancel_dump_traceback_later()
+        name = self.found.pop("running")
+        if problem:
+            self.found["failed"][name] = problem
+        else:
+            self.found["done"].append(name)
+        self.save()
+
+    def save(self) -> None:
+        if self.result is not None:
+            write_json(self.result, self.found)
+
+    def synchronize(self) -> None:
+        """Raises where an error of the device has come to stay."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normal numbers, new ones at each call."""
@@ -78,7 +127,7 @@ class Bench:
             except Exception as error:
                 if name not in may_fail:
                     raise
-                self.left_out.append(f"{name}: {type(error).__name__}: {error}"[:300])
+                self.found.setdefault("notes", []).append(f"{name}: {type(error).__name__}: {error}"[:300])
         found: dict[str, list[float]] = {name: [] for name in graphs}
         for number in range(self.rounds + 1):
             for name, (graph, calls) in graphs.items():
@@ -122,19 +171,6 @@ def figures(samples_us: Sequence[float], num_bytes: int = 0, flops: int = 0) -> 
     if flops:
         found |= {"flops": flops, "tflop_s": flops / us / 1e6 if us else None}
     return found
-
-
-def ceilings(bench: Bench) -> dict[str, Any]:
-    """What the card gives: a copy (bytes read and written) and a bf16 product of random 8192 x 8192 matrices."""
-    size, count = (32, 1 << 10) if bench.smoke else (8192, 1 << 32)
-    source = torch.empty(count, dtype=torch.uint8, device=bench.device).random_()
-    target = torch.empty_like(source)
-    samples = bench.time({"copy": [partial(target.copy_, source)]})["copy"]
-    found = {"copy": figures(samples, num_bytes=2 * count)}
-    del source, target
-    a, b = bench.random(size, size), bench.random(size, size)
-    samples = bench.time({"matmul": [partial(torch.matmul, a, b)]})["matmul"]
-    return {**found, "matmul": figures(samples, flops=2 * size**3)}
 
 
 def error_of(found: Tensor, reference: Tensor) -> float:

@@ -298,17 +298,25 @@ CHECKS: Mapping[str, Check] = {
 UNFIT_FOR_SMOKE = ("moe w8a8", "quantise")  # the interpreter has no products of e4m3 and rounds to it wrongly
 
 
-def invariance(bench: Bench) -> dict[str, bool]:
-    """Whether rows alone have the bits that they have in batches of several sizes."""
-    dim, found = size(bench, 2048, 64), {}
-    weight, w = torch.rand(dim, device=bench.device), bench.random(size(bench, 5120, 48), dim)
-    x = bench.random(size(bench, 4097, 40), dim)
-    sizes = (1, 3, 20) if bench.smoke else (1, 2, 17, 65, 513, 4097)
-    found["linear"] = all_equal([linear(x[:n], w)[:1] for n in sizes])
-    found["rms_norm"] = all_equal([rms_norm(x[:n], weight, 1e-6)[:1] for n in sizes])
-    shape = moe_shape(bench)
+def row_sizes(bench: Bench) -> tuple[int, ...]:
+    return (1, 3, 20) if bench.smoke else (1, 2, 17, 65, 513, 4097)
+
+
+def linear_is_invariant(bench: Bench) -> bool:
+    dim = size(bench, 2048, 64)
+    x, w = bench.random(size(bench, 4097, 40), dim), bench.random(size(bench, 5120, 48), dim)
+    return all_equal([linear(x[:n], w)[:1] for n in row_sizes(bench)])
+
+
+def norm_is_invariant(bench: Bench) -> bool:
+    x = bench.random(size(bench, 4097, 40), size(bench, 2048, 64))
+    weight = torch.rand(x.shape[1], device=bench.device)
+    return all_equal([rms_norm(x[:n], weight, 1e-6)[:1] for n in row_sizes(bench)])
+
+
+def moe_is_invariant(bench: Bench) -> bool:
+    shape, sizes, rows = moe_shape(bench), row_sizes(bench), []
     of_experts, batch = moe.weights_of(bench, shape), moe.batch_of(bench, shape, sizes[-1])
-    rows = []
     for n in sizes:
         part = moe.Batch(batch.x[:n], batch.ids[:n].contiguous(), batch.shares[:n].contiguous())
         pairs, device = n * shape.top_k, facts_of(bench.device).name
@@ -316,9 +324,7 @@ def invariance(bench: Bench) -> dict[str, bool]:
         to = align(part.ids, shape.experts, config["block_m"])
         y = moe.products(part, of_experts, to, config, shape.top_k)
         rows.append(combine(y.view(*part.ids.shape, shape.dim), part.shares, part.ids)[:1])
-    found["moe"] = all_equal(rows)
-    found["attention"] = attention_is_invariant(bench)
-    return found
+    return all_equal(rows)
 
 
 def attention_is_invariant(bench: Bench) -> bool:
@@ -340,21 +346,30 @@ def all_equal(rows: list[Tensor]) -> bool:
     return all(torch.equal(row, rows[0]) for row in rows[1:])
 
 
-def run(bench: Bench) -> dict[str, Any]:
-    """`wrong`: names of what failed; an error in one check leaves the others alone. An interpreted product's bits are
-    NumPy's, which depend on a row's place."""
-    checks: dict[str, Any] = {}
-    unfit = (*UNFIT_FOR_SMOKE, *narrow.UNFIT_FOR_SMOKE)
-    for name in bench.cases(CHECKS):
-        if bench.smoke and (name.startswith(unfit) or name.endswith(f" {narrow.MANY}")):
-            continue
-        try:
-            found, reference, bound = CHECKS[name](bench)
-            error = error_of(found, reference)
-            checks[name] = {"error": error, "bound": bound, "ok": error <= bound}
-        except Exception as problem:
-            checks[name] = {"ok": False, "problem": f"{type(problem).__name__}: {problem}"[:500]}
-    same = invariance(bench) | narrow.invariance(bench)
-    wrong = [name for name, check in checks.items() if not check["ok"]]
-    wrong += [f"bits of {name}" for name, equal in same.items() if not equal and not bench.smoke]
-    return {"checks": checks, "invariance": same, "wrong": wrong}
+INVARIANT: Mapping[str, Callable[[Bench], bool]] = {
+    "linear": linear_is_invariant, "rms_norm": norm_is_invariant, "moe": moe_is_invariant,
+    "attention": attention_is_invariant,
+    **{kind: partial(narrow.is_invariant, kind=kind) for kind in narrow.KINDS},
+}  # fmt: skip
+
+
+def run(bench: Bench) -> None:
+    """`wrong`: names of what is. An interpreted product's bits are NumPy's, which depend on a row's place."""
+
+    def check(name: str) -> dict[str, Any]:
+        found, reference, bound = CHECKS[name](bench)
+        error = error_of(found, reference)
+        if not error <= bound:
+            bench.found["wrong"].append(name)
+        return {"name": name, "error": error, "bound": bound}
+
+    def invariant(name: str) -> dict[str, Any]:
+        same = INVARIANT[name](bench)
+        if not same and not bench.smoke:
+            bench.found["wrong"].append(f"bits of {name}")
+        return {"name": name, "same": same}
+
+    unfit = (*UNFIT_FOR_SMOKE, *narrow.UNFIT_FOR_SMOKE, *(f"{kind} {narrow.MANY}" for kind in narrow.KINDS))
+    fit = [name for name in CHECKS if not (bench.smoke and (name.startswith(unfit) or name.endswith(unfit)))]
+    bench.each("checks", fit, check)
+    bench.each("invariance", [name for name in INVARIANT if not (bench.smoke and name == "fp8")], invariant)

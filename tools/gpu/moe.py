@@ -5,16 +5,16 @@ M tokens, K experts per token, E experts, I expert width, D model width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from moeserve.kernels import deep_gemm
 from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.combine import combine
@@ -44,8 +44,28 @@ class Shape:
         return f"E{self.experts} N{self.width} K{self.dim} top-{self.top_k}"
 
 
+Routing = Literal["even", "skewed", "balanced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    shape: Shape
+    tokens: int
+    routing: Routing
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.tokens} tokens, {self.routing}"
+
+
 SHAPES = (Shape(128, 768, 2048, 8), Shape(8, 14336, 4096, 2), Shape(64, 1408, 2048, 6))
 SMOKE = Shape(4, 32, 64, 2)
+CASES = [
+    *(Case(SHAPES[0], tokens, "even") for tokens in TOKENS),
+    *(Case(SHAPES[0], tokens, "balanced") for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384)),  # as published
+    *(Case(SHAPES[0], tokens, "skewed") for tokens in (64, 512, 4096)),
+    *(Case(shape, tokens, "even") for shape in SHAPES[1:] for tokens in FEWER),
+]
+NARROW = (1, 16, 64, 256, 1024, 4096, 16384)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +94,16 @@ def weights_of(bench: Bench, shape: Shape) -> Weights:
     )
 
 
-def batch_of(bench: Bench, shape: Shape, tokens: int, skew: float = 0.0) -> Batch:
-    """Random rows; experts are drawn without repetition, with probabilities of rank^-skew (0: all alike)."""
-    odds = (torch.arange(shape.experts, device=bench.device) + 1.0) ** -skew
-    ids = torch.multinomial(odds.expand(tokens, -1), shape.top_k)
+def batch_of(bench: Bench, shape: Shape, tokens: int, routing: Routing = "even") -> Batch:
+    """Random rows. even: experts are drawn without repetition, all alike; skewed: with probabilities of 1 / rank;
+    balanced: one after the other, so that as many as there can be are needed, and each as often."""
     shares = torch.rand(tokens, shape.top_k, device=bench.device)
+    if routing == "balanced":
+        ids = torch.arange(tokens * shape.top_k, device=bench.device).view(tokens, -1) % shape.experts
+        ids = torch.randperm(shape.experts, device=bench.device)[ids]
+    else:
+        ranks = torch.arange(shape.experts, device=bench.device) + 1.0
+        ids = torch.multinomial((ranks**-1 if routing == "skewed" else ranks**0).expand(tokens, -1), shape.top_k)
     return Batch(bench.random(tokens, shape.dim), ids.int(), shares / shares.sum(1, keepdim=True))
 
 
@@ -122,9 +147,10 @@ def torch_grouped(batch: Batch, w: Weights, shape: Shape) -> Run | None:
     return lambda: torch._grouped_mm(act_mul(torch._grouped_mm(rows, w13, offs=ends), SWIGLU), w2, offs=ends)
 
 
-def compared(bench: Bench, shape: Shape, w: Weights, tokens: int, skew: float, peers: Mapping[str, PeerMoe]) -> Any:
+def compared(bench: Bench, case: Case, w: Weights, peers: Mapping[str, PeerMoe]) -> Any:
     """Ours and the peers' products on the same choices, each side's rows sorted before; and our whole layer."""
-    batches = [batch_of(bench, shape, tokens, skew) for _ in range(ROUTINGS if bench.times else 1)]
+    shape, tokens = case.shape, case.tokens
+    batches = [batch_of(bench, shape, tokens, case.routing) for _ in range(ROUTINGS if bench.times else 1)]
     config = launch_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, bench.dtype,
                        facts_of(bench.device).name)  # fmt: skip
     aligned = [align(batch.ids, shape.experts, config["block_m"]) for batch in batches]
@@ -155,8 +181,9 @@ def compared(bench: Bench, shape: Shape, w: Weights, tokens: int, skew: float, p
     ours = found["moeserve"]["us"]
     ratios = {name: f["us"] / ours for name, f in found.items() if ours and not name.startswith("moeserve")}
     return {
-        "shape": str(shape), "tokens": tokens, "skew": skew, "distinct_experts": [batch.distinct for batch in batches],
-        "config": dict(config), "errors": errors, "figures": found, "ratios": ratios, "notes": notes,
+        "shape": str(shape), "tokens": tokens, "routing": case.routing, "config": dict(config),
+        "distinct_experts": [batch.distinct for batch in batches], "errors": errors, "figures": found, "ratios": ratios,
+        "notes": notes,
     }  # fmt: skip
 
 
@@ -174,8 +201,15 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     to, x = align(batch.ids, shape.experts, config["block_m"]), Scaled(*quantise(batch.x))
     out = bench.random(tokens * shape.top_k, shape.dim)
     run = lambda: down_fp8(gate_up_fp8(x, w13, to, config, shape.top_k), w2, to, config, out)  # noqa: E731
-    samples = bench.time({"w8a8": [run]})["w8a8"]
-    return {"tokens": tokens, "config": dict(config), **figures(samples, **work_of(shape, [batch], 0.5))}
+    candidates, why = {"w8a8": [run]}, deep_gemm.obstacle(bench.device)
+    if why is None:
+        tiles, chosen = align(batch.ids, shape.experts, deep_gemm.TILE), deep_gemm.CONFIG
+        candidates["deep_gemm"] = [
+            lambda: deep_gemm.down(deep_gemm.gate_up(x, w13, tiles, chosen, shape.top_k), w2, tiles, chosen, out)
+        ]
+    found = {name: figures(samples, **work_of(shape, [batch], 0.5))
+             for name, samples in bench.time(candidates, {"deep_gemm"}).items()}  # fmt: skip
+    return {"tokens": tokens, "config": dict(config), **found.pop("w8a8"), "deep_gemm": found.get("deep_gemm", why)}
 
 
 def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
@@ -197,42 +231,27 @@ def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     return {"tokens": tokens, "config": dict(config), **figures(samples, **work_of(shape, [batch], 0.25 + 1 / group))}
 
 
-def run(bench: Bench, peers_folder: Path | None) -> dict[str, Any]:
-    shapes = (SMOKE,) if bench.smoke else SHAPES
+def run(bench: Bench, peers_folder: Path | None) -> None:
     peers, notes = load_peers(peers_folder)
-    cases: list[dict[str, Any]] = []
-    quantised: dict[str, list[Any]] = {"w8a8": [], "int4": []}
-    for number, shape in enumerate(shapes):
-        w = weights_of(bench, shape)
-        ready = {name: PeerMoe(peer, shape.experts, shape.width, shape.dim) for name, peer in peers.items()}
-        wanted = (3,) if bench.smoke else FEWER if number else TOKENS
-        for tokens in bench.cases(wanted):
-            cases.append(compared(bench, shape, w, tokens, 0.0, ready))
-        for tokens in bench.cases(() if number else wanted if bench.smoke else (64, 512, 4096)):
-            cases.append(compared(bench, shape, w, tokens, 1.0, ready))
-        del w
-    first = Shape(4, 128, 128, 2) if bench.smoke else shapes[0]
-    for tokens in bench.cases((3,) if bench.smoke else (1, 16, 64, 256, 1024, 4096)):
-        if not bench.smoke:  # the interpreter has no products of e4m3
-            quantised["w8a8"].append(fp8_case(bench, first, tokens))
-        quantised["int4"].append(int4_case(bench, first, tokens))
-    wrong = [f"{case['shape']}, {case['tokens']}" for case in cases if not case["errors"]["moeserve"] < MOST_ERROR]
-    return {
-        "cases": cases, "quantised": quantised, "peers": notes, "ratio_geomeans": geomeans(cases), "wrong": wrong,
-    }  # fmt: skip
+    if not bench.part[0]:
+        bench.found["peers"] = notes
 
-
-def geomeans(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each peer's time over ours, all shapes, sizes and routings; and the worst one."""
-    ratios: dict[str, list[float]] = {}
-    for case in cases:
-        for name, ratio in case["ratios"].items():
-            ratios.setdefault(name, []).append(ratio)
-    return {
-        name: {
-            "geomean": math.exp(sum(map(math.log, values)) / len(values)),
-            "worst": min(values),
-            "cases": len(values),
+    @lru_cache(maxsize=1)
+    def made(shape: Shape) -> tuple[Weights, dict[str, PeerMoe]]:
+        torch.cuda.empty_cache()
+        return weights_of(bench, shape), {
+            name: PeerMoe(peer, shape.experts, shape.width, shape.dim) for name, peer in peers.items()
         }
-        for name, values in ratios.items()
-    }
+
+    def measure(case: Case) -> Any:
+        found = compared(bench, case, *made(case.shape))
+        if not found["errors"]["moeserve"] < MOST_ERROR:
+            bench.found["wrong"].append(f"cases {case}")
+        return found
+
+    bench.each("cases", [Case(SMOKE, 3, "even"), Case(SMOKE, 5, "balanced")] if bench.smoke else CASES, measure)
+    made.cache_clear()
+    first = Shape(4, 128, 128, 2) if bench.smoke else SHAPES[0]
+    if not bench.smoke:  # the interpreter has no products of e4m3
+        bench.each("w8a8", NARROW, lambda tokens: fp8_case(bench, first, tokens))
+    bench.each("int4", (3,) if bench.smoke else NARROW, lambda tokens: int4_case(bench, first, tokens))

@@ -97,16 +97,11 @@ CHECKS = {f"linear {kind} {rows}": partial(dense, kind=kind, rows=rows) for kind
 CHECKS |= {f"experts {kind} {rows}": partial(experts, kind=kind, tokens=rows) for kind in KINDS for rows in (FEW, MANY)}
 
 
-def invariance(bench: Bench) -> dict[str, bool]:
+def is_invariant(bench: Bench, kind: str) -> bool:
     """Whether the first row alone has the bits that it has in batches of several sizes."""
-    found = {}
     sizes = (1, 3) if bench.smoke else (1, 2, 17, 65, 513, 4097)
-    for kind in KINDS:
-        if bench.smoke and f"experts {kind}" in UNFIT_FOR_SMOKE:
-            continue
-        shape, _, packed = packed_experts(bench, kind)
-        linear, batch = QuantisedLinear(weights(bench, kind, 320, shape.dim)), moe.batch_of(bench, shape, sizes[-1])
-        parts = [moe.Batch(*(part[:n].contiguous() for part in (batch.x, batch.ids, batch.shares))) for n in sizes]
-        first = [torch.cat((linear(part.x)[0], layer(packed, part, shape)[0])) for part in parts]
-        found[kind] = all(torch.equal(row, first[0]) for row in first)
-    return found
+    shape, _, packed = packed_experts(bench, kind)
+    linear, batch = QuantisedLinear(weights(bench, kind, 320, shape.dim)), moe.batch_of(bench, shape, sizes[-1])
+    parts = [moe.Batch(*(part[:n].contiguous() for part in (batch.x, batch.ids, batch.shares))) for n in sizes]
+    first = [torch.cat((linear(part.x)[0], layer(packed, part, shape)[0])) for part in parts]
+    return all(torch.equal(row, first[0]) for row in first)

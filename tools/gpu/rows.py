@@ -119,12 +119,14 @@ def dense(bench: Bench, width: int, inner: int, rows: int) -> dict[str, Any]:
     return {"outputs": width, "inputs": inner, "rows": rows, **found}
 
 
-def run(bench: Bench) -> dict[str, Any]:
-    kernels = []
-    for tokens in bench.cases((3,) if bench.smoke else TOKENS):
-        kernels += [timed(bench, name, tokens, make) for name, make in per_token(bench, tokens).items()]
-    for rows in bench.cases((2,) if bench.smoke else SAMPLED):
-        kernels += [timed(bench, name, rows, make) for name, make in sampling(bench, rows).items()]
+def run(bench: Bench) -> None:
+    """Cases are (a number of rows, a kernel), and (outputs, inputs, rows) of dense products."""
+    tokens, rows = ((3,), (2,)) if bench.smoke else (TOKENS, SAMPLED)
+    makers = {("", n): per_token(bench, n) for n in tokens} | {("sampled ", n): sampling(bench, n) for n in rows}
+    named = {
+        f"{kind}{n} {name}": (name, n, make) for (kind, n), found in makers.items() for name, make in found.items()
+    }
+    bench.each("kernels", named, lambda case: timed(bench, *named[case]))
     shapes = ((48, 64),) if bench.smoke else LINEARS
-    wanted = [(*shape, rows) for shape in shapes for rows in ((3,) if bench.smoke else LINEAR_ROWS)]
-    return {"kernels": kernels, "linear": [dense(bench, *case) for case in bench.cases(wanted)]}
+    wanted = [(*shape, n) for shape in shapes for n in ((3,) if bench.smoke else LINEAR_ROWS)]
+    bench.each("linear", wanted, lambda case: dense(bench, *case))

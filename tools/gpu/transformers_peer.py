@@ -1,42 +1,34 @@
 """transformers' own engine (continuous batching, its grouped experts) on the shape that tools/gpu/engine.py measures.
 
-    python -m tools.gpu.transformers_peer RESULT.json [--smoke]
-
-A process of its own: its memory must come back. Decode is what many new tokens take longer than few, as there.
+Decode is what many new tokens take longer than few, as there.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from tools.gpu.engine import BATCHES, CONTEXT, FEW, MANY, QWEN3_30B_A3B, SMALL
-from tools.gpu.process import run_module
+import torch
+import transformers
+
+from tools.gpu.bench import Bench
+from tools.gpu.engine import CONTEXT, FEW, MANY, config_of
+from tools.gpu.models import BATCHES, ENGINES
 
 
-def run(seconds: float, smoke: bool) -> dict[str, Any]:
-    return run_module("tools.gpu.transformers_peer", seconds, *(["--smoke"] * smoke))
-
-
-def main() -> None:
-    result, smoke = Path(sys.argv[1]), "--smoke" in sys.argv
-    import torch
-    import transformers
-
-    device, dtype = ("cpu", torch.float32) if smoke else ("cuda", torch.bfloat16)
-    config = transformers.Qwen3MoeConfig(**(QWEN3_30B_A3B | (SMALL if smoke else {})))
-    with torch.device(device):
+def run(bench: Bench) -> None:
+    bench.begin("start")
+    config = transformers.Qwen3MoeConfig(**config_of(ENGINES["qwen3"], bench.smoke))
+    with torch.device(bench.device):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", experts_implementation="grouped_mm"
+            config, dtype=bench.dtype, attn_implementation="sdpa", experts_implementation="grouped_mm"
         ).eval()
-    found: dict[str, Any] = {"transformers": transformers.__version__}
-    batches, context, few, many = ((1, 3), 20, 2, 6) if smoke else (BATCHES, CONTEXT, FEW, MANY)
+    bench.found["transformers"] = transformers.__version__
+    bench.end()
+    batches, context, few, many = ((1, 3), 20, 2, 6) if bench.smoke else (BATCHES, CONTEXT, FEW, MANY)
 
     def seconds(batch: int, new: int) -> float:
         prompts = [random.choices(range(config.vocab_size), k=context) for _ in range(batch)]
@@ -48,12 +40,11 @@ def main() -> None:
         assert made == batch * new, (made, batch, new)
         return taken_s
 
-    for batch in batches:
+    def decode(batch: int) -> dict[str, Any]:
         seconds(batch, few)
-        longer_s = statistics.median(-seconds(batch, few) + seconds(batch, many) for _ in range(1 if smoke else 3))
-        found[f"decode_{batch}"] = {"tokens_per_s": batch * (many - few) / longer_s, "context": context}
-        result.write_text(json.dumps(found))
+        longer_s = statistics.median(
+            -seconds(batch, few) + seconds(batch, many) for _ in range(1 if bench.smoke else 3)
+        )
+        return {"batch": batch, "tokens_per_s": batch * (many - few) / longer_s, "context": context}
 
-
-if __name__ == "__main__":
-    main()
+    bench.each("decode", batches, decode)

@@ -54,7 +54,7 @@ class ExpertsCaps:
     not_on: why the kernel does not run on a device, where that needs a reason. width_step: elements that the model's
     width and an expert's must be multiples of. device_counts: whether the kernel takes row counts that only the device
     knows, see `Inbound`. biases: whether it takes experts with biases. ungated: whether it takes experts without gates;
-    fuses_ungated: whether its fused form does, too.
+    fuses_ungated: whether its fused form does, too. obstacle: why it cannot serve here.
     """
 
     name: str
@@ -67,6 +67,7 @@ class ExpertsCaps:
     biases: bool = True
     ungated: bool = False
     fuses_ungated: bool = False
+    obstacle: str | None = None
 
 
 class Experts(Protocol):

@@ -8,22 +8,32 @@ T tokens, P received rows, D model width, I expert width, e local experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeserve.kernels import deep_gemm
 from moeserve.kernels.activation import SWIGLU_ACT, Act, act_of
 from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
+from moeserve.kernels.fp8 import BLOCK
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, FusedExperts, StackedExperts
 from moeserve.moe.routing import Router
 from moeserve.ops.rules import SWIGLU, Activation
-from moeserve.ops.triton_weights import Kernels, kernels_for, parts_of, with_parts
+from moeserve.ops.triton_weights import (
+    DEEP_GEMM,
+    W8A8,
+    W8A8_OR_DEEP_GEMM,
+    Kernels,
+    kernels_for,
+    parts_of,
+    with_parts,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,27 @@ class TritonExperts(StackedExperts):
     def fuse(self, router: Router) -> FusedExperts:
         """See `Fusible`."""
         return partial(_run_fused, router, act_of(self._activation))
+
+
+class DeepGemmExperts(TritonExperts):
+    """Triton's experts, whose products of e4m3 blocks are DeepGEMM's: where that was measured to be faster for e, I and
+    D, the sizes, or always, if it was asked for."""
+
+    def __init__(self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        why = (
+            "" if blocks else "deep_gemm takes experts in e4m3 blocks of 128 x 128",
+            "bits of deep_gemm may depend on the batch; use --determinism fast" if exact else "",
+            "" if asked or deep_gemm.is_faster(device, *sizes) else deep_gemm.NOT_MEASURED,
+        )
+        obstacle = next(filter(None, why), None) or deep_gemm.obstacle(device)
+        self.caps = replace(TritonExperts.caps, name="deep_gemm", biases=False, width_step=BLOCK, obstacle=obstacle)
+        self._kernels = DEEP_GEMM if asked else W8A8_OR_DEEP_GEMM
+
+    def pack(self, weights: ExpertWeights) -> PackedTriton:
+        """See `Experts`."""
+        packed = super().pack(weights)
+        return replace(packed, kernels=self._kernels) if packed.kernels is W8A8 else packed
 
 
 def _run_fused(

@@ -1,0 +1,251 @@
+"""Experts by DeepGEMM: the adapter over a stand-in that has the package's recorded signatures and checks what its own
+host code checks (csrc/apis/gemm.hpp); and when it is chosen. The package itself runs on Hopper alone.
+
+tools/record_deepgemm.py records another release.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from moeserve.errors import ConfigError
+from moeserve.kernels import configs, deep_gemm, tuning
+from moeserve.kernels.align import align
+from moeserve.kernels.combine import combine
+from moeserve.moe.all2all.base import Inbound, Layout
+from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.experts.triton import DeepGemmExperts, TritonExperts
+from moeserve.moe.plan import MoENeeds, plan_moe
+from moeserve.ops.rules import Activation
+from moeserve.ops.triton_weights import W8A8
+from tests.kernels.device import DEVICE
+from tests.moe.test_triton_experts import D, E, I, _as_on_a_gpu, weights
+from tests.quantised_checkpoints import FORMS, write_quantised
+from tests.runner.test_quantised import load
+from tools.record_deepgemm import bound
+
+assert _as_on_a_gpu  # for all tests here, too
+RELEASES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("deep_gemm_signatures.json").read_text())
+NEW = [name for name, functions in RELEASES.items() if deep_gemm.PRODUCT in functions]
+SIZES = (E, I, D)
+FOUND: list[int] = []  # rows of each product
+
+
+def product(a: Any, b: Any, d: Tensor, grouped_layout: Tensor) -> None:
+    """The definition, by tiles of 128 rows; those of expert -1 stay as they are."""
+    (x, x_scales), (w, w_scales) = a, b
+    (m, k), (groups, n, k_) = x.shape, w.shape
+    assert (m, n, k) == (*d.shape, k_)
+    assert grouped_layout.shape == (m,)
+    assert (x.dtype, w.dtype, d.dtype) == (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
+    assert x_scales.shape == (m, -(-k // 128))
+    assert w_scales.shape == (groups, -(-n // 128), -(-k // 128))
+    assert x_scales.dtype == w_scales.dtype == torch.float32
+    assert grouped_layout.dtype == torch.int32
+    assert all(part.is_contiguous() for part in (x, w, d, x_scales, w_scales, grouped_layout))
+    FOUND.append(m)
+    d.fill_(torch.nan)
+    for tile, experts in enumerate(grouped_layout.view(-1, 128)):
+        assert experts.unique().numel() == 1
+        if (expert := int(experts[0])) >= 0:
+            rows = slice(128 * tile, 128 * tile + 128)
+            wide_x = x[rows].float() * x_scales[rows].repeat_interleave(128, 1)[:, :k]
+            scales = w_scales[expert].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+            d[rows] = (wide_x @ (w[expert].float() * scales).T).bfloat16()
+
+
+@pytest.fixture(params=NEW)
+def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """In place of deep_gemm."""
+    space: dict[str, Any] = {}
+    exec(f"def recorded({RELEASES[request.param][deep_gemm.PRODUCT]}): ...", space)
+    signature = inspect.signature(space["recorded"])
+
+    def called(*args: Any, **options: Any) -> None:
+        given = signature.bind(*args, **options).arguments
+        assert set(given) == {"a", "b", "d", "grouped_layout"}, "the stand-in knows no options"
+        product(**given)
+
+    made = SimpleNamespace(__version__="2.6.1", **{deep_gemm.PRODUCT: called})
+    monkeypatch.setitem(sys.modules, "deep_gemm", made)
+    monkeypatch.setattr(configs, "_folders", [configs.FOLDER])
+    caches = (deep_gemm.obstacle, configs.table)
+    for cached in caches:
+        cached.cache_clear()
+    yield made
+    for cached in caches:
+        cached.cache_clear()
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Gate and up are rounded to bf16, and their product then to e4m3, maybe to its other side: one part in 8 or 16."""
+    return bool((found - expected).norm() <= 2e-2 * expected.norm())
+
+
+def experts(activation: Activation | None = None) -> tuple[Any, Any]:
+    ours = DeepGemmExperts(DEVICE, asked=True, blocks=True, exact=False, sizes=SIZES)
+    return tuple(one.with_activation(activation) if activation else one for one in (ours, TritonExperts()))
+
+
+@pytest.mark.parametrize(
+    "activation", [None, Activation(alpha=1.702, limit=1.0, up_shift=1.0)], ids=["swiglu", "clamped"]
+)
+@pytest.mark.parametrize("counts", [[3, 0, 130, 1], [0, 0, 0, 1], [0] * 4, [128, 1, 0, 0]], ids=str)
+def test_rows_of_both_layouts(package: Any, counts: list[int], activation: Activation | None) -> None:
+    (ours, triton), w = experts(activation), weights("fp8 in blocks")
+    room, valid = max(counts), torch.arange(max(counts), device=DEVICE) < torch.tensor(counts, device=DEVICE)[:, None]
+    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    counts_e, expected, found = np.array(counts), torch.empty_like(x), torch.empty_like(x)
+    triton.run(Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum()), triton.pack(w), expected)
+    FOUND.clear()
+    ours.run(Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum()), packed := ours.pack(w), found)
+    assert len(FOUND) == (2 if sum(counts) else 0)
+    assert close(found, expected)
+    slots = torch.full((E, room, D), torch.nan, device=DEVICE)
+    slots[valid] = x
+    on_device, out = torch.tensor(counts, dtype=torch.int32, device=DEVICE), torch.empty_like(slots)
+    ours.run(Inbound(Layout.SLOTTED, slots, on_device, on_device, 30, sum(counts)), packed, out)
+    assert torch.equal(out[valid], found)
+
+
+def test_choices_of_a_router(package: Any) -> None:
+    """Pairs that go nowhere among them."""
+    ours, triton = experts()
+    w, ids = weights("fp8 in blocks"), torch.tensor([[0, 3], [-1, 1], [3, 2], [-1, -1], [1, 0]], dtype=torch.int32)
+    ids, shares = ids.to(DEVICE), torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x, results = torch.randn(len(ids), D, generator=torch.Generator().manual_seed(2)).to(DEVICE), []
+    for kernel in (ours, triton):
+        packed = kernel.pack(w)
+        config, y = packed.launch(ids.numel(), x), x.new_zeros((ids.numel(), D))
+        packed.run(x, align(ids, E, config["block_m"]), config, y, 2)
+        results.append(combine(y.view(*ids.shape, D), shares, ids))
+    assert close(*results)
+    assert not results[0][3].any()
+
+
+def test_weights_are_those_of_triton(package: Any) -> None:
+    """The same layout, which serves whatever a launch chooses; other weights keep their kernels."""
+    (ours, triton), w = experts(), weights("fp8 in blocks")
+    for mine, theirs in zip(ours.pack(w).parts, triton.pack(w).parts, strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    assert ours.pack(weights("int4")).kernels is triton.pack(weights("int4")).kernels
+
+
+def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+
+    def why(**changes: Any) -> str | None:
+        given: dict[str, Any] = {"device": cuda, "asked": True, "blocks": True, "exact": False, "sizes": SIZES}
+        deep_gemm.obstacle.cache_clear()
+        return DeepGemmExperts(**(given | changes)).caps.obstacle
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(deep_gemm, "facts_of", lambda device: configs.DeviceFacts("NVIDIA H100 80GB HBM3", 132))
+    assert why() is None
+    assert "e4m3 blocks of 128 x 128" in str(why(blocks=False))
+    assert "--determinism fast" in str(why(exact=True))
+    assert "moeserve tune --weights fp8" in str(why(asked=False))
+    assert "Hopper alone, and not on cpu" in str(why(device=torch.device("cpu")))
+    package.get_mk_alignment_for_contiguous_layout = lambda: 240
+    assert "wants tiles of 240 rows" in str(why())
+    package.get_mk_alignment_for_contiguous_layout = lambda: 64
+    assert why() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "Hopper alone" in str(why())
+    old = SimpleNamespace(**dict.fromkeys(RELEASES["deep_gemm 1.0.0"]), __version__="1.0.0")
+    monkeypatch.setitem(sys.modules, "deep_gemm", old)
+    assert f"deep_gemm 1.0.0 has no {deep_gemm.PRODUCT}; it needs 2.0" in str(why())
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    assert "cannot be imported: ModuleNotFoundError" in str(why())
+
+
+def test_the_plan_says_why_not() -> None:
+    """Nobody has it here; asked for by name it is not replaced in silence."""
+    needs = MoENeeds(hidden_size=D, expert_size=I, dtype="float32", device=DEVICE.type, max_tokens=8)
+    ours = DeepGemmExperts(DEVICE, asked=False, blocks=True, exact=False, sizes=SIZES)
+    plan = plan_moe(needs, [LocalAll2All(E)], [ours, TritonExperts()])
+    assert plan.experts.caps.name == "triton"
+    assert "not measured to be faster" in plan.table()
+    with pytest.raises(ConfigError, match="local with deep_gemm: deep_gemm was not measured"):
+        plan_moe(needs, [LocalAll2All(E)], [ours])
+    fit = replace(ours.caps, obstacle=None)
+    ours.caps = fit
+    assert plan_moe(needs, [LocalAll2All(E)], [ours, TritonExperts()]).experts is ours
+    assert plan_moe(replace(needs, biases=True), [LocalAll2All(E)], [ours, TritonExperts()]).experts is not ours
+
+
+def test_it_runs_where_it_was_measured_to_be_faster(package: Any, tmp_path: Path) -> None:
+    """And nowhere for kernels whose bits must not depend on the batch, which read the same table."""
+    name = configs.facts_of(DEVICE).name
+    few, many = {"block_m": 16}, {"block_m": 64, **deep_gemm.WINS}
+    configs.keep("grouped_fp8", name, f"E{E} I{I} D{D}", {4: few, 1000: many}, tmp_path)
+    assert not deep_gemm.is_faster(DEVICE, *SIZES)
+    configs.add_folder(tmp_path)
+    assert deep_gemm.is_faster(DEVICE, *SIZES)
+    assert not deep_gemm.is_faster(DEVICE, E, I, 2 * D)
+    ours, x = (
+        DeepGemmExperts(DEVICE, asked=False, blocks=True, exact=False, sizes=SIZES),
+        torch.zeros(1, D, device=DEVICE),
+    )
+    W8A8.launch.__globals__["grouped_fp8"].launch_fp8_of.cache_clear()
+    packed, theirs = ours.pack(weights("fp8 in blocks")), TritonExperts().pack(weights("fp8 in blocks"))
+    assert [packed.launch(n, x)["block_m"] for n in (4, 1000)] == [16, deep_gemm.TILE]
+    assert [theirs.launch(n, x)["block_m"] for n in (4, 1000)] == [16, 64]
+    FOUND.clear()
+    rows = torch.randn(4, D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    counts_e, outs = np.array([1, 1, 1, 1]), []
+    for kernel, weight in ((ours, packed), (TritonExperts(), theirs)):
+        kernel.run(Inbound(Layout.GROUPED, rows, counts_e, counts_e.cumsum()), weight, out := torch.empty_like(rows))
+        outs.append(out)
+    assert torch.equal(*outs)
+    assert not FOUND
+    W8A8.launch.__globals__["grouped_fp8"].launch_fp8_of.cache_clear()
+
+
+def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "TOKENS", (3,))
+    assert [job.rival for job in tuning.grouped_jobs(2, 128, 128, 2, torch.float32, DEVICE, "fp8")] == [None]
+    monkeypatch.setattr(deep_gemm, "obstacle", lambda device: None)
+    (job,) = tuning.grouped_jobs(2, 128, 128, 2, torch.float32, DEVICE, "fp8")
+    FOUND.clear()
+    ours = job.run(job.default).clone()
+    assert not FOUND
+    assert job.rival is not None
+    assert close(job.run({**job.default, **job.rival}), ours)
+    assert FOUND == [2 * 128] * 2  # a tile for each expert
+    assert [job.rival for job in tuning.grouped_jobs(2, 128, 128, 2, torch.float32, DEVICE, "int8")] == [None]
+
+
+def test_bindings_are_read_as_python_has_them() -> None:
+    text = (
+        'm.def("f", &f, py::arg("a"), py::arg("b") = std::nullopt,\n py::arg("c") = true);\nm.attr("g") = m.attr("f");'
+    )
+    assert bound(text) == {"f": "a, b=None, c=True", "g": "a, b=None, c=True"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it may be installed, and Triton is not interpreted")
+def test_a_model_is_refused_or_served_without_it(make_checkpoint: Any, tmp_path: Path, caplog: Any) -> None:
+    path = make_checkpoint("qwen3_moe", num_hidden_layers=1, hidden_size=128, moe_intermediate_size=128).path
+    with pytest.raises(ConfigError, match="deep_gemm takes experts in e4m3 blocks"):
+        load(path, kernels="deep_gemm")
+    stored, _ = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
+    with pytest.raises(ConfigError, match="deep_gemm cannot be imported"):
+        load(stored, kernels="deep_gemm")
+    with caplog.at_level(logging.DEBUG, "moeserve.models.build"):
+        load(stored, kernels="triton")
+    assert deep_gemm.NOT_MEASURED in caplog.text

@@ -1,0 +1,71 @@
+"""The process of a section's part.
+
+python -m tools.gpu.section NAME RESULT KNOWN SECONDS I/PARTS [of gpu_check: --smoke, --peers FOLDER]
+python -m tools.gpu.section compile:NAME,NAME ...          # calls each case once, which fills Triton's cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tools.gpu.bench import Bench
+from tools.gpu.process import read_json
+
+# Where a section is, unless in the module of its name, and the seconds after which one of its cases hangs.
+MODULES = {
+    "checks": ("correct", 90), "environment": ("ceilings", 60), "tests": ("pytest_cases", 90),
+    "transformers": ("transformers_peer", 150), "families": ("families", 120), "ranks": ("ranks", 70),
+}  # fmt: skip
+ENGINES_S = 180
+
+
+def run(name: str, bench: Bench, peers: Path | None) -> None:
+    module, bench.case_s = MODULES.get(name, (name, 90))
+    if name.startswith("engine_"):
+        from tools.gpu import engine
+
+        bench.case_s = ENGINES_S
+        engine.run(bench, name.removeprefix("engine_"))
+    elif name == "moe":
+        from tools.gpu import moe
+
+        moe.run(bench, peers)
+    else:
+        importlib.import_module(f"tools.gpu.{module}").run(bench)
+
+
+def main() -> None:
+    faulthandler.enable()
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--smoke", action="store_true")
+    flags.add_argument("--peers", type=Path)
+    for name in ("name", "result", "known", "seconds", "part"):
+        flags.add_argument(name)
+    args = flags.parse_args()
+    number, parts = map(int, args.part.split("/"))
+    bench = Bench(
+        torch.device("cpu" if args.smoke else "cuda"), args.smoke, (number, parts), args.name.startswith("compile:"),
+        deadline_s=time.monotonic() + float(args.seconds), result=Path(args.result),
+        known=frozenset(read_json(Path(args.known))["names"]),
+    )  # fmt: skip
+    for name in args.name.removeprefix("compile:").split(","):
+        try:
+            run(name, bench, args.peers)
+        except Exception as error:
+            if not bench.compiles:
+                raise
+            print(f"{name}: {error}", file=sys.stderr)  # fails again, and is told, where it is measured
+    if bench.compiles:  # nothing else was found
+        bench.found = {}
+    bench.save()
+
+
+if __name__ == "__main__":
+    main()
