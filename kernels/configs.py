@@ -1,18 +1,19 @@
 """Launch parameters that were found by measuring, per device and shape, with the nearest measured shape as fallback.
 
 A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is fixed by the weights (such
-as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of rows). Added folders take precedence over
-`kernels/configs/`, the folder of the package, which has no tables yet.
+as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of rows). Beside the parameters, "by" says where
+they are from: "predicted" by kernels/cost.py, or what measured them. Added folders take precedence over
+`kernels/configs/`, the folder of the package, whose tables are all predicted.
 """
 
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,11 +61,30 @@ def path_of(family: str, device: str, folder: Path) -> Path:
 
 @cache
 def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mapping[int, Config]]:
-    """Returns the measured configurations of a kernel family on a device; empty where nobody has measured."""
-    path = path_of(family, device, folder)
-    if not path.exists():
-        return {}
-    return {shape: {int(size): c for size, c in sizes.items()} for shape, sizes in json.loads(path.read_text()).items()}
+    """Returns the known configurations of a kernel family on a device; empty where there are none."""
+    return {
+        shape: {int(size): {name: value for name, value in c.items() if name != "by"} for size, c in sizes.items()}
+        for shape, sizes in _read(path_of(family, device, folder)).items()
+    }
+
+
+def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    found: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def origin(family: str, device: str, shape: str, size: int, folder: Path) -> str | None:
+    """Returns where an entry of a folder is from; None if there is no such entry, or if nobody wrote that down."""
+    by: str | None = _read(path_of(family, device, folder)).get(shape, {}).get(str(size), {}).get("by")
+    return by
+
+
+def listing(folder: Path) -> Iterator[str]:
+    """Yields a line for each shape of a folder's tables: the sizes, and where they are from."""
+    for path in sorted(folder.glob("*.json")):
+        for shape, sizes in _read(path).items():
+            origins = sorted({config.get("by", "measured") for config in sizes.values()})
+            yield f"{path.stem} {shape}, sizes {', '.join(sizes)}: {'; '.join(origins)}"
 
 
 def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
@@ -83,15 +103,15 @@ def tuned(family: str, device: str, shape: str, size: int, default: Config) -> C
     return {**default, **next((config for config in found if config), {})}
 
 
-def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path) -> Path:
-    """Adds configurations by size to a shape's in a folder's table.
+def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path, by: str = "measured") -> Path:
+    """Adds configurations by size to a shape's in a folder's table, and where they are from.
 
     The file is replaced atomically: readers find the old table or the new one.
     """
     path = path_of(family, device, folder)
-    whole = json.loads(path.read_text()) if path.exists() else {}
-    sizes = {int(size): config for size, config in whole.get(shape, {}).items()} | {**found}
-    whole[shape] = {str(size): dict(sizes[size]) for size in sorted(sizes)}
+    whole = _read(path)
+    sizes = {**whole.get(shape, {}), **{str(size): {**config, "by": by} for size, config in found.items()}}
+    whole[shape] = {size: sizes[size] for size in sorted(sizes, key=int)}
     folder.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(whole, indent=1) + "\n")
