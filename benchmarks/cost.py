@@ -139,7 +139,7 @@ def compile_peer(kernel_file: Path, config: tuple[int, ...]) -> Facts | None:
     block_m, block_n, block_k, warps, stages = config
     x, index = torch.empty((64, 2048), dtype=torch.bfloat16, device="meta"), torch.empty(64, dtype=torch.int32)
     kernel = load_kernel(kernel_file)
-    known = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (x, x, x), strict=True))
+    known: dict[str, Any] = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (x, x, x), strict=True))
     known |= dict.fromkeys(("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), index)
     known |= dict.fromkeys(
         ("N", "K", "EM", "num_valid_tokens", "stride_am", "stride_be", "stride_bn", "stride_cm"), 2048

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -61,28 +61,17 @@ def path_of(family: str, device: str, folder: Path) -> Path:
 
 @cache
 def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mapping[int, Config]]:
-    """Returns the known configurations of a kernel family on a device; empty where there are none."""
-    return {
-        shape: {int(size): {name: value for name, value in c.items() if name != "by"} for size, c in sizes.items()}
-        for shape, sizes in _read(path_of(family, device, folder)).items()
-    }
-
-
-def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    found: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
-    return found
-
-
-def origin(family: str, device: str, shape: str, size: int, folder: Path) -> str | None:
-    """Returns where an entry of a folder is from; None if there is no such entry, or if nobody wrote that down."""
-    by: str | None = _read(path_of(family, device, folder)).get(shape, {}).get(str(size), {}).get("by")
-    return by
+    """Returns the known configurations of a kernel family on a device, with their "by"; empty where there are none."""
+    path = path_of(family, device, folder)
+    if not path.exists():
+        return {}
+    return {shape: {int(size): c for size, c in sizes.items()} for shape, sizes in json.loads(path.read_text()).items()}
 
 
 def listing(folder: Path) -> Iterator[str]:
     """Yields a line for each shape of a folder's tables: the sizes, and where they are from."""
     for path in sorted(folder.glob("*.json")):
-        for shape, sizes in _read(path).items():
+        for shape, sizes in json.loads(path.read_text()).items():
             origins = sorted({config.get("by", "measured") for config in sizes.values()})
             yield f"{path.stem} {shape}, sizes {', '.join(sizes)}: {'; '.join(origins)}"
 
@@ -100,7 +89,8 @@ def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
 def tuned(family: str, device: str, shape: str, size: int, default: Config) -> Config:
     """Returns `default`, changed by what was measured for the shape at the nearest size, if anything was."""
     found = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
-    return {**default, **next((config for config in found if config), {})}
+    known = next((config for config in found if config), {})
+    return {name: known.get(name, value) for name, value in default.items()}
 
 
 def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path, by: str = "measured") -> Path:
@@ -109,8 +99,8 @@ def keep(family: str, device: str, shape: str, found: Mapping[int, Config], fold
     The file is replaced atomically: readers find the old table or the new one.
     """
     path = path_of(family, device, folder)
-    whole = _read(path)
-    sizes = {**whole.get(shape, {}), **{str(size): {**config, "by": by} for size, config in found.items()}}
+    whole = json.loads(path.read_text()) if path.exists() else {}
+    sizes = whole.get(shape, {}) | {str(size): {**config, "by": by} for size, config in found.items()}
     whole[shape] = {size: sizes[size] for size in sorted(sizes, key=int)}
     folder.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}")

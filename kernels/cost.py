@@ -161,22 +161,16 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
     full, rest = divmod(each, resident)
     cycles = full * round_cycles(resident) + (round_cycles(math.ceil(rest)) if rest else 0)
     together = card.multiprocessors * min(resident, math.ceil(each))
-    dram_s = _dram_bytes(product, tiles, blocks, together, block_m, config["group"], card) / card.bytes_per_s
-    both = cycles / card.clock_hz, dram_s / DRAM_SHARE
-    return max(both) + 0.1 * min(both) + LAUNCH_S
-
-
-def _dram_bytes(
-    product: Product, tiles: float, blocks: int, together: int, block_m: int, group: int, card: Card
-) -> float:
-    """Weights once, or once for the tiles that run together if an expert's do not stay in L2; rows in the same way."""
-    busy = product.busy
+    # From DRAM: an expert's weights for all of its tiles that run together, rows for all blocks; once if L2 keeps them.
+    experts, group, kept = product.busy, config["group"], card.l2_bytes / 2
+    beside = max(min(group, tiles / experts), together / blocks)
     expert = product.matrices * product.width * product.inner * product.weight_bytes
-    beside = max(min(group, tiles / busy), together / blocks)
-    again = max(1.0, tiles / busy / beside) if expert > card.l2_bytes / 2 else 1.0
+    again = max(1.0, tiles / experts / beside) if expert > kept else 1.0
     row = product.inner * product.row_bytes
-    passes = 1.0 if min(group, tiles) * block_m * row < card.l2_bytes / 2 else max(1.0, blocks * beside / together)
-    return busy * expert * again + product.rows * (row * passes + product.width * product.row_bytes)
+    passes = max(1.0, blocks * beside / together) if min(group, tiles) * block_m * row > kept else 1.0
+    num_bytes = experts * expert * again + product.rows * (row * passes + product.width * product.row_bytes)
+    both = cycles / card.clock_hz, num_bytes / card.bytes_per_s / DRAM_SHARE
+    return max(both) + 0.1 * min(both) + LAUNCH_S
 
 
 _compiled: list[Any] = []

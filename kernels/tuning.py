@@ -184,7 +184,7 @@ def grouped_jobs(
 
         size = tokens * top_k
         default = products.launch(size, *products.about, facts_of(device).name)
-        up = cost.Product(size, experts, width, dim, products.depth, 2, *products.num_bytes)
+        up = replace(products.up, rows=size)
         both = {"up_": up, "down_": replace(up, width=dim, inner=width, matrices=1)}
         yield Job(products.family, products.shape, size, default, products.choices, _run, both)
 
@@ -192,7 +192,7 @@ def grouped_jobs(
 @dataclass(frozen=True, slots=True)
 class _Products:
     """launch: default parameters, from the number of rows, `about` and the device's name. run: the products, from rows,
-    alignment, parameters and choices per row. depth: inputs of a step. num_bytes: of a weight and an element of x."""
+    alignment, parameters and choices per row. up: the first of them, without rows."""
 
     family: str
     launch: Callable[..., Config]
@@ -200,8 +200,7 @@ class _Products:
     shape: str
     choices: Choices
     run: Callable[[Tensor, Alignment, Config, int], Tensor]
-    depth: int
-    num_bytes: tuple[float, float]
+    up: cost.Product
 
 
 def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
@@ -211,9 +210,8 @@ def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch
     def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
 
-    shape, sizes = grouped_gemm.shape_of(*about), (dtype.itemsize, dtype.itemsize)
-    depth = tiles.block_k(dim, dtype)
-    return _Products("grouped_gemm", grouped_gemm.launch_of, about, shape, GROUPED, _run, depth, sizes)
+    up = cost.Product(0, experts, width, dim, tiles.block_k(dim, dtype), 2, dtype.itemsize, dtype.itemsize)
+    return _Products("grouped_gemm", grouped_gemm.launch_of, about, grouped_gemm.shape_of(*about), GROUPED, _run, up)
 
 
 def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
@@ -228,8 +226,8 @@ def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.d
         return grouped_fp8.down_fp8(hidden, w2, to, config, x.new_zeros((len(hidden.values), dim)))
 
     about = experts, width, dim
-    shape = grouped_fp8.shape_of(*about)
-    return _Products("grouped_fp8", grouped_fp8.launch_fp8_of, about, shape, FP8, _run, BLOCK, (1, 1))
+    up = cost.Product(0, experts, width, dim, BLOCK, 2, 1, 1)
+    return _Products("grouped_fp8", grouped_fp8.launch_fp8_of, about, grouped_fp8.shape_of(*about), FP8, _run, up)
 
 
 def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
@@ -249,11 +247,9 @@ def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, d
 
     about = experts, width, dim, kind, w2.group, dtype
     shape = narrow.shape_of(*about)
-    depth, sizes = (
-        w2.half * (2 if w2.in_pairs else 1),
-        ((w2.values.nbytes + w2.scales.nbytes) / math.prod(w2.shape), dtype.itemsize),
-    )
-    return _Products("grouped_weight_only", narrow.launch_narrow_of, about, shape, GROUPED, _run, depth, sizes)
+    depth, weight_bytes = w2.half * (1 + w2.in_pairs), (w2.values.nbytes + w2.scales.nbytes) / math.prod(w2.shape)
+    up = cost.Product(0, experts, width, dim, depth, 2, weight_bytes, dtype.itemsize)
+    return _Products("grouped_weight_only", narrow.launch_narrow_of, about, shape, GROUPED, _run, up)
 
 
 def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:

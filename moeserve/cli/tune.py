@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,16 +83,12 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = getattr(torch, args.dtype or (spec.dtype if spec else "bfloat16"))
     device = torch.device("cuda", torch.cuda.current_device())
-    makers: list[Maker] = []
-    for shape, weights in COMMON.values() if args.all else ():
-        makers += makers_of(None, read_shape(shape), dtype, "grouped_gemm", weights)
-    if not args.all:
-        makers += makers_of(spec, experts, dtype, args.only, args.weights or "plain")
+    wanted = [(experts, args.weights or "plain")]
+    if args.all:
+        wanted, args.only = [(read_shape(shape), weights) for shape, weights in COMMON.values()], "grouped_gemm"
+    makers = [make for shape, weights in wanted for make in makers_of(spec, shape, dtype, args.only, weights)]
     repeat = {"warmup": 10, "rep": 40} if args.all else {}
-
-    def timer(call: Callable[[], object]) -> float:
-        return float(do_bench(call, return_mode="median", **repeat))
-
+    timer = partial(do_bench, return_mode="median", **repeat)
     return tune(makers, timer, device, folder, args.minutes if args.all else None)
 
 
@@ -155,8 +151,7 @@ def compile_ahead(make: Maker) -> dict[Key, Facts]:
     job = next(make(device=torch.device("meta")))
     facts: dict[Key, Facts] = {}
     if job.products:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(mp_context=context, initializer=cost.compile_only) as pool:
+        with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=cost.compile_only) as pool:
             for found in pool.map(partial(tuning.compile_variant, make), tuning.variants(job), chunksize=4):
                 facts |= found
     return facts
@@ -169,7 +164,7 @@ def tune(
     the best predicted of what this version has not measured yet, until they are over."""
     import triton
 
-    from moeserve.kernels.configs import facts_of, keep, origin
+    from moeserve.kernels.configs import facts_of, keep, table
     from moeserve.kernels.cost import CARDS
     from moeserve.kernels.tuning import PASSES, ranked, search
 
@@ -181,16 +176,16 @@ def tune(
         facts: dict[Key, Facts] | None = None
         for job in make(device=device):
             number += 1
-            if minutes is not None and origin(job.family, name, job.shape, job.size, folder) == by:
-                continue
-            if minutes is not None and time.monotonic() - begun_s > 60 * minutes:
-                print(f"{minutes:g} minutes are over; the same command goes on")
-                return 0
+            if minutes is not None:
+                if str(table(job.family, name, folder).get(job.shape, {}).get(job.size, {}).get("by")) == by:
+                    continue
+                if time.monotonic() - begun_s > 60 * minutes:
+                    print(f"{minutes:g} minutes are over; the same command goes on")
+                    return 0
             if facts is None:
                 facts = compile_ahead(make) if card else {}
-            first = ranked(job, facts, card) if card and facts else []
-            passes = (0 if minutes is not None else 1) if first else PASSES
-            found = search(job, timer, first, passes)
+            first = ranked(job, facts, card) if card else []
+            found = search(job, timer, first, PASSES if not first else 1 if minutes is None else 0)
             paths.add(keep(job.family, name, job.shape, {job.size: found.config}, folder, by))
             gain = found.default_ms / found.best_ms
             print(f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> {found.best_ms:.4f} ms "
