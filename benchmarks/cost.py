@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 
 from benchmarks import common
@@ -46,6 +48,7 @@ TUNED = {
     "E512 I512 D2048 K10": "E=512,N=512",
 }  # fmt: skip
 PARAMETERS = (*TILE_KEYS[:3], "num_warps", "num_stages", TILE_KEYS[3])
+FACTS = configs.cache_folder("kernel-facts")
 GAIN = 1.05  # predicted, from which on an entry of a table differs from the defaults
 
 
@@ -64,7 +67,17 @@ class Balanced(Product):
 
 @cache
 def facts_of(weights: str) -> Mapping[tuning.Key, Facts]:
-    """Facts about the kernels of such weights, which are the same for all shapes whose sizes are multiples of 16."""
+    """Facts about the kernels of such weights, which are the same for all shapes whose sizes are multiples of 16; kept
+    in FACTS, as they take minutes."""
+    file = FACTS / f"{weights}-triton-{triton.__version__}.pickle"
+    if not file.exists():
+        FACTS.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(pickle.dumps(_compiled(weights)))
+    found: Mapping[tuning.Key, Facts] = pickle.loads(file.read_bytes())
+    return found
+
+
+def _compiled(weights: str) -> Mapping[tuning.Key, Facts]:
     return compile_ahead(partial(tuning.grouped_jobs, *read_shape(NEAREST[weights]), torch.bfloat16, kind=weights))
 
 
@@ -153,7 +166,7 @@ def compile_peer(kernel_file: Path, config: tuple[int, ...]) -> Facts | None:
         values[name] = False
     values |= {name: False for name in kernel.arg_names if name.startswith("use_")}
     try:
-        return cost.compiled_by(lambda: kernel[(1,)](**values, num_warps=warps, num_stages=stages), 1)[0]
+        return next(cost.compiled_by(lambda: kernel[(1,)](**values, num_warps=warps, num_stages=stages), 1))
     except tuning.IMPOSSIBLE:
         return None
 

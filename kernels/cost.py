@@ -8,16 +8,17 @@ registers, shared memory and threads) share what it has, so a round takes the lo
 are left. Beside that the card reads each tile of DRAM once, or again where it does not stay in L2 until it is used
 again. A launch takes the longer of both, and a tenth of the shorter.
 
-Sources: peaks and limits, NVIDIA H100 and H200 data sheets and the CUDA programming guide (compute capability 9.0);
-tensor cores from shared memory and latencies, Luo et al., arXiv 2402.13499; shares of the peaks that are reached, large
-copies and products on an H200 (4.3 of 4.8 TB/s, 790 of 989 TFLOP/s). It orders configurations; it is no measurement.
+Sources: peaks and limits, NVIDIA's data sheets and the CUDA programming guide (compute capability 9.0); products from
+shared memory, Luo et al., arXiv 2402.13499; shares of the peaks, large copies and products on an H200 (4.3 of 4.8 TB/s,
+790 of 989 TFLOP/s). LATENCY, PROLOGUE, MMA_SHARE and SPILL are guesses; L2_BYTES is what made large products like
+measured ones. It orders configurations, and is no measurement: `python -m benchmarks.cost` says how well.
 """
 
 import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,17 +92,6 @@ class Product:
         starts = range(block_m, int(mean + 8 * math.sqrt(mean)) + block_m, block_m)
         more = sum(math.erfc((start + 0.5 - mean) / math.sqrt(2 * mean)) for start in starts)
         return self.busy + self.experts * more / 2
-
-
-def read_facts(kernel: Any) -> Facts:
-    """Reads Triton's compiled kernel by the disassembler that comes with Triton."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [str(tool), "-res-usage", "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return parse_facts(text, kernel.metadata.shared, kernel.metadata.num_warps)
 
 
 def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
@@ -191,8 +181,15 @@ def compile_only() -> None:
     )
 
 
-def compiled_by(call: Callable[[], object], count: int) -> list[Facts]:
-    """Returns facts about the last kernels that a call launches, after `compile_only`."""
+def compiled_by(call: Callable[[], object], count: int) -> Iterator[Facts]:
+    """Yields facts about the last kernels that a call launches, after `compile_only`, by Triton's disassembler."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     _compiled.clear()
     call()
-    return [read_facts(kernel) for kernel in _compiled[-count:]]
+    for kernel in _compiled[-count:]:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [str(tool), "-res-usage", "-sass", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        yield parse_facts(text, kernel.metadata.shared, kernel.metadata.num_warps)

@@ -40,7 +40,7 @@ GROUPED: Choices = {
     "block_m": (16, 32, 64, 128), "up_block_n": BLOCKS, "up_warps": WARPS, "up_stages": (2, 3, 4, 5),
     "down_block_n": BLOCKS, "down_warps": WARPS, "down_stages": (2, 3, 4, 5), "group": GROUPS, "tma": (0, 1),
 }  # fmt: skip
-FP8: Choices = {**GROUPED, "block_m": (16, 32, 64), "up_block_n": (128,)}
+FP8: Choices = {**GROUPED, "block_m": (16, 32, 64), "up_block_n": (128,), "down_block_n": (64, 128)}
 LINEAR: Choices = {
     "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6), "group": GROUPS,
     "tma": (0, 1),
@@ -130,9 +130,9 @@ def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
     job = next(make(device=torch.device("meta")))
     try:
         found = cost.compiled_by(lambda: job.run(config), len(job.products))
+        return {_key(name, config): facts for name, facts in zip(job.products, found, strict=True)}
     except IMPOSSIBLE:
         return {}
-    return {_key(name, config): facts for name, facts in zip(job.products, found, strict=True)}
 
 
 def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[Config]:
@@ -144,8 +144,9 @@ def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[C
     predict = predictor(job, facts, card)
     found: list[Config] = []
     for predicted_s, config in sorted(((predict(c), c) for c in every), key=lambda pair: pair[0]):
-        apart = all(sum(config[name] != other[name] for name in names) > 1 for other in found)
-        if math.isfinite(predicted_s) and len(found) < TRIES and apart:
+        if len(found) == TRIES or math.isinf(predicted_s):
+            break
+        if all(sum(config[name] != other[name] for name in names) > 1 for other in found):
             found.append(config)
     return found
 
