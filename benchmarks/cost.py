@@ -49,6 +49,7 @@ TUNED = {
 }  # fmt: skip
 PARAMETERS = (*TILE_KEYS[:3], "num_warps", "num_stages", TILE_KEYS[3])
 FACTS = configs.cache_folder("kernel-facts")
+CHECKED, FROM = ("plain",), 256  # weights, and tokens from which on the order is like a card's
 GAIN = 1.05  # predicted, from which on an entry of a table differs from the defaults
 
 
@@ -210,7 +211,7 @@ def order(folder: Path) -> dict[str, Any]:
 
 def tables(write: bool) -> dict[str, Any]:
     """Predicted gains over the defaults, for the shapes of `moeserve tune --all`. Written are, of each shape with a
-    gain of GAIN at any size, the parameters that differ from the defaults; other sizes keep the defaults."""
+    gain of GAIN at any size where the order is known, the best parameters; other sizes keep the defaults."""
     found: dict[str, Any] = {}
     for device, card in CARDS.items():
         for model, (shape, weights) in COMMON.items():
@@ -220,10 +221,10 @@ def tables(write: bool) -> dict[str, Any]:
                 best = min([*tuning.ranked(job, facts_of(weights), card), job.default], key=predict)
                 gain = predict(job.default) / predict(best)
                 gains[str(job.size)] = round(gain, 3)
-                keeps = gain < GAIN
-                entries[job.size] = {} if keeps else {n: v for n, v in best.items() if v != job.default[n]}
+                keeps = gain < GAIN or job.size // read_shape(shape).top_k < FROM
+                entries[job.size] = {} if keeps else best
             found.setdefault(device, {})[f"{model}, {weights}"] = gains
-            if write and any(entries.values()):
+            if write and weights in CHECKED and any(entries.values()):
                 configs.keep(job.family, device, job.shape, entries, configs.FOLDER, "predicted")
     return found
 
