@@ -79,7 +79,8 @@ def facts_of(weights: str) -> Mapping[tuning.Key, Facts]:
 
 
 def _compiled(weights: str) -> Mapping[tuning.Key, Facts]:
-    return compile_ahead(partial(tuning.grouped_jobs, *read_shape(NEAREST[weights]), torch.bfloat16, kind=weights))
+    make = partial(tuning.grouped_jobs, *read_shape(NEAREST[weights]), torch.bfloat16, kind=weights)
+    return compile_ahead(make, next(make(device=torch.device("meta"))))
 
 
 def jobs(shape: ExpertShapes, weights: str, balanced: bool) -> list[tuning.Job]:

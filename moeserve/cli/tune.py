@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     import torch
 
     from moeserve.kernels.cost import Facts
-    from moeserve.kernels.tuning import Key, Maker, Timer
+    from moeserve.kernels.tuning import Job, Key, Maker, Timer
     from moeserve.models.spec import ModelSpec
 
 FAMILIES = ("grouped_gemm", "linear", "paged_attention")
 DTYPES = ("bfloat16", "float16", "float32")
 WEIGHTS = {"plain": 1, "fp8": 128, "int8": 16, "int4": 128, "fp4": 64}  # of which the experts' widths are multiples
 BLOCK_SIZE = 16
+COMPILERS = 16  # processes, of half a gigabyte each
 COMMON = {  # what --all measures: shapes of experts, and their weights
     "Qwen3-30B-A3B": ("E128 I768 D2048 K8", "plain"),
     "Qwen3-235B-A22B": ("E128 I1536 D4096 K8", "plain"),
@@ -141,17 +143,15 @@ def makers_of(
                 yield partial(tuning.attention_jobs, AttentionShape(*widths, BLOCK_SIZE, dtype))
 
 
-def compile_ahead(make: Maker) -> dict[Key, Facts]:
-    """Compiles the candidates' kernels in processes, into Triton's cache, and returns facts about them; nothing for
-    kernels without a model."""
-    import torch
-
+def compile_ahead(make: Maker, job: Job) -> dict[Key, Facts]:
+    """Compiles the kernels of a job's candidates in processes, into Triton's cache, and returns facts about them;
+    nothing for kernels without a model."""
     from moeserve.kernels import cost, tuning
 
-    job = next(make(device=torch.device("meta")))
     facts: dict[Key, Facts] = {}
     if job.products:
-        with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=cost.compile_only) as pool:
+        workers = min(COMPILERS, os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, get_context("spawn"), cost.compile_only) as pool:
             for found in pool.map(partial(tuning.compile_variant, make), tuning.variants(job), chunksize=4):
                 facts |= found
     return facts
@@ -183,7 +183,7 @@ def tune(
                     print(f"{minutes:g} minutes are over; the same command goes on")
                     return 0
             if facts is None:
-                facts = compile_ahead(make) if card else {}
+                facts = compile_ahead(make, job) if card else {}
             first = ranked(job, facts, card) if card else []
             found = search(job, timer, first, PASSES if not first else 1 if minutes is None else 0)
             paths.add(keep(job.family, name, job.shape, {job.size: found.config}, folder, by))

@@ -16,6 +16,7 @@ from moeserve.cli import tune
 from moeserve.cli.main import main
 from moeserve.cli.tune import ExpertShapes, linear_shapes, read_shape
 from moeserve.errors import ConfigError
+from moeserve.kernels import cost
 from moeserve.kernels.configs import keep, table
 from moeserve.kernels.cost import CARDS
 from moeserve.kernels.tuning import TOKENS, Job
@@ -83,6 +84,23 @@ def test_results_are_kept_and_told_and_not_measured_again(tmp_path: Path, capsys
     assert "measured already" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="nothing to tune"):
         tune.tune([], lambda call: 1.0, cpu, tmp_path)
+
+
+def test_a_known_card_searches_kernels_without_a_model_from_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their jobs are made once, on the device: making those of attention launches a kernel."""
+    made = []
+
+    def make(device: torch.device) -> Iterator[Job]:
+        made.append(device)
+        yield Job("linear", "N1 K1 float32", 4, {"warps": 4}, {"warps": (4, 8)}, lambda config: torch.zeros(1))
+
+    monkeypatch.setattr(cost, "CARDS", {"cpu": CARDS["NVIDIA H200"]})
+    times = iter([2.0, 1.0])
+    assert tune.tune([make], lambda call: next(times), torch.device("cpu"), tmp_path) == 0
+    assert made == [torch.device("cpu")]
+    assert capsys.readouterr().out.startswith("linear N1 K1 float32, 4: 2.0000 -> 1.0000 ms (2.00 x), 2 tried")
 
 
 def test_lists_tell_what_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
