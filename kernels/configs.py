@@ -1,15 +1,16 @@
 """Launch parameters that were found by measuring, per device and shape, with the nearest measured shape as fallback.
 
 A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is fixed by the weights (such
-as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of rows). Added folders take precedence over
-`kernels/configs/`, the folder of the package, which has no tables yet.
+as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of rows). Beside the parameters, "by" says where
+they are from: "predicted" by kernels/cost.py, or what measured them. Added folders take precedence over
+`kernels/configs/`, the folder of the package, whose tables are all predicted.
 """
 
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -60,11 +61,19 @@ def path_of(family: str, device: str, folder: Path) -> Path:
 
 @cache
 def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mapping[int, Config]]:
-    """Returns the measured configurations of a kernel family on a device; empty where nobody has measured."""
+    """Returns the known configurations of a kernel family on a device, with their "by"; empty where there are none."""
     path = path_of(family, device, folder)
     if not path.exists():
         return {}
     return {shape: {int(size): c for size, c in sizes.items()} for shape, sizes in json.loads(path.read_text()).items()}
+
+
+def listing(folder: Path) -> Iterator[str]:
+    """Yields a line for each shape of a folder's tables: the sizes, and where they are from."""
+    for path in sorted(folder.glob("*.json")):
+        for shape, sizes in json.loads(path.read_text()).items():
+            origins = sorted({config.get("by", "measured") for config in sizes.values()})
+            yield f"{path.stem} {shape}, sizes {', '.join(sizes)}: {'; '.join(origins)}"
 
 
 def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
@@ -78,25 +87,26 @@ def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
 
 
 def tuned(family: str, device: str, shape: str, size: int, default: Config) -> Config:
-    """Returns `default`, changed by what was measured for the shape at the nearest size, if anything was."""
+    """Returns `default`, changed by what the tables know of the shape at the nearest size, if they do."""
     found = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
-    return {**default, **next((config for config in found if config), {})}
+    changes = next((config for config in found if config), {})
+    return {**default, **{name: value for name, value in changes.items() if name != "by"}}
 
 
-def measured(family: str, device: str, shape: str) -> list[Config]:
-    """Returns all that was measured for a shape, whatever the size."""
+def known(family: str, device: str, shape: str) -> list[Config]:
+    """Returns all configurations in tables for a shape, whatever the size."""
     return [config for folder in _folders for config in table(family, device, folder).get(shape, {}).values()]
 
 
-def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path) -> Path:
-    """Adds configurations by size to a shape's in a folder's table.
+def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path, by: str = "measured") -> Path:
+    """Adds configurations by size to a shape's in a folder's table, and where they are from.
 
     The file is replaced atomically: readers find the old table or the new one.
     """
     path = path_of(family, device, folder)
     whole = json.loads(path.read_text()) if path.exists() else {}
-    sizes = {int(size): config for size, config in whole.get(shape, {}).items()} | {**found}
-    whole[shape] = {str(size): dict(sizes[size]) for size in sorted(sizes)}
+    sizes = whole.get(shape, {}) | {str(size): {**config, "by": by} for size, config in found.items()}
+    whole[shape] = {size: sizes[size] for size in sorted(sizes, key=int)}
     folder.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(whole, indent=1) + "\n")

@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.kernels import grouped_fp8
 from moeserve.kernels.activation import SWIGLU_ACT, Act, apply_act
 from moeserve.kernels.align import Alignment
-from moeserve.kernels.configs import Config, facts_of, measured
+from moeserve.kernels.configs import Config, facts_of, known
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled
 
@@ -52,7 +52,7 @@ def chosen(config: Config) -> Config:
 def is_faster(device: torch.device, experts: int, width: int, dim: int) -> bool:
     """Returns whether `moeserve tune` found it so for any number of rows."""
     shape = grouped_fp8.shape_of(experts, width, dim)
-    return any(config.get("deep_gemm") for config in measured("grouped_fp8", facts_of(device).name, shape))
+    return any(config.get("deep_gemm") for config in known("grouped_fp8", facts_of(device).name, shape))
 
 
 def _places(to: Alignment) -> tuple[Tensor, Tensor]:

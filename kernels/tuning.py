@@ -1,15 +1,17 @@
-"""Searches for launch parameters by measuring, one parameter at a time from the defaults on.
+"""Searches for launch parameters: measures those that the model of kernels/cost.py thinks fastest, and then changes one
+at a time.
 
 What a kernel computes does not depend on them; a candidate whose bits differ from the defaults' is dropped all the
 same. How deep a step over K is, on which bits do depend, is no parameter. M rows, T tokens, E experts, K of them per
 token, D model width, I expert width.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from moeserve.kernels import deep_gemm, grouped_fp8, grouped_gemm, paged_attention
+from moeserve.kernels import cost, deep_gemm, grouped_fp8, grouped_gemm, paged_attention, tiles
 from moeserve.kernels import grouped_weight_only as narrow
 from moeserve.kernels import linear as dense
 from moeserve.kernels.align import Alignment, align
@@ -29,14 +31,18 @@ from moeserve.kernels.paged_attention import AttentionShape
 
 Choices = Mapping[str, Sequence[int]]
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
+Key = tuple[str, int, int, int, int]  # a product, and the parameters for which its kernel is compiled anew
+KERNEL = ("block_n", "warps", "stages")  # those that each product has
 
-PASSES = 2  # over all parameters: the best value of one may depend on a later one
-BLOCKS, WARPS, GROUPS = (64, 128, 256), (4, 8), (1, 4, 8, 16)
+PASSES = 2  # over all parameters, without a model: the best value of one may depend on a later one
+TRIES = 10  # of those that the model thinks fastest
+TIE = 0.005  # of the predicted time, for each parameter that is not the default's
+BLOCKS, WARPS, STAGES, GROUPS = (64, 128, 256), (4, 8), (2, 3, 4, 5, 6), (1, 4, 8, 16)
 GROUPED: Choices = {
     "block_m": (16, 32, 64, 128), "up_block_n": BLOCKS, "up_warps": WARPS, "up_stages": (2, 3, 4, 5),
     "down_block_n": BLOCKS, "down_warps": WARPS, "down_stages": (2, 3, 4, 5), "group": GROUPS, "tma": (0, 1),
 }  # fmt: skip
-FP8: Choices = {**GROUPED, "block_m": (16, 32, 64), "up_block_n": (128,)}
+FP8: Choices = {**GROUPED, "block_m": (16, 32, 64), "up_block_n": (128,), "down_block_n": (64, 128)}
 LINEAR: Choices = {
     "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6), "group": GROUPS,
     "tma": (0, 1),
@@ -49,8 +55,9 @@ IMPOSSIBLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)  # the
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One entry of a table. run: the kernel over random data with these parameters, anew at each call. rival: further
-    parameters with which kernels of others run, whose bits differ."""
+    """One entry of a table. run: the kernel over random data with these parameters, anew at each call. products: what
+    it launches last, by what their parameters' names begin with; empty: unknown to the model. rival: further parameters
+    with which kernels of others run, whose bits differ."""
 
     family: str
     shape: str
@@ -58,7 +65,11 @@ class Job:
     default: Config
     choices: Choices
     run: Callable[[Config], Tensor]
+    products: Mapping[str, cost.Product] = field(default_factory=dict)
     rival: Config | None = None
+
+
+Maker = Callable[..., Iterator[Job]]  # of the jobs of a shape on a `device`
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +83,9 @@ class Found:
     wrong: Sequence[Config]
 
 
-def search(job: Job, timer: Timer) -> Found:
-    """Returns the fastest parameters that a descent along one of them at a time finds."""
+def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = PASSES) -> Found:
+    """Returns the fastest parameters among the defaults, `first`, and what a descent from the best of them along one
+    parameter at a time finds."""
     wanted = job.run(job.default).clone()
     times: dict[tuple[int, ...], float] = {}
     wrong: list[Config] = []
@@ -92,8 +104,9 @@ def search(job: Job, timer: Timer) -> Found:
                 pass  # too much shared memory or too many registers
         return times[key]
 
-    best, default_ms = dict(job.default), measured(job.default)
-    for _ in range(PASSES):
+    default_ms = measured(job.default)
+    best: Config = min((job.default, *first), key=measured)
+    for _ in range(passes):
         for name, values in job.choices.items():
             best = min(({**best, name: value} for value in (best[name], *values)), key=measured)
     best_ms = measured(best)
@@ -104,11 +117,72 @@ def search(job: Job, timer: Timer) -> Found:
     return Found(best, default_ms, best_ms, len(times), wrong)
 
 
+def _key(name: str, config: Config) -> Key:
+    block_n, warps, stages = (config[f"{name}{part}"] for part in KERNEL)
+    return name, config["block_m"], block_n, warps, stages
+
+
+def variants(job: Job) -> list[Config]:
+    """Returns configurations in which every product's kernel occurs with all its parameters but group and tma."""
+    found = {}
+    for block_m, *values in itertools.product(job.choices["block_m"], BLOCKS, WARPS, STAGES):
+        wanted = {f"{name}{part}": v for name in job.products for part, v in zip(KERNEL, values, strict=True)}
+        possible = {name: value for name, value in wanted.items() if value in job.choices[name]}
+        config = {**job.default, "block_m": block_m, **possible}
+        found[tuple(config.values())] = config
+    return list(found.values())
+
+
+def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
+    """Returns facts about the kernels of a shape's products with these parameters, after `cost.compile_only`; none if
+    they cannot be compiled."""
+    job = next(make(device=torch.device("meta")))
+    try:
+        found = cost.compiled_by(lambda: job.run(config), len(job.products))
+        return {_key(name, config): facts for name, facts in zip(job.products, found, strict=True)}
+    except IMPOSSIBLE:
+        return {}
+
+
+def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[Config]:
+    """Returns the few configurations that the model thinks fastest. No two are alike in all parameters but one, as such
+    take nearly the same time."""
+    names = [name for name in job.choices if name != "tma"]
+    every = ({**job.default, **dict(zip(names, values, strict=True))}
+             for values in itertools.product(*(job.choices[name] for name in names)))  # fmt: skip
+    predict = predictor(job, facts, card)
+    found: list[Config] = []
+    for predicted_s, config in sorted(((predict(c), c) for c in every), key=lambda pair: pair[0]):
+        if len(found) == TRIES or math.isinf(predicted_s):
+            break
+        if all(sum(config[name] != other[name] for name in names) > 1 for other in found):
+            found.append(config)
+    return found
+
+
+def predictor(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> Callable[[Config], float]:
+    """Returns what predicts a configuration's seconds, a little more the less it is like the defaults; infinity for
+    kernels without facts."""
+
+    @cache
+    def seconds(key: Key, group: int) -> float:
+        block_m, *values = key[1:]
+        config = {"block_m": block_m, "group": group, **dict(zip(KERNEL, values, strict=True))}
+        return cost.seconds(facts[key], job.products[key[0]], card, config) if key in facts else math.inf
+
+    def predict(config: Config) -> float:
+        total = sum(seconds(_key(name, config), config["group"]) for name in job.products)
+        return total * (1 + TIE * sum(config[name] != job.default[name] for name in job.choices))
+
+    return predict
+
+
 def grouped_jobs(
     experts: int, width: int, dim: int, top_k: int, dtype: torch.dtype, device: torch.device, kind: str = "plain"
 ) -> Iterator[Job]:
     """Yields both products of a layer of experts by number of tokens; rows go to random experts. kind: of the weights,
-    plain, fp8 (in blocks, with rows in e4m3), int8 (a scale for each output) or int4 (one for each 128 inputs)."""
+    plain, fp8 (in blocks, with rows in e4m3), int8 (a scale for each output), int4 (one for each 128 inputs) or fp4
+    (MXFP4: one for each 32)."""
     make = {"plain": _plain, "fp8": _fp8}.get(kind, partial(_narrow, kind))
     products = make(experts, width, dim, dtype, device)
     for tokens in TOKENS:
@@ -121,14 +195,16 @@ def grouped_jobs(
 
         size = tokens * top_k
         default = products.launch(size, *products.about, facts_of(device).name)
+        up = replace(products.up, rows=size)
+        both = {"up_": up, "down_": replace(up, width=dim, inner=width, matrices=1)}
         rival = deep_gemm.WINS if kind == "fp8" and deep_gemm.obstacle(device) is None else None
-        yield Job(products.family, products.shape, size, default, products.choices, _run, rival)
+        yield Job(products.family, products.shape, size, default, products.choices, _run, both, rival)
 
 
 @dataclass(frozen=True, slots=True)
 class _Products:
     """launch: default parameters, from the number of rows, `about` and the device's name. run: the products, from rows,
-    alignment, parameters and choices per row."""
+    alignment, parameters and choices per row. up: the first of them, without rows."""
 
     family: str
     launch: Callable[..., Config]
@@ -136,6 +212,7 @@ class _Products:
     shape: str
     choices: Choices
     run: Callable[[Tensor, Alignment, Config, int], Tensor]
+    up: cost.Product
 
 
 def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
@@ -145,7 +222,8 @@ def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch
     def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
 
-    return _Products("grouped_gemm", grouped_gemm.launch_of, about, grouped_gemm.shape_of(*about), GROUPED, _run)
+    up = cost.Product(0, experts, width, dim, tiles.block_k(dim, dtype), 2, dtype.itemsize, dtype.itemsize)
+    return _Products("grouped_gemm", grouped_gemm.launch_of, about, grouped_gemm.shape_of(*about), GROUPED, _run, up)
 
 
 def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
@@ -160,16 +238,17 @@ def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.d
         return deep_gemm.down(hidden, w2, to, config, x.new_zeros((len(x) * top_k, dim)))
 
     about = experts, width, dim
-    return _Products("grouped_fp8", grouped_fp8.launch_fp8_of, about, grouped_fp8.shape_of(*about), FP8, _run)
+    up = cost.Product(0, experts, width, dim, BLOCK, 2, 1, 1)
+    return _Products("grouped_fp8", grouped_fp8.launch_fp8_of, about, grouped_fp8.shape_of(*about), FP8, _run, up)
 
 
 def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
     def _weights(rows: int, columns: int) -> narrow.Narrow:
         values = torch.randint(0, 16, (experts, rows, columns), dtype=torch.uint8, device=device)
-        group = 128 if kind == "int4" else columns
+        group = {"int4": 128, "fp4": 32}.get(kind, columns)
         scales = torch.full((experts, rows, -(-columns // group)), columns**-0.5 / 8, device=device)
-        if kind == "int4":
-            return narrow.pack_int4(values, scales, None, group)
+        if kind != "int8":
+            return narrow.pack_int4(values, scales, None, group, floats=kind == "fp4")
         return narrow.Narrow(group, values.view(torch.int8), scales.transpose(1, 2).contiguous())
 
     w13, w2 = _weights(2 * width, dim), _weights(dim, width)
@@ -180,7 +259,9 @@ def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, d
 
     about = experts, width, dim, kind, w2.group, dtype
     shape = narrow.shape_of(*about)
-    return _Products("grouped_weight_only", narrow.launch_narrow_of, about, shape, GROUPED, _run)
+    depth, weight_bytes = w2.half * (1 + w2.in_pairs), (w2.values.nbytes + w2.scales.nbytes) / math.prod(w2.shape)
+    up = cost.Product(0, experts, width, dim, depth, 2, weight_bytes, dtype.itemsize)
+    return _Products("grouped_weight_only", narrow.launch_narrow_of, about, shape, GROUPED, _run, up)
 
 
 def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
@@ -193,7 +274,8 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
         def _run(config: Config, x: Tensor = x) -> Tensor:
             return dense.linear(x, w, config=config)
 
-        yield Job("linear", dense.shape_of(width, inner, dtype), rows, default, LINEAR, _run)
+        product = cost.Product(rows, 1, width, inner, tiles.block_k(inner, dtype), 1, dtype.itemsize, dtype.itemsize)
+        yield Job("linear", dense.shape_of(width, inner, dtype), rows, default, LINEAR, _run, {"": product})
 
 
 def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]:

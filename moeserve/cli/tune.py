@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moeserve.errors import ConfigError
+from moeserve.version import __version__
 
 if TYPE_CHECKING:
     import torch
 
-    from moeserve.kernels.tuning import Job, Timer
+    from moeserve.kernels.cost import Facts
+    from moeserve.kernels.tuning import Job, Key, Maker, Timer
     from moeserve.models.spec import ModelSpec
 
 FAMILIES = ("grouped_gemm", "linear", "paged_attention")
 DTYPES = ("bfloat16", "float16", "float32")
-WEIGHTS = {"plain": 1, "fp8": 128, "int8": 16, "int4": 128}  # of which the experts' widths are multiples
+WEIGHTS = {"plain": 1, "fp8": 128, "int8": 16, "int4": 128, "fp4": 64}  # of which the experts' widths are multiples
 BLOCK_SIZE = 16
+COMPILERS = 16  # processes, of half a gigabyte each
+COMMON = {  # what --all measures: shapes of experts, and their weights
+    "Qwen3-30B-A3B": ("E128 I768 D2048 K8", "plain"),
+    "Qwen3-235B-A22B": ("E128 I1536 D4096 K8", "plain"),
+    "DeepSeek-V3": ("E256 I2048 D7168 K8", "fp8"),
+    "gpt-oss-20b": ("E32 I2880 D2880 K4", "fp4"),
+    "gpt-oss-120b": ("E128 I2880 D2880 K4", "fp4"),
+    "DeepSeek-V2-Lite": ("E64 I1408 D2048 K6", "plain"),
+    "Mixtral-8x7B": ("E8 I14336 D4096 K2", "plain"),
+    "GLM-4.5-Air": ("E128 I1408 D4096 K8", "plain"),
+}
 _SHAPE = re.compile(r"E(\d+) +I(\d+) +D(\d+) +K(\d+)")
 
 
@@ -30,7 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="type of weights and activations [the model's own, or bfloat16]"
     )
-    parser.add_argument("--weights", choices=WEIGHTS, help="weights of experts; fp8: in blocks of 128 x 128 [16 bits]")
+    parser.add_argument(
+        "--weights", choices=WEIGHTS, help="weights of experts; fp8: in blocks of 128 x 128, fp4: MXFP4 [16 bits]"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="common shapes of experts, the few best predicted of each entry"
+    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="of --all; the same command goes on later [8]")
+    parser.add_argument("--list", action="store_true", help="tables that there are, and where they are from")
     parser.add_argument("--only", choices=FAMILIES, help="one family of kernels")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the tables [the user's cache, where kernels find them]"
@@ -39,9 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures on the present GPU. Raises ConfigError if there is none."""
+    from moeserve.kernels.configs import FOLDER, listing, user_folder
+
+    folder = args.out or user_folder()
+    if args.list:
+        print("\n".join(line for place in (folder, FOLDER) for line in listing(place)) or "there are no tables")
+        return 0
     experts = read_shape(args.shape) if args.shape else None
-    if (args.model is None) == (experts is None):
-        raise ConfigError("tune needs a model directory or --shape, and not both")
+    if (args.model is not None) + (experts is not None) + args.all != 1:
+        raise ConfigError("tune needs a model directory or --shape or --all, and only one of them")
     from moeserve.loader.model_dir import resolve_model_dir
     from moeserve.models.hf_config import read_model_spec
 
@@ -52,12 +83,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"tune measures on a GPU, and torch {torch.__version__} sees none")
     from triton.testing import do_bench
 
-    from moeserve.kernels.configs import user_folder
-
     dtype = getattr(torch, args.dtype or (spec.dtype if spec else "bfloat16"))
     device = torch.device("cuda", torch.cuda.current_device())
-    jobs = jobs_of(spec, experts, dtype, device, args.only, args.weights or "plain")
-    return tune(jobs, lambda call: float(do_bench(call, return_mode="median")), device, args.out or user_folder())
+    wanted = [(experts, args.weights or "plain")]
+    if args.all:
+        wanted, args.only = [(read_shape(shape), weights) for shape, weights in COMMON.values()], "grouped_gemm"
+    makers = [make for shape, weights in wanted for make in makers_of(spec, shape, dtype, args.only, weights)]
+    repeat = {"warmup": 10, "rep": 40} if args.all else {}
+    timer = partial(do_bench, return_mode="median", **repeat)
+    return tune(makers, timer, device, folder, args.minutes if args.all else None)
 
 
 class ExpertShapes(NamedTuple):
@@ -85,14 +119,9 @@ def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
     return list(dict.fromkeys([*spec.products(), (spec.vocab_size, spec.hidden_size)]))
 
 
-def jobs_of(
-    spec: ModelSpec | None,
-    experts: ExpertShapes | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    only: str | None,
-    weights: str,
-) -> Iterator[Job]:
+def makers_of(
+    spec: ModelSpec | None, experts: ExpertShapes | None, dtype: torch.dtype, only: str | None, weights: str
+) -> Iterator[Maker]:
     """Yields what to measure: grouped products of experts, dense products, attention; `only` names one of them."""
     from moeserve.kernels import tuning
     from moeserve.kernels.paged_attention import AttentionShape
@@ -103,33 +132,67 @@ def jobs_of(
         if experts.width % WEIGHTS[weights] or experts.dim % WEIGHTS[weights]:
             sizes = f"{WEIGHTS[weights]}s, and these are {experts.width} and {experts.dim}"
             raise ConfigError(f"--weights {weights} takes widths of {sizes}")
-        yield from tuning.grouped_jobs(*experts, dtype, device, weights)
+        yield partial(tuning.grouped_jobs, *experts, dtype, kind=weights)
     if spec is not None and only in (None, "linear"):
         for shape in linear_shapes(spec):
-            yield from tuning.linear_jobs(*shape, dtype, device)
+            yield partial(tuning.linear_jobs, *shape, dtype)
     if spec is not None and only in (None, "paged_attention"):
         for heads in dict.fromkeys(layer.mixer.head_shape(1) for layer in spec.layers):
             if heads is not None:
                 widths = heads.num_heads, heads.num_kv_heads, heads.dim, heads.v_dim
-                attention = AttentionShape(*widths, BLOCK_SIZE, dtype)
-                yield from tuning.attention_jobs(attention, device)
+                yield partial(tuning.attention_jobs, AttentionShape(*widths, BLOCK_SIZE, dtype))
 
 
-def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:
-    """Runs the jobs and writes each result as soon as it is there, so that an interrupted search is not lost."""
-    from moeserve.kernels.configs import facts_of, keep
-    from moeserve.kernels.tuning import search
+def compile_ahead(make: Maker, job: Job) -> dict[Key, Facts]:
+    """Compiles the kernels of a job's candidates in processes, into Triton's cache, and returns facts about them;
+    nothing for kernels without a model."""
+    from moeserve.kernels import cost, tuning
 
-    paths = set()
-    for job in jobs:
-        found = search(job, timer)
-        paths.add(keep(job.family, facts_of(device).name, job.shape, {job.size: found.config}, folder))
-        gain = found.default_ms / found.best_ms
-        print(f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> {found.best_ms:.4f} ms ({gain:.2f} x), "
-              f"{found.tried} tried", flush=True)  # fmt: skip
-        for config in found.wrong:
-            print(f"  dropped, other bits: {dict(config)}", flush=True)
-    if not paths:
+    facts: dict[Key, Facts] = {}
+    if job.products:
+        workers = min(COMPILERS, os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, get_context("spawn"), cost.compile_only) as pool:
+            for found in pool.map(partial(tuning.compile_variant, make), tuning.variants(job), chunksize=4):
+                facts |= found
+    return facts
+
+
+def tune(
+    makers: Sequence[Maker], timer: Timer, device: torch.device, folder: Path, minutes: float | None = None
+) -> int:
+    """Measures and writes each result as soon as it is there, so that an interrupted search is not lost. minutes: only
+    the best predicted of what this version has not measured yet, until they are over."""
+    import triton
+
+    from moeserve.kernels.configs import facts_of, keep, table
+    from moeserve.kernels.cost import CARDS
+    from moeserve.kernels.tuning import PASSES, ranked, search
+
+    name, by, begun_s = facts_of(device).name, f"moeserve {__version__}, triton {triton.__version__}", time.monotonic()
+    card, paths, number = CARDS.get(name), set(), 0
+    if card is None:
+        print(f"no model of {name!r}, only of {', '.join(CARDS)}: a longer search, from the defaults on", flush=True)
+    for make in makers:
+        facts: dict[Key, Facts] | None = None
+        for job in make(device=device):
+            number += 1
+            if minutes is not None:
+                if str(table(job.family, name, folder).get(job.shape, {}).get(job.size, {}).get("by")) == by:
+                    continue
+                if time.monotonic() - begun_s > 60 * minutes:
+                    print(f"{minutes:g} minutes are over; the same command goes on")
+                    return 0
+            if facts is None:
+                facts = compile_ahead(make, job) if card else {}
+            first = ranked(job, facts, card) if card else []
+            found = search(job, timer, first, PASSES if not first else 1 if minutes is None else 0)
+            paths.add(keep(job.family, name, job.shape, {job.size: found.config}, folder, by))
+            gain = found.default_ms / found.best_ms
+            print(f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> {found.best_ms:.4f} ms "
+                  f"({gain:.2f} x), {found.tried} tried", flush=True)  # fmt: skip
+            for config in found.wrong:
+                print(f"  dropped, other bits: {dict(config)}", flush=True)
+    if not number:
         raise ConfigError("nothing to tune: the shape has no kernel of that family")
-    print("\n".join(f"written: {path}" for path in sorted(paths)))
+    print("\n".join(f"written: {path}" for path in sorted(paths)) or "all of it is measured already")
     return 0

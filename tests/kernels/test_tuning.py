@@ -12,6 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 from moeserve.kernels import configs, tuning
 from moeserve.kernels.configs import Config, add_folder, keep, nearest, path_of, tuned
+from moeserve.kernels.fp8 import BLOCK
 from moeserve.kernels.paged_attention import AttentionShape
 from moeserve.kernels.tuning import Job, search
 from tests.kernels.device import DEVICE
@@ -128,6 +129,11 @@ def test_no_parameter_is_the_depth_of_a_step() -> None:
     assert not any(
         "block_k" in name for choices in (tuning.GROUPED, tuning.LINEAR, tuning.ATTENTION) for name in choices
     )
+
+
+def test_a_program_of_fp8_has_one_block_of_scales() -> None:
+    """Others are refused by an assertion, which would end a search."""
+    assert all(BLOCK % size == 0 for name in ("up_block_n", "down_block_n") for size in tuning.FP8[name])
 
 
 def test_tables_are_kept_and_read_again_before_the_shipped_ones(
