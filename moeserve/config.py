@@ -4,8 +4,6 @@
 names it), then --config YAML, then the default here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches

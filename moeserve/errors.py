@@ -6,8 +6,6 @@ with cause, remedy and exit code. ActorStopped, EngineDied, PeerLost, StepSkew: 
 Messages carry the offending values and the remedy. `assert` is only for our own bugs.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per st
 request costs a hundred times more.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from moeserve.sampling import TokenSampling

@@ -5,8 +5,6 @@ The shapes are OpenAI's, with vLLM's extensions. Fields have defaults because se
 fields are ignored. A struct with `omit_defaults` leaves out what is None, except for the fields declared by `written`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import repeat
 from typing import Any, Literal

@@ -5,8 +5,6 @@ numerics and request. Each further link is of the link before, the next LINK_TOK
 the digests of the raw logits that each of them was sampled from. docs/receipts.md says what that proves.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from array import array

@@ -3,8 +3,6 @@
 The engine sees only integers: the front end turns bad words into token ids and finds stop strings itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 

@@ -22,8 +22,6 @@ Messages are handled one at a time, in the order in which they were sent. There 
 to the asker's own inbox. Where an actor's process can die, a `Supervisor` (supervisor.py) starts it again.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable

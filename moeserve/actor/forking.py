@@ -4,8 +4,6 @@
 of the server, so its exit code, its death signal and its lifeline are those of every child, and it outlives the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

@@ -6,8 +6,6 @@ The lifeline is our stdin: the parent holds its other end, so end-of-file means 
 thread waits for that, and for further documents, which few children expect.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Keeps one process running: waits until it is ready or dead, restarts it with growing pauses, gives up loudly."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -8,8 +8,6 @@ Nothing polls: ZeroMQ's descriptor wakes the loop (asyncio or uvloop), its monit
 heartbeats over TCP report a machine that vanished.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -1,8 +1,6 @@
 """`moeserve launch [where] -- serve MODEL ...`: the parts of several machines from one place, or files for what starts
 them."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -4,8 +4,6 @@ Variables of `moeserve launch`, LWS, Grove, torchrun, SkyPilot and Slurm are rea
 pure: they map an environment to an `Allocation`. An empty variable counts as unset.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import itertools
 import math

@@ -5,8 +5,6 @@ left out or put in does not open. The length before it, by which the other end k
 own: length * k + r modulo a prime (Carter and Wegman), k the same and r another one for each message.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How the messages of an exchange travel: as they are, unless they are encrypted (`comm/seal.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

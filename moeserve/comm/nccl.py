@@ -9,8 +9,6 @@ CUDA graphs can record collectives. torch's watchdog does not know of those that
 is not, behind them. And NCCL ends a communicator only after all graphs that use it: who leaves drops them first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -7,8 +7,6 @@ does not travel, no two messages of a key have the same, and what was altered, r
 A sealed message: length of the text (8 bytes, authenticated), ciphertext, tag (16 bytes).
 """
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from collections.abc import Callable

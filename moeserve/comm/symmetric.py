@@ -7,8 +7,6 @@ has finished, and flags hold numbers that grow from epoch to epoch.
 R ranks, B bytes.
 """
 
-from __future__ import annotations
-
 import selectors
 import socket
 import threading

@@ -4,8 +4,6 @@ so the bits are those of one rank.
 T rows, N columns of one rank, D model width.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace

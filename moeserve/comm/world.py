@@ -1,7 +1,5 @@
 """The place of a process among those that serve one model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -10,8 +10,6 @@ tiles are added in order. How queries are packed into items does not matter for 
 about `SCORES` scores and `CONTEXT` cache elements at a time, whatever the context lengths.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

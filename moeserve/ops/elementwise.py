@@ -7,8 +7,6 @@ exp() otherwise; `row_pieces` keeps every row whole, so that a row's bits depend
 on the number of threads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

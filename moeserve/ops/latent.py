@@ -15,8 +15,6 @@ latents is multiplied by W_UV. Between `latent_rope_cache` and the output produc
 Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ those of a column on the other columns, because tensor-parallel ranks compute so
 M rows, K inputs, N outputs. A `Linear` is packed once at start and called every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

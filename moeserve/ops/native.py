@@ -1,7 +1,5 @@
 """The compiled extension of moeserve (csrc/), where it was built."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from importlib import import_module

@@ -3,8 +3,6 @@
 T tokens, D model width, H heads of this rank, L rank of the latents, C width of a cache entry.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

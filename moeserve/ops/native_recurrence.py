@@ -4,8 +4,6 @@ recurrence.hpp and selective_scan.hpp), with the same signatures and meanings; C
 They differ from the reference where it rounds products before it adds them, and where it adds in another order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 T tokens, D model width, G groups and H heads of this rank, v width of a head's values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 from typing import Any

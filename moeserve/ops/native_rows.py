@@ -5,8 +5,6 @@ exponentials). The elements of a row must lie side by side. A small call costs t
 tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

@@ -2,8 +2,6 @@
 signature and meaning; CPU tensors only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

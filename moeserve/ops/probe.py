@@ -4,8 +4,6 @@ A row's bits must not depend on how many other rows share the call, on its place
 is padded. torch's libraries choose code by shape, so the invariances hold only where they were checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

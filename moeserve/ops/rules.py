@@ -3,8 +3,6 @@
 The reference (ops/elementwise.py), native and Triton kernels take the same objects. No torch here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

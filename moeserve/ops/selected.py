@@ -13,8 +13,6 @@ positions as if there were no others: it becomes a request of its own, whose K t
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any

@@ -14,8 +14,6 @@ All in fp32; sums over n in ascending order.
 Source: Mamba (arXiv 2312.00752).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

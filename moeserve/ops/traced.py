@@ -4,8 +4,6 @@ Products stay the vendor's; norms, activations and scalings are generated and jo
 write stay as they are: they are better than what could be generated, and they break the graph.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Imported only where they serve: importing triton takes half a second. T tokens, 
 head width.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -4,8 +4,6 @@ e local experts, N outputs, K inputs, I expert width, D model width. Every tenso
 expert first, so an expert is copied tensor by tensor, whatever the format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Which CPUs of this machine a rank computes on: fast ones of a hybrid processor, of one NUMA node. A step ends when
 the slowest thread does, and weights lie in the memory of the node whose thread has read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path

@@ -3,8 +3,6 @@
 No call in `launch` waits for the device. Importing this file does not touch CUDA.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ places as the largest of these groups has such layers.
     rules (full, window 64, full, window 64): groups {0, 2} and {1, 3}; layers 0 and 1 share a place, 2 and 3 another
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

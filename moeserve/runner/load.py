@@ -1,7 +1,5 @@
 """Loads this rank's part of a model: the loader reads weights, the family builds layers, the ops table computes."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

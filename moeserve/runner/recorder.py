@@ -4,8 +4,6 @@ A recording's inputs and results keep their places in memory: fill the inputs, r
 next replay of any recording, all on one stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

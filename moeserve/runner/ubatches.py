@@ -1,7 +1,5 @@
 """Runs a step through the model in one micro-batch, or in two (dual-batch overlap, see dbo.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

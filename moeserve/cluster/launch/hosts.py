@@ -1,7 +1,5 @@
 """The machines that a user names: --hosts, and the hostfiles of MPI and DeepSpeed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Kubernetes, by the system's kubectl: creates what `--print lws` prints and the machines' secret, says what becomes of
 the pods, shows their logs, and deletes everything when the leader has ended."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

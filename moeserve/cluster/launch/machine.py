@@ -1,7 +1,5 @@
 """One machine as the launcher sees it: the connection to its part, its state, and its log."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Ray starts an actor again where it can, on another node if need be; the launcher then starts its part again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -5,8 +5,6 @@ the launcher or the network is gone, and then everything here ends. The secret c
 serve reads it from a file without a name that only this user can open.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

@@ -4,8 +4,6 @@ The part says `PartHello`, gets one line with its `Order`, and from then on sing
 that begin with MARK are no log but what happens. Logs cannot forge them, because loggers escape control characters.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -5,8 +5,6 @@ started again: machine 0 with nothing of what it knew, any other one while machi
 is tried until it can.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

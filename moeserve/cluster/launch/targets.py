@@ -1,7 +1,5 @@
 """Where parts run: the command that starts one on each machine, over ssh, by srun, or here."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ An expert's weights are read once per step, experts without rows are skipped, an
 following rows instead of being copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import starmap
 from typing import Any

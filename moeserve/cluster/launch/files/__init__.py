@@ -1,7 +1,5 @@
 """Files for what starts machines without `moeserve launch`, or around it: `moeserve launch --print KIND`."""
 
-from __future__ import annotations
-
 from moeserve.cluster.launch.files.compose import compose
 from moeserve.cluster.launch.files.deployment import Deployment
 from moeserve.cluster.launch.files.lws import lws

@@ -1,7 +1,5 @@
 """A compose file: the machines are containers of one computer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moeserve.cluster.launch.files.deployment import KEY, USER_ID, Deployment, as_yaml

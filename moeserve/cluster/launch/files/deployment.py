@@ -1,7 +1,5 @@
 """What all the files need to know of a server on several machines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

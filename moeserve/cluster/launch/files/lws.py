@@ -1,7 +1,5 @@
 """Kubernetes: a LeaderWorkerSet, whose pods are the machines, and a Service in front of its leader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moeserve.cluster.launch.files.deployment import KEY, USER_ID, Deployment, as_yaml

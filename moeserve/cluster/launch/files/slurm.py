@@ -1,7 +1,5 @@
 """A batch script of Slurm, which runs `moeserve launch --slurm`."""
 
-from __future__ import annotations
-
 import shlex
 
 from moeserve.cluster.launch.files.deployment import Deployment

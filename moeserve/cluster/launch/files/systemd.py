@@ -1,7 +1,5 @@
 """One systemd unit for all machines: its instance is the machine's number."""
 
-from __future__ import annotations
-
 import re
 
 from moeserve.cluster.launch.files.deployment import Deployment
