@@ -107,7 +107,10 @@ CLAIMS = [
         "serve-peers",
         _beside_vllm,
     ),
-    Claim("{} and {} times at batch 1 and 8, {} times in a prefill", "peers-15b-q4-0", _beside_llamacpp_gguf),
+    *[
+        Claim(f"/{file}_intel-xeon-2c-avx512bf16_202611.json)) | {{}} | {{}} | {{}} |", file, _beside_llamacpp_gguf)
+        for file in ("peers-15b-q4-0", "peers-15b-q4-k-m", "peers-gpt-oss-mxfp4")
+    ],
     Claim("| {} µs / {} µs |", "step", _step_us),
     Claim("| {} s; {} s |", "startup-demo", lambda r: [r["ready_s"]["median"], r["listening_s"]["median"]]),
     Claim("on one core | {} |", "streaming", lambda r: [r["events_per_s"]["median"]]),
@@ -129,7 +132,7 @@ CLAIMS = [
 ]
 FACTS = (  # digits of the comparison that name a case or a format
     "1.29 billion parameters (0.38 active)", "Zen 5", "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99",
-    "Q4_0", "Qwen3-30B-A3B", "15 billion weights", "batch 1 and 8", "of 1,024 tokens",
+    "Q4_0", "Q4_K_M", "MXFP4", "Qwen3-30B-A3B", "gpt-oss-20b", "15 billion weights", "batch 1 |", "batch 8 |", "of 1,024 tokens",
     "16 and 64 streams", "256 / 1,024 running requests", "64 streams", "AVX2", "AVX-512", "AVX512-BF16",
 )  # fmt: skip
 NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has them
