@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import time
@@ -73,6 +74,10 @@ def run(args: argparse.Namespace) -> int:
     experts = read_shape(args.shape) if args.shape else None
     if (args.model is not None) + (experts is not None) + args.all != 1:
         raise ConfigError("tune needs a model directory or --shape or --all, and only one of them")
+    if args.all and (args.weights or args.only):
+        raise ConfigError("--all measures experts in weights of its own choice: leave out --weights and --only")
+    if not 0 < args.minutes < math.inf:
+        raise ConfigError(f"--minutes must be above 0, got {args.minutes:g}")
     from moeserve.loader.model_dir import resolve_model_dir
     from moeserve.models.hf_config import read_model_spec
 

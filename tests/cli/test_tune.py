@@ -33,6 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
         ([], 2, "needs a model directory or --shape or --all, and only one of them"),
         (["demo", "--shape", "E1 I1 D1 K1"], 2, "only one of them"),
         (["demo", "--all"], 2, "only one of them"),
+        (["--all", "--weights", "fp8"], 2, "leave out --weights and --only"),
+        (["--all", "--minutes", "-3"], 2, "--minutes must be above 0, got -3"),
         (["--shape", "E128 768"], 2, "is not like 'E128 I768 D2048 K8'"),
         (["--shape", "E8 I768 D2048 K9"], 2, "K may not be more than E"),
         (["/no/such/model"], 3, "there is no directory"),
