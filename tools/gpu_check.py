@@ -123,7 +123,7 @@ class Check:
             self.card = self.summary["card"] = card_name()
             self.summary["card_before"] = card_facts()
             if self.card == NO_CARD:
-                raise RuntimeError("torch sees no GPU; --smoke runs without one")
+                raise SystemExit("torch sees no GPU; --smoke runs without one")
         for name in self.args.sections:
             try:
                 self.section(name, SCRIPTS[self.args.script][name], end_s - time.monotonic())

@@ -241,7 +241,7 @@ def test_a_section_that_fails_leaves_the_others_alone(tmp_path: Path, fake: Any,
 def test_without_a_card_there_is_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "card_name", lambda: gpu_check.NO_CARD)
     assert gpu_check.main(["engine", "--out", str(tmp_path)]) == 1
-    assert "torch sees no GPU" in records(tmp_path / "no-card")["engine"]["traceback"]
+    assert "torch sees no GPU" in records(tmp_path / "no-card")["engine"]["stopped"]
 
 
 def test_every_command_ends_in_eight_minutes_and_leaves_eight_files() -> None:
