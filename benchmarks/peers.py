@@ -5,7 +5,7 @@
 
 PYTHON is the interpreter of an environment that has the engine (peers.md says how to make one); without it, this one.
 Each engine loads once and is stopped (SIGSTOP) while another one runs. Every case and round begins with the machine's
-read and dot rates, which give the floor. A decode rate is that of the tokens after the first: the time of the same
+read and flop rates, which give the floor. A decode rate is that of the tokens after the first: the time of the same
 prompts with one token is subtracted. Samples go to a file as they come; the same command again goes on where the last
 one ended (--minutes ends it early). Nothing else may run: engines whose threads spin collapse beside other work.
 """

@@ -1,6 +1,6 @@
 """The most tokens per second that this machine allows at this moment: every weight read once a step, every unit busy.
 
-A decode step takes at least max(bytes / read rate, operations / dot rate), a prefill its operations / dot rate. Both
+A decode step takes at least the longer of bytes / read rate and operations / their rate, a prefill the latter. Both
 rates are measured by machine.cpp beside each case: on a shared machine they move.
 """
 
