@@ -197,7 +197,9 @@ def _number(text: str, flag: str, low: int, high: int) -> int:
 
 def _deployment(args: argparse.Namespace, served: Served) -> Deployment:
     nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS)
-    served = _with_engines(served, nodes, None)
+    served, model = _with_engines(served, nodes, None), Path(served.flags.model or "/")
+    if args.print not in ("slurm", "systemd") and not model.is_absolute() and model.exists():
+        raise ConfigError(f"MODEL {model}: containers have folders by their whole path; give {model.absolute()}")
     return Deployment(
         words=served.words[1:],
         nodes=nodes,

@@ -95,3 +95,13 @@ def test_one_machine_needs_no_secret(capsys: pytest.CaptureFixture[str]) -> None
 def test_systemd_has_to_know_machine_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--print", "systemd", "--nodes", "2", "--", "serve"]) == 2
     assert "--rendezvous 10.0.0.1:29500" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lws", "compose"])
+def test_a_container_has_no_folder_beside_the_caller(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "qwen3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "--print", kind, "--nodes", "2", "--image", "x", "--", "serve", "./qwen3"]) == 2
+    assert f"give {tmp_path / 'qwen3'}" in capsys.readouterr().err
