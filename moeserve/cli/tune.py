@@ -189,7 +189,7 @@ def tune(
                     return 0
             if facts is None:
                 facts = compile_ahead(make, job) if card else {}
-            first = ranked(job, facts, card) if card else []
+            first = ranked(job, facts, card) if card and facts else []
             found = search(job, timer, first, PASSES if not first else 1 if minutes is None else 0)
             paths.add(keep(job.family, name, job.shape, {job.size: found.config}, folder, by))
             gain = found.default_ms / found.best_ms

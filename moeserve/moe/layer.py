@@ -94,8 +94,10 @@ class MoELayer:
         if (shared := self.shared) is not None and len(x_TD):
             run_shared = lambda: shared_TD.append(shared(x_TD))  # noqa: E731
         limit = self.all2all.caps.max_tokens or sys.maxsize
+        if num_tokens < len(x_TD):  # padding does not travel: ranks make room for tokens
+            out_TD[num_tokens:] = 0
         for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
-            rows = slice(start, start + limit)
+            rows = slice(start, min(start + limit, num_tokens))
             self._round(routed_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
             run_shared = None
         return out_TD + shared_TD[0] if shared_TD else out_TD

@@ -137,6 +137,12 @@ class ExpertStore:
             return self._number(self._placement.version, len(self._layers))
         return -move.version if move.error else self._number(move.version, move.ready)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether a placement is in force in some layers only; `commit` and `load_all` change that."""
+        move = self._move
+        return move is not None and move.done > 0
+
     def prepare(self, table: PlacementTable) -> None:
         """Begins to prepare a placement; one that is still on its way is finished first."""
         with self._changed:

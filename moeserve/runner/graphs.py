@@ -204,7 +204,7 @@ class GroupGraphs(GraphManager):
             self.forget()
             self._place, self._recordable = group.place, group.recordable
             return None  # once, for warmth: recording a step does not run it
-        if group.moving or not self._recordable:
+        if group.mixed or not self._recordable:
             return None
         if not self.shards_experts:
             return self.dispatch(plan.num_tokens, plan.uniform_len)

@@ -144,6 +144,12 @@ class Peers:
         """Whether a placement was begun that is not in force yet."""
         return self._store is not None and self._store.version < self._expected
 
+    @property
+    def mixed(self) -> bool:
+        """Whether some layers have the next placement already, and others the one before. Unlike `moving` the same on
+        all ranks in every step, which tensor-parallel ranks need: they must replay the same ones."""
+        return self._store is not None and self._store.mixed
+
     def commit(self, placed: int) -> None:
         """Puts in force what all ranks have prepared, up to `placed`."""
         if self._store is not None:

@@ -96,13 +96,15 @@ def test_a_known_card_searches_kernels_without_a_model_from_the_defaults(
 
     def make(device: torch.device) -> Iterator[Job]:
         made.append(device)
-        yield Job("linear", "N1 K1 float32", 4, {"warps": 4}, {"warps": (4, 8)}, lambda config: torch.zeros(1))
+        choices = {"warps": (4, 8), "stages": (2, 3)}
+        yield Job("linear", "N1 K1 float32", 4, {"warps": 4, "stages": 3}, choices, lambda config: torch.zeros(1))
 
     monkeypatch.setattr(cost, "CARDS", {"cpu": CARDS["NVIDIA H200"]})
-    times = iter([2.0, 1.0])
+    times = iter([2.0, 3.0, 1.0, 4.0])  # of the defaults, 8 warps, 2 stages, and, in the second pass, both
     assert tune.tune([make], lambda call: next(times), torch.device("cpu"), tmp_path) == 0
     assert made == [torch.device("cpu")]
-    assert capsys.readouterr().out.startswith("linear N1 K1 float32, 4: 2.0000 -> 1.0000 ms (2.00 x), 2 tried")
+    assert capsys.readouterr().out.startswith("linear N1 K1 float32, 4: 2.0000 -> 1.0000 ms (2.00 x), 4 tried")
+    assert next(iter(table("linear", "cpu", tmp_path)["N1 K1 float32"].values()))["stages"] == 2
 
 
 def test_lists_tell_what_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,28 @@ def test_a_ubatch_works_while_it_waits() -> None:
     assert log == ["start", "meanwhile", "wait"]
 
 
+def test_padding_that_the_host_knows_does_not_travel() -> None:
+    """Torch's kernels pad a step's rows; transports make room for the tokens of the rank that has most."""
+    torch.manual_seed(0)
+    ops, sent = pick_ops("cpu", torch.float32), []
+
+    class Watched(LocalAll2All):
+        def dispatch(self, x_TD: torch.Tensor, *args: Any) -> Any:
+            sent.append(len(x_TD))
+            return super().dispatch(x_TD, *args)
+
+    kernel = ReferenceExperts(ops)
+    packed = kernel.pack(ExpertWeights(torch.randn(E, 2 * I, D), torch.randn(E, D, I)))
+    router = Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops)
+    layer = MoELayer(router, Watched(E), kernel, packed, LogicalToPhysical(Placement.initial(1, E, 1), 0))
+    x, ubatch = torch.randn(32, D), UBatch()
+    ubatch.most_tokens = 17
+    padded, whole = layer(x, 17, ubatch), layer(x, 32, ubatch)
+    assert sent == [17, 32]
+    assert padded.shape == x.shape
+    assert torch.equal(padded[:17], whole[:17])
+
+
 def test_loads_are_kept_layer_by_layer() -> None:
     ubatch = UBatch()
     ubatch.note_load(np.array([4, 0, 0, 0]))

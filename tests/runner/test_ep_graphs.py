@@ -23,7 +23,7 @@ from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
 @dataclass
 class Facts:
     place: tuple[int, int] = (1, 0)
-    moving: bool = False
+    mixed: bool = False
     recordable: int = 1 << 40
 
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_replayed_runs_as_it_is() -> None:
     assert graphs_of(Facts(), "piecewise").shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
     assert graphs_of(Facts()).shape(plan(1, 2, agreed=Agreed(1, 2, (4, 4)))) is None
     assert graphs_of(Facts(recordable=3)).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))) is None
-    assert graphs_of(Facts(moving=True)).shape(plan(1, agreed=agreed)) is None
+    assert graphs_of(Facts(mixed=True)).shape(plan(1, agreed=agreed)) is None
     assert graphs_of(Facts(recordable=0)).shape(plan(1, agreed=agreed)) is None
 
 

@@ -224,6 +224,27 @@ def test_a_decision_is_carried_out_once_however_often_it_comes(group: Group) -> 
         group.ranks[0].store.commit(7 * (L + 1) + 1)
 
 
+def test_ranks_learn_by_steps_alone_that_layers_differ(group: Group) -> None:
+    """Not when they hear of a placement, which each does at a time of its own: recorded steps depend on it."""
+
+    def mixed() -> set[bool]:
+        return {rank.store.mixed for rank in group.ranks}
+
+    start, seen = Placement.initial(L, E, 2, redundant=2), set()
+    for version, heard in enumerate((group.ranks, group.ranks[:1]), start=1):
+        target = shuffled(start, version, seed=version)
+        for rank in heard:
+            rank.store.prepare(target.to_table())
+            while rank.store.placed < version * (L + 1) + 1:
+                time.sleep(0.001)
+        assert mixed() == {False}
+        if len(heard) == 2:
+            group.until_placed(lambda: seen.update((tuple(sorted(mixed())),)))
+    assert seen == {(False,), (True,)}
+    group.step()
+    assert mixed() == {False}
+
+
 def test_load_all_goes_anywhere_from_anywhere(tmp_path: Path) -> None:
     write_experts(tmp_path, torch.float32, fused=False)
     start = Placement.initial(L, E, 2, redundant=2)
