@@ -46,6 +46,7 @@ class Group:
     ) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
+        options._timeout = timedelta(seconds=max(deadline_s + 1, ABORTS_S))  # its destructor waits
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         self.gloo = dist.ProcessGroupGloo(store, rank, size, options)
         self.deadline_s = deadline_s
