@@ -56,8 +56,9 @@ def _placed(resolved: ResolvedSettings) -> Config | None:
     _say(f"{found.source}: machine {parallel.node_rank} of {parallel.nnodes}; machine 0 is at {parallel.rendezvous}")
     rendezvous_of(parallel)  # before a wait for the secret
     if parallel.cluster_key_file is None:
-        _say("the machines' secret is in their home, where machine 0 makes it; --cluster-key-file names another one")
+        _say("machine 0 makes the machines' secret, in their home; --cluster-key-file names another one")
         parallel = replace(parallel, cluster_key_file=default_key(parallel.node_rank))
+        _say(f"the machines' secret is in {parallel.cluster_key_file}")
     return replace(config, parallel=parallel)
 
 

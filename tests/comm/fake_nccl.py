@@ -94,6 +94,10 @@ class Group:
                 work.wait(TURN)
                 return
             except RuntimeError:
+                if work.is_completed():  # maybe in good order, when its turn was just over
+                    with contextlib.suppress(RuntimeError):
+                        work.wait()
+                        return
                 if self.is_aborted or time.monotonic() > until_s or work.is_completed():
                     self.error = "COMM_ERROR"
                     return

@@ -75,7 +75,7 @@ def test_kernels_of_others_are_chosen_by_their_time_alone(theirs_ms: float | Non
         return float(theirs_ms or 0) if config.get("theirs") else 1.0
 
     card, default = Card(time), {"block": 32, "warps": 8, "stages": 3}
-    found = search(Job("x", "s", 1, default, CHOICES, card.run, {"theirs": 1}), card.timer)
+    found = search(Job("x", "s", 1, default, CHOICES, card.run, rival={"theirs": 1}), card.timer)
     assert found.config == {**default, **({"theirs": 1} if wins else {})}
     assert found.best_ms == (0.5 if wins else 1.0)
 

@@ -218,6 +218,7 @@ def test_it_runs_where_it_was_measured_to_be_faster(package: Any, tmp_path: Path
 
 
 def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     monkeypatch.setattr(tuning, "TOKENS", (3,))
     assert [job.rival for job in tuning.grouped_jobs(2, 128, 128, 2, torch.float32, DEVICE, "fp8")] == [None]
     monkeypatch.setattr(deep_gemm, "obstacle", lambda device: None)

@@ -101,7 +101,7 @@ def test_goals_bound_the_rate() -> None:
 
 @pytest.mark.parametrize(
     ("text", "match"),
-    [("8", "is not like"), ("2x8x", "is not like"), ("8xH300", "did you mean h"), ("0xH100", "at least one")],
+    [("8", "is not like"), ("2x8x", "is not like"), ("8xH300", "did you mean h"), ("0xH100", "1 to 1024")],
 )
 def test_bad_clusters(text: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
