@@ -15,13 +15,13 @@ import msgspec
 from moeserve import messages as m
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster.assignment import equal_shares
 from moeserve.cluster.balance import Traffic
 from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, combined
 from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid, ForFleet
 from moeserve.cluster.heartbeat import UNHEALTHY_S
 from moeserve.cluster.host import Root
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, RequestsLost, Resized
-from moeserve.cluster.order import equal_shares
 from moeserve.cluster.scaling import Scaling
 from moeserve.cluster.view import FleetView, fleet_view
 from moeserve.config import Config

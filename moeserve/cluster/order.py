@@ -1,10 +1,9 @@
-"""How an engine process is started: which machine, which command line, and which start document."""
+"""How an engine process is started: its command line, and its start document, which nobody else can read."""
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import msgspec
 
@@ -28,31 +27,6 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
 
 
-def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
-    """Returns the machines of new engines, in order: each goes to the one with the fewest, ties to the lowest number.
-
-    engines_on: the engines that each machine has already. 3, {0: 0, 1: 0} -> [0, 0, 1]
-    """
-    counts = dict(engines_on)
-    for _ in range(num_new):
-        counts[min(counts, key=lambda machine: (counts[machine], machine))] += 1
-    return [machine for machine in sorted(counts) for _ in range(counts[machine] - engines_on[machine])]
-
-
-def at_start(parallel: ParallelConfig) -> list[int]:
-    """Returns the machine of each engine that a server starts with."""
-    return spread(parallel.dp, dict.fromkeys(range(parallel.nnodes), 0))
-
-
-def equal_shares(machines: Sequence[int]) -> int:
-    """Returns the number of machines if each has equally many engines, one after the other; otherwise 1.
-
-    machines: of each engine. [0, 0, 1, 1] -> 2, [0, 0, 1] -> 1
-    """
-    runs = [len(list(run)) for _, run in groupby(machines)]
-    return len(runs) if len(runs) == len(set(machines)) and len(set(runs)) == 1 else 1
-
-
 def role_of(
     parallel: ParallelConfig, together: bool, number: int, machines: Sequence[int], placement: PlacementTable | None
 ) -> Role:
@@ -67,10 +41,9 @@ def role_of(
 
 
 class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The order to start an engine, which nobody else can read. address: where the front end listens.
+    """The order to start an engine. address: where the front end listens. token: proves the engine's identity.
 
-    token: proves the engine's identity. born_s: monotonic time of the start. builder: `module:function` that makes the
-    runner, see assemble.py.
+    born_s: monotonic time of the start. builder: `module:function` that makes the runner, see assemble.py.
     """
 
     config: Config

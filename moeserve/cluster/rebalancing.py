@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moeserve.cluster.order import at_start, equal_shares
+from moeserve.cluster.assignment import at_start, equal_shares
 from moeserve.cluster.view import ExpertsView, RebalanceDecision
 from moeserve.messages import ExpertLoad, Placed, PlacementTable
 from moeserve.moe.placement.placement import ONE_NODE, Nodes, Placement

@@ -12,11 +12,12 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moeserve.cluster.assignment import at_start, equal_shares, spread
 from moeserve.cluster.check_parallel import check_parallel, check_scale
 from moeserve.cluster.engine_group import JOIN_S, EngineGroup, combined
 from moeserve.cluster.engine_handle import EngineHandle
 from moeserve.cluster.host import Host, RemoteHost, RootHost, Standing
-from moeserve.cluster.order import Role, at_start, equal_shares, role_of, spread
+from moeserve.cluster.order import Role, role_of
 from moeserve.cluster.rendezvous import Rendezvous
 from moeserve.cluster.rundir import RunDir
 from moeserve.cluster.view import RebalanceDecision

@@ -61,7 +61,8 @@ class Peers:
         self._num_ubatches = num_ubatches
         self._on_placed = on_placed
         self._all2all = self._layers[0].all2all if self._layers else None  # one for all layers
-        self._not_recorded = self._layers[0].not_recorded if self._layers else None
+        # Why no graph can record the MoE layers of several ranks; None if one can.
+        self.not_recorded = self._layers[0].not_recorded if self._layers else None
         self._alone: LocalAll2All | None = None  # takes its place until there are other ranks
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
         self._expected = 0  # the newest placement that was given to `prepare`
@@ -101,11 +102,6 @@ class Peers:
     def place(self) -> tuple[int, int]:
         """A value that changes with every join and every change of the placement."""
         return self._joins, 0 if self._store is None else self._store.version
-
-    @property
-    def not_recorded(self) -> str | None:
-        """Why no graph can record the MoE layers of several ranks; None if one can."""
-        return self._not_recorded
 
     @property
     def recordable(self) -> int:

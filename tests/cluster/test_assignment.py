@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.cluster.order import at_start, equal_shares, role_of, spread
+from moeserve.cluster.assignment import at_start, equal_shares, spread
+from moeserve.cluster.order import role_of
 from moeserve.config import ParallelConfig
 
 

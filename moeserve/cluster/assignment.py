@@ -1,0 +1,31 @@
+"""Which machine each engine of a fleet runs on: pure functions over machines' numbers."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from moeserve.config import ParallelConfig
+
+
+def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
+    """Returns the machines of new engines, in order: each goes to the one with the fewest, ties to the lowest number.
+
+    engines_on: the engines that each machine has already. 3, {0: 0, 1: 0} -> [0, 0, 1]
+    """
+    counts = dict(engines_on)
+    for _ in range(num_new):
+        counts[min(counts, key=lambda machine: (counts[machine], machine))] += 1
+    return [machine for machine in sorted(counts) for _ in range(counts[machine] - engines_on[machine])]
+
+
+def at_start(parallel: ParallelConfig) -> list[int]:
+    """Returns the machine of each engine that a server starts with."""
+    return spread(parallel.dp, dict.fromkeys(range(parallel.nnodes), 0))
+
+
+def equal_shares(machines: Sequence[int]) -> int:
+    """Returns the number of machines if each has equally many engines, one after the other; otherwise 1.
+
+    machines: of each engine. [0, 0, 1, 1] -> 2, [0, 0, 1] -> 1
+    """
+    runs = [len(list(run)) for _, run in groupby(machines)]
+    return len(runs) if len(runs) == len(set(machines)) and len(set(runs)) == 1 else 1
