@@ -115,20 +115,19 @@ class Rendezvous:
             self._root = RootHost(root)
             self.hosts = (self._root,)
             self.epochs = count(1 + root.made_at * EPOCHS)
-        else:
-            self.here.keep(config)
-        if num_nodes == 1:
-            return self
-        own = await asyncio.to_thread(attendance, config)
-        host, port = rendezvous_of(config.parallel)
-        self.address = resolve(host, here=True)
-        secret = read_secret(str(config.parallel.cluster_key_file))
-        keys, hello = keys_of(secret), Hello(PROTOCOL_VERSION, token_of(secret, TOKEN))
-        socket = _listen(f"tcp://{bracketed(self.address)}:{port}", keys)
-        for number in range(1, num_nodes):
-            self._nodes[number] = RemoteHost(number, num_nodes, bracketed(self.address), keys)
-        self.hosts = (*self.hosts, *self._nodes.values())
-        self._listening = asyncio.create_task(self._serve(socket, own, hello), name="rendezvous")
+        if num_nodes > 1:
+            own = await asyncio.to_thread(attendance, config)
+            host, port = rendezvous_of(config.parallel)
+            self.address = resolve(host, here=True)
+            secret = read_secret(str(config.parallel.cluster_key_file))
+            keys, hello = keys_of(secret), Hello(PROTOCOL_VERSION, token_of(secret, TOKEN))
+            socket = _listen(f"tcp://{bracketed(self.address)}:{port}", keys)
+            for number in range(1, num_nodes):
+                self._nodes[number] = RemoteHost(number, num_nodes, bracketed(self.address), keys)
+            self.hosts = (*self.hosts, *self._nodes.values())
+            self._listening = asyncio.create_task(self._serve(socket, own, hello), name="rendezvous")
+        if root is None:
+            self.here.keep(config)  # last: what raises above has no process to end
         return self
 
     async def close(self, cause: str = "") -> None:

@@ -12,10 +12,10 @@ import torch
 
 from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
+from moeserve.moe.layer import FusedMoELayer
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import triton_ops
 from moeserve.runner.graphs import GroupGraphs, Mode, common_sizes
-from moeserve.runner.peers import Peers
 from tests.runner.harness import spec_of
 from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
 
@@ -114,7 +114,7 @@ def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(monkeypatch: py
         return real(*args)
 
     monkeypatch.setattr(triton_ops, "route", route)
-    monkeypatch.setattr(Peers, "not_recorded", None)
+    monkeypatch.setattr(FusedMoELayer, "not_recorded", None)
     runner = ByTriton(config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True)
     runner.prepare()
     assert isinstance(runner.graphs, GroupGraphs)
