@@ -18,7 +18,12 @@ FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # GCC 12 takes the undefined operands of its own AVX-512 intrinsics for mistakes.
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized"]
-ISA_FLAGS = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"]}
+ISA_FLAGS = {
+    "isa_avx2": AVX2,
+    "isa_avx2_vnni": [*AVX2, "-mavxvnni"],
+    "isa_avx512": AVX512,
+    "isa_avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
+}
 ISAS = {"x86_64": set(glob("csrc/kernels/isa_avx*.cpp")), "aarch64": {"csrc/kernels/isa_neon.cpp"}}
 
 

@@ -28,6 +28,7 @@ from moeserve.cli import collect_env
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 START_TIMEOUT_S = 600.0
+AT_MOST_AVX2 = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"  # as torch's kernels and ours obey
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -72,6 +73,7 @@ def environment() -> dict[str, Any]:
     found["platform"] = f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"
     found["environment"] = {k: v for k, v in found["environment"].items() if "/" not in v}
     found["torch"].pop("build", None)
+    found["cpu"] = may_use(found["cpu"])
     return found
 
 
@@ -84,9 +86,14 @@ def command_line() -> str:
 def hardware_name() -> str:
     """Returns CPU, allowed cores and instruction set, such as amd-epyc-2c-avx512bf16: the part of a file's name."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cpu = collect_env.cpu()
+    cpu = may_use(collect_env.cpu())
     model = re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", "", cpu["model"].lower())
     return "-".join([*re.findall(r"[a-z0-9]+", model), f"{cores}c", instruction_set(cpu["flags"])])
+
+
+def may_use(cpu: dict[str, Any]) -> dict[str, Any]:
+    """Returns facts of a processor with the instructions that kernels may use of it."""
+    return cpu | {"flags": [flag for flag in cpu["flags"] if not (AT_MOST_AVX2 and "avx512" in flag)]}
 
 
 def instruction_set(flags: Sequence[str]) -> str:

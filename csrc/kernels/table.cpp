@@ -1,23 +1,33 @@
 #include "kernels/table.hpp"
 
 #include <atomic>
+#include <cstdlib>
 #include <stdexcept>
+#include <string_view>
 
 namespace moeserve {
 
 #if defined(__x86_64__)
-extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
+extern const Kernels kAvx2, kAvx2Vnni, kAvx512, kAvx512Bf16;
 #elif defined(__aarch64__)
 extern const Kernels kNeon;
 #endif
 
 namespace {
 
+/// Whether ATEN_CPU_CAPABILITY, which torch's own kernels obey, asks for no more than AVX2.
+[[maybe_unused]] bool at_most_avx2() {
+    const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
+    return asked && std::string_view(asked) == "avx2";
+}
+
 std::vector<const Kernels*> supported() {
     std::vector<const Kernels*> tables;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         tables.push_back(&kAvx2);
+        if (at_most_avx2()) return tables;
+        if (__builtin_cpu_supports("avxvnni")) tables.push_back(&kAvx2Vnni);
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
             tables.push_back(&kAvx512);

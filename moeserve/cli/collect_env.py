@@ -14,7 +14,7 @@ from moeserve.runner.cores import SYSTEM, fast_cpus, nodes, place, shown
 from moeserve.version import __version__
 
 PACKAGES = ("torch", "numpy", "aiohttp", "msgspec", "pyzmq", "uvloop", "tokenizers", "safetensors", "transformers")
-CPU_FLAGS = tuple("avx2 avx512f avx512_bf16 avx512_vnni amx_tile amx_bf16 amx_int8 asimd bf16 sve".split())  # noqa: SIM905
+CPU_FLAGS = tuple("avx2 avx_vnni avx512f avx512_bf16 avx512_vnni amx_tile amx_bf16 amx_int8 asimd bf16 sve".split())  # noqa: SIM905
 VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "LD_PRELOAD", "MALLOC_", "MOESERVE_")
 
 

@@ -17,6 +17,7 @@ COMMON = ["-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-Wno-psabi", "-
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
+ISAS = {"avx2": AVX2, "avx2_vnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512_bf16": AVX512_BF16}
 # Checks of every single pointer would take the compiler minutes, and find what AddressSanitizer finds.
 MEMORY = ["-fsanitize=address,undefined", "-fno-sanitize=null,alignment,pointer-overflow,object-size"]
 # The products are so long when unrolled that what lies on the stack is left out, and checks are calls.
@@ -113,7 +114,7 @@ def test_products(isa: list[str], tmp_path: Path) -> None:
     Program("products", (*PRODUCTS, "tests/exact_scratch.cpp"), tuple(isa)).run(tmp_path, HEAP)
 
 
-@pytest.mark.parametrize("isa", [AVX2, AVX512, AVX512_BF16], ids=["avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("isa", ISAS.values(), ids=ISAS)
 def test_products_of_integers(isa: list[str], tmp_path: Path) -> None:
     Program("int_products", (*PRODUCTS, "tests/exact_scratch.cpp"), tuple(isa)).run(tmp_path, HEAP)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,15 @@ def test_a_cpu_without_kernels_falls_back_and_one_line_says_so(
     assert torch.equal(ops.pack_linear(torch.ones(4, 3, dtype=dtype), None)(x), torch.full((2, 4), 3, dtype=dtype))
     said = [record for record in caplog.records if "no native kernels for this machine" in record.getMessage()]
     assert len(said) == 1
+
+
+@needs_native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs AVX2")
+def test_torchs_limit_of_instructions_holds_here_too() -> None:
+    code = "from moeserve.ops.native import native; print(*native().supported_isas(), native().serving_isa())"
+    told = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    found = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True)
+    assert found.stdout == "avx2 avx2\n"
 
 
 @pytest.mark.full("sanitizers")
