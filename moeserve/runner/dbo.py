@@ -4,13 +4,16 @@ With `--dbo on` a step is split whenever there is something to split, with `auto
 micro-batches hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be
 known beforehand, so both ways are measured: per phase and size of step, the time per token with one micro-batch, the
 part of it that was spent waiting, and the time per token with two. The other way is tried now and then, where it could
-win at all, within a budget: trials never lose more than a hundredth of all time, and one trial.
+win at all, within a budget: trials never lose more than a hundredth of all time, and one trial. A step that a graph
+replays does not say how long it waited: there the times of whole steps decide alone.
 """
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -26,7 +29,7 @@ from moeserve.runner.thread import JobThread
 
 T = TypeVar("T")
 
-WEIGHT = 0.3  # of the newest sample in an average
+RECENT = 7  # samples that count
 WARM = 3  # samples of the present way before the other one is tried
 PERIOD = 8  # steps of the group from one occasion for a trial to the next
 TRIAL = 3  # steps of a trial
@@ -35,23 +38,27 @@ WORTH = 0.03  # of a step's time: two micro-batches must save that much to be us
 
 
 @dataclass(slots=True)
-class _Average:
+class _Median:
+    """Of recent samples: a step that records a graph, here or on another rank, takes many times as long as others."""
+
     value: float = 0.0
     count: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, sample: float) -> None:
-        """Adds a sample. Recent samples count more, once there are enough."""
+        """Adds a sample."""
         self.count += 1
-        self.value += max(WEIGHT, 1 / self.count) * (sample - self.value)
+        self.recent.append(sample)
+        self.value = median(self.recent)
 
 
 @dataclass(slots=True)
 class _Bucket:
     """Microseconds per token."""
 
-    one: _Average = field(default_factory=_Average)
-    exposed: _Average = field(default_factory=_Average)
-    two: _Average = field(default_factory=_Average)
+    one: _Median = field(default_factory=_Median)
+    exposed: _Median = field(default_factory=_Median)
+    two: _Median = field(default_factory=_Median)
     warm: bool = False  # the first step in two micro-batches meets cold threads and caches, and does not count
 
     @property
@@ -82,10 +89,11 @@ class OverlapPolicy:
         self._total_us = 0.0
         self._lost_us = 0.0  # by trials
         self._trials: dict[int, int] = {}  # step -> micro-batches that it was to try
+        self._alone = False
 
-    def restart(self) -> None:
-        """Counts the group's steps from zero again; measurements stay."""
-        self._step = 0
+    def restart(self, num_ranks: int) -> None:
+        """Counts the group's steps from zero again; measurements stay. With one rank nothing travels."""
+        self._step, self._alone = 0, num_ranks == 1
         self._trials.clear()
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
@@ -116,7 +124,8 @@ class OverlapPolicy:
             self._lost_us += max(0.0, result.device_us - usual.value * tokens)
         if ubatches == 1:
             bucket.one.add(result.device_us / tokens)
-            bucket.exposed.add(result.exposed_comm_us / tokens)
+            known = result.comm_us or self._alone  # else transfers were replayed, and may have been all that it did
+            bucket.exposed.add((result.exposed_comm_us if known else result.device_us) / tokens)
         elif bucket.warm:
             bucket.two.add(result.device_us / tokens)
         bucket.warm |= ubatches == 2
