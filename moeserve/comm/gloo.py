@@ -134,6 +134,10 @@ class Mesh:
         for channel in channels:
             channel.close()
 
+    def leave(self) -> None:
+        """Closes every connection, and waits where ending them takes time."""
+        self.close()
+
     def lost(self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()) -> PeerLost:
         """Returns the error of a call that cannot succeed any more. The first ranks found missing stay the cause."""
         if missing and not self.missing and not self.closed:
