@@ -319,8 +319,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         return Inflow(
             rows=most_rows(self.max_tokens, self.spec.experts_per_token, row_bytes, self.device.type),
             ubatches=len(self.ubatches.ubatches),
-            copies=self.peers.copies,
-            experts=self.placement.experts_per_rank,
+            copies=self.peers.caps.copies,
+            moving=self.placement.experts_per_rank + 3,  # of a layer, and one that is read twice and packed
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
