@@ -34,6 +34,7 @@ WARM = 3  # samples of the present way before the other one is tried
 PERIOD = 8  # steps of the group from one occasion for a trial to the next
 TRIAL = 3  # steps of a trial
 BUDGET = 0.01  # of all time, that trials may lose
+LEAST = 32  # tokens of a step that is tried blindly: both halves of a smaller one read all the weights that it reads
 WORTH = 0.03  # of a step's time: two micro-batches must save that much to be used, and waiting last as long to be tried
 
 
@@ -124,8 +125,9 @@ class OverlapPolicy:
             self._lost_us += max(0.0, result.device_us - usual.value * tokens)
         if ubatches == 1:
             bucket.one.add(result.device_us / tokens)
-            known = result.comm_us or self._alone  # else transfers were replayed, and may have been all that it did
-            bucket.exposed.add((result.exposed_comm_us if known else result.device_us) / tokens)
+            # Transfers that nobody timed were replayed, and may have been all that the step did.
+            blind = not result.comm_us and not self._alone and tokens >= LEAST
+            bucket.exposed.add((result.device_us if blind else result.exposed_comm_us) / tokens)
         elif bucket.warm:
             bucket.two.add(result.device_us / tokens)
         bucket.warm |= ubatches == 2

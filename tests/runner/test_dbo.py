@@ -109,14 +109,16 @@ def test_it_loses_little_in_recorded_steps(overhead: float, noise: float) -> Non
 def test_recording_is_not_mistaken_for_a_cost() -> None:
     """Steps that record come in the middle of those that do not, also on other ranks."""
     sim = Sim(wait=0, overhead=0.05, recording=30)
-    for tokens in range(24, 32):
+    for tokens in range(48, 56):
         sim.run(40, [1] * tokens)
-    sim.run(100, [1] * 30)
+    sim.run(100, [1] * 52)
     assert sim.ubatches[-100:].count(2) <= 2 * TRIAL
 
 
-def test_one_rank_does_not_try() -> None:
+def test_nobody_tries_blindly_what_cannot_pay() -> None:
+    """One rank, whose rows do not travel, and steps of few tokens."""
     sim = Sim(wait=0, overhead=0.05, recording=30)
+    sim.run(300, [1] * 28)
     sim.policies[0].restart(1)
     sim.run(300, [512])
     assert sim.ubatches.count(2) == 0
