@@ -324,8 +324,10 @@ class ModelRunnerBase(StepExecutor, ABC):
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Connects with the given members; blocks. Raises PeerLost when a member does not come."""
-        self.peers.join(members, table)
+        """Connects with the given members; blocks. Raises PeerLost when a member does not come, ConfigError when one
+        rounds the tokens of steps in another way."""
+        terms = self.graphs.terms if isinstance(self.graphs, GroupGraphs) else "no recorded steps"
+        self.peers.join(replace(members, terms=terms), table)
 
     def leave(self) -> None:
         """Drops all connections to other ranks. May be called from any thread: a step that waits for another rank then
