@@ -129,8 +129,7 @@ class DeviceMesh(Mesh):
     def leave(self) -> None:
         """Closes every connection and waits until NCCL's kernels have ended, once."""
         self.close()
-        with self.lock:
-            aborting, self._aborting = self._aborting, None
+        aborting, self._aborting = self._aborting, None
         if aborting is not None:
             aborting.join(ABORT_S)
 

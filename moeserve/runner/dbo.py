@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any, Literal, TypeVar
 
@@ -29,54 +30,40 @@ from moeserve.runner.thread import JobThread
 
 T = TypeVar("T")
 
-RECENT = 7  # samples that count
 WARM = 3  # samples of the present way before the other one is tried
 PERIOD = 8  # steps of the group from one occasion for a trial to the next
 TRIAL = 3  # steps of a trial
 BUDGET = 0.01  # of all time, that trials may lose
 LEAST = 32  # tokens of a step that is tried blindly: both halves of a smaller one read all the weights that it reads
 WORTH = 0.03  # of a step's time: two micro-batches must save that much to be used, and waiting last as long to be tried
-
-
-@dataclass(slots=True)
-class _Median:
-    """Of recent samples: a step that records a graph, here or on another rank, takes many times as long as others."""
-
-    value: float = 0.0
-    count: int = 0
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-
-    def add(self, sample: float) -> None:
-        """Adds a sample."""
-        self.count += 1
-        self.recent.append(sample)
-        self.value = median(self.recent)
+# Recent samples, whose median counts: a step that records a graph, here or on another rank, takes many times as long.
+_Samples = partial(deque[float], maxlen=7)
 
 
 @dataclass(slots=True)
 class _Bucket:
     """Microseconds per token."""
 
-    one: _Median = field(default_factory=_Median)
-    exposed: _Median = field(default_factory=_Median)
-    two: _Median = field(default_factory=_Median)
+    one: deque[float] = field(default_factory=_Samples)
+    exposed: deque[float] = field(default_factory=_Samples)
+    two: deque[float] = field(default_factory=_Samples)
     warm: bool = False  # the first step in two micro-batches meets cold threads and caches, and does not count
 
     @property
     def two_pay(self) -> bool:
         """Whether two micro-batches save enough of a step's time."""
-        return self.two.count > 0 and self.two.value < (1 - WORTH) * self.one.value
+        return bool(self.one and self.two) and median(self.two) < (1 - WORTH) * median(self.one)
 
     @property
     def worth_a_trial(self) -> bool:
         """Whether the other way could win: it cannot save more than all waiting."""
         if self.two_pay:
-            return self.two.count >= WARM
-        return self.one.count >= WARM and self.exposed.value > WORTH * self.one.value
+            return len(self.two) >= WARM
+        return len(self.one) >= WARM and median(self.exposed) > WORTH * median(self.one)
 
 
 class OverlapPolicy:
-    """One engine's decisions. `ubatches_ok` and `note` may be called by two threads.
+    """One engine's decisions. `ubatches_ok` and `note` may be called by two threads: `median` copies in one go.
 
     Two micro-batches need the consent of all engines, so all must try at the same time: occasions for a trial are
     counted in steps of the group. `ubatches_ok` is called once per such step, `note` with every result, and `restart`
@@ -122,14 +109,14 @@ class OverlapPolicy:
         self._total_us += result.device_us
         if self._trials.pop(plan.step, 0) == ubatches:
             usual = bucket.one if ubatches == 2 else bucket.two
-            self._lost_us += max(0.0, result.device_us - usual.value * tokens)
+            self._lost_us += max(0.0, result.device_us - median(usual) * tokens)
         if ubatches == 1:
-            bucket.one.add(result.device_us / tokens)
+            bucket.one.append(result.device_us / tokens)
             # Transfers that nobody timed were replayed, and may have been all that the step did.
             blind = not result.comm_us and not self._alone and tokens >= LEAST
-            bucket.exposed.add((result.device_us if blind else result.exposed_comm_us) / tokens)
+            bucket.exposed.append((result.device_us if blind else result.exposed_comm_us) / tokens)
         elif bucket.warm:
-            bucket.two.add(result.device_us / tokens)
+            bucket.two.append(result.device_us / tokens)
         bucket.warm |= ubatches == 2
 
 
