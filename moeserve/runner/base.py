@@ -325,8 +325,9 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
         """Connects with the given members; blocks. Raises PeerLost when a member does not come, ConfigError when one
-        rounds the tokens of steps in another way."""
-        terms = self.graphs.terms if isinstance(self.graphs, GroupGraphs) else "no recorded steps"
+        rounds the tokens of steps in another way (`GroupGraphs.round_up`)."""
+        sizes = max(self.graphs.sizes.values(), key=len) if isinstance(self.graphs, GroupGraphs) else ()
+        terms = f"{len(sizes)} sizes of recorded steps (none without Triton) up to {max(sizes, default=0)} tokens"
         self.peers.join(replace(members, terms=terms), table)
 
     def leave(self) -> None:

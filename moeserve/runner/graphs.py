@@ -221,12 +221,6 @@ class GroupGraphs(GraphManager):
         size = self.round_up(min(2 * max(agreed.most_tokens), most))
         return Descriptor(Mode.FULL, size, size, room)
 
-    @property
-    def terms(self) -> str:
-        """What all ranks must have in common, since all make room for the same number of tokens; see `round_up`."""
-        sizes = max(self.sizes.values(), key=len)
-        return f"steps recorded with Triton in {len(sizes)} sizes of up to {sizes[-1]} tokens"
-
     def forget(self) -> None:
         """Drops all recordings, from any thread; a step that is being replayed keeps its own until that is launched."""
         self._recordings.clear()
