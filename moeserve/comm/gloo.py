@@ -52,7 +52,7 @@ class Mesh:
         self.members = members
         self.missing: tuple[int, ...] = ()  # known once a wait failed
         self.num_channels = num_channels
-        self._terms = f"{terms}, encrypted" if sealed else terms
+        self._terms = ", ".join(filter(None, (terms, members.terms, "encrypted" * sealed)))
         self.seal = _seal(members, f"{members.epoch}/{name}") if sealed else None
         self._store: MembersStore | None = None
         self._closed = threading.Event()
@@ -134,6 +134,10 @@ class Mesh:
         for channel in channels:
             channel.close()
 
+    def leave(self) -> None:
+        """Closes every connection, and waits where ending them takes time."""
+        self.close()
+
     def lost(self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()) -> PeerLost:
         """Returns the error of a call that cannot succeed any more. The first ranks found missing stay the cause."""
         if missing and not self.missing and not self.closed:
@@ -153,7 +157,7 @@ class Mesh:
             if theirs != ours:
                 raise ConfigError(
                     f"rank {self.members.rank} has {ours}, rank {rank} has {theirs}; "
-                    "start all engines with the same settings"
+                    "start all engines with the same settings, on machines with the same packages"
                 )
 
 

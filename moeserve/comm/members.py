@@ -15,7 +15,7 @@ class Members:
     Unix sockets and the like, the same for all ranks of a machine. store: host:port at which rank 0 opens this epoch's
     store, or the path of a Unix socket for ranks of one machine. vote: host:port at which rank 0 listens for the step
     vote, where there are several machines. token: a secret that the members share. deadline_s: how long to wait
-    for a member before it counts as missing.
+    for a member before it counts as missing. terms: what must be the same on all ranks whose rows go by a mesh.
     """
 
     epoch: int
@@ -27,6 +27,7 @@ class Members:
     token: str
     deadline_s: float = 60.0
     vote: str = ""
+    terms: str = ""
 
     @classmethod
     def of(cls, join: Join, tp_rank: int) -> Members:

@@ -27,7 +27,7 @@ from moeserve.comm.store import dist
 Launch = Callable[[Callable[[], object]], Callable[[], object]]
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-ABORT_S = 2.0  # that `close` waits for it: who has noticed a loss in the middle of a step still has its graphs
+ABORT_S = 2.0  # that `leave` waits for it: a step that is being launched still has its graphs
 ABORT = "2"  # torch's way to handle errors that ends the communicator, and not the process
 
 
@@ -58,6 +58,7 @@ class DeviceMesh(Mesh):
         self._launch = launch
         self._max_sms = max_sms
         self._nccl: Any | None = None
+        self._aborting: threading.Thread | None = None
 
     def connect(self) -> None:
         """Connects the hosts by Gloo and the GPUs by NCCL. Raises PeerLost and ConfigError as in `Mesh`."""
@@ -117,13 +118,19 @@ class DeviceMesh(Mesh):
         return nccl
 
     def close(self) -> None:
-        """Closes every connection and aborts NCCL's kernels."""
+        """Closes every connection and begins to abort NCCL's kernels: whoever notices a loss still has its graphs."""
         super().close()
         with self.lock:
             nccl, self._nccl = self._nccl, None
-        if nccl is not None:
-            aborting = threading.Thread(target=_abort, args=(nccl,), daemon=True)
-            aborting.start()
+            if nccl is not None:
+                self._aborting = threading.Thread(target=_abort, args=(nccl,), daemon=True)
+                self._aborting.start()
+
+    def leave(self) -> None:
+        """Closes every connection and waits until NCCL's kernels have ended, once."""
+        self.close()
+        aborting, self._aborting = self._aborting, None
+        if aborting is not None:
             aborting.join(ABORT_S)
 
     def _open(self, store: Any) -> Any:

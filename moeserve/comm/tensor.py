@@ -105,7 +105,7 @@ class GlooTensor(TensorParallel):
     def leave(self) -> None:
         """Drops all connections, from any thread."""
         if self._mesh is not None:
-            self._mesh.close()
+            self._mesh.leave()
 
     def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
         parts_RTN = x_TN.new_empty((self.size, *x_TN.shape))

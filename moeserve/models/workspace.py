@@ -23,13 +23,13 @@ class Inflow:
     """Rows that other ranks may send here.
 
     rows: of one dispatch, at most. ubatches: micro-batches, each of which may have received so many. copies: copies of
-    received rows that are in memory at once. experts: physical experts of this rank in a layer.
+    received rows that are in memory at once. moving: experts that are in memory a second time while they move here.
     """
 
     rows: int
     ubatches: int
     copies: int
-    experts: int
+    moving: int
 
 
 def workspace_bytes(
@@ -78,12 +78,11 @@ def _plans(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
 
 def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
     """Bytes of other ranks' rows and of their experts' results, whose memory stays with the transport, and of experts
-    that are being moved in: those of a layer, and one that is read twice and packed.
+    that are being moved in.
 
     One micro-batch computes at a time, and in the worst case one expert has a row of every token.
     """
     width = spec.hidden_size
     rows = inflow.ubatches * inflow.rows * (inflow.copies * width * size + 4 * INT64)
     alike = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
-    moving = (inflow.experts + 3) * spec.expert_weights
-    return rows + (alike * (4 * spec.expert_size + 2 * width) + moving) * size
+    return rows + (alike * (4 * spec.expert_size + 2 * width) + inflow.moving * spec.expert_weights) * size

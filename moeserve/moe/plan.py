@@ -105,7 +105,7 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
     eager = why_not_recorded(backend.caps, kernel.caps) if not_fused else None
     if needs.device != "cuda":
         eager = f"there are none on {needs.device}"
-    reasons.append(("graphs", backend.caps.name, eager or "picked: decode steps are recorded"))
+    reasons.append(("graphs", backend.caps.name, eager or "possible: decode steps can be recorded"))
     reasons.append(
         ("fused", kernel.caps.name, not_fused or "picked: router, dispatch, experts and combine are one call")
     )

@@ -319,13 +319,16 @@ class ModelRunnerBase(StepExecutor, ABC):
         return Inflow(
             rows=most_rows(self.max_tokens, self.spec.experts_per_token, row_bytes, self.device.type),
             ubatches=len(self.ubatches.ubatches),
-            copies=self.peers.copies,
-            experts=self.placement.experts_per_rank,
+            copies=self.peers.caps.copies,
+            moving=self.placement.experts_per_rank + 3,  # of a layer, and one that is read twice and packed
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Connects with the given members; blocks. Raises PeerLost when a member does not come."""
-        self.peers.join(members, table)
+        """Connects with the given members; blocks. Raises PeerLost when a member does not come, ConfigError when one
+        rounds the tokens of steps in another way (`GroupGraphs.round_up`)."""
+        sizes = max(self.graphs.sizes.values(), key=len) if isinstance(self.graphs, GroupGraphs) else ()
+        terms = f"{len(sizes)} sizes of recorded steps (none without Triton) up to {max(sizes, default=0)} tokens"
+        self.peers.join(replace(members, terms=terms), table)
 
     def leave(self) -> None:
         """Drops all connections to other ranks. May be called from any thread: a step that waits for another rank then

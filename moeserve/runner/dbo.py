@@ -4,13 +4,17 @@ With `--dbo on` a step is split whenever there is something to split, with `auto
 micro-batches hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be
 known beforehand, so both ways are measured: per phase and size of step, the time per token with one micro-batch, the
 part of it that was spent waiting, and the time per token with two. The other way is tried now and then, where it could
-win at all, within a budget: trials never lose more than a hundredth of all time, and one trial.
+win at all, within a budget: trials never lose more than a hundredth of all time, and one trial. A step that a graph
+replays does not say how long it waited: there the times of whole steps decide alone.
 """
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -26,49 +30,40 @@ from moeserve.runner.thread import JobThread
 
 T = TypeVar("T")
 
-WEIGHT = 0.3  # of the newest sample in an average
 WARM = 3  # samples of the present way before the other one is tried
 PERIOD = 8  # steps of the group from one occasion for a trial to the next
 TRIAL = 3  # steps of a trial
 BUDGET = 0.01  # of all time, that trials may lose
+LEAST = 32  # tokens of a step that is tried blindly: both halves of a smaller one read all the weights that it reads
 WORTH = 0.03  # of a step's time: two micro-batches must save that much to be used, and waiting last as long to be tried
-
-
-@dataclass(slots=True)
-class _Average:
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, sample: float) -> None:
-        """Adds a sample. Recent samples count more, once there are enough."""
-        self.count += 1
-        self.value += max(WEIGHT, 1 / self.count) * (sample - self.value)
+# Recent samples, whose median counts: a step that records a graph, here or on another rank, takes many times as long.
+_Samples = partial(deque[float], maxlen=7)
 
 
 @dataclass(slots=True)
 class _Bucket:
     """Microseconds per token."""
 
-    one: _Average = field(default_factory=_Average)
-    exposed: _Average = field(default_factory=_Average)
-    two: _Average = field(default_factory=_Average)
+    one: deque[float] = field(default_factory=_Samples)
+    exposed: deque[float] = field(default_factory=_Samples)
+    two: deque[float] = field(default_factory=_Samples)
     warm: bool = False  # the first step in two micro-batches meets cold threads and caches, and does not count
 
     @property
     def two_pay(self) -> bool:
         """Whether two micro-batches save enough of a step's time."""
-        return self.two.count > 0 and self.two.value < (1 - WORTH) * self.one.value
+        return bool(self.one and self.two) and median(self.two) < (1 - WORTH) * median(self.one)
 
     @property
     def worth_a_trial(self) -> bool:
         """Whether the other way could win: it cannot save more than all waiting."""
         if self.two_pay:
-            return self.two.count >= WARM
-        return self.one.count >= WARM and self.exposed.value > WORTH * self.one.value
+            return len(self.two) >= WARM
+        return len(self.one) >= WARM and median(self.exposed) > WORTH * median(self.one)
 
 
 class OverlapPolicy:
-    """One engine's decisions. `ubatches_ok` and `note` may be called by two threads.
+    """One engine's decisions. `ubatches_ok` and `note` may be called by two threads: `median` copies in one go.
 
     Two micro-batches need the consent of all engines, so all must try at the same time: occasions for a trial are
     counted in steps of the group. `ubatches_ok` is called once per such step, `note` with every result, and `restart`
@@ -82,10 +77,11 @@ class OverlapPolicy:
         self._total_us = 0.0
         self._lost_us = 0.0  # by trials
         self._trials: dict[int, int] = {}  # step -> micro-batches that it was to try
+        self._alone = False
 
-    def restart(self) -> None:
-        """Counts the group's steps from zero again; measurements stay."""
-        self._step = 0
+    def restart(self, num_ranks: int) -> None:
+        """Counts the group's steps from zero again; measurements stay. With one rank nothing travels."""
+        self._step, self._alone = 0, num_ranks == 1
         self._trials.clear()
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
@@ -113,12 +109,14 @@ class OverlapPolicy:
         self._total_us += result.device_us
         if self._trials.pop(plan.step, 0) == ubatches:
             usual = bucket.one if ubatches == 2 else bucket.two
-            self._lost_us += max(0.0, result.device_us - usual.value * tokens)
+            self._lost_us += max(0.0, result.device_us - median(usual) * tokens)
         if ubatches == 1:
-            bucket.one.add(result.device_us / tokens)
-            bucket.exposed.add(result.exposed_comm_us / tokens)
+            bucket.one.append(result.device_us / tokens)
+            # Transfers that nobody timed were replayed, and may have been all that the step did.
+            blind = not result.comm_us and not self._alone and tokens >= LEAST
+            bucket.exposed.append((result.device_us if blind else result.exposed_comm_us) / tokens)
         elif bucket.warm:
-            bucket.two.add(result.device_us / tokens)
+            bucket.two.append(result.device_us / tokens)
         bucket.warm |= ubatches == 2
 
 

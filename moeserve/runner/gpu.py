@@ -71,8 +71,10 @@ class GPUModelRunner(ModelRunnerBase):
             needed += FP32 * MOST_SPACE * len(self.groups)
         if self.graph_obstacle is not None:
             return needed
-        scheduler = replace(self.config.scheduler, max_num_batched_tokens=tokens)
-        return needed + workspace_bytes(self.spec, replace(self.config, scheduler=scheduler), self.dtype)
+        scheduler, inflow = replace(self.config.scheduler, max_num_batched_tokens=tokens), self.inflow
+        if inflow is not None:
+            inflow = replace(inflow, rows=min(inflow.rows, self.peers.caps.recorded_rows), moving=0)
+        return needed + workspace_bytes(self.spec, replace(self.config, scheduler=scheduler), self.dtype, inflow)
 
     def _measured(self) -> tuple[int, int]:
         """Returns the bytes of the largest step at its peak, beside weights and tables, and those of the tables."""

@@ -214,10 +214,12 @@ class GroupGraphs(GraphManager):
         if agreed.ubatches == 1:
             shape = self.dispatch(agreed.most_tokens[0], uniform_len)
             return shape if shape and shape.num_tokens == room else None
-        shape = self.dispatch(plan.num_tokens, uniform_len)
-        if shape is None or shape.mode is Mode.PIECEWISE or shape.split_at > room:  # rows are under way between pieces
+        most = self.sizes.get(Mode.FULL, (0,))[-1]
+        if uniform_len is None or plan.num_tokens > most:  # between pieces rows would be under way
             return None
-        return replace(shape, room=room)
+        # The size that the engine with most tokens needs: the step takes as long as that one, and shapes stay few.
+        size = self.round_up(min(2 * max(agreed.most_tokens), most))
+        return Descriptor(Mode.FULL, size, size, room)
 
     def forget(self) -> None:
         """Drops all recordings, from any thread; a step that is being replayed keeps its own until that is launched."""

@@ -79,11 +79,10 @@ class GroupedRunner(ThreadedRunner):
         """Connects all ranks of the engine with the other engines'. Raises PeerLost."""
         self._lost, self.overtaken = None, False
         self._dp_rank = join.dp_rank
-        self._policy.restart()
+        members = Members.of(join, 0)
+        self._policy.restart(members.size)
         others = self._ask(join)
-        own: asyncio.Future[None] = asyncio.ensure_future(
-            self.call(self.runner.join, Members.of(join, 0), join.placement)
-        )
+        own: asyncio.Future[None] = asyncio.ensure_future(self.call(self.runner.join, members, join.placement))
         both: tuple[asyncio.Future[Any], ...] = own, others
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

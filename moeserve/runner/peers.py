@@ -12,7 +12,7 @@ from moeserve.comm.shm import ShmTensor
 from moeserve.comm.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel
 from moeserve.comm.world import World
 from moeserve.messages import Placed, PlacementTable
-from moeserve.moe.all2all.base import All2All, Checked, Completed, Ticket
+from moeserve.moe.all2all.base import All2All, All2AllCaps, Checked, Completed, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.wire_format import WireFormat
 from moeserve.moe.layer import MoELayer
@@ -112,9 +112,10 @@ class Peers:
         return sys.maxsize if most is None else most * self._tp.size
 
     @property
-    def copies(self) -> int:
-        """The number of copies that the all2all backend keeps of received rows while experts compute on them."""
-        return 0 if self._all2all is None else self._all2all.caps.copies
+    def caps(self) -> All2AllCaps:
+        """What the all2all backend of a model with experts can do."""
+        assert self._all2all is not None
+        return self._all2all.caps
 
     def leave(self) -> None:
         """Drops all connections, at any time and from any thread: a step that waits for a peer raises PeerLost."""

@@ -87,8 +87,8 @@ def test_what_it_is_asked_for(max_sms: int | None, fake: type[Nccl]) -> None:
     assert fake.handling == "2", "an error must not take the process down"
     for mesh in meshes:
         mesh.check()
-        mesh.close()
-        mesh.close()
+        mesh.leave()
+        mesh.leave()
     assert all(group.aborted.is_set() for group in fake.made)
     for mesh in meshes:
         with pytest.raises(PeerLost, match="left the group"):
@@ -108,10 +108,32 @@ def test_what_came_from_a_peer_that_is_gone_is_not_believed(fake: type[Nccl]) ->
     mesh = meshes[fake.made[0].ranks[0]]
     with pytest.raises(PeerLost, match="NCCL gave up on a rank: TIMEOUT"):
         mesh.check()
-    assert fake.made[0].aborted.is_set(), "whoever waits for its kernels goes on"
+    assert fake.made[0].aborted.wait(10), "whoever waits for its kernels goes on"
     assert mesh.closed
     for one in meshes:
-        one.close()
+        one.leave()
+
+
+def test_a_loss_is_told_before_the_graphs_are_dropped(fake: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborting waits for them, and leaving for aborting."""
+    monkeypatch.setattr(nccl, "ABORT_S", 30.0)
+    dropped, (mesh, other) = threading.Event(), connected()
+    group: Any = mesh._nccl
+
+    def abort() -> None:
+        assert dropped.wait(30)
+        group.aborted.set()
+
+    group.abort, group.error = abort, "TIMEOUT"
+    began_s = time.monotonic()
+    with pytest.raises(PeerLost, match="NCCL gave up on a rank: TIMEOUT"):
+        mesh.check()
+    assert time.monotonic() - began_s < 15
+    assert not group.aborted.is_set()
+    dropped.set()
+    mesh.leave()
+    assert group.aborted.is_set()
+    other.leave()
 
 
 def test_leaving_ends_a_connection_that_is_being_made(fake: type[Nccl]) -> None:
@@ -140,7 +162,7 @@ def test_why_it_does_not_connect(fake: type[Nccl]) -> None:
             mesh.connect()
 
     together([lambda mesh=mesh: connect(mesh) for mesh in meshes])  # type: ignore[misc]
-    assert all(group.aborted.is_set() for group in fake.made)
+    assert all(group.aborted.wait(10) for group in fake.made)
 
 
 def test_one_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:

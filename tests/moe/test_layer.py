@@ -195,7 +195,7 @@ def test_world() -> None:
 @pytest.mark.parametrize(
     ("backend", "kernel", "why"),
     [
-        ({"not_recorded": None}, {"device_counts": True}, "picked: decode steps are recorded"),
+        ({"not_recorded": None}, {"device_counts": True}, "possible: decode steps can be recorded"),
         ({"not_recorded": None}, {}, "quick must know the counts of rows on the host"),
         ({}, {"device_counts": True}, "rows are counted on the host"),
     ],
@@ -210,7 +210,7 @@ def test_plan_says_whether_steps_are_recorded(backend: dict[str, Any], kernel: d
     ops = pick_ops("cpu", torch.float32)
     parts: list[Any] = [Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops), None]
     layer = plan.layer(*parts, LogicalToPhysical(placement, 0, counts_on_device=True))
-    assert layer.not_recorded == (None if why.startswith("picked") else why)
+    assert layer.not_recorded == (None if why.startswith("possible") else why)
     on_host = plan.layer(*parts, LogicalToPhysical(placement, 0))
     assert on_host.not_recorded == "the router's choices are counted on the host"
 

@@ -132,7 +132,7 @@ def leave(members: Members, deadline_s: str, leaves_after_s: str) -> None:
         timer.cancel()
     else:
         time.sleep(2 * ENDS_S)
-    mesh.close()
+    mesh.leave()
 
 
 @pytest.mark.parametrize(("deadline_s", "leaves_after_s"), [("60", "1"), ("3", "60")])

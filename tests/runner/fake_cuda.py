@@ -173,7 +173,7 @@ class FakeCuda:
     def reset_peak_memory_stats(self, device: Any) -> None:
         self.peak_bytes = self.memory_allocated()
 
-    def max_memory_allocated(self, device: Any) -> int:
+    def max_memory_allocated(self, device: Any = None) -> int:
         return self.peak_bytes
 
     def is_initialized(self) -> bool:

@@ -20,6 +20,7 @@ from moeserve.comm.tensor import DeviceTensor
 from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, StepPlan, StepResult
+from moeserve.errors import ConfigError
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
 from moeserve.moe.all2all.nccl import NcclAll2All
@@ -205,6 +206,20 @@ def test_two_ranks_give_the_bits_of_one(
     assert all(bool(some) == (graphs != "off") for some in recorded), recorded
     for driver in drivers:
         driver.runner.leave()
+        driver.runner.close()
+
+
+def test_ranks_that_round_steps_in_other_ways_do_not_serve_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on machines with Triton and without: they would make room for other numbers of tokens."""
+    monkeypatch.setattr(Rank, "kind", "nccl")
+    worlds = [World(rank=rank, size=2, ranks_on_host=2, host_rank=rank) for rank in range(2)]
+    drivers = [driver_of(world, graphs) for world, graphs in zip(worlds, ("full", "off"), strict=True)]
+    members = members_of(2, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"4 sizes of recorded steps .none without Triton. up to 8.*same packages"):
+        together([lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)])  # type: ignore[misc]
+    for driver in drivers:
         driver.runner.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,34 @@ def test_what_cannot_be_replayed_runs_as_it_is() -> None:
 
 def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> None:
     graphs = graphs_of(Facts())
-    for tokens, most, size, room in ((1, 1, 1, 1), (3, 2, 4, 2), (9, 5, 16, 8), (9, 30, 16, 32), (17, 9, 24, 16)):
+    for tokens, most, size, room in ((1, 1, 2, 1), (3, 2, 4, 2), (9, 5, 16, 8), (9, 30, 64, 32), (17, 9, 24, 16)):
         shape = graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most - 1))))
         assert shape is not None
         assert (shape.mode, shape.num_tokens, shape.room) == (Mode.FULL, size, room)
         assert shape.num_tokens - shape.split_at <= shape.split_at <= room == graphs.round_up(most)
-    for most in range(1, 145):  # 288 are the most that all of an engine's requests come to in a recorded step
-        for tokens in range(1, 2 * most + 1):
-            assert graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most)))), (most, tokens)
+    for most in range(1, 513):
+        for tokens in {1, most, 2 * most - 1, 2 * most}:
+            shape = graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most))))
+            assert (shape is not None) == (tokens <= 288), (most, tokens)  # the largest size of FULL
+            if shape is not None:
+                assert tokens <= shape.num_tokens <= 288
+                assert shape.split_at <= shape.room == graphs.round_up(most)
+
+
+@pytest.mark.parametrize("seqs", [1, 256, 512])
+@pytest.mark.parametrize("tokens", [20, 500, 2048])
+def test_the_number_of_recordings_is_bounded(seqs: int, tokens: int) -> None:
+    """Whatever engines have to do, as docs/gpu.md says."""
+    limits = replace(LIMITS, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    graphs = graphs_of(Facts())
+    graphs.sizes = common_sizes("auto", limits)
+    one, two = set[Any](), set[Any]()
+    for most in range(1, min(tokens, 512) + 1):
+        for counts in ((1,), (2,), (1,) * most):
+            one.add(graphs.shape(plan(*counts, agreed=Agreed(1, 1, (most, 0)))))
+            two.add(graphs.shape(plan(*counts, agreed=Agreed(1, 2, (most, most)))))
+    assert len(one - {None}) <= 102
+    assert len(two - {None}) <= 66
 
 
 def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from moeserve.comm.world import World
+from moeserve.config import config_of
 from moeserve.engine.plan import StepResult
 from moeserve.messages import Logprobs
+from moeserve.moe.all2all.nccl import SMALL_BYTES, NcclAll2All
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.gpu import GPUModelRunner
 from moeserve.runner.load import Progress
 from moeserve.sampling import TokenSampling
-from tests.runner.harness import Driver, Request
+from tests.moe.contract.backends import facts_of
+from tests.runner.harness import Driver, Request, spec_of
 from tests.runner.test_bits import MODELS, PROMPT, SAMPLINGS, RandomWeights, driver_of, random_model
+from tests.runner.test_ep_graph_runs import SPEC
 
 HAS_GPU = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
@@ -80,6 +88,21 @@ def test_all_that_a_step_answers() -> None:
         for ours, theirs in zip(logprobs_of(found), logprobs_of(expected), strict=True):
             assert (ours.ids, ours.rank) == (theirs.ids, theirs.rank)
             assert ours.values == pytest.approx(theirs.values, abs=1e-4)
+
+
+@pytest.mark.parametrize("dbo", ["off", "auto"])
+def test_graphs_of_small_steps_by_nccl_are_in_the_memory_plan(dbo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPUModelRunner, "_measured", lambda runner: (0, 0))
+    config = config_of(None, dbo=dbo, dp=2, kernels="torch")
+    runner = OnGPU(config, spec_of(**SPEC | {"hidden_size": 2048}), Path(), World(0, 2, ranks_on_host=2))
+    runner.device = torch.device("cuda")
+    caps = NcclAll2All(facts_of(runner.dtype, hidden_size=2048)).caps
+    found = []
+    for rows in (0, caps.recorded_rows):
+        runner.peers = SimpleNamespace(caps=replace(caps, recorded_rows=rows), not_recorded=None)  # type: ignore[assignment]
+        found.append(runner.profile_run())
+    each = SMALL_BYTES * caps.copies
+    assert each <= (found[1] - found[0]) / len(runner.ubatches.ubatches) <= 2 * each
 
 
 @pytest.mark.parametrize("model", [pytest.param(model, marks=gpu) for model in MODELS])

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.models.workspace import Inflow, workspace_bytes
 from moeserve.moe import streams
 from moeserve.moe.all2all import nccl as backends
 from moeserve.moe.all2all.base import Inbound
-from moeserve.moe.all2all.nccl import NcclAll2All
+from moeserve.moe.all2all.nccl import SMALL_BYTES, NcclAll2All
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CudaStream
 from moeserve.moe.ubatch import UBatch
@@ -27,6 +28,7 @@ from tests.comm import fake_nccl
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import LOCAL, TOP_K, facts_of
 from tests.moe.contract.test_contract import Batch, alone, batch, same_bits
+from tests.runner.expert_checkpoint import spec_of
 from tests.runner.fake_cuda import Devices, FakeTorch, Hazard, refuse_to_wait
 
 ROOM, LAYERS = 6, 2
@@ -152,6 +154,32 @@ def test_ranks_that_replay_and_ranks_that_do_not_give_the_bits_of_one(devices: D
         "alltoall_base",
     }
     assert len(fake_nccl.Group.called) == 2 * LAYERS * 7
+
+
+def test_what_the_largest_small_step_takes_is_in_the_plan(devices: Devices, tmp_path: Path) -> None:
+    members, facts = members_of(2, str(tmp_path)), facts_of(DTYPE, hidden_size=2048, max_tokens=1000)
+
+    def work(rank: int) -> int:
+        backend, ubatch = NcclAll2All(facts), UBatch()
+        with devices.on(rank), torch.inference_mode():
+            backend.join(members[rank], LOCAL, 1)
+            tokens = ubatch.most_tokens = backend.caps.most_recorded or 0
+            x, ids_N = torch.ones(tokens, 2048, dtype=DTYPE), torch.arange(tokens * TOP_K, dtype=torch.int32)
+            routing = Routing(ids_N.view(tokens, -1) % (2 * LOCAL), torch.ones(tokens, TOP_K))
+            out_TD = torch.empty_like(x)
+            before = devices.memory_allocated()
+            devices.reset_peak_memory_stats(None)
+            ticket = backend.dispatch(x, routing, ubatch).wait()
+            backend.combine(ticket, ticket.inbound.x * 2, out_TD, ubatch).wait()
+            backend.leave()
+            return int(devices.max_memory_allocated()) - before
+
+    caps = NcclAll2All(facts).caps
+    spec = spec_of(hidden_size=2048, experts_per_token=TOP_K, expert_size=1)
+    flow = Inflow(caps.recorded_rows, ubatches=1, copies=caps.copies, moving=0)
+    without, planned = (workspace_bytes(spec, 64, 1, 8, DTYPE, 1, each) for each in (None, flow))
+    for taken in together([lambda: work(0), lambda: work(1)]):
+        assert 4 * SMALL_BYTES < taken <= planned - without
 
 
 def test_steps_whose_rows_the_host_counts_cannot_be_recorded(devices: Devices, tmp_path: Path) -> None:

@@ -189,10 +189,12 @@ def recorded(cuda: FakeCuda) -> tuple[Tensor, Tensor]:
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
     step = StepInputs(ids, torch.arange(12), (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
     model, runner, agreed = Model(cuda, Travelling()), UBatchRunner(2), Agreed(0, 2, (6, 6))
+    runner.take_transfers = comm_stream("cuda").take_transfers
     kv = [(torch.zeros(12, WIDTH),) for _ in range(LAYERS)]
     try:
         with torch.inference_mode():
             expected = runner.forward(model, step, 6, agreed, kv).clone()
+            assert runner.take_meter().transfers
             recording = recorder.CudaRecorder(torch.device("cpu"), warm=False).record(
                 lambda pause: (runner.forward(model, step, 6, agreed, kv),)
             )
@@ -200,6 +202,7 @@ def recorded(cuda: FakeCuda) -> tuple[Tensor, Tensor]:
             for (cache,) in kv:
                 cache.zero_()
             recording.replay()
+            assert not runner.take_meter().transfers, "what `--dbo auto` must do without"
             return expected, recording.results[0].clone()
     finally:
         runner.close()

@@ -41,11 +41,11 @@ class All2AllCaps:
     max_tokens: tokens of one dispatch on one rank, the same on all ranks; `join` may change it, and a larger step goes
     in several rounds. copies: how many times received rows are in memory at once, results included. pad_hidden: returns
     the width that rows are filled up to, None where they are too wide. not_recorded: why no CUDA graph can record a
-    dispatch, None if one can. most_recorded: with how many tokens of each rank at most; `join` may change it. exact:
-    rows and sums have the order that `Inbound` and `combine` promise, so bits do not depend on where experts are.
-    device_counts: counts of rows must stay on the device, see `Inbound`. in_place: rows stay on this rank as they are,
-    so a kernel may sort and sum them itself (`Fusible`). encrypts: rows between machines can be encrypted. obstacle:
-    why it cannot serve here.
+    dispatch, None if one can. most_recorded: with how many tokens of each rank at most; `join` may change it.
+    recorded_rows: how many a recorded dispatch may bring to memory of the graph's own. exact: rows and sums have the
+    order that `Inbound` and `combine` promise, so bits do not depend on where experts are. device_counts: counts of
+    rows must stay on the device, see `Inbound`. in_place: rows stay on this rank as they are, so a kernel may sort and
+    sum them itself (`Fusible`). encrypts: rows between machines can be encrypted. obstacle: why it cannot serve here.
     """
 
     name: str
@@ -58,6 +58,7 @@ class All2AllCaps:
     max_in_flight: int | None = None
     not_recorded: str | None = "rows are counted on the host"
     most_recorded: int | None = None
+    recorded_rows: int = 0
     device_counts: bool = False
     in_place: bool = False
     exact: bool = True

@@ -30,24 +30,23 @@ from moeserve.moe.streams import comm_stream
 from moeserve.moe.ubatch import UBatch
 
 I64 = NDArray[np.int64]
+SMALL_BYTES = 16 << 20  # that come home to a rank in the largest of small steps
 
 
 class NcclAll2All(MeshAll2All[DeviceMesh]):
     """A token's row travels once to each rank that has experts for it, with all of its ids; results come home one per
     (token, k) pair. Both go by `all_to_all_single`."""
 
-    small_bytes = 16 << 20  # that come home to a rank in the largest of small steps
-
     def __init__(self, facts: BackendFacts) -> None:
         super().__init__(facts, "cuda")
         self._max_sms = facts.comm_sms
-        self.caps = replace(self.caps, not_recorded=None)
+        self.caps = replace(self.caps, not_recorded=None, recorded_rows=SMALL_BYTES // facts.row_bytes)
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """See `All2All`."""
         super().join(members, experts_per_rank, ubatches)
-        each_bytes = members.size * self._top_k * self._facts.row_bytes
-        self.caps = replace(self.caps, most_recorded=self.small_bytes // each_bytes if members.size > 1 else 0)
+        most = self.caps.recorded_rows // (members.size * self._top_k) if members.size > 1 else 0
+        self.caps = replace(self.caps, most_recorded=most)
 
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> DeviceMesh:
         """Returns connections over Gloo with a communicator of NCCL."""

@@ -57,7 +57,7 @@ class MeshAll2All(All2All, Generic[M]):
     def leave(self) -> None:
         """See `All2All`."""
         if self._mesh is not None:
-            self._mesh.close()
+            self._mesh.leave()
 
     @property
     def mesh(self) -> M:

@@ -66,7 +66,8 @@ def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_toke
     facts = facts_of(dtype, ranks, wire, max_tokens=max_tokens)
     if name in (BY_NCCL, SMALL_STEPS):
         by_nccl = NcclAll2All(facts) if name == BY_NCCL else SmallSteps(facts)
-        by_nccl.small_bytes = 0 if name == BY_NCCL else by_nccl.small_bytes
+        if name == BY_NCCL:
+            by_nccl.caps = replace(by_nccl.caps, recorded_rows=0)
         return by_nccl
     if name == "cuda_ipc":
         from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
