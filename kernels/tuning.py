@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from moeserve.kernels import cost, deep_gemm, grouped_fp8, grouped_gemm, paged_attention, tiles
+from moeserve.kernels import cost, deep_gemm, flash_attention, grouped_fp8, grouped_gemm, paged_attention, tiles
 from moeserve.kernels import grouped_weight_only as narrow
 from moeserve.kernels import linear as dense
 from moeserve.kernels.align import Alignment, align
@@ -284,6 +284,8 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
     cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads)
     k = random(*cache, shape.dim, dtype=shape.dtype, device=device)
     v = k[..., : shape.v_dim] if shape.latent else random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
+    fast = paged_attention.tile_rows(shape, invariant=False)
+    misfit = flash_attention.misfit(shape.dim, shape.v_dim, latent=shape.latent)
     blocks = (torch.randperm(ROWS * per_row, device=device).int() + 1).view(ROWS, per_row)
     for rows, new, invariant in ((ROWS, 1, True), (ROWS, 1, False), (1, PREFILL, True), (1, PREFILL, False)):
         starts = torch.full((rows,), CONTEXT - new, dtype=torch.int32, device=device)
@@ -296,12 +298,19 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
             continue
         seen.add(block_m)
 
-        def _run(config: Config, q: Tensor = q, plan: paged_attention.AttentionMetadata = plan) -> Tensor:
+        theirs, rival = None, None
+        if block_m in fast and not misfit and flash_attention.obstacle(device) is None:
+            inputs = blocks[:rows], starts, offsets, shape, bounds
+            theirs, rival = flash_attention.plan_attention(*inputs, tokens=len(q)), flash_attention.WINS
+
+        def _run(config: Config, q: Tensor = q, plan: Any = plan, theirs: Any = theirs) -> Tensor:
+            if config.get("fa3"):
+                return flash_attention.attention(q, k, v, theirs)
             return paged_attention.attention(q, k, v, plan, config=config)
 
         default = paged_attention.launch_of(shape, k.dtype, block_m, facts_of(device).name)
         name = paged_attention.shape_of(shape, k.dtype)
-        yield Job("paged_attention", name, block_m, default, ATTENTION, _run)
+        yield Job("paged_attention", name, block_m, default, ATTENTION, _run, rival=rival)
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,16 +4,23 @@ Imported only where they serve: importing triton takes half a second. T tokens, 
 head width.
 """
 
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.kernels import paged_attention
+from moeserve.config import CacheConfig
+from moeserve.errors import ConfigError
+from moeserve.kernels import flash_attention, paged_attention
 from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
+from moeserve.kernels.flash_attention import FlashMetadata
 from moeserve.kernels.index_select import index_select as index_select_kernel
 from moeserve.kernels.latent import latent_rope_cache
 from moeserve.kernels.linear import heads_linear, linear
@@ -35,6 +42,8 @@ from moeserve.ops.selected import QUERIES, Selection
 from moeserve.ops.table import Ops
 from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle
 
+log = logging.getLogger(__name__)
+WHOLE = 64  # tokens of the smallest block that FlashAttention may load whole, with NaN that others left there
 BLOCKS_M = (16, 32, 64, 128)  # rows of a tile that launches may ask for
 
 
@@ -92,8 +101,10 @@ def plan_attention(
     *,
     dtype: torch.dtype,
     exact: bool,
-) -> AttentionMetadata:
-    """See `PlanAttention`. dtype: of queries. exact: bits depend on nothing but query and context."""
+    by_flash: Callable[[AttentionShape, int], bool] | None = None,
+) -> AttentionMetadata | FlashMetadata:
+    """See `PlanAttention`. dtype: of queries. exact: bits depend on nothing but query and context. by_flash: whether
+    FlashAttention takes steps whose longest row has so many new tokens."""
     counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
     bounds = Bounds(
         rows=len(counts_R),
@@ -101,10 +112,54 @@ def plan_attention(
         new_tokens=int(counts_R.max()),
         context=int((step.starts_R + counts_R).max()),
     )
-    sizes = AttentionShape(
-        shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim, group.block_size, dtype, group.window, group.chunk
+    sizes = _attention_shape(shape, dtype, group.block_size, group.window, group.chunk)
+    inputs = group.blocks_RN, *step.rows_on_device, sizes, bounds
+    if by_flash is not None and by_flash(sizes, bounds.new_tokens):
+        return flash_attention.plan_attention(*inputs, tokens=len(step.ids_T), padded=step.live is not None)
+    return paged_attention.plan_attention(*inputs, invariant=exact)
+
+
+def _attention_shape(shape: HeadShape, dtype: torch.dtype, block_size: int, *limits: int | None) -> AttentionShape:
+    return AttentionShape(shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim, block_size, dtype, *limits)
+
+
+def with_flash_attention(
+    ops: Ops, heads: Sequence[HeadShape], cache: CacheConfig, *, asked: bool, misfit: str
+) -> Ops:  # fmt: skip
+    """Returns the table with attention by FlashAttention-3: in all steps if it was asked for, else in those in which it
+    was measured to be faster; the table itself where that is nowhere or something is in the way.
+
+    heads: of all layers. misfit: why it cannot compute one of them, empty if it can.
+    Raises ConfigError if it was asked for and something is in the way.
+    """
+    device, dtype, kept = ops.device, ops.dtype, cache.kv_cache_dtype
+    shapes = [_attention_shape(shape, dtype, cache.block_size) for shape in heads]
+    why = (
+        misfit,
+        "its bits may depend on the batch; use --determinism fast" if ops.exact else "",
+        "" if kept == "auto" else f"it reads no cache in {kept}",
+        "" if dtype in (torch.bfloat16, torch.float16) else f"it computes in bfloat16 and float16, not in {dtype}",
+        "" if cache.block_size < WHOLE else f"it reads behind a context's end in blocks of {WHOLE} tokens and more",
+        "" if asked or any(flash_attention.is_faster(device, s) for s in shapes) else flash_attention.NOT_MEASURED,
     )
-    return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, sizes, bounds, invariant=exact)
+    if obstacle := next(filter(None, why), None) or flash_attention.obstacle(device):
+        if asked:
+            raise ConfigError(f"attention_backend=fa3: {obstacle}; or choose attention_backend: auto")
+        log.debug("attention by Triton, not fa3: %s", obstacle)
+        return ops
+    by_flash = (lambda shape, new_tokens: True) if asked else partial(flash_attention.wins, device)
+    return replace(
+        ops,
+        chosen=ops.chosen + ", attention: fa3" + " where it was measured to be faster" * (not asked),
+        plan_attention=partial(plan_attention, dtype=dtype, exact=False, by_flash=by_flash),
+        attention=_attention_by_plan,
+    )
+
+
+def _attention_by_plan(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: object, **options: Any) -> Tensor:
+    kernel: Any = flash_attention.attention if isinstance(plan, FlashMetadata) else attention
+    attended: Tensor = kernel(q_THd, k_cache, v_cache, plan, **options)
+    return attended
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> TileMetadata:
