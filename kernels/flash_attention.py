@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels.attention_plan import Bounds
-from moeserve.kernels.configs import Config, facts_of, known
-from moeserve.kernels.paged_attention import MOST_SPACE, AttentionShape, launch_of, shape_of, tile_rows
+from moeserve.kernels.configs import Config, facts_of
+from moeserve.kernels.paged_attention import MOST_SPACE, AttentionShape, launch_of, tile_rows
 
 PACKAGE, FUNCTION = "flash_attn_interface", "flash_attn_with_kvcache"
 NEEDED = (
@@ -24,7 +24,6 @@ NEEDED = (
 )  # fmt: skip
 HOPPER = (9, 0)
 ROWS, MOST_SPLITS = 128, 128  # queries of one head of keys that one of its programs takes; parts of a context
-NOT_MEASURED = "it was not measured to be faster on this card; `moeserve tune` finds out"
 WINS: Config = {"fa3": 1}  # in tables, beside the parameters of paged_attention.py, for which it lost
 
 
@@ -75,15 +74,10 @@ def misfit(dim: int, v_dim: int, *, sinks: bool = False, latent: bool = False) -
     return f"it knows no {'latents' if latent else 'heads'} of width {dim}" + f" and {v_dim}" * (dim != v_dim)
 
 
-def is_faster(device: torch.device, shape: AttentionShape) -> bool:
-    """Returns whether `moeserve tune` found it so in any step."""
-    name = shape_of(shape, shape.dtype)
-    return any(config.get("fa3") for config in known("paged_attention", facts_of(device).name, name))
-
-
 def wins(device: torch.device, shape: AttentionShape, new_tokens: int) -> bool:
-    """Returns whether it was found to be faster in steps whose longest row has so many new tokens. Blocks of one token,
-    as what is chosen has, were not measured, nor long rows where the kernels here have one size of programs for all."""
+    """Returns whether `moeserve tune` found it faster in steps whose longest row has so many new tokens. It measures no
+    blocks of one token, as what is chosen has, nor long rows where the kernels here have one size of programs for all.
+    """
     few, many = tile_rows(shape, invariant=False)
     is_few = new_tokens <= few // shape.group
     if shape.block_size == 1 or (few == many and not is_few):

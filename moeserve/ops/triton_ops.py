@@ -5,7 +5,7 @@ head width.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,46 +112,39 @@ def plan_attention(
         new_tokens=int(counts_R.max()),
         context=int((step.starts_R + counts_R).max()),
     )
-    sizes = _attention_shape(shape, dtype, group.block_size, group.window, group.chunk)
+    sizes = AttentionShape(
+        shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim, group.block_size, dtype, group.window, group.chunk
+    )
     inputs = group.blocks_RN, *step.rows_on_device, sizes, bounds
     if by_flash is not None and by_flash(sizes, bounds.new_tokens):
         return flash_attention.plan_attention(*inputs, tokens=len(step.ids_T), padded=step.live is not None)
     return paged_attention.plan_attention(*inputs, invariant=exact)
 
 
-def _attention_shape(shape: HeadShape, dtype: torch.dtype, block_size: int, *limits: int | None) -> AttentionShape:
-    return AttentionShape(shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim, block_size, dtype, *limits)
-
-
-def with_flash_attention(
-    ops: Ops, heads: Sequence[HeadShape], cache: CacheConfig, *, asked: bool, misfit: str
-) -> Ops:  # fmt: skip
+def with_flash_attention(ops: Ops, cache: CacheConfig, *, asked: bool, misfit: str) -> Ops:
     """Returns the table with attention by FlashAttention-3: in all steps if it was asked for, else in those in which it
-    was measured to be faster; the table itself where that is nowhere or something is in the way.
+    was measured to be faster; the table itself if something is in the way.
 
-    heads: of all layers. misfit: why it cannot compute one of them, empty if it can.
+    misfit: why it cannot compute one of the layers, empty if it can.
     Raises ConfigError if it was asked for and something is in the way.
     """
-    device, dtype, kept = ops.device, ops.dtype, cache.kv_cache_dtype
-    shapes = [_attention_shape(shape, dtype, cache.block_size) for shape in heads]
     why = (
         misfit,
         "its bits may depend on the batch; use --determinism fast" if ops.exact else "",
-        "" if kept == "auto" else f"it reads no cache in {kept}",
-        "" if dtype in (torch.bfloat16, torch.float16) else f"it computes in bfloat16 and float16, not in {dtype}",
-        "" if cache.block_size < WHOLE else f"it reads behind a context's end in blocks of {WHOLE} tokens and more",
-        "" if asked or any(flash_attention.is_faster(device, s) for s in shapes) else flash_attention.NOT_MEASURED,
+        f"it computes in bfloat16 and float16, not in {ops.dtype}" if ops.dtype == torch.float32 else "",
+        f"it reads no cache in {cache.kv_cache_dtype}" if cache.kv_cache_dtype != "auto" else "",
+        f"it reads behind a context's end in blocks of {WHOLE} tokens and more" if cache.block_size >= WHOLE else "",
     )
-    if obstacle := next(filter(None, why), None) or flash_attention.obstacle(device):
+    if obstacle := next(filter(None, why), None) or flash_attention.obstacle(ops.device):
         if asked:
             raise ConfigError(f"attention_backend=fa3: {obstacle}; or choose attention_backend: auto")
         log.debug("attention by Triton, not fa3: %s", obstacle)
         return ops
-    by_flash = (lambda shape, new_tokens: True) if asked else partial(flash_attention.wins, device)
+    by_flash = (lambda shape, new_tokens: True) if asked else partial(flash_attention.wins, ops.device)
     return replace(
         ops,
-        chosen=ops.chosen + ", attention: fa3" + " where it was measured to be faster" * (not asked),
-        plan_attention=partial(plan_attention, dtype=dtype, exact=False, by_flash=by_flash),
+        chosen=ops.chosen + ", attention: fa3" + " where `moeserve tune` found it faster" * (not asked),
+        plan_attention=partial(plan_attention, dtype=ops.dtype, exact=False, by_flash=by_flash),
         attention=_attention_by_plan,
     )
 

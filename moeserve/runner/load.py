@@ -86,7 +86,7 @@ def load_model(
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
     ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
-    ops = _with_attention(ops, config, spec, shard.world.tp_size)
+    ops = _with_attention(ops, config, spec)
     if config.device.compile:
         ops = traced(ops)
     checkpoint = _for_kernels(checkpoint, ops, config)
@@ -175,7 +175,7 @@ def draft_params(
         yield params, ops
 
 
-def _with_attention(ops: Ops, config: Config, spec: ModelSpec, tp_size: int) -> Ops:
+def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:
     """Returns the table with the attention that the settings choose. Raises ConfigError if it cannot serve."""
     asked = config.device.attention_backend
     if not ops.triton and asked != "auto":
@@ -184,8 +184,7 @@ def _with_attention(ops: Ops, config: Config, spec: ModelSpec, tp_size: int) -> 
         return ops
     from moeserve.ops.triton_ops import with_flash_attention  # slow to import: only where it serves
 
-    heads = [shape for layer in spec.cached_layers if (shape := layer.mixer.head_shape(tp_size))]
-    return with_flash_attention(ops, heads, config.cache, asked=asked == "fa3", misfit=spec.obstacle("fa3"))
+    return with_flash_attention(ops, config.cache, asked=asked == "fa3", misfit=spec.obstacle("fa3"))
 
 
 def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint:

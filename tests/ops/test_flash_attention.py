@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,7 +270,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "cannot be imported: ModuleNotFoundError" in why()
 
 
-SHAPES = [HeadShape(4, 2, 64, 64)]
+HEADS = HeadShape(4, 2, 64, 64)
 NEEDS: dict[str, Any] = {"cache": CacheConfig(), "asked": True, "misfit": ""}
 
 
@@ -288,13 +289,12 @@ def test_a_table_that_cannot_have_it_says_so(as_on_hopper: None, monkeypatch: py
         (fast, {"misfit": "it knows no sinks"}, "it knows no sinks"),
     ):
         with pytest.raises(ConfigError, match=f"attention_backend=fa3: .*{said}.*choose attention_backend: auto"):
-            with_flash_attention(ops, SHAPES, **(NEEDS | changes))
-        assert with_flash_attention(ops, SHAPES, **(NEEDS | changes | {"asked": False})) is ops
-    assert with_flash_attention(fast, SHAPES, **(NEEDS | {"asked": False})) is fast  # not measured
-    assert "attention: fa3" in with_flash_attention(fast, SHAPES, **NEEDS).chosen
+            with_flash_attention(ops, **(NEEDS | changes))
+        assert with_flash_attention(ops, **(NEEDS | changes | {"asked": False})) is ops
+    assert "attention: fa3" in with_flash_attention(fast, **NEEDS).chosen
     monkeypatch.setattr(flash_attention, "obstacle", lambda device: "not here")
     with pytest.raises(ConfigError, match="attention_backend=fa3: not here"):
-        with_flash_attention(fast, SHAPES, **NEEDS)
+        with_flash_attention(fast, **NEEDS)
 
 
 def test_it_runs_where_it_was_measured_to_be_faster(as_on_hopper: None, tmp_path: Path) -> None:
@@ -310,22 +310,19 @@ def test_it_runs_where_it_was_measured_to_be_faster(as_on_hopper: None, tmp_path
     wins = [flash_attention.wins(DEVICE, shape, new) for new in (1, 8, 9, 500)]
     assert wins == [False, False, True, True]
     assert [flash_attention.wins(DEVICE, latent, new) for new in (1, 2)] == [True, False]  # the other was not measured
-    ops, step = with_flash_attention(triton_ops(), SHAPES, **asked), Step(shape, [40, 0], [1, 20])
-    assert "attention: fa3 where it was measured" in ops.chosen
+    ops = with_flash_attention(triton_ops(), **asked)
+    assert "attention: fa3 where `moeserve tune` found" in ops.chosen
     exact = triton_ops(exact=True)
-    assert with_flash_attention(exact, SHAPES, **asked) is exact
-    found = []
+    assert with_flash_attention(exact, **asked) is exact
     for news, calls in (([1, 20], 1), ([1, 2], 0)):
         step = Step(shape, [40, 0], news)
         group, inputs = host_step(step.blocks, 16, step.starts, np.cumsum([0, *news]).tolist())
-        inputs = inputs.__class__(**{name: getattr(inputs, name) for name in inputs.__slots__} | {
-            "rows_on_device": step.rows(), "ids_T": torch.zeros(len(step.q), dtype=torch.int64),
-        })  # fmt: skip
+        inputs = replace(inputs, rows_on_device=step.rows(), ids_T=torch.zeros(len(step.q), dtype=torch.int64))
         FOUND.clear()
-        plan = ops.plan_attention(group, inputs, SHAPES[0])
-        found.append(ops.attention(step.q, step.k, step.v, plan)[: sum(news)])
+        plan = ops.plan_attention(group, inputs, HEADS)
+        found = ops.attention(step.q, step.k, step.v, plan)
         assert len(FOUND) == calls
-        close(found[-1], step.expected()[: sum(news)])
+        close(found[: sum(news)], step.expected()[: sum(news)])
 
 
 def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +354,8 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there it may be i
 
 
 def runner_of(path: Path, **settings: Any) -> Driver:
-    usual = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_bytes": 1 << 22, "kernels": "triton"}
-    config = config_of(path, dtype="float16", **(usual | settings))
+    usual = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_chunk": 8, "kv_cache_bytes": 1 << 22}
+    config = config_of(path, **(usual | {"dtype": "float16", "kernels": "triton"} | settings))
     runner = CPUModelRunner(config, read_model_spec(path), path)
     runner.prepare()
     return Driver(runner)
@@ -431,4 +428,4 @@ def test_a_model_is_refused(family: str, settings: dict[str, Any], said: str, ma
 def test_a_model_is_served_without_it(make_checkpoint: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "moeserve.ops"):
         runner_of(make_checkpoint("qwen3_moe").path)
-    assert flash_attention.NOT_MEASURED in caplog.text
+    assert "attention by Triton, not fa3: flash_attn_interface cannot be imported" in caplog.text
