@@ -87,7 +87,7 @@ class AttentionMetadata:
     space: Tensor
 
 
-def _tile_rows(shape: AttentionShape, invariant: bool) -> list[int]:
+def tile_rows(shape: AttentionShape, invariant: bool) -> list[int]:
     """Query rows of a program: for any number of tokens, or for few and for more."""
     assert shape.heads % shape.kv_heads == 0, shape
     assert shape.v_dim <= shape.dim, shape
@@ -108,7 +108,7 @@ def tile_positions(shape: AttentionShape, block_m: int) -> int:
 
 def space_floats(shape: AttentionShape, bounds: Bounds, invariant: bool = True) -> int:
     """The work space with which every long context is cut; with less, some are not: slower, with the same bits."""
-    row, sizes = shape.groups * row_floats(shape.v_dim), _tile_rows(shape, invariant)
+    row, sizes = shape.groups * row_floats(shape.v_dim), tile_rows(shape, invariant)
     return max(most_slots(bounds, min(shape.limits), m // shape.group) * m * row for m in sizes)
 
 
@@ -132,7 +132,7 @@ def plan_attention(
     assert SPLIT % shape.block_size == 0, shape
     if space is None:
         space = torch.empty(min(space_floats(shape, bounds, invariant), MOST_SPACE), device=blocks_RN.device)
-    sizes = _tile_rows(shape, invariant)
+    sizes = tile_rows(shape, invariant)
     passes: list[Pass] = []
     least = 1
     for block_m in sizes:

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from moeserve.kernels import cost, deep_gemm, grouped_fp8, grouped_gemm, paged_attention, tiles
+from moeserve.kernels import cost, deep_gemm, flash_attention, grouped_fp8, grouped_gemm, paged_attention, tiles
 from moeserve.kernels import grouped_weight_only as narrow
 from moeserve.kernels import linear as dense
 from moeserve.kernels.align import Alignment, align
@@ -284,24 +284,30 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
     cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads)
     k = random(*cache, shape.dim, dtype=shape.dtype, device=device)
     v = k[..., : shape.v_dim] if shape.latent else random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
+    misfit = flash_attention.misfit(shape.dim, shape.v_dim, latent=shape.latent) or flash_attention.obstacle(device)
+    fast = [] if misfit else paged_attention.tile_rows(shape, invariant=False)
     blocks = (torch.randperm(ROWS * per_row, device=device).int() + 1).view(ROWS, per_row)
     for rows, new, invariant in ((ROWS, 1, True), (ROWS, 1, False), (1, PREFILL, True), (1, PREFILL, False)):
         starts = torch.full((rows,), CONTEXT - new, dtype=torch.int32, device=device)
         offsets = torch.arange(rows + 1, dtype=torch.int32, device=device) * new
-        bounds = Bounds(rows, rows * new, new, CONTEXT)
-        plan = paged_attention.plan_attention(blocks[:rows], starts, offsets, shape, bounds, invariant=invariant)
+        inputs = blocks[:rows], starts, offsets, shape, Bounds(rows, rows * new, new, CONTEXT)
+        plan = paged_attention.plan_attention(*inputs, invariant=invariant)
         q = random(rows * new, shape.heads, shape.dim, dtype=shape.dtype, device=device)
         block_m = plan.passes[0 if new == 1 else -1].block_m
         if block_m in seen:
             continue
         seen.add(block_m)
+        theirs = flash_attention.plan_attention(*inputs, tokens=len(q)) if block_m in fast else None
 
-        def _run(config: Config, q: Tensor = q, plan: paged_attention.AttentionMetadata = plan) -> Tensor:
+        def _run(config: Config, q: Tensor = q, plan: Any = plan, theirs: Any = theirs) -> Tensor:
+            if config.get("fa3"):
+                return flash_attention.attention(q, k, v, theirs)
             return paged_attention.attention(q, k, v, plan, config=config)
 
         default = paged_attention.launch_of(shape, k.dtype, block_m, facts_of(device).name)
         name = paged_attention.shape_of(shape, k.dtype)
-        yield Job("paged_attention", name, block_m, default, ATTENTION, _run)
+        rival = flash_attention.WINS if theirs else None
+        yield Job("paged_attention", name, block_m, default, ATTENTION, _run, rival=rival)
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -137,6 +137,11 @@ class DeviceConfig:
         "what computes; on CPUs native or torch, which replaces onednn, on CUDA triton or torch; deep_gemm: triton, "
         "but experts in e4m3 by that package",
     )
+    attention_backend: Literal["auto", "triton", "fa3"] = _yaml(
+        "auto",
+        "what computes attention beside Triton's kernels (CUDA); fa3: FlashAttention-3; auto: that, in steps in which "
+        "`moeserve tune` found it faster",
+    )
     graphs: Literal["auto", "full", "piecewise", "off"] = _yaml(
         "auto",
         "CUDA graphs for steps of few tokens; full: steps with one token per request; piecewise: graphs without "

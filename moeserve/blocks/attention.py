@@ -121,6 +121,10 @@ class Attention(Mixer):
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
+        if kernels == "fa3":
+            from moeserve.kernels.flash_attention import misfit  # has torch
+
+            return misfit(self.head_dim, self.value_dim, sinks=self.sinks)
         from moeserve.ops.native_layer import HEAD_DIMS  # has torch
 
         known = self.head_dim in HEAD_DIMS

@@ -88,6 +88,14 @@ class LatentAttention(Mixer):
         index = self.indexer.products(width, self.q_rank) if self.indexer and self.q_rank else []
         return [*q, (self.entry, width), up_and_down, (width, self.num_heads * self.v_dim), *index]
 
+    def obstacle(self, kernels: str) -> str:
+        """See `Mixer`."""
+        if kernels != "fa3":
+            return ""
+        from moeserve.kernels.flash_attention import misfit  # has torch
+
+        return misfit(self.entry, self.rank, latent=True)
+
     def cache_obstacle(self, dtype: str) -> str:
         """See `Mixer`."""
         return "" if dtype == "auto" else "latents, which keys and values share, are kept as activations are"

@@ -119,7 +119,7 @@ class Mixer(ABC):
         """Returns (outputs, inputs) of every matrix product of a model that is `width` wide."""
 
     def obstacle(self, kernels: str) -> str:
-        """Returns why the kernels "native" or "triton" cannot compute the block; empty if they can."""
+        """Returns why the kernels "native", "triton" or "fa3" cannot compute the block; empty if they can."""
         return ""
 
     def cache_obstacle(self, dtype: str) -> str:

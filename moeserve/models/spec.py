@@ -162,7 +162,7 @@ class ModelSpec:
             )
 
     def obstacle(self, kernels: str) -> str:
-        """Returns why the kernels "native" or "triton" cannot compute this model; empty if they can."""
+        """Returns why the kernels "native", "triton" or "fa3" cannot compute this model; empty if they can."""
         return next((why for layer in self.cached_layers if (why := layer.mixer.obstacle(kernels))), "")
 
     def products(self) -> list[tuple[int, int]]:

@@ -4,16 +4,23 @@ Imported only where they serve: importing triton takes half a second. T tokens, 
 head width.
 """
 
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.kernels import paged_attention
+from moeserve.config import CacheConfig
+from moeserve.errors import ConfigError
+from moeserve.kernels import flash_attention, paged_attention
 from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
+from moeserve.kernels.flash_attention import FlashMetadata
 from moeserve.kernels.index_select import index_select as index_select_kernel
 from moeserve.kernels.latent import latent_rope_cache
 from moeserve.kernels.linear import heads_linear, linear
@@ -35,6 +42,8 @@ from moeserve.ops.selected import QUERIES, Selection
 from moeserve.ops.table import Ops
 from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle
 
+log = logging.getLogger(__name__)
+WHOLE = 64  # tokens of the smallest block that FlashAttention may load whole, with NaN that others left there
 BLOCKS_M = (16, 32, 64, 128)  # rows of a tile that launches may ask for
 
 
@@ -92,8 +101,10 @@ def plan_attention(
     *,
     dtype: torch.dtype,
     exact: bool,
-) -> AttentionMetadata:
-    """See `PlanAttention`. dtype: of queries. exact: bits depend on nothing but query and context."""
+    by_flash: Callable[[AttentionShape, int], bool] | None = None,
+) -> AttentionMetadata | FlashMetadata:
+    """See `PlanAttention`. dtype: of queries. exact: bits depend on nothing but query and context. by_flash: whether
+    FlashAttention takes steps whose longest row has so many new tokens."""
     counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
     bounds = Bounds(
         rows=len(counts_R),
@@ -104,7 +115,44 @@ def plan_attention(
     sizes = AttentionShape(
         shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim, group.block_size, dtype, group.window, group.chunk
     )
-    return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, sizes, bounds, invariant=exact)
+    inputs = group.blocks_RN, *step.rows_on_device, sizes, bounds
+    if by_flash is not None and by_flash(sizes, bounds.new_tokens):
+        return flash_attention.plan_attention(*inputs, tokens=len(step.ids_T), padded=step.live is not None)
+    return paged_attention.plan_attention(*inputs, invariant=exact)
+
+
+def with_flash_attention(ops: Ops, cache: CacheConfig, *, asked: bool, misfit: str) -> Ops:
+    """Returns the table with attention by FlashAttention-3: in all steps if it was asked for, else in those in which it
+    was measured to be faster; the table itself if something is in the way.
+
+    misfit: why it cannot compute one of the layers, empty if it can.
+    Raises ConfigError if it was asked for and something is in the way.
+    """
+    why = (
+        misfit,
+        "its bits may depend on the batch; use --determinism fast" if ops.exact else "",
+        f"it computes in bfloat16 and float16, not in {ops.dtype}" if ops.dtype == torch.float32 else "",
+        f"it reads no cache in {cache.kv_cache_dtype}" if cache.kv_cache_dtype != "auto" else "",
+        f"it reads behind a context's end in blocks of {WHOLE} tokens and more" if cache.block_size >= WHOLE else "",
+    )
+    if obstacle := next(filter(None, why), None) or flash_attention.obstacle(ops.device):
+        if asked:
+            raise ConfigError(f"attention_backend=fa3: {obstacle}; or choose attention_backend: auto")
+        log.debug("attention by Triton, not fa3: %s", obstacle)
+        return ops
+    by_flash = (lambda shape, new_tokens: True) if asked else partial(flash_attention.wins, ops.device)
+    return replace(
+        ops,
+        chosen=ops.chosen + ", attention: fa3" + " where `moeserve tune` found it faster" * (not asked),
+        plan_attention=partial(plan_attention, dtype=ops.dtype, exact=False, by_flash=by_flash),
+        attention=_attention_by_plan,
+    )
+
+
+def _attention_by_plan(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: object, **options: Any) -> Tensor:
+    kernel: Any = flash_attention.attention if isinstance(plan, FlashMetadata) else attention
+    attended: Tensor = kernel(q_THd, k_cache, v_cache, plan, **options)
+    return attended
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> TileMetadata:

@@ -86,6 +86,7 @@ def load_model(
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
     ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
+    ops = _with_attention(ops, config, spec)
     if config.device.compile:
         ops = traced(ops)
     checkpoint = _for_kernels(checkpoint, ops, config)
@@ -172,6 +173,18 @@ def draft_params(
     reader = RandomReader if dummy else Reader
     with Params(described, plan, dtype, device=device, asked=asked, reader=reader) as params:
         yield params, ops
+
+
+def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:
+    """Returns the table with the attention that the settings choose. Raises ConfigError if it cannot serve."""
+    asked = config.device.attention_backend
+    if not ops.triton and asked != "auto":
+        raise ConfigError(f"attention_backend={asked} needs Triton's kernels, and here serve {ops.chosen}; choose auto")
+    if not ops.triton or asked == "triton":
+        return ops
+    from moeserve.ops.triton_ops import with_flash_attention  # slow to import: only where it serves
+
+    return with_flash_attention(ops, config.cache, asked=asked == "fa3", misfit=spec.obstacle("fa3"))
 
 
 def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.kernels import flash_attention
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention, plan_attention
 from tools.gpu.bench import Bench, figures
@@ -43,6 +44,10 @@ class Step:
     offsets: Tensor
     shape: AttentionShape
     bounds: Bounds
+
+    @property
+    def case(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.blocks, self.starts, self.offsets, self.shape, self.bounds
 
     def plan(self, invariant: bool) -> AttentionMetadata:
         return plan_attention(self.blocks, self.starts, self.offsets, self.shape, self.bounds, invariant=invariant)
@@ -79,6 +84,18 @@ def step_of(bench: Bench, starts: Sequence[int], news: Sequence[int]) -> Step:
     )
 
 
+def by_flash(bench: Bench, cases: Sequence[tuple[Any, ...]], num_bytes: int = 0, flops: int = 0) -> Any:
+    """FlashAttention-3's figures, or why there are none. cases: q, k, v, and what attention is planned from."""
+    if (why := flash_attention.obstacle(bench.device)) is not None:
+        return why
+    runs = [
+        partial(flash_attention.attention, q, k, v, flash_attention.plan_attention(*step, tokens=len(q)))
+        for q, k, v, *step in cases
+    ]
+    timed = bench.time({"fa3": runs}, {"fa3"})
+    return figures(timed["fa3"], num_bytes, flops) if "fa3" in timed else "it failed, see the notes"
+
+
 def decode(bench: Bench, name: str, contexts: Sequence[int]) -> dict[str, Any]:
     """One new token per row; the plan is made once a step, so it is timed by itself. Bytes: keys and values, once."""
     steps = [step_of(bench, [n - 1 for n in contexts], [1] * len(contexts))]
@@ -91,6 +108,7 @@ def decode(bench: Bench, name: str, contexts: Sequence[int]) -> dict[str, Any]:
         plans = [step.plan(invariant) for step in steps]
         runs = [partial(attention, s.q, s.k, s.v, plan) for s, plan in zip(steps, plans, strict=True)]
         found[word] = figures(bench.time({word: runs})[word], num_bytes)
+    found["fa3"] = by_flash(bench, [step.case for step in steps], num_bytes)
     found["plan"] = figures(bench.time({"plan": [partial(steps[0].plan, False)]})["plan"])
     return found
 
@@ -103,6 +121,7 @@ def latent(bench: Bench, name: str, contexts: Sequence[int], heads: int) -> dict
     num_bytes = sum(contexts) * shape.dim * bench.dtype.itemsize
     flops = 2 * sum(contexts) * heads * (shape.dim + rank)
     runs: dict[str, list[Any]] = {"invariant": [], "fast": []}
+    cases = []
     for _ in range(bench.copies(num_bytes)):
         blocks = scattered(bench, [-(-n // BLOCK_SIZE) for n in contexts])
         starts, offsets = tensors_of(bench, [n - 1 for n in contexts], [1] * len(contexts))
@@ -111,8 +130,9 @@ def latent(bench: Bench, name: str, contexts: Sequence[int], heads: int) -> dict
         for word, taken in runs.items():
             plan = plan_attention(blocks, starts, offsets, shape, bounds, invariant=word == "invariant")
             taken.append(partial(attention, q, k, k[..., :rank], plan))
+        cases.append((q, k, k[..., :rank], blocks, starts, offsets, shape, bounds))
     timed = {word: figures(bench.time({word: taken})[word], num_bytes, flops) for word, taken in runs.items()}
-    return {"contexts": name, **timed}
+    return {"contexts": name, **timed, "fa3": by_flash(bench, cases, num_bytes, flops)}
 
 
 def prefill(bench: Bench, rows: int, new: int) -> dict[str, Any]:
@@ -127,7 +147,7 @@ def prefill(bench: Bench, rows: int, new: int) -> dict[str, Any]:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     candidates["torch sdpa"] = [lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True, scale=1.0)]
     timed = {name: figures(samples, flops=flops) for name, samples in bench.time(candidates).items()}
-    return {"rows": rows, "new_tokens": new, **timed}
+    return {"rows": rows, "new_tokens": new, **timed, "fa3": by_flash(bench, [step.case], flops=flops)}
 
 
 def run(bench: Bench) -> None:
