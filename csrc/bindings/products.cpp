@@ -228,6 +228,7 @@ void check_ints(const Packing& p) {
            "minima and scales of scales are for groups of 16 or 32 inputs");
     expect(!form.mins || !codes, "minima are for integers");
     expect(!form.supers || p.depth % 256 == 0, "scales of scales come for 256 inputs each");
+    expect(!form.supers || (form.bits < 8 && p.type != Type::fp4), "scales of scales are for integers of 4 to 6 bits and iq4_nl");
     expect(form.bits != 6 || !form.mins, "values of 6 bits have no minima");
     expect(!p.zero_points || (p.type == Type::int4 && !form.mins), "zero points are for int4 without minima");
 }

@@ -6,6 +6,8 @@
 // such a chain, too: an integer per 32 inputs (16 in groups of 16) times the row's scale.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/elements.hpp"
 #include "kernels/gemm.hpp"
 
@@ -17,20 +19,30 @@ inline Packing packing_of(const ProductArgs& args) {
     return {args.weight_type, args.depth, args.columns, args.group, args.zero_points, args.ints};
 }
 
-/// A row: its bytes in the order of the weights' words, scales, and the sums of the bytes of each step, [depth / 32 or 16].
+/// A row: its bytes in the order of the weights' words, scales, and for each step, [depth / 32 or 16], two multiples of the
+/// sum of its bytes: what the sums of products start with, and what meets mins (or zero points).
 struct IntRow {
     static constexpr size_t kBlock = 32;  // inputs that have a scale
     const uint8_t* bytes;
     const float* scales;
-    const int32_t* sums;
+    const uint32_t* starts;
+    const float* offsets;
 
     static size_t blocks(const ProductArgs& args) { return (args.depth + kBlock - 1) / kBlock; }
-    static size_t floats(const ProductArgs& args) { return blocks(args) * (kBlock / 4 + 1 + 2); }
+    static size_t floats(const ProductArgs& args) { return blocks(args) * (kBlock / 4 + 1 + 2 + 2); }
     IntRow(const ProductArgs& args, const float* row)
         : bytes(reinterpret_cast<const uint8_t*>(row)),
           scales(row + blocks(args) * (kBlock / 4)),
-          sums(reinterpret_cast<const int32_t*>(scales + blocks(args))) {}
+          starts(reinterpret_cast<const uint32_t*>(scales + blocks(args))),
+          offsets(scales + 3 * blocks(args)) {}
 };
+
+/// What a format's bytes have too much.
+inline int32_t bias_of(const ProductArgs& args) {
+    const bool codes = args.weight_type == Type::fp4 || args.weight_type == Type::iq4_nl;
+    if (codes || args.ints.bits == 8) return kByteDots ? 128 : 0;
+    return args.zero_points || args.ints.mins ? 0 : 1 << (args.ints.bits - 1);
+}
 
 /// Rounds a row: to nearest even multiples of 1/127 of the largest magnitude of 32 inputs. Blocks below 2^-100 become
 /// zeros; a block with infinity or NaN gets the scale NaN.
@@ -42,7 +54,9 @@ void round_row(const ProductArgs& args, const char* x, float* row) {
     const IntRow to(args, row);
     int8_t* bytes = reinterpret_cast<int8_t*>(row);
     float* scales = const_cast<float*>(to.scales);
-    int32_t* sums = const_cast<int32_t*>(to.sums);
+    uint32_t* starts = const_cast<uint32_t*>(to.starts);
+    float* offsets = const_cast<float*>(to.offsets);
+    const int32_t bias = bias_of(args);
     for (size_t k = 0; k < args.depth; k += IntRow::kBlock, bytes += IntRow::kBlock) {
         f32 part[n];
         i32 sizes = all_words(0);
@@ -54,32 +68,38 @@ void round_row(const ProductArgs& args, const char* x, float* row) {
         float size;
         memcpy(&size, &bits, sizeof size);
         const bool finite = bits < kInfinite, zeros = finite && size < 0x1p-100f;
-        *scales++ = zeros ? 0.0f : finite ? size / 127.0f : __builtin_nanf("");
+        const float scale = zeros ? 0.0f : finite ? size / 127.0f : __builtin_nanf("");
+        *scales++ = scale;
         const f32 factor = all(zeros || !finite ? 0.0f : 127.0f / size);
         alignas(16) int8_t rounded[32];
-        for (int i = 0; i < n; ++i) store_int8(rounded + i * kWidth, mul(part[i], factor));
+        for (int i = 0; i < n; ++i) {
+            part[i] = nearest(mul(part[i], factor));
+            store_int8(rounded + i * kWidth, part[i]);
+        }
         int32_t halves[2] = {};
         for (int half = 0; half < 2; ++half) {
+            const f32* first = part + half * (n / 2);
+            if (finite) halves[half] = static_cast<int32_t>(sum(kWidth == 16 ? *first : add(*first, first[n / 2 - 1])));
             Bytes a;
             memcpy(&a, rounded + 16 * half, sizeof a);
-            for (int i = 0; i < 16; ++i) halves[half] += a[i];
             a = __builtin_shufflevector(a, a, 1, 5, 0, 4, 3, 7, 2, 6, 9, 13, 8, 12, 11, 15, 10, 14);
             memcpy(bytes + 16 * half, &a, sizeof a);
         }
-        if (args.group == 16) {
-            *sums++ = halves[0], *sums++ = halves[1];
-        } else {
-            *sums++ = halves[0] + halves[1];
+        if (args.group != 16) halves[0] += halves[1];
+        for (int i = 0; i < (args.group == 16 ? 2 : 1); ++i) {
+            *starts++ = static_cast<uint32_t>(-bias * halves[i]);
+            *offsets++ = (args.zero_points ? 1.0f : scale) * static_cast<float>(halves[i]);
         }
     }
 }
 
 /// A format yields words of four bytes: of inputs [4 j, 4 j + 4) of a step in the order of a row's, for vector `v` of a
-/// block. kRun: so many products with a row's bytes can be added up as halves of words. bias: what values have too much.
+/// block. kRun: so many products with a row's bytes can be added up as halves of words. kNibbles: words are plain nibbles,
+/// lower ones first. kSupers: scales may have factors.
 template <int more, int inputs>
 struct IntBits {
-    static constexpr int kInputs = inputs, kRun = 8 >> more, kBias = 8 << more;
-    static constexpr bool kSigned = false;
+    static constexpr int kInputs = inputs, kRun = 8 >> more;
+    static constexpr bool kSigned = false, kNibbles = more == 0, kSupers = true;
     static constexpr size_t kBytes = kColumns * (inputs / 2 + (more ? 4 : 0));
 
     template <int j>
@@ -98,8 +118,8 @@ struct IntBits {
 
 template <int inputs>
 struct IntBytes {
-    static constexpr int kInputs = inputs, kRun = 1, kBias = 0;
-    static constexpr bool kSigned = true;
+    static constexpr int kInputs = inputs, kRun = 1;
+    static constexpr bool kSigned = true, kNibbles = false, kSupers = false;
     static constexpr size_t kBytes = kColumns * inputs;
 
     template <int j>
@@ -119,8 +139,8 @@ struct Fp4Codes {  // e2m1, twice
 /// Four bits that stand for numbers.
 template <class Codes>
 struct IntCodes : IntBits<0, 32> {
-    static constexpr int kRun = 1, kBias = 0;
-    static constexpr bool kSigned = true;
+    static constexpr int kRun = 1;
+    static constexpr bool kSigned = true, kNibbles = false, kSupers = std::is_same_v<Codes, Iq4NlCodes>;
 
     template <int j>
     static MOESERVE_INLINE i32 bytes(const uint8_t* step, int v) {
@@ -132,6 +152,25 @@ struct IntCodes : IntBits<0, 32> {
 template <class F, int M>
 MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size_t stride, i32 (&sums)[M]) {
     constexpr int n = F::kInputs / 4;
+    const auto word = [&](int m, int j) __attribute__((always_inline)) {
+        uint32_t bytes;
+        memcpy(&bytes, x + static_cast<size_t>(m) * stride + 4 * j, sizeof bytes);
+        return all_words(bytes);
+    };
+    if constexpr (kByteDots && F::kNibbles && M <= 2) {  // upper nibbles stay where they are: their sums are shifted
+        i32 upper[M];
+        MOESERVE_EACH(m, M) { upper[m] = all_words(0); });
+        MOESERVE_EACH(j, n / 2) {
+            const i32 w = load_words(step + (j * kColumns + v * kWidth) * 4);
+            const i32 low = both(w, all_words(0x0f0f0f0f)), high = both(w, all_words(0xf0f0f0f0));
+            MOESERVE_EACH(m, M) {
+                sums[m] = dot_bytes(sums[m], low, word(m, 2 * j));
+                upper[m] = dot_bytes(upper[m], high, word(m, 2 * j + 1));
+            });
+        });
+        MOESERVE_EACH(m, M) { sums[m] = add(sums[m], right_signed<4>(upper[m])); });
+        return;
+    }
     i32 halves[M];
     MOESERVE_EACH(j, n) {
         i32 w = F::template bytes<j>(step, v), sizes = w;
@@ -143,9 +182,7 @@ MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size
             }
         }
         MOESERVE_EACH(m, M) {
-            uint32_t word;
-            memcpy(&word, x + m * stride + 4 * j, sizeof word);
-            const i32 bytes = all_words(word);
+            const i32 bytes = word(m, j);
             if constexpr (kByteDots) {
                 sums[m] = dot_bytes(sums[m], w, bytes);
             } else {
@@ -157,62 +194,67 @@ MOESERVE_INLINE void add_step(const uint8_t* step, int v, const uint8_t* x, size
     });
 }
 
-/// 16 scales (or mins) of a group from its head; `super`: their factors or null.
-MOESERVE_INLINE f32 int_scale(const ProductArgs& args, const uint8_t* head, const uint8_t* super, int v) {
-    if (super) {
-        const uint8_t* bytes = head + v * kWidth;
-        return mul(load_fp16(super + v * kWidth * 2), args.ints.mins ? load_bytes(bytes) : load_int8(bytes));
-    }
+/// 16 scales (or mins) of a group from its head.
+MOESERVE_INLINE f32 int_scale(const ProductArgs& args, const uint8_t* head, int v) {
     if (args.ints.scales == Type::fp32) return load(reinterpret_cast<const float*>(head) + v * kWidth);
     return args.ints.scales == Type::fp16 ? load_fp16(head + v * kWidth * 2) : load_bf16(head + v * kWidth * 2);
 }
 
-/// c [M, 16] of one block. rows: of `stride` floats.
-template <class F, int M>
+/// c [M, 16] of one block. rows: of `stride` floats. supers: a step is a group, whose scale (and min) is a byte times a
+/// factor of 256 inputs.
+template <class F, int M, bool supers>
 void int_tile(const ProductArgs& args, const float* rows, size_t stride, const uint8_t* w, float* c) {
-    constexpr size_t kAhead = 2048;
+    constexpr size_t kAhead = 8192;  // bytes; 2048 come too late, from 4096 on it hardly matters
     const Packing packing = packing_of(args);
     const IntRow row(args, rows);
-    const size_t super_bytes = packing.super_bytes(), head_bytes = packing.head_bytes();
     const size_t step = static_cast<size_t>(F::kInputs), depth = (args.depth + step - 1) / step * step;
-    const size_t group = args.group ? args.group : depth;
-    const bool zeros = args.zero_points, mins = args.ints.mins;
-    const int32_t bias = (zeros || mins ? 0 : -F::kBias) - (kByteDots && F::kSigned ? 128 : 0);
+    const size_t group = supers ? step : args.group ? args.group : depth, head_bytes = packing.head_bytes();
+    const bool zeros = !supers && args.zero_points, mins = args.ints.mins;
     const f32 factor = all(args.weight_type == Type::fp4 ? 0.5f : 1.0f);
-    const uint8_t* super = nullptr;
-    f32 totals[M][kVectors];
+    f32 totals[M][kVectors], units[kVectors], min_units[kVectors];
     MOESERVE_EACH(m, M) { for (f32& total : totals[m]) total = zero(); });
+    for (int v = 0; v < kVectors; ++v) units[v] = min_units[v] = zero();
     for (size_t k = 0; k < depth;) {
-        if (super_bytes && k % 256 == 0) super = w, w += super_bytes;
+        if (supers && k % 256 == 0) {
+            MOESERVE_EACH(v, kVectors) {
+                units[v] = load_fp16(w + v * kWidth * 2);
+                if (mins) min_units[v] = load_fp16(w + (kColumns + v * kWidth) * 2);
+            });
+            w += packing.super_bytes();
+        }
         const uint8_t *const head = w, *const second = head + (head_bytes / (mins || zeros ? 2 : 1));
         const size_t end = k + group < depth ? k + group : depth;
         f32 sums[M][kVectors];
         MOESERVE_EACH(m, M) { for (f32& sum : sums[m]) sum = zero(); });
-        for (w += head_bytes; k < end; k += step, w += F::kBytes) {
-            for (size_t i = 0; i < F::kBytes; i += 64) __builtin_prefetch(w + kAhead + i, 0, 2);
+        w += head_bytes;
+        do {
+            for (size_t i = 0; i < F::kBytes + 32; i += 64) __builtin_prefetch(w + kAhead + i, 0, 2);  // 32: the next head
             MOESERVE_EACH(v, kVectors) {
                 i32 dots[M];
-                MOESERVE_EACH(m, M) { dots[m] = all_words(static_cast<uint32_t>(bias * row.sums[m * stride + k / step])); });
+                MOESERVE_EACH(m, M) { dots[m] = all_words(row.starts[m * stride + k / step]); });
                 add_step<F, M>(w, v, row.bytes + k, stride * sizeof(float), dots);
                 MOESERVE_EACH(m, M) {
                     f32 sum = to_float(dots[m]);
                     if (zeros) {
                         const f32 zero = load(reinterpret_cast<const float*>(second) + v * kWidth);
-                        sum = fnma(zero, all(static_cast<float>(row.sums[m * stride + k / step])), sum);
+                        sum = fnma(zero, all(row.offsets + m * stride + k / step), sum);
                     }
                     sums[m][v] = fma(sum, all(row.scales + m * stride + k / IntRow::kBlock), sums[m][v]);
                 });
             });
-        }
+            k += step, w += F::kBytes;
+        } while (!supers && k < end);
         MOESERVE_EACH(v, kVectors) {
-            const f32 scale = mul(int_scale(args, head, super, v), factor);
+            const auto scale_at = [&](const uint8_t* at, f32 unit) __attribute__((always_inline)) {
+                if (!supers) return int_scale(args, at, v);
+                return mul(unit, mins ? load_bytes(at + v * kWidth) : load_int8(at + v * kWidth));
+            };
+            const f32 scale = supers ? scale_at(head, units[v]) : mul(scale_at(head, units[v]), factor);
             MOESERVE_EACH(m, M) { totals[m][v] = fma(sums[m][v], scale, totals[m][v]); });
             if (mins) {
-                const f32 min = int_scale(args, second, super ? super + 2 * kColumns : nullptr, v);
+                const f32 min = scale_at(second, min_units[v]);
                 MOESERVE_EACH(m, M) {
-                    const size_t at = m * stride + (k - step) / step;
-                    const float x = row.scales[m * stride + (k - step) / IntRow::kBlock] * static_cast<float>(row.sums[at]);
-                    totals[m][v] = fnma(min, all(x), totals[m][v]);
+                    totals[m][v] = fnma(min, all(row.offsets + m * stride + (k - step) / step), totals[m][v]);
                 });
             }
         });
@@ -222,13 +264,13 @@ void int_tile(const ProductArgs& args, const float* rows, size_t stride, const u
     });
 }
 
-template <class F>
+template <class F, bool supers>
 void int_tiles(const ProductArgs& args, const float* rows, size_t stride, size_t count, const uint8_t* w, float* c) {
     const size_t num_tiles = (count + kIntRows - 1) / kIntRows;
     for (size_t t = 0; t < num_tiles; ++t) {
         const size_t first = count * t / num_tiles, most = count * (t + 1) / num_tiles - first;
         MOESERVE_EACH(m, kIntRows) {
-            if (most == m + 1) int_tile<F, m + 1>(args, rows + first * stride, stride, w, c + first * kSumsStride);
+            if (most == m + 1) int_tile<F, m + 1, supers>(args, rows + first * stride, stride, w, c + first * kSumsStride);
         });
     }
 }
@@ -238,7 +280,12 @@ inline void int_sums(const ProductArgs& args, const float* rows, size_t stride, 
                      size_t blocks, float* c) {
     const bool halves = args.group == 16;
     for (; blocks; --blocks, w += args.block_bytes, c += kColumns) {
-        const auto as = [&]<class F>(F) { int_tiles<F>(args, rows, stride, count, w, c); };
+        const auto as = [&]<class F>(F) {
+            if constexpr (F::kSupers) {
+                if (args.ints.supers) return int_tiles<F, true>(args, rows, stride, count, w, c);
+            }
+            int_tiles<F, false>(args, rows, stride, count, w, c);
+        };
         if (args.weight_type == Type::fp4) {
             as(IntCodes<Fp4Codes>());
         } else if (args.weight_type == Type::iq4_nl) {

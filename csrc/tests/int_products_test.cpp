@@ -84,11 +84,12 @@ int main() {
         forms.push_back({Type::int4, depth, 17, 32, false, {true, 4, Type::fp16, true}});
         if (depth % 256) continue;
         for (size_t group : {16, 32}) forms.push_back({Type::int4, depth, 70, group, false, {true, 4, Type::fp32, true, true}});
+        forms.push_back({Type::iq4_nl, depth, 16, 32, false, {true, 4, Type::fp32, false, true}});
         forms.push_back({Type::int8, depth, 70, 32, false, {true, 5, Type::fp32, true, true}});
         forms.push_back({Type::int8, depth, 70, 16, false, {true, 6, Type::fp32, false, true}});
     }
     for (const Packing& form : forms) {
-        for (size_t rows : {1, 3, 8, 21}) {
+        for (size_t rows : {1, 2, 3, 8, 21}) {
             product<float>(form, rows, rows % 2);
             product<Bf16>(form, rows, 1 - rows % 2);
         }

@@ -142,6 +142,7 @@ def test_what_is_not_finite_stays_visible_in_its_row(value: float, isas: list[st
         ("q4_k", {"activations": "float"}, "minima need"),
         ("iq4_nl", {"activations": "float"}, "iq4_nl needs"),
         ("q6_k", {"group": 32}, "5 in groups of 32, or 6 in groups of 16"),
+        ("q8_0", {"supers": (torch.ones(16, 1), None)}, "scales of scales are for integers of 4 to 6"),
     ],
 )
 def test_what_integers_cannot_do_is_refused(form: str, change: dict[str, Any], message: str) -> None:
