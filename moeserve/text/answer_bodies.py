@@ -7,6 +7,9 @@ from contextlib import suppress
 from html import unescape
 from typing import Any
 
+import msgspec
+from msgspec import Raw, Struct
+
 from moeserve.text.answer_format import Part
 from moeserve.text.answer_syntax import Reading
 from moeserve.text.answer_text import AnswerText, Emit, Malformed, Unfinished, Wait, plain
@@ -35,9 +38,8 @@ class CallSink:
         self.count += 1
 
     def add(self, arguments: str) -> None:
-        """Adds to the arguments of the call."""
-        if arguments:
-            self.parts.append(Part("arguments", arguments))
+        """Adds the arguments of the call."""
+        self.parts.append(Part("arguments", arguments))
 
 
 def _close(text: AnswerText, reading: Reading) -> Wait[None]:
@@ -47,78 +49,36 @@ def _close(text: AnswerText, reading: Reading) -> Wait[None]:
             raise Malformed
 
 
+class _Call(Struct):
+    name: Any = ""
+    function: Any = ""
+    arguments: Raw = Raw()
+    parameters: Raw = Raw()
+
+
 def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
     """Takes an object with a name and arguments, or a list of such."""
     yield from text.space()
-    if (yield from text.peek()) == "[":
-        yield from text.exactly(1)
-        while True:
-            yield from _json_call(text, reading, calls)
-            yield from text.space()
-            if (mark := (yield from text.exactly(1))) == "]":
-                break
-            if mark != ",":
-                raise Malformed
-    else:
-        yield from _json_call(text, reading, calls)
+    whole = yield from value(text, JSON)
+    try:
+        found = msgspec.json.decode(whole, type=list[_Call] | _Call)
+        for call in found if isinstance(found, list) else [found]:
+            calls.begin(next((name for name in (call.name, call.function) if name and isinstance(name, str)), ""))
+            calls.add(_arguments(bytes(call.arguments or call.parameters or b"{}").decode()))
+    except (ValueError, RecursionError):
+        raise Malformed from None
+    if not calls.count:
+        raise Malformed
     yield from _close(text, reading)
 
 
-def _json_call(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
-    name, arguments = "", list[str]()
-    yield from text.space()
-    if (yield from text.exactly(1)) != "{":
-        raise Malformed
-    mark = ","
-    while mark != "}":
-        if mark != ",":
-            raise Malformed
-        key = json.loads((yield from _joined(text)), strict=False)
-        yield from text.space()
-        if (yield from text.exactly(1)) != ":":
-            raise Malformed
-        yield from text.space()
-        if key in ("name", "function") and not name and (yield from text.peek()) == '"':
-            name = json.loads((yield from _joined(text)))
-            calls.begin(name)
-        elif key in ("arguments", "parameters") and not arguments:
-            yield from _arguments(text, arguments.append)
-        else:
-            yield from value(text, JSON, lambda piece: None)
-        yield from text.space()
-        mark = yield from text.exactly(1)
-    if not name:
-        raise Malformed
-    calls.add("".join(arguments) or "{}")
-
-
-def _joined(text: AnswerText) -> Wait[str]:
-    """Takes a quoted text and returns its JSON."""
-    yield from text.space()
-    if (yield from text.peek()) != '"':
-        yield from text.exactly(1)  # raises at the end
-        raise Malformed
-    pieces: list[str] = []
-    yield from value(text, JSON, pieces.append)
-    return "".join(pieces)
-
-
-def _arguments(text: AnswerText, emit: Emit) -> Wait[None]:
-    """Takes arguments: an object, the text of one, or null."""
-    if (yield from text.peek()) == "{":
-        yield from value(text, JSON, emit)
-    else:
-        pieces: list[str] = []
-        yield from value(text, JSON, pieces.append)
-        inner = json.loads("".join(pieces))
-        if inner is None or inner == "":
-            inner = "{}"
-        try:
-            if not isinstance(inner, str) or not isinstance(json.loads(inner), dict):
-                raise Malformed
-        except (ValueError, RecursionError):
-            raise Malformed from None
-        emit(inner)
+def _arguments(given: str) -> str:
+    """Returns arguments: an object, the text of one, or null. Raises ValueError for others."""
+    inner = given if given.startswith("{") else json.loads(given)
+    inner = "{}" if inner is None or inner == "" else inner
+    if not isinstance(inner, str) or not isinstance(json.loads(inner), dict):
+        raise ValueError("no object")
+    return inner
 
 
 def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
@@ -128,7 +88,7 @@ def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
     if (yield from text.peek()) != "{":
         yield from text.exactly(1)
         raise Malformed
-    yield from value(text, reading.dialect, calls.add)
+    calls.add((yield from value(text, reading.dialect)))
     yield from _close(text, reading)
 
 
@@ -155,27 +115,21 @@ def _python_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
         calls.begin((yield from text.match(_NAME, _MAX_NAME)))
         if (yield from text.exactly(1)) != "(":
             raise Malformed
-        begin, seen = "{", set[str]()
-        while True:
-            yield from text.space()
-            if (yield from text.peek()) == ")":
-                break
+        members: dict[str, str] = {}
+        yield from text.space()
+        while (yield from text.peek()) != ")":
             key = yield from text.match(_NAME, _MAX_NAME)
             yield from text.space()
-            if (yield from text.exactly(1)) != "=" or not key or key in seen:
+            if (yield from text.exactly(1)) != "=" or not key or key in members:
                 raise Malformed
-            seen.add(key)
-            calls.add(f"{begin}{json.dumps(key)}: ")
-            begin = ", "
             yield from text.space()
-            yield from value(text, PYTHON, calls.add)
+            members[key] = yield from value(text, PYTHON)
             yield from text.space()
-            if (yield from text.peek()) == ")":
-                break
-            if (yield from text.exactly(1)) != ",":
+            if (yield from text.peek()) != ")" and (yield from text.exactly(1)) != ",":
                 raise Malformed
+            yield from text.space()
         yield from text.exactly(1)
-        calls.add("}" if seen else "{}")
+        calls.add(_object(members))
         yield from text.space()
         mark = yield from text.exactly(1)
     if mark != "]":
@@ -188,7 +142,7 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
         calls.add("{}")
         return
     yield from text.space()
-    seen = set[str]()
+    members: dict[str, str] = {}
     stop = yield from text.next_of(reading.in_tags)
     while stop != reading.call_close:
         if not stop:
@@ -200,19 +154,21 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
         while found is not None:
             key, is_text = found
             pieces: list[str] = []
-            stop, found = yield from _tagged_value(text, reading, pieces.append, calls.schema.keys() - {*seen, key})
+            stop, found = yield from _tagged_value(text, reading, pieces.append, calls.schema.keys() - {*members, key})
             raw = plain("".join(pieces))
             if reading.newlines:
                 raw = raw.removeprefix("\n").removesuffix("\n")
-            if key not in seen:
-                begin = ", " if seen else "{"
-                name = json.dumps(key, ensure_ascii=False)
-                calls.add(f"{begin}{name}: {typed(raw, calls.schema.get(key), is_text)}")
-            seen.add(key)
+            members.setdefault(key, typed(raw, calls.schema.get(key), is_text))
         if not stop:
             yield from text.space()
             stop = yield from text.next_of(reading.in_tags)
-    calls.add("}" if seen else "{}")
+    calls.add(_object(members))
+
+
+def _object(members: Mapping[str, str]) -> str:
+    """Returns the JSON of an object. members: the JSON of each value."""
+    inside = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {member}" for key, member in members.items())
+    return f"{{{inside}}}"
 
 
 def _key(text: AnswerText, reading: Reading, keys: Set[str] | None = None) -> Wait[tuple[str, bool | None] | None]:

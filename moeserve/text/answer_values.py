@@ -1,12 +1,11 @@
-"""Values in answers, in JSON and its relatives, rewritten as JSON while they come."""
+"""Values in answers, in JSON and its relatives, rewritten as JSON."""
 
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from moeserve.text.answer_text import AnswerText, Emit, Malformed, Stops, Unfinished, Wait, plain
+from moeserve.text.answer_text import AnswerText, Malformed, Stops, Unfinished, Wait, plain
 
 _MAX_SCALAR = 400
 _SCALAR = re.compile(r"[\w.+-]+")
@@ -14,9 +13,8 @@ _BARE = re.compile(r"[^,\[\]{}]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
 _KEY_END = Stops([":"])
+_ENDS = {quote: Stops([quote, "\\"]) for quote in "\"'"}
 _CLOSERS = {"{": "}", "[": "]"}
-
-
 _WORDS = {"true": "true", "false": "false", "null": "null"}
 
 
@@ -34,119 +32,95 @@ JSON = Dialect()
 PYTHON = Dialect("\"'", {**_WORDS, "True": "true", "False": "false", "None": "null"})
 
 
-def value(text: AnswerText, dialect: Dialect, emit: Emit) -> Wait[None]:
-    """Takes one value and emits it as JSON. Raises Malformed."""
-    closers: list[str] = []
+def value(text: AnswerText, dialect: Dialect) -> Wait[str]:
+    """Takes one value and returns it as JSON. Raises Malformed."""
+    pieces, closers = list[str](), list[str]()
     want = "value"  # or "first" of an array, "key", "first key" of an object, "next"
     while True:
-        emit((yield from text.space()))
+        pieces.append((yield from text.space()))
         char = yield from text.peek()
         if not char:
             raise Unfinished
         if want == "next" or (want.startswith("first") and char == closers[-1]):
-            if char == closers[-1]:
-                emit((yield from text.exactly(1)))
-                closers.pop()
-            elif char == ",":
-                emit((yield from text.exactly(1)))
+            if char not in (closers[-1], ","):
+                raise Malformed
+            pieces.append((yield from text.exactly(1)))
+            if char == ",":
                 want = "key" if closers[-1] == "}" else "value"
                 continue
-            else:
-                raise Malformed
+            closers.pop()
         elif "key" in want:
-            yield from _key(text, dialect, emit)
+            pieces.append((yield from _key(text, dialect)))
             want = "value"
             continue
         elif char in _CLOSERS:
-            emit((yield from text.exactly(1)))
+            pieces.append((yield from text.exactly(1)))
             closers.append(_CLOSERS[char])
             want = "first key" if char == "{" else "first"
             continue
         else:
-            yield from _scalar(text, dialect, emit)
+            pieces.append((yield from _scalar(text, dialect)))
         if not closers:
-            return
+            return "".join(pieces)
         want = "next"
 
 
-def _key(text: AnswerText, dialect: Dialect, emit: Emit) -> Wait[None]:
-    char = yield from text.peek()
-    if dialect.bare and char not in dialect.quotes and not (yield from _delimited(text, dialect, emit)):
-        emit(json.dumps((yield from text.header(_KEY_END)).strip(), ensure_ascii=False))
-    elif char in dialect.quotes:
-        yield from _string(text, dialect, emit)
-    elif not dialect.bare:
+def _key(text: AnswerText, dialect: Dialect) -> Wait[str]:
+    key = yield from _text(text, dialect)
+    if not key and not dialect.bare:
         raise Malformed
-    emit((yield from text.space()))
+    key = key or json.dumps((yield from text.header(_KEY_END)).strip(), ensure_ascii=False)
+    space = yield from text.space()
     if (yield from text.exactly(1)) != ":":
         raise Malformed
-    emit(":")
+    return f"{key}{space}:"
 
 
-def _scalar(text: AnswerText, dialect: Dialect, emit: Emit) -> Wait[None]:
-    if (yield from text.peek()) in dialect.quotes:
-        yield from _string(text, dialect, emit)
-    elif not (yield from _delimited(text, dialect, emit)):
-        word = (yield from text.match(_BARE if dialect.bare else _SCALAR, _MAX_SCALAR)).strip()
-        if word in dialect.constants:
-            emit(dialect.constants[word])
-        elif _NUMBER.fullmatch(word):
-            emit(word)
-        elif dialect.bare and word:
-            emit(json.dumps(plain(word), ensure_ascii=False))
-        else:
-            raise Unfinished if text.ended and not (yield from text.peek()) else Malformed
+def _scalar(text: AnswerText, dialect: Dialect) -> Wait[str]:
+    if found := (yield from _text(text, dialect)):
+        return found
+    word = (yield from text.match(_BARE if dialect.bare else _SCALAR, _MAX_SCALAR)).strip()
+    if word in dialect.constants:
+        return dialect.constants[word]
+    if _NUMBER.fullmatch(word):
+        return word
+    if dialect.bare and word:
+        return json.dumps(plain(word), ensure_ascii=False)
+    raise Unfinished if text.ended and not (yield from text.peek()) else Malformed
 
 
-def _delimited(text: AnswerText, dialect: Dialect, emit: Emit) -> Wait[bool]:
-    """Takes a text between delimiters, if there is one, and returns whether there was."""
-    if dialect.delimiter is None or not (yield from text.next_of(dialect.delimiter)):
-        return False
-    emit('"')
-    found = yield from text.until(
-        dialect.delimiter, lambda piece: emit(json.dumps(plain(piece), ensure_ascii=False)[1:-1])
-    )
-    if not found:
-        raise Unfinished
-    emit('"')
-    return True
+def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
+    """Takes a text in quotes or between delimiters, if there is one, and returns its JSON, else "". Control characters
+    in it become escapes, and unknown escapes text."""
+    pieces: list[str] = []
 
+    def add(piece: str) -> None:
+        pieces.append(json.dumps(plain(piece), ensure_ascii=False)[1:-1])
 
-_RUN = {quote: re.compile(f"[^{quote}\\\\]+") for quote in "\"'"}
-
-
-def _string(text: AnswerText, dialect: Dialect, emit: Emit) -> Wait[None]:
-    """Takes a quoted text. Control characters in it become escapes, and unknown escapes text."""
-    quote = yield from text.exactly(1)
-    emit('"')
-    while True:
-        char = yield from text.peek()
-        if not char:
+    if dialect.delimiter is not None and (yield from text.next_of(dialect.delimiter)):
+        if not (yield from text.until(dialect.delimiter, add)):
             raise Unfinished
-        if char == quote:
-            yield from text.exactly(1)
-            emit('"')
-            return
-        if char != "\\":
-            run = yield from text.match(_RUN[quote])
-            emit(json.dumps(plain(run), ensure_ascii=False)[1:-1])
-            continue
-        yield from text.exactly(1)
-        emit((yield from _escape(text)))
+    elif (yield from text.peek()) in tuple(dialect.quotes):
+        ends = _ENDS[(yield from text.exactly(1))]
+        while (stop := (yield from text.until(ends, add))) == "\\":
+            pieces.append((yield from _escape(text)))
+        if not stop:
+            raise Unfinished
+    else:
+        return ""
+    return f'"{"".join(pieces)}"'
 
 
 def _escape(text: AnswerText) -> Wait[str]:
     char = yield from text.exactly(1)
-    if char in '"\\/bfnrt':
-        return "\\" + char
-    if char == "'":
-        return char
     if char == "u":
         digits = yield from text.exactly(4)
-        if _HEX.fullmatch(digits):
-            return "\\u" + digits
-        raise Malformed
-    return json.dumps("\\" + char, ensure_ascii=False)[1:-1]
+        if not _HEX.fullmatch(digits):
+            raise Malformed
+        return "\\u" + digits
+    if char in '"\\/bfnrt':
+        return "\\" + char
+    return char if char == "'" else json.dumps("\\" + char, ensure_ascii=False)[1:-1]
 
 
 def typed(raw: str, schema: Any, text: bool | None) -> str:
@@ -171,12 +145,14 @@ def typed(raw: str, schema: Any, text: bool | None) -> str:
 
 def _of_python(word: str) -> str:
     """Returns the JSON of a value in Python's syntax, "" if it is none."""
-    text, pieces = AnswerText(), list[str]()
+    text = AnswerText()
     text.feed(word, final=True)
-    with suppress(Malformed):
-        for _ in value(text, PYTHON, pieces.append):
-            pass
-        return "".join(pieces) if text.is_empty else ""
+    try:
+        next(value(text, PYTHON))  # waits for nothing
+    except StopIteration as end:
+        return str(end.value) if text.is_empty else ""
+    except Malformed:
+        pass
     return ""
 
 
