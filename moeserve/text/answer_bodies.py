@@ -98,7 +98,7 @@ def _header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
     found = reading.header.fullmatch(header.strip())
     if not found:
         raise Malformed
-    calls.begin(unescape(found["name"].strip()) if reading.escaped else found["name"].strip())
+    calls.begin(unescape(found["name"].strip()) if reading.parameter.escaped else found["name"].strip())
     if not reading.header_end_stays:
         yield from text.next_of(reading.header_end)
     return bool(found.groupdict().get("empty"))
@@ -144,7 +144,7 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
     yield from text.space()
     members: dict[str, str] = {}
     stop = yield from text.next_of(reading.in_tags)
-    while stop != reading.call_close:
+    while stop != reading.calls.close:
         if not stop:
             yield from text.exactly(1)  # raises at the end
             raise Malformed
@@ -156,7 +156,7 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
             pieces: list[str] = []
             stop, found = yield from _tagged_value(text, reading, pieces.append, calls.schema.keys() - {*members, key})
             raw = plain("".join(pieces))
-            if reading.newlines:
+            if reading.parameter.newlines:
                 raw = raw.removeprefix("\n").removesuffix("\n")
             members.setdefault(key, typed(raw, calls.schema.get(key), is_text))
         if not stop:
@@ -177,7 +177,7 @@ def _key(text: AnswerText, reading: Reading, keys: Set[str] | None = None) -> Wa
     header = yield from text.header(reading.key_guard, take=False)
     found = reading.key.fullmatch(header.strip())
     key = found["key"].strip() if found else ""
-    if reading.escaped:
+    if reading.parameter.escaped:
         key = unescape(key)
     if not found or not key or (keys is not None and key not in keys):
         return None
@@ -196,16 +196,16 @@ def _tagged_value(
         stop = yield from text.until(reading.in_value, emit)
         if not stop:
             raise Unfinished
-        if stop == reading.key_open:
+        if stop == reading.parameter.open:
             with suppress(Malformed):
                 found = yield from _key(text, reading, keys)
                 if found is not None:
                     return "", found
         else:
             space = yield from text.space()
-            after = reading.in_tags if stop == reading.value_close else reading.in_section
+            after = reading.in_tags if stop == reading.parameter.close else reading.in_section
             if (yield from text.next_of(after, take=False)) or not (yield from text.peek()):
-                return "" if stop == reading.value_close else stop, None
+                return "" if stop == reading.parameter.close else stop, None
             stop += space
         emit(stop)
 

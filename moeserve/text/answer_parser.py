@@ -46,20 +46,20 @@ class DataParser:
         stop = ""
         if reasons or (yield from self._starts_reasoning()):
             stop = yield from self._reasoning()
-        if not stop and "" in reading.openers:
+        if not stop and "" in reading.calls.open:
             yield from self._bare_calls()
         while stop or (stop := (yield from text.until(reading.in_content, self._add_content))):
             again = ""
-            if stop == reading.think_open and (self._content.is_empty or reading.think_is_special):
+            if stop == reading.think.open and (self._content.is_empty or reading.think_is_special):
                 again = yield from self._reasoning()
-            elif stop == reading.section_open:
+            elif stop == reading.section.open:
                 yield from self._section()
-            elif stop in reading.openers:
+            elif stop in reading.calls.open:
                 yield from self._call(stop)
-                if reading.section_open:  # whose opening is missing
+                if reading.section.open:  # whose opening is missing
                     self._content.add((yield from text.space()))
                     yield from text.next_of(reading.section_end)
-                if "" in reading.openers:
+                if "" in reading.calls.open:
                     yield from self._bare_calls()
             elif stop not in reading.dropped:
                 self._content.add(stop)
@@ -70,7 +70,7 @@ class DataParser:
         self._content.add(without_controls(piece, self._shown))
 
     def _starts_reasoning(self) -> Wait[bool]:
-        if not self._reading.think_open:
+        if not self._reading.think.open:
             return False
         self._content.add((yield from self._text.space()))
         return bool((yield from self._text.next_of(self._reading.think_start)))
@@ -87,21 +87,21 @@ class DataParser:
         )
         flow.end(keep=not stop)
         self._content.trim()
-        return "" if stop == self._reading.think_close else stop
+        return "" if stop == self._reading.think.close else stop
 
     def _section(self) -> Wait[None]:
         """Takes the calls between a section's marks. Without a call, the section is text."""
         text, reading, before = self._text, self._reading, self._num_calls
-        opening, held = reading.section_open, list[str]()
+        opening, held = reading.section.open, list[str]()
         while True:
-            if reading.section_noise:
+            if reading.section.noise:
                 stop = yield from text.until(reading.in_section, held.append)
             else:
                 held.append((yield from text.space()))
                 stop = yield from text.next_of(reading.in_section)
             if not stop and not (yield from text.peek()):  # cut off
                 return
-            if not stop or stop == reading.section_close:
+            if not stop or stop == reading.section.close:
                 noise = plain("".join(held))
                 if self._num_calls == before and (noise.strip() or not stop):
                     self._content.add(f"{opening}{noise}{stop}")
@@ -118,7 +118,7 @@ class DataParser:
             separator = self._num_calls and (yield from text.next_of(_SEPARATOR))
             if separator:
                 space = yield from text.space()
-            if (yield from text.peek()) not in tuple(self._reading.bare) or not (yield from self._call("")):
+            if (yield from text.peek()) not in tuple(self._reading.calls.bare) or not (yield from self._call("")):
                 if separator:
                     self._content.add(separator + space)
                 return
@@ -129,7 +129,7 @@ class DataParser:
         text.taken = raw = [opener]
         sink = CallSink(self._schemas, known=not opener)
         try:
-            yield from BODIES[reading.content](text, reading, sink)
+            yield from BODIES[reading.calls.content](text, reading, sink)
         except Unfinished:
             text.take_rest()
             shown = not opener  # what begins with no mark may be anything

@@ -99,51 +99,37 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FORMATS.glob("*.yaml")))
 
 
+_NO_SPAN, _NO_PARAMETER = Span("", ""), Parameter("", "", "", "", "")
+
+
 class Reading:
-    """What a parser needs of a syntax with one tokenizer. special: names of its control tokens."""
+    """What a parser needs of a syntax with one tokenizer: its parts, with empty ones for those that it lacks, and the
+    marks to look for at each place. special: names of the tokenizer's control tokens."""
 
     def __init__(self, syntax: Syntax, special: Collection[str]) -> None:
-        calls, think, section = syntax.calls, syntax.reasoning, syntax.section
-        marks = [*calls.open, calls.close, *syntax.dropped]
-        marks += [mark for span in (think, section) if span for mark in (span.open, span.close)]
-        parameter = calls.parameter
-        if parameter:
-            marks += [parameter.open, parameter.close, parameter.end]
-        used = [name for name in special if any(name in mark for mark in [*marks, calls.arguments, calls.quote])]
-        self.special = used
-        self.content = calls.content
-        self.openers, self.bare = calls.open, calls.bare
-        self.think_open, self.think_close = (think.open, think.close) if think else ("", "")
-        self.think_is_special = any(name in self.think_open for name in used)
-        self.think_start = self._stops(self.think_open)
-        self.section_open, self.section_close = (section.open, section.close) if section else ("", "")
-        self.section_noise = bool(section and section.noise)
-        self.section_end = self._stops(self.section_close)
-        outer = [self.section_open, *calls.open]
-        self.dropped = syntax.dropped
-        self.in_content = self._stops(self.think_open, *outer, *syntax.dropped)
-        self.in_reasoning = self._stops(
-            self.think_close, *([*outer, *syntax.dropped] if syntax.call_ends_reasoning else [])
-        )
-        self.in_section = self._stops(*calls.open, self.section_close)
-        self.call_close = calls.close
+        self.calls, self.dropped = syntax.calls, syntax.dropped
+        self.think, self.section = syntax.reasoning or _NO_SPAN, syntax.section or _NO_SPAN
+        self.parameter = syntax.calls.parameter or _NO_PARAMETER
+        calls, think, section, parameter = self.calls, self.think, self.section, self.parameter
+        marks = [*calls.open, calls.close, calls.arguments, calls.quote, *syntax.dropped]
+        marks += [mark for part in (think, section, parameter) for mark in (part.open, part.close)]
+        marks.append(parameter.end)
+        self.special = [name for name in special if any(name in mark for mark in marks)]
+        self.think_is_special = any(name in think.open for name in self.special)
+        self.think_start, self.section_end = self._stops(think.open), self._stops(section.close)
+        outer = [section.open, *calls.open, *syntax.dropped]
+        self.in_content = self._stops(think.open, *outer)
+        self.in_reasoning = self._stops(think.close, *(outer if syntax.call_ends_reasoning else []))
+        self.in_section = self._stops(*calls.open, section.close)
         self.close = self._stops(calls.close) if calls.close else None
-        self.header = re.compile(calls.header, re.DOTALL)
+        self.dialect = Dialect(delimiter=self._stops(calls.quote), bare=True) if calls.quote else JSON
+        self.header, self.key = re.compile(calls.header, re.DOTALL), re.compile(parameter.header, re.DOTALL)
         self.header_end_stays = calls.arguments in ("", "{")
-        self.dialect = JSON
-        if calls.quote:
-            self.dialect = Dialect(delimiter=self._stops(calls.quote), bare=True)
-        self.escaped = bool(parameter and parameter.escaped)
-        self.header_end = self._stops(calls.arguments)
-        if parameter:
-            self.key_open, self.value_close = parameter.open, parameter.close
-            self.key, self.newlines = re.compile(parameter.header, re.DOTALL), parameter.newlines
-            self.key_end = self._stops(parameter.end)
-            self.key_guard = self._stops(parameter.end, parameter.close, parameter.open, calls.close)
-            self.in_tags = self._stops(parameter.open, calls.close)
-            self.in_value = self._stops(parameter.open, parameter.close, calls.close)
-            if not calls.arguments:
-                self.header_end = self.in_tags
+        self.key_end = self._stops(parameter.end)
+        self.key_guard = self._stops(parameter.end, parameter.close, parameter.open, calls.close)
+        self.in_tags = self._stops(parameter.open, calls.close)
+        self.in_value = self._stops(parameter.open, parameter.close, calls.close)
+        self.header_end = self._stops(calls.arguments) if calls.arguments or not calls.parameter else self.in_tags
 
     def _stops(self, *literals: str) -> Stops:
         return Stops(filter(None, literals), self.special)
