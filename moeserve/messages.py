@@ -173,7 +173,6 @@ class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     plan_us: int = 0
-    update_us: int = 0
     device_us: int = 0
     comm_us: int = 0  # from the start of each transfer to its last row, summed
     exposed_comm_us: int = 0  # the part of comm_us during which the model waited
@@ -260,7 +259,6 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     counts: bytes  # int64 [layers, experts], row-major
     num_layers: int
-    num_steps: int
     version: int  # of the placement in force
 
 

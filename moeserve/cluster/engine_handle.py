@@ -77,7 +77,6 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
         self.draining = False  # it was told to stop: no new requests
         self.told_to_stop = False
         self.obeyed = False  # its process ended because it was told to
-        self.last: m.StepRecord | None = None
         self.end: EngineGone | None = None  # the final one
         self._fleet = fleet
         self._task: asyncio.Task[None] | None = None
@@ -191,8 +190,6 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
 
     def _note(self, msg: ForFleet) -> None:
         match msg:
-            case m.StepOutput(record=record):
-                self.last = record or self.last
             case m.Phase():
                 self.phase = msg
                 self.process.progress()
@@ -209,7 +206,7 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
                 self.join(epoch)
             case m.Parted(epoch=epoch) if epoch >= self.epoch:
                 self.epoch, self.parted = 0, msg
-            case m.Parted() | m.Refused() | m.ExpertLoad() | m.Placed() | m.Traced():
+            case m.StepOutput() | m.Parted() | m.Refused() | m.ExpertLoad() | m.Placed() | m.Traced():
                 pass
             case _:
                 assert_never(msg)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moeserve.messages import PlacementTable, StepRecord
+from moeserve.messages import PlacementTable
 
 if TYPE_CHECKING:
     from moeserve.cluster.engine_handle import EngineHandle
@@ -26,8 +26,6 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     restarts: int
     num_requests: int
-    predicted_work: float  # in prompt tokens, as the balancer counts
-    last: StepRecord | None
 
 
 class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +88,6 @@ def fleet_view(fleet: Fleet) -> FleetView:
                 epoch=engine.epoch,
                 restarts=engine.restarts,
                 num_requests=len(load.live) if load is not None else 0,
-                predicted_work=load.work if load is not None else 0.0,
-                last=engine.last,
             )
         )
     return FleetView(

@@ -160,7 +160,6 @@ class EngineCore(Actor[messages.EngineIn]):
         record = output.record
         assert record is not None
         record.at_s, record.plan_us, record.vote_us = step.at_s, step.plan_us, step.vote_us
-        record.update_us = round((updated_s - start_s) * 1e6)
         record.ubatches = step.agreed.ubatches if step.agreed is not None else 1
         record.dp_rank = self._dp_rank
         self.emit(output)
@@ -206,7 +205,6 @@ class LoadReport:
         self.version = 0
         self._emit = emit
         self._sum_LE: NDArray[np.int64] | None = None
-        self._num_steps = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, load_LE: NDArray[np.int64]) -> None:
@@ -215,7 +213,6 @@ class LoadReport:
             self._sum_LE = load_LE.astype(np.int64)  # a copy: the runner may reuse its own
         else:
             self._sum_LE += load_LE
-        self._num_steps += 1
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOAD_REPORT_INTERVAL_S, self.flush)
 
@@ -228,10 +225,9 @@ class LoadReport:
         report = messages.ExpertLoad(
             counts=self._sum_LE.astype("<i8", copy=False).tobytes(),
             num_layers=len(self._sum_LE),
-            num_steps=self._num_steps,
             version=self.version,
         )
-        self._sum_LE, self._num_steps = None, 0
+        self._sum_LE = None
         self._emit(report)
 
 

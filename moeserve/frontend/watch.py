@@ -72,8 +72,6 @@ class Watch:
             epoch=0,
             restarts=stats.restarts,
             num_requests=self._stats.num_active,
-            predicted_work=0.0,
-            last=stats.last,
         )
 
     def _all_experts(self, ready: Ready | None) -> Rebalancing | None:

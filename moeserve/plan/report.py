@@ -46,7 +46,6 @@ class Steps:
 
     number: int = 0
     empty: int = 0  # an engine had nothing to do in them
-    busy_s: float = 0.0
     tokens: int = 0
     rows: int = 0
     preempted: int = 0

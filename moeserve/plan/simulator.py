@@ -130,7 +130,6 @@ class Group:
         steps = self._simulation.steps
         steps.number += len(shapes)
         steps.empty += len(shapes) - len(busy)
-        steps.busy_s += took_s
         steps.rows += sum(shape.rows for shape in busy)
         steps.tokens += sum(shape.tokens for shape in busy)
         if self._observe is not None:

@@ -31,7 +31,7 @@ async def sparse(live):
 
 
 def load(counts: np.ndarray) -> ExpertLoad:
-    return ExpertLoad(counts=counts.astype("<i8").tobytes(), num_layers=len(counts), num_steps=1, version=0)
+    return ExpertLoad(counts=counts.astype("<i8").tobytes(), num_layers=len(counts), version=0)
 
 
 def step(rank: int, *, running: int, device_us: int, comm_us: int = 0, exposed_us: int = 0) -> StepOutput:
@@ -97,7 +97,6 @@ def fleet_view(counts: np.ndarray, placement: Placement) -> FleetView:
     engines = [
         EngineView(
             rank=rank, host=f"node-{rank}", pid=100 + rank, state=state, epoch=3, restarts=rank, num_requests=5,
-            predicted_work=0.0, last=None,
         )
         for rank, state in enumerate(("serving", "lost"))
     ]  # fmt: skip

@@ -42,7 +42,7 @@ def fleet_view(*hosts: str, tp: int = 1, together: bool = True, states: tuple[st
     engines = [
         EngineView(
             rank=rank, host=host, pid=1, state=states[rank] if states else "serving", epoch=1, restarts=0,
-            num_requests=0, predicted_work=0.0, last=None,
+            num_requests=0,
         )
         for rank, host in enumerate(hosts)
     ]  # fmt: skip

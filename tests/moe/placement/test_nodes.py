@@ -157,7 +157,7 @@ def test_the_rebalancer_keeps_groups_on_their_nodes() -> None:
     nodes = Nodes(2, 4, even=0)
     one = Rebalancer(Placement.initial(2, 16, 4, 4, nodes), 1, gate=Gate(), nodes=nodes)
     counts = np.tile((16_000 / np.arange(1, 17)).astype("<i8"), (2, 1))
-    one.note(ExpertLoad(counts=counts.tobytes(), num_layers=2, num_steps=1, version=0), 0.0)
+    one.note(ExpertLoad(counts=counts.tobytes(), num_layers=2, version=0), 0.0)
     new = one.propose(1.0)
     assert new is not None
     assert_groups_stay(new, nodes)
@@ -188,7 +188,7 @@ def test_a_fleet_takes_groups_and_machines_from_model_and_settings(kept: int, gr
     start = Placement.initial(2, 16, 4, 4, Nodes(2, groups))
     assert Placement.from_table(experts.table).experts_LS.tolist() == start.experts_LS.tolist()
     counts = np.tile((16_000 / np.arange(1, 17)).astype("<i8"), (2, 1))
-    experts.note(ExpertLoad(counts=counts.tobytes(), num_layers=2, num_steps=1, version=0))
+    experts.note(ExpertLoad(counts=counts.tobytes(), num_layers=2, version=0))
     new = experts.rescaled([0, 1, -1, -1, 2, 3, -1, -1], 2)
     assert new.num_ranks == 8
     assert_replicas_spread(new, Nodes(2))

@@ -20,7 +20,7 @@ SKEWED = np.tile((16_000 / np.arange(1, EXPERTS + 1)).astype(int), (LAYERS, 1))
 
 
 def report(counts: np.ndarray) -> ExpertLoad:
-    return ExpertLoad(counts=counts.astype("<i8").tobytes(), num_layers=LAYERS, num_steps=10, version=0)
+    return ExpertLoad(counts=counts.astype("<i8").tobytes(), num_layers=LAYERS, version=0)
 
 
 def rebalancer(expert_bytes: int = 1000, **gate: float) -> Rebalancer:
