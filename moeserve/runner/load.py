@@ -28,7 +28,6 @@ from moeserve.loader.weights import Params, Reader, format_of
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
-from moeserve.models.mtp import build_mtp, mtp_load_plan
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
@@ -130,25 +129,6 @@ def load_model(
     if cache:
         cache.finish(lambda: Pace(threading.Event(), SHARE, BYTES_PER_S))
     return model, files, cache.mapped_bytes if cache else 0, on_disk and on_disk.native
-
-
-def load_mtp(
-    spec: ModelSpec,
-    model_dir: Path,
-    model: Decoder,
-    config: Config,
-    asked: Asked | None,
-    shard: Shard,
-    memory: MemoryFacts,
-) -> Decoder:
-    """Returns the model's head for multi-token prediction; see models/mtp.py. Arguments and errors are those of
-    `load_model`."""
-    with draft_params(
-        spec, model_dir, model, config, asked, memory, lambda names: mtp_load_plan(spec, names, shard.world)
-    ) as (params, ops):
-        longest = config.model.max_model_len or spec.max_position
-        sizes = {"max_tokens": shard.max_tokens, "max_position": longest}
-        return build_mtp(spec, params, ops, model, world=shard.world, tp=shard.tp, **sizes)
 
 
 @contextmanager

@@ -25,10 +25,12 @@ from moeserve.models.mtp import with_mtp
 from moeserve.ops.native_rows import AVAILABLE
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.kv_cache import KVCache, block_bytes
-from moeserve.runner.load import Progress, load_mtp
+from moeserve.runner.load import Progress
 from moeserve.runner.speculation.base import Verified
+from moeserve.runner.speculation.drafters import load_drafter
 from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
 from moeserve.runner.speculation.native_head import native_head
+from moeserve.speculation import SpeculationSpec
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import together
 from tests.models.test_workspace import peak_bytes
@@ -52,9 +54,8 @@ class DraftingRunner(CPUModelRunner):
 
     def load_model(self, progress: Progress) -> None:
         super().load_model(progress)
-        self.head = load_mtp(
-            self.spec, self.model_dir, self.model, self.config, self.asked, self.shard(), self.properties.memory()
-        )
+        parts = self.model, self.config, self.asked, self.shard(), self.properties.memory()
+        self.head = load_drafter(self.spec, self.model_dir, SpeculationSpec.parse(f"mtp:{K}"), *parts).model
         self.hidden: list[Tensor] = []
 
     def initialize_kv_cache(self) -> None:

@@ -20,11 +20,11 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.eagle3 import build_eagle3, plan_eagle3, read_eagle3, read_target_ids
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
-from moeserve.models.mtp import with_mtp
+from moeserve.models.mtp import build_mtp, mtp_load_plan, with_mtp
 from moeserve.models.spec import ModelSpec
 from moeserve.ops.quantised import Asked
 from moeserve.runner.limits import MemoryFacts
-from moeserve.runner.load import Shard, draft_params, load_mtp
+from moeserve.runner.load import Shard, draft_params
 from moeserve.runner.speculation.model_proposer import Drafter
 from moeserve.speculation import SpeculationSpec
 
@@ -71,10 +71,15 @@ def load_drafter(
 ) -> Drafter:
     """Loads the drafter of `spec`, which `with_drafter` returned; its caches are still to come. Other arguments and
     errors are those of `load_model`."""
+    longest = config.model.max_model_len or spec.max_position
     if speculation.kind == "mtp":
-        head = load_mtp(spec, model_dir, model, config, asked, shard, memory)
+        with draft_params(
+            spec, model_dir, model, config, asked, memory, lambda names: mtp_load_plan(spec, names, shard.world)
+        ) as loaded:
+            world, tp, most = shard.world, shard.tp, shard.max_tokens
+            head = build_mtp(spec, *loaded, model, world=world, tp=tp, max_tokens=most, max_position=longest)
         return Drafter(head, (), spec.draft_rules, takes_hidden=True)
-    path, longest = resolve_model_dir(speculation.path), config.model.max_model_len or spec.max_position
+    path = resolve_model_dir(speculation.path)
     if speculation.kind == "model":
         draft = read_model_spec(path)
         with draft_params(draft, path, model, config, None, memory, lambda names: load_plan(draft, names)) as loaded:
