@@ -78,8 +78,8 @@ def environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as a reader would type it: absolute paths are cut to their last part."""
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    """The command as a reader would type it: absolute paths, also behind NAME=, are cut to their last part."""
+    words = [re.sub(r"^(\w+=)?/.*/", r"\1", word) for word in sys.argv[1:]]
     return " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
 
 

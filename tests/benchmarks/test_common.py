@@ -40,6 +40,12 @@ def test_the_median_of_an_even_count_lies_between() -> None:
     assert common.summary([4.0, 1.0, 2.0, 3.0])["median"] == 2.5
 
 
+def test_commands_have_no_paths_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/a/peers.py", "/b/hf", "--engine", "llamacpp=/c/bin/python", "--weight-bytes", "0.6", "d/e"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert common.command_line() == "python -m benchmarks.peers hf --engine llamacpp=python --weight-bytes 0.6 d/e"
+
+
 def test_hardware_names_are_file_names() -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*-\d+c-\w+", common.hardware_name())
 
