@@ -16,7 +16,9 @@ from torch import Tensor
 from moeserve.kernels import cost, tuning
 from moeserve.kernels.configs import Config
 from moeserve.kernels.cost import CARDS, Facts, Product, occupancy, parse_facts, seconds
+from moeserve.kernels.paged_attention import AttentionShape
 from moeserve.kernels.tuning import Job, ranked, search
+from moeserve.plan.hardware import DEVICES
 
 H100, H200 = CARDS["NVIDIA H100 80GB HBM3"], CARDS["NVIDIA H200"]
 FACTS = Facts(registers=128, stack_bytes=0, shared_bytes=60_000, warps=4, tensor=100.0, issue=60.0, chain=300.0)
@@ -50,6 +52,8 @@ def test_facts_are_read_from_the_loop_with_most_products() -> None:
     spilt = parse_facts(SASS.replace("IADD3 R4, R4, 0x1, RZ", "STL [R1], R4"), 50_000, 8)
     assert spilt.issue == pytest.approx(8 * (4 / 4 + 5))
     assert spilt.tensor == pytest.approx(240 + spilt.issue)
+    functions = SASS.replace("IADD3 R4, R4, 0x1, RZ", "MUFU.EX2 R4, R4").replace("UTMALDG.2D", "MUFU.RCP")
+    assert parse_facts(functions, 50_000, 8).issue == pytest.approx(8 * 2 * 2)
     narrow = parse_facts(SASS.replace("64x64x", "64x8x"), 50_000, 4)
     assert narrow.tensor == pytest.approx(18 + 80)  # the weights' 16 cycles are more than 8 / 2
 
@@ -110,6 +114,11 @@ def test_tiles_are_as_many_as_random_rows_make() -> None:
         assert product.tiles(block_m) == pytest.approx(tiles, rel=0.03)
         assert product.busy == pytest.approx((counts > 0).sum(1).float().mean().item(), rel=0.03)
     assert replace(FEW, rows=65, experts=1).tiles(64) == 2
+
+
+def test_cards_are_those_of_the_planner() -> None:
+    for name, card in CARDS.items():
+        assert card.bytes_per_s == DEVICES[name.split()[1].lower()].bytes_per_s
 
 
 CHOICES = {"block_m": (16, 64), "block_n": (64, 128), "warps": (4, 8), "stages": (2, 3, 4), "group": (1, 8)}
@@ -182,3 +191,22 @@ def test_real_kernels_are_ranked_as_they_must_be(monkeypatch: pytest.MonkeyPatch
     predict = tuning.predictor(many, facts, H200)
     assert predict(good) < predict(wide)
     assert predict(good) < predict(small)
+
+
+def compiled_caches(shape: AttentionShape) -> list[tuple[int, bool]]:
+    """Compiles two kernels of attention ahead. Returns each one's stages, and whether it has a cache of values."""
+    make = partial(tuning.attention_jobs, shape)
+    for stages in (2, 3):
+        job = next(make(device=torch.device("meta")))
+        assert tuning.compile_variant(make, {**job.default, "num_stages": stages}) == {}
+    kernels = [kernel for kernel in cost._compiled if kernel.metadata.name == "attend_kernel"]
+    return [(kernel.metadata.num_stages, "v_ptr" in kernel.src.signature) for kernel in kernels]
+
+
+@pytest.mark.full("aot")
+def test_attention_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device, on which no address tells latents from keys and values of the same size."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    shapes = AttentionShape(4, 2, 64, 64, 16, torch.float16), AttentionShape(4, 1, 96, 64, 16, torch.float16)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=cost.compile_only) as pool:
+        assert list(pool.map(compiled_caches, shapes)) == []
