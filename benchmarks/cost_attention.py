@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from moeserve.kernels.cost import CARDS, Card, Facts
 from moeserve.kernels.paged_attention import AttentionShape
 from moeserve.plan.tables import PACKAGE
 
-Kernel = tuple[int, int, int]  # query rows of a program, warps, stages
+Kernel = tuple[int, int]  # query rows of a program, stages
 FACTS = configs.cache_folder("kernel-facts")
 
 
@@ -66,30 +65,28 @@ PREFILL = [Step(rows, new, new) for rows in (1, 8) for new in (512, 1024, 2048, 
 
 @cache
 def facts_of(dim: int, v_dim: int) -> Mapping[Kernel, Facts]:
-    """Facts about all kernels for heads of these widths, however many there are; kept in FACTS."""
+    """Facts about the kernels for heads of these widths, however many there are; kept in FACTS."""
     file = FACTS / f"attention-{dim}-{v_dim}-triton-{triton.__version__}.pickle"
     if not file.exists():
         FACTS.mkdir(parents=True, exist_ok=True)
         found: dict[Kernel, Facts] = {}
-        warps, stages, programs = tuning.ATTENTION.values()
-        every = [dict(zip(tuning.ATTENTION, how, strict=True)) for how in product(warps, stages, programs[:1])]
         with ProcessPoolExecutor(2, get_context("spawn"), cost.compile_only) as pool:
-            for facts in pool.map(partial(compile_kernels, COMPILED[dim, v_dim]), every):
+            for facts in pool.map(partial(compile_kernels, COMPILED[dim, v_dim]), tuning.ATTENTION["num_stages"]):
                 found |= facts
         file.write_bytes(pickle.dumps(found))
     known: Mapping[Kernel, Facts] = pickle.loads(file.read_bytes())
     return known
 
 
-def compile_kernels(of: AttentionShape, how: Mapping[str, int]) -> dict[Kernel, Facts]:
+def compile_kernels(of: AttentionShape, stages: int) -> dict[Kernel, Facts]:
     """Facts about the kernels of all sizes, after `cost.compile_only`."""
     found: dict[Kernel, Facts] = {}
     for job in tuning.attention_jobs(of, torch.device("meta")):
         try:
-            attend, _ = cost.compiled_by(partial(job.run, how), 2)  # the other adds what was cut
+            attend, _ = cost.compiled_by(partial(job.run, {**job.default, "num_stages": stages}), 2)  # the other merges
         except tuning.IMPOSSIBLE:
             continue
-        found[job.size, how["num_warps"], how["num_stages"]] = attend
+        found[job.size, stages] = attend
     return found
 
 
@@ -121,14 +118,14 @@ def seconds(facts: Facts, of: AttentionShape, step: Step, block_m: int, config: 
     return took_s + cost.launch_s(cost.PROLOGUE, sums, card) if cut else took_s
 
 
-def predicted(of: AttentionShape, step: Step, block_m: int, card: Card) -> dict[tuple[int, int], float]:
-    """Predicted times by warps and stages; those of the defaults come first."""
+def predicted(of: AttentionShape, step: Step, block_m: int, card: Card) -> dict[int, float]:
+    """Predicted times by stages, those of the defaults first."""
     default = paged_attention.launch_of(of, of.dtype, block_m, "")
-    kernels = {kernel[1:]: facts for kernel, facts in facts_of(of.dim, of.v_dim).items() if kernel[0] == block_m}
-    first = default["num_warps"], default["num_stages"]
+    facts = facts_of(of.dim, of.v_dim)
     return {
-        how: seconds(kernels[how], of, step, block_m, {**default, "num_stages": how[1]}, card)
-        for how in (first, *(how for how in kernels if how != first))
+        stages: seconds(facts[block_m, stages], of, step, block_m, {**default, "num_stages": stages}, card)
+        for stages in dict.fromkeys((default["num_stages"], *tuning.ATTENTION["num_stages"]))
+        if (block_m, stages) in facts
     }
 
 
@@ -194,12 +191,15 @@ def gains() -> dict[str, Any]:
     """Predicted times of the defaults over those of the best kernel, for steps as `moeserve tune` times them."""
     found: dict[str, Any] = {}
     for device, card in CARDS.items():
+        of_card = found.setdefault(device, {})
         for (dim, v_dim), of in COMPILED.items():
             for size in sorted({kernel[0] for kernel in facts_of(dim, v_dim)}):
                 for step in (Step(64, 1, 4096), Step(1, 2048, 4096)):
                     times = predicted(of, step, size, card)
-                    best = min(times, key=lambda how: times[how])
-                    found.setdefault(device, {})[f"D{dim} of {size} rows, {step.rows} x {step.new}"] = {
-                        "gain": round(next(iter(times.values())) / times[best], 3), "warps, stages": best,
-                    }  # fmt: skip
+                    best = min(times, key=times.__getitem__)
+                    gain = next(iter(times.values())) / times[best]
+                    of_card[f"D{dim} of {size} rows, {step.rows} x {step.new}"] = {
+                        "gain": round(gain, 3),
+                        "stages": best,
+                    }
     return found

@@ -196,7 +196,7 @@ def compiled_by(call: Callable[[], object], count: int) -> Iterator[Facts]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     _compiled.clear()
     call()
-    for kernel in _compiled[len(_compiled) - count :]:
+    for kernel in _compiled[-count:]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()

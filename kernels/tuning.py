@@ -1,9 +1,9 @@
-"""Searches for launch parameters: measures those that the model of kernels/cost.py thinks fastest, of attention every
-kernel that there is, and then changes one at a time.
+"""Searches for launch parameters: measures those that the model of kernels/cost.py thinks fastest, and then changes one
+at a time.
 
 What a kernel computes does not depend on them; a candidate whose bits differ from the defaults' is dropped all the
-same. How deep a step over K is, on which bits do depend, is no parameter. M rows, T tokens, E experts, K of them per
-token, D model width, I expert width.
+same. How deep a step over K is, on which bits do depend, is no parameter, nor how many warps share the positions that
+attention adds up. M rows, T tokens, E experts, K of them per token, D model width, I expert width.
 """
 
 import itertools
@@ -47,7 +47,7 @@ LINEAR: Choices = {
     "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6), "group": GROUPS,
     "tma": (0, 1),
 }  # fmt: skip
-ATTENTION: Choices = {"num_warps": (4, 8), "num_stages": (2, 3, 4, 5, 6), "programs": (2, 4, 8, 16, 32)}
+ATTENTION: Choices = {"num_stages": (2, 3, 5, 7), "programs": (2, 4, 8, 16, 32)}  # 4 and 6 are as 3 and 5
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
 CONTEXT, ROWS, PREFILL = 4096, 64, 2048
 IMPOSSIBLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)  # the last: a pass of the compiler
@@ -57,8 +57,7 @@ IMPOSSIBLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)  # the
 class Job:
     """One entry of a table. run: the kernel over random data with these parameters, anew at each call. products: what
     it launches last, by what their parameters' names begin with; empty: unknown to the model. rival: further parameters
-    with which kernels of others run, whose bits differ. kernels: configurations in which each occurs that there is,
-    where they are few."""
+    with which kernels of others run, whose bits differ."""
 
     family: str
     shape: str
@@ -68,7 +67,6 @@ class Job:
     run: Callable[[Config], Tensor]
     products: Mapping[str, cost.Product] = field(default_factory=dict)
     rival: Config | None = None
-    kernels: Sequence[Config] = ()
 
 
 Maker = Callable[..., Iterator[Job]]  # of the jobs of a shape on a `device`
@@ -125,10 +123,7 @@ def _key(name: str, config: Config) -> Key:
 
 
 def variants(job: Job) -> list[Config]:
-    """Returns configurations in which every product's kernel occurs with all its parameters but group and tma; of jobs
-    without products their `kernels`."""
-    if not job.products:
-        return list(job.kernels)
+    """Returns configurations in which every product's kernel occurs with all its parameters but group and tma."""
     found = {}
     for block_m, *values in itertools.product(job.choices["block_m"], BLOCKS, WARPS, STAGES):
         wanted = {f"{name}{part}": v for name in job.products for part, v in zip(KERNEL, values, strict=True)}
@@ -139,16 +134,14 @@ def variants(job: Job) -> list[Config]:
 
 
 def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
-    """Compiles a shape's kernels with these parameters, after `cost.compile_only`. Returns facts about those of its
-    products; none if they cannot be compiled."""
-    facts: dict[Key, cost.Facts] = {}
-    for job in make(device=torch.device("meta")):
-        with suppress(*IMPOSSIBLE):
-            found = cost.compiled_by(partial(job.run, config), len(job.products))
-            facts |= {_key(name, config): of_kernel for name, of_kernel in zip(job.products, [*found], strict=True)}
-        if job.products:
-            break  # other sizes have the same kernels
-    return facts
+    """Returns facts about the kernels of a shape's products with these parameters, after `cost.compile_only`; none if
+    they cannot be compiled."""
+    job = next(make(device=torch.device("meta")))
+    try:
+        found = cost.compiled_by(lambda: job.run(config), len(job.products))
+        return {_key(name, config): facts for name, facts in zip(job.products, found, strict=True)}
+    except IMPOSSIBLE:
+        return {}
 
 
 def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[Config]:
@@ -307,12 +300,8 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
             return paged_attention.attention(q, k, v, plan, config=config)
 
         default = paged_attention.launch_of(shape, k.dtype, block_m, facts_of(device).name)
-        kernels = [
-            {**default, "num_warps": warps, "num_stages": stages}
-            for warps, stages in itertools.product(ATTENTION["num_warps"], ATTENTION["num_stages"])
-        ]
         name = paged_attention.shape_of(shape, k.dtype)
-        yield Job("paged_attention", name, block_m, default, ATTENTION, _run, kernels=kernels)
+        yield Job("paged_attention", name, block_m, default, ATTENTION, _run)
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -149,15 +149,15 @@ def makers_of(
 
 
 def compile_ahead(make: Maker, job: Job) -> dict[Key, Facts]:
-    """Compiles the kernels of a job's candidates in processes, into Triton's cache, and returns facts about those that
-    have a model."""
+    """Compiles the kernels of a job's candidates in processes, into Triton's cache, and returns facts about them;
+    nothing for kernels without a model."""
     from moeserve.kernels import cost, tuning
 
     facts: dict[Key, Facts] = {}
-    if candidates := tuning.variants(job):
+    if job.products:
         workers = min(COMPILERS, os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, get_context("spawn"), cost.compile_only) as pool:
-            for found in pool.map(partial(tuning.compile_variant, make), candidates):
+            for found in pool.map(partial(tuning.compile_variant, make), tuning.variants(job), chunksize=4):
                 facts |= found
     return facts
 
@@ -189,7 +189,7 @@ def tune(
                     return 0
             if facts is None:
                 facts = compile_ahead(make, job) if card else {}
-            first = job.kernels or (ranked(job, facts, card) if card and facts else ())
+            first = ranked(job, facts, card) if card and facts else []
             found = search(job, timer, first, PASSES if not first else 1 if minutes is None else 0)
             paths.add(keep(job.family, name, job.shape, {job.size: found.config}, folder, by))
             gain = found.default_ms / found.best_ms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from moeserve.cli.main import main
 from moeserve.cli.tune import ExpertShapes, linear_shapes, read_shape
 from moeserve.errors import ConfigError
 from moeserve.kernels import cost
-from moeserve.kernels.configs import Config, keep, table
+from moeserve.kernels.configs import keep, table
 from moeserve.kernels.cost import CARDS
-from moeserve.kernels.tuning import TOKENS, Job, Key, Maker
+from moeserve.kernels.tuning import TOKENS, Job
 from moeserve.models.hf_config import read_model_spec
 from moeserve.version import __version__
 from tests.specs import make_spec
@@ -105,41 +105,6 @@ def test_a_known_card_searches_kernels_without_a_model_from_the_defaults(
     assert made == [torch.device("cpu")]
     assert capsys.readouterr().out.startswith("linear N1 K1 float32, 4: 2.0000 -> 1.0000 ms (2.00 x), 4 tried")
     assert next(iter(table("linear", "cpu", tmp_path)["N1 K1 float32"].values()))["stages"] == 2
-
-
-def test_kernels_that_are_few_are_all_tried_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On any card; compiled ahead where compilers know it. One pass is left for what needs no other kernel."""
-    times = {(4, 3, 8): 3.0, (4, 2, 8): 4.0, (8, 3, 8): 5.0, (8, 2, 8): 2.0, (8, 2, 16): 1.0}
-    configs = [{"warps": w, "stages": s, "programs": p} for w, s, p in times]
-    compiled: list[Job] = []
-    last: list[int] = []
-
-    def run(config: Config) -> torch.Tensor:
-        last[:] = config.values()
-        return torch.zeros(1)
-
-    def time(call: Callable[[], object]) -> float:
-        call()
-        return times[last[0], last[1], last[2]]
-
-    def make(device: torch.device) -> Iterator[Job]:
-        choices = {"warps": (4, 8), "stages": (2, 3), "programs": (8, 16)}
-        yield Job("linear", "N1 K1 float32", 4, configs[0], choices, run, kernels=configs[:4])
-
-    def ahead(make: Maker, job: Job) -> dict[Key, cost.Facts]:
-        compiled.append(job)
-        return {}
-
-    monkeypatch.setattr(tune, "compile_ahead", ahead)
-    for card in ("cpu", "another"):
-        monkeypatch.setattr(cost, "CARDS", {card: CARDS["NVIDIA H200"]})
-        assert tune.tune([make], time, torch.device("cpu"), tmp_path / card) == 0
-        kept = table("linear", "cpu", tmp_path / card)["N1 K1 float32"][4]
-        assert [kept[name] for name in configs[0]] == [8, 2, 16]
-        assert "3.0000 -> 1.0000 ms (3.00 x), 5 tried" in capsys.readouterr().out
-    assert len(compiled) == 1
 
 
 def test_lists_tell_what_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -193,20 +194,29 @@ def test_real_kernels_are_ranked_as_they_must_be(monkeypatch: pytest.MonkeyPatch
     assert predict(good) < predict(small)
 
 
-def compiled_caches(shape: AttentionShape) -> list[tuple[int, bool]]:
-    """Compiles two kernels of attention ahead. Returns each one's stages, and whether it has a cache of values."""
-    make = partial(tuning.attention_jobs, shape)
-    for stages in (2, 3):
-        job = next(make(device=torch.device("meta")))
-        assert tuning.compile_variant(make, {**job.default, "num_stages": stages}) == {}
-    kernels = [kernel for kernel in cost._compiled if kernel.metadata.name == "attend_kernel"]
-    return [(kernel.metadata.num_stages, "v_ptr" in kernel.src.signature) for kernel in kernels]
+def compiled_attention(how: tuple[int, int]) -> tuple[bool, list[str], str]:
+    """Compiles it for few rows, and so many warps and stages. Returns whether there is a cache of values, how warps share
+    products, and the kernel."""
+    jobs = tuning.attention_jobs(AttentionShape(4, 2, 64, 64, 16, torch.float16), torch.device("meta"))
+    job = next(job for job in jobs if job.size == 16)
+    cost._compiled.clear()
+    job.run({**job.default, "num_warps": how[0], "num_stages": how[1]})
+    kernel = next(kernel for kernel in cost._compiled if kernel.metadata.name == "attend_kernel")
+    found = re.findall(r"nvidia_mma<.*warpsPerCTA = (.*?), instr", kernel.asm["ttgir"])
+    return "v_ptr" in kernel.src.signature, found, kernel.asm["ptx"]
 
 
 @pytest.mark.full("aot")
-def test_attention_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device, on which no address tells latents from keys and values of the same size."""
+@pytest.mark.timeout(200)
+def test_stages_of_attention_leave_its_sums_alone_and_warps_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without a device, on which no address tells keys and values from latents. More warps share a row's
+    positions, whose weights are then added in another order."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    shapes = AttentionShape(4, 2, 64, 64, 16, torch.float16), AttentionShape(4, 1, 96, 64, 16, torch.float16)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=cost.compile_only) as pool:
-        assert list(pool.map(compiled_caches, shapes)) == []
+    kernels = ((4, 2), (4, 3), (4, 4), (8, 2))
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=cost.compile_only) as pool:
+        found = dict(zip(kernels, pool.map(compiled_attention, kernels), strict=True))
+    assert all(values for values, _, _ in found.values())
+    assert [shares for _, shares, _ in found.values()] == [["[1, 4]"]] * 3 + [["[1, 8]"]]
+    assert found[4, 2][2] != found[4, 3][2] == found[4, 4][2]
+    assert "num_warps" not in tuning.ATTENTION
+    assert 4 not in tuning.ATTENTION["num_stages"]

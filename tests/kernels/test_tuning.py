@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,29 +78,6 @@ def test_kernels_of_others_are_chosen_by_their_time_alone(theirs_ms: float | Non
     found = search(Job("x", "s", 1, default, CHOICES, card.run, rival={"theirs": 1}), card.timer)
     assert found.config == {**default, **({"theirs": 1} if wins else {})}
     assert found.best_ms == (0.5 if wins else 1.0)
-
-
-def test_all_kernels_of_attention_are_tried_and_then_how_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best kernel is far from the defaults, and slow with one parameter of theirs: a descent does not find it."""
-    for name in ("CONTEXT", "PREFILL", "ROWS"):
-        monkeypatch.setattr(tuning, name, 1)
-    last: dict[str, int] = {}
-
-    def run(config: Config) -> Tensor:
-        last.update(config)
-        return torch.ones(1)
-
-    def timer(call: Callable[[], object]) -> float:
-        call()
-        best = last["num_warps"] == 8 and last["num_stages"] == 6
-        return (1.0 if best else 3.0 + last["num_warps"] / 4 + last["num_stages"]) + abs(last["programs"] - 16) / 16
-
-    job = next(tuning.attention_jobs(AttentionShape(4, 2, 16, 16, 16, torch.float32), DEVICE))
-    job = replace(job, run=run)
-    found = search(job, timer, job.kernels, 1)
-    assert found.config == {"num_warps": 8, "num_stages": 6, "programs": 16}
-    assert found.tried <= 14
-    assert search(job, timer).config["num_stages"] == 2
 
 
 def least_of(choices: tuning.Choices) -> dict[str, tuple[int, ...]]:
