@@ -160,7 +160,7 @@ def beside_tables(source: str, device: str) -> dict[str, Any]:
             steps = [step for step in (DECODE if decode else PREFILL) if step in times]
             size = paged_attention._tile_rows(of, invariant=False)[0 if decode else -1]
             mine = [(next(iter(predicted(of, step, size, card).values())), times[step]) for step in steps]
-            name = f"H{of.heads} {paged_attention.shape_of(of, of.dtype).split(' b')[0]}"
+            name = f"H{of.heads} KV{of.kv_heads} D{of.dim}"
             ratios[name] = {
                 f"{step.rows} x {step.context}": round(p / m, 3) for step, (p, m) in zip(steps, mine, strict=True)
             }

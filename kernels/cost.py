@@ -1,13 +1,12 @@
 """A model of how long a kernel of products takes on a card, from its compiled form: which launch parameters to try.
 
-For each step of its innermost loop, from the kernel's machine code: cycles of the tensor cores (a warpgroup's 64 x N x
-16 product takes N / 2, and 16 + N / 4 to read both sides from shared memory at 128 bytes a cycle), cycles to issue
-(four instructions a cycle, one if it goes to memory, half a one if it is an exponential function or the like), and
-bytes from L2. One program takes `steps * max(its own chain of instructions, a load's latency / the loads on their way)
-+ PROLOGUE`; those that a multiprocessor holds at once (by registers, shared memory and threads) share what it has, so a
-round takes the longer of both, the last round as many as are left. Beside that the card reads each tile of DRAM once,
-or again where it does not stay in L2 until it is used again. A launch takes the longer of both, and a tenth of the
-shorter.
+For each step of its innermost loop, from the machine code: cycles of the tensor cores (a warpgroup's 64 x N x 16
+product takes N / 2, and 16 + N / 4 to read both sides from shared memory at 128 bytes a cycle), cycles to issue (four
+instructions a cycle, one to memory, half an exponential), and bytes from L2. One program takes `steps * max(its own
+chain of instructions, a load's latency / the loads on their way) + PROLOGUE`; those that a multiprocessor holds at once
+(by registers, shared memory and threads) share what it has, so a round takes the longer of both, the last round as many
+as are left. Beside that the card reads each tile of DRAM once, or again where it does not stay in L2 until it is used
+again. A launch takes the longer of both, and a tenth of the shorter.
 
 Sources: peaks and limits, NVIDIA's data sheets and the CUDA programming guide (compute capability 9.0); products from
 shared memory, Luo et al., arXiv 2402.13499; shares of the peaks, large copies and products on an H200 (4.3 of 4.8 TB/s,
@@ -143,11 +142,9 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
     steps = math.ceil(product.inner / product.depth)
     weights = product.matrices * block_n * product.depth * product.weight_bytes
     loaded = (weights + min(block_m, product.rows) * product.depth * product.row_bytes) / L2_BYTES
-    wait = LATENCY / max(1, config["stages"] - 1)
-    each = tiles * blocks / card.multiprocessors
+    each, step = tiles * blocks / card.multiprocessors, (steps, loaded, LATENCY / max(1, config["stages"] - 1))
     full, rest = divmod(each, resident)
-    cycles = full * round_cycles(facts, resident, steps, loaded, wait)
-    cycles += round_cycles(facts, math.ceil(rest), steps, loaded, wait) if rest else 0
+    cycles = full * round_cycles(facts, resident, *step) + (round_cycles(facts, math.ceil(rest), *step) if rest else 0)
     together = card.multiprocessors * min(resident, math.ceil(each))
     # From DRAM: an expert's weights for all of its tiles that run together, rows for all blocks; once if L2 keeps them.
     experts, group, kept = product.busy, config["group"], card.l2_bytes / 2
@@ -161,10 +158,11 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
 
 
 def round_cycles(facts: Facts, number: int, steps: float, loaded: float, wait: float) -> float:
-    """Cycles of a round of so many programs on each multiprocessor. loaded: those for a step's bytes from L2; wait:
-    those that a program by itself waits for them."""
-    alone = steps * max(facts.chain, wait) + PROLOGUE
-    return max(alone, number * steps * max(facts.tensor, facts.issue, loaded) + PROLOGUE / number)
+    """Cycles of so many programs on each multiprocessor. A step loads for `loaded`, and waits for `wait` if alone."""
+    return max(
+        steps * max(facts.chain, wait) + PROLOGUE,
+        number * steps * max(facts.tensor, facts.issue, loaded) + PROLOGUE / number,
+    )
 
 
 def launch_s(cycles: float, num_bytes: float, card: Card) -> float:

@@ -194,29 +194,32 @@ def test_real_kernels_are_ranked_as_they_must_be(monkeypatch: pytest.MonkeyPatch
     assert predict(good) < predict(small)
 
 
-def compiled_attention(how: tuple[int, int]) -> tuple[bool, list[str], str]:
-    """Compiles it for few rows, and so many warps and stages. Returns whether there is a cache of values, how warps share
-    products, and the kernel."""
-    jobs = tuning.attention_jobs(AttentionShape(4, 2, 64, 64, 16, torch.float16), torch.device("meta"))
-    job = next(job for job in jobs if job.size == 16)
+def compiled_attention(shape: AttentionShape, size: int, warps: int, stages: int) -> tuple[bool, str, str]:
+    """Returns whether the kernel has a cache of values, Triton's layouts and products, and the machine code."""
+    jobs = tuning.attention_jobs(shape, torch.device("meta"))
+    job = next(job for job in jobs if job.size == size)
     cost._compiled.clear()
-    job.run({**job.default, "num_warps": how[0], "num_stages": how[1]})
-    kernel = next(kernel for kernel in cost._compiled if kernel.metadata.name == "attend_kernel")
-    found = re.findall(r"nvidia_mma<.*warpsPerCTA = (.*?), instr", kernel.asm["ttgir"])
-    return "v_ptr" in kernel.src.signature, found, kernel.asm["ptx"]
+    job.run({**job.default, "num_warps": warps, "num_stages": stages})
+    [kernel] = [kernel for kernel in cost._compiled if kernel.metadata.name == "attend_kernel"]
+    return "v_ptr" in kernel.src.signature, kernel.asm["ttgir"], kernel.asm["ptx"]
 
 
 @pytest.mark.full("aot")
-@pytest.mark.timeout(200)
-def test_stages_of_attention_leave_its_sums_alone_and_warps_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled without a device, on which no address tells keys and values from latents. More warps share a row's
-    positions, whose weights are then added in another order."""
+@pytest.mark.timeout(240)
+def test_attention_compiles_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No address tells keys and values from latents there. Stages leave a row's sum alone; more warps share its
+    positions, whose weights are then added in another order. In latents' longer product warps share positions, too, and
+    do not all repeat it."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kernels = ((4, 2), (4, 3), (4, 4), (8, 2))
+    narrow, latent = (AttentionShape(4, heads, d, v, 16, torch.float16) for heads, d, v in ((2, 64, 64), (1, 288, 256)))
+    kernels = ((narrow, 16, 4, 2), (narrow, 16, 4, 3), (narrow, 16, 4, 4), (narrow, 16, 8, 2), (latent, 64, 8, 2))
     with ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=cost.compile_only) as pool:
-        found = dict(zip(kernels, pool.map(compiled_attention, kernels), strict=True))
-    assert all(values for values, _, _ in found.values())
-    assert [shares for _, shares, _ in found.values()] == [["[1, 4]"]] * 3 + [["[1, 8]"]]
-    assert found[4, 2][2] != found[4, 3][2] == found[4, 4][2]
+        found = list(pool.map(compiled_attention, *zip(*kernels, strict=True)))
+    assert [values for values, _, _ in found] == [True] * 4 + [False]
+    shared = [re.findall(r"(#mma\d*) = .*warpsPerCTA = (.*?), instr", layouts) for _, layouts, _ in found]
+    assert [dict(by_name) for by_name in shared[:4]] == [{"#mma": "[1, 4]"}] * 3 + [{"#mma": "[1, 8]"}]
+    [longer] = re.findall(r"warp_group_dot .*memdesc<256x64xf16.*tensor<64x64xf32, (#mma\d*)>", found[4][1])
+    assert dict(shared[4])[longer] == "[4, 2]"
+    assert found[0][2] != found[1][2] == found[2][2]
     assert "num_warps" not in tuning.ATTENTION
     assert 4 not in tuning.ATTENTION["num_stages"]
