@@ -201,7 +201,7 @@ def compiled_attention(shape: AttentionShape, size: int, warps: int, stages: int
     cost._compiled.clear()
     job.run({**job.default, "num_warps": warps, "num_stages": stages})
     [kernel] = [kernel for kernel in cost._compiled if kernel.metadata.name == "attend_kernel"]
-    return "v_ptr" in kernel.src.signature, kernel.asm["ttgir"], kernel.asm["ptx"]
+    return kernel.src.signature["v_ptr"] == "*fp16", kernel.asm["ttgir"], kernel.asm["ptx"]
 
 
 @pytest.mark.full("aot")
