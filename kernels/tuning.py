@@ -47,7 +47,7 @@ LINEAR: Choices = {
     "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6), "group": GROUPS,
     "tma": (0, 1),
 }  # fmt: skip
-ATTENTION: Choices = {"num_stages": (2, 3, 5, 7), "programs": (2, 4, 8, 16, 32)}  # 4 and 6 are as 3 and 5
+ATTENTION: Choices = {"num_stages": (2, 3, 5, 7), "programs": (4, 8, 32)}  # 4 and 6 stages are as 3 and 5
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
 CONTEXT, ROWS, PREFILL = 4096, 64, 2048
 IMPOSSIBLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)  # the last: a pass of the compiler
