@@ -1,5 +1,5 @@
-"""What the model of kernels/cost.py predicts for experts' products, beside measured times of vLLM's Triton kernels; and
-the predicted tables of `kernels/configs/`.
+"""What the model of kernels/cost.py predicts for experts' products, beside measured times of vLLM's Triton kernels; the
+predicted tables of `kernels/configs/`; and attention, see cost_attention.py.
 
     python -m benchmarks.cost --tables FOLDER             # systems/data of aiconfigurator-core; without: the package
     python -m benchmarks.cost --vllm FOLDER               # its unpacked wheel: also the order, see below
@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks import common
+from benchmarks import common, cost_attention
 from moeserve.cli.tune import COMMON, ExpertShapes, compile_ahead, read_shape
 from moeserve.errors import ConfigError
 from moeserve.kernels import configs, cost, tuning
@@ -48,7 +48,7 @@ TUNED = {
     "E512 I512 D2048 K10": "E=512,N=512",
 }  # fmt: skip
 PARAMETERS = (*TILE_KEYS[:3], "num_warps", "num_stages", TILE_KEYS[3])
-FACTS = configs.cache_folder("kernel-facts")
+FACTS = cost_attention.FACTS
 CHECKED, FROM = ("plain",), 256  # weights, and tokens from which on the order is like a card's
 GAIN = 1.05  # predicted, from which on an entry of a table differs from the defaults
 
@@ -100,15 +100,6 @@ def jobs(shape: ExpertShapes, weights: str, balanced: bool) -> list[tuning.Job]:
     ]
 
 
-def ranks(values: Sequence[float]) -> Any:
-    return np.argsort(np.argsort(values))
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation."""
-    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
-
-
 def beside_tables(source: str, device: str) -> dict[str, Any]:
     """Predicted over measured, for every shape of the tables, with the configuration that is predicted to be best."""
     card = CARDS[next(name for name in CARDS if device.upper() in name)]
@@ -132,19 +123,17 @@ def beside_tables(source: str, device: str) -> dict[str, Any]:
             ratios = {tokens: predicted[tokens] / times.seconds(tokens) for tokens in predicted}
             shapes[f"E{experts} I{width} D{dim} K{top_k}"] = {
                 "predicted_over_measured": {str(t): round(r, 3) for t, r in ratios.items()},
-                "rank_correlation": round(spearman([*predicted.values()], [times.seconds(t) for t in predicted]), 3),
+                "rank_correlation": round(
+                    cost_attention.spearman([*predicted.values()], [times.seconds(t) for t in predicted]), 3
+                ),
             }
             predicted_all += predicted.values()
             measured_all += [times.seconds(t) for t in predicted]
         if not shapes:
             continue
-        errors = np.abs(np.log(np.array(predicted_all) / np.array(measured_all)))
         found[weights] = {
             "shapes": shapes,
-            "entries": len(predicted_all),
-            "rank_correlation_of_all": round(spearman(predicted_all, measured_all), 3),
-            "median_error_percent": round(100 * float(np.expm1(np.median(errors))), 1),
-            "p90_error_percent": round(100 * float(np.expm1(np.quantile(errors, 0.9))), 1),
+            **cost_attention.agreement(list(zip(predicted_all, measured_all, strict=True))),
         }
     return found
 
@@ -237,11 +226,14 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="its unpacked wheel")
     args = parser.parse_args()
     results: dict[str, Any] = {"predicted_gain_over_defaults": tables(args.write)}
+    attention: dict[str, Any] = {"predicted_gain_over_defaults": cost_attention.gains()}
     for device in ("h200", "h100"):
         try:
             results[device] = beside_tables(args.tables, device)
+            attention[device] = cost_attention.beside_tables(args.tables, device)
         except ConfigError as error:
             results[device] = {"problem": str(error)}
+    results["attention"] = attention
     if args.vllm is not None:
         results["order_of_what_won_on_cards"] = order(args.vllm)
     common.save("kernel-cost", args, results)

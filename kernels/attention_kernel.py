@@ -61,10 +61,11 @@ def _attend_split(
         block = tl.load(table_ptr + near // BLOCK_SIZE).to(tl.int32)
         rows = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * KV_HEADS + kv_head
         k = _load_columns(k_ptr + rows * (D + PAST), FIRST).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if q_rest is not None:
+        scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if q_rest is not None:  # first: of two products in a row, Triton has all warps of 64 rows repeat the first one
             k_rest = _load_columns(k_ptr + rows * (D + PAST) + FIRST, D - FIRST).to(q.dtype)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
         if v_ptr is None:
             v = k
         else:

@@ -1,4 +1,4 @@
-"""Launch parameters that were found by measuring, per device and shape, with the nearest measured shape as fallback.
+"""Launch parameters per device and shape, measured or predicted, with those of the nearest size as fallback.
 
 A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is fixed by the weights (such
 as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of rows). Beside the parameters, "by" says where

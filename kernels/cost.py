@@ -1,11 +1,11 @@
-"""A model of how long a product of matrices takes on a card, from the compiled kernel: which launch parameters to try.
+"""A model of how long a kernel of products takes on a card, from its compiled form: which launch parameters to try.
 
-For each step of the loop over K, from the kernel's machine code: cycles of the tensor cores (a warpgroup's 64 x N x 16
+For each step of its innermost loop, from the machine code: cycles of the tensor cores (a warpgroup's 64 x N x 16
 product takes N / 2, and 16 + N / 4 to read both sides from shared memory at 128 bytes a cycle), cycles to issue (four
-instructions a cycle, one if it goes to memory), and bytes from L2. One program takes `steps * max(its own chain of
-instructions, a load's latency / the loads on their way) + PROLOGUE`; those that a multiprocessor holds at once (by
-registers, shared memory and threads) share what it has, so a round takes the longer of both, the last round as many as
-are left. Beside that the card reads each tile of DRAM once, or again where it does not stay in L2 until it is used
+instructions a cycle, one to memory, half an exponential), and bytes from L2. One program takes `steps * max(its own
+chain of instructions, a load's latency / the loads on their way) + PROLOGUE`; those that a multiprocessor holds at once
+(by registers, shared memory and threads) share what it has, so a round takes the longer of both, the last round as many
+as are left. Beside that the card reads each tile of DRAM once, or again where it does not stay in L2 until it is used
 again. A launch takes the longer of both, and a tenth of the shorter.
 
 Sources: peaks and limits, NVIDIA's data sheets and the CUDA programming guide (compute capability 9.0); products from
@@ -45,7 +45,7 @@ class Card:
     l2_bytes: float
 
 
-CARDS: Mapping[str, Card] = {
+CARDS: Mapping[str, Card] = {  # bandwidths as in moeserve/plan/hardware.py, which works without Triton
     "NVIDIA H100 80GB HBM3": Card(132, 3.35e12, 1.83e9, 50e6),
     "NVIDIA H200": Card(132, 4.8e12, 1.83e9, 50e6),
 }
@@ -108,7 +108,8 @@ def parse_facts(text: str, shared_bytes: int, warps: int) -> Facts:
     names = [code[i][1] for i in loop]
     memory = sum(name.startswith(("LD", "ST", "RED", "ATOM")) for name in names)
     spills = sum(name.startswith(("LDL", "STL")) for name in names)
-    issue = warps * ((len(names) - memory) / 4 + memory + (SPILL - 1) * spills)
+    functions = sum(name.startswith("MUFU") for name in names)
+    issue = warps * max((len(names) - memory) / 4 + memory + (SPILL - 1) * spills, 2 * functions)
     own = warps / 4 * sum(tensor[i] for i in loop) + (issue if spills else 0)
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text[:400]
@@ -141,15 +142,9 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
     steps = math.ceil(product.inner / product.depth)
     weights = product.matrices * block_n * product.depth * product.weight_bytes
     loaded = (weights + min(block_m, product.rows) * product.depth * product.row_bytes) / L2_BYTES
-    alone = steps * max(facts.chain, LATENCY / max(1, config["stages"] - 1)) + PROLOGUE
-
-    def round_cycles(number: int) -> float:
-        """A round of so many programs on each multiprocessor."""
-        return max(alone, number * steps * max(facts.tensor, facts.issue, loaded) + PROLOGUE / number)
-
-    each = tiles * blocks / card.multiprocessors
+    each, step = tiles * blocks / card.multiprocessors, (steps, loaded, LATENCY / max(1, config["stages"] - 1))
     full, rest = divmod(each, resident)
-    cycles = full * round_cycles(resident) + (round_cycles(math.ceil(rest)) if rest else 0)
+    cycles = full * round_cycles(facts, resident, *step) + (round_cycles(facts, math.ceil(rest), *step) if rest else 0)
     together = card.multiprocessors * min(resident, math.ceil(each))
     # From DRAM: an expert's weights for all of its tiles that run together, rows for all blocks; once if L2 keeps them.
     experts, group, kept = product.busy, config["group"], card.l2_bytes / 2
@@ -159,6 +154,19 @@ def seconds(facts: Facts, product: Product, card: Card, config: Mapping[str, int
     row = product.inner * product.row_bytes
     passes = max(1.0, blocks * beside / together) if min(group, tiles) * block_m * row > kept else 1.0
     num_bytes = experts * expert * again + product.rows * (row * passes + product.width * product.row_bytes)
+    return launch_s(cycles, num_bytes, card)
+
+
+def round_cycles(facts: Facts, number: int, steps: float, loaded: float, wait: float) -> float:
+    """Cycles of so many programs on each multiprocessor. A step loads for `loaded`, and waits for `wait` if alone."""
+    return max(
+        steps * max(facts.chain, wait) + PROLOGUE,
+        number * steps * max(facts.tensor, facts.issue, loaded) + PROLOGUE / number,
+    )
+
+
+def launch_s(cycles: float, num_bytes: float, card: Card) -> float:
+    """Seconds of a launch whose programs take so many cycles, and whose bytes come from DRAM or go there."""
     both = cycles / card.clock_hz, num_bytes / card.bytes_per_s / DRAM_SHARE
     return max(both) + 0.1 * min(both) + LAUNCH_S
 

@@ -169,10 +169,10 @@ def attention(
     assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
     if sinks_H is not None:
         assert (sinks_H.shape, sinks_H.stride(), sinks_H.dtype) == ((heads,), (1,), torch.float32), sinks_H
-    quantised, shared = k_cache.dtype == torch.int8, k_cache.data_ptr() == v_cache.data_ptr()
+    quantised, shared = k_cache.dtype == torch.int8, v_d < d and v_cache.stride() == k_cache.stride()
     assert not (quantised and shared), "an int8 entry has one scale"
     assert k_cache.is_contiguous(), k_cache.stride()
-    assert v_cache.stride() == k_cache.stride() if shared else v_cache.is_contiguous(), v_cache.stride()
+    assert v_cache.data_ptr() == k_cache.data_ptr() if shared else v_cache.is_contiguous(), v_cache.stride()
     for cache, width in ((k_cache, d), (v_cache, v_d)):
         entry = width + SCALE_BYTES if quantised else width
         assert cache.shape[1:] == (shape.block_size, shape.kv_heads, entry), (cache.shape, shape)

@@ -2,8 +2,8 @@
 at a time.
 
 What a kernel computes does not depend on them; a candidate whose bits differ from the defaults' is dropped all the
-same. How deep a step over K is, on which bits do depend, is no parameter. M rows, T tokens, E experts, K of them per
-token, D model width, I expert width.
+same. How deep a step over K is, on which bits do depend, is no parameter, nor how many warps share the positions that
+attention adds up. M rows, T tokens, E experts, K of them per token, D model width, I expert width.
 """
 
 import itertools
@@ -47,7 +47,7 @@ LINEAR: Choices = {
     "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6), "group": GROUPS,
     "tma": (0, 1),
 }  # fmt: skip
-ATTENTION: Choices = {"num_warps": (4, 8), "num_stages": (2, 3, 4, 5, 6), "programs": (2, 4, 8, 16, 32)}
+ATTENTION: Choices = {"num_stages": (2, 3, 5, 7), "programs": (4, 8, 32)}  # 4 and 6 stages are as 3 and 5
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
 CONTEXT, ROWS, PREFILL = 4096, 64, 2048
 IMPOSSIBLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)  # the last: a pass of the compiler

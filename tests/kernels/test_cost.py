@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,9 @@ from torch import Tensor
 from moeserve.kernels import cost, tuning
 from moeserve.kernels.configs import Config
 from moeserve.kernels.cost import CARDS, Facts, Product, occupancy, parse_facts, seconds
+from moeserve.kernels.paged_attention import AttentionShape
 from moeserve.kernels.tuning import Job, ranked, search
+from moeserve.plan.hardware import DEVICES
 
 H100, H200 = CARDS["NVIDIA H100 80GB HBM3"], CARDS["NVIDIA H200"]
 FACTS = Facts(registers=128, stack_bytes=0, shared_bytes=60_000, warps=4, tensor=100.0, issue=60.0, chain=300.0)
@@ -50,6 +53,8 @@ def test_facts_are_read_from_the_loop_with_most_products() -> None:
     spilt = parse_facts(SASS.replace("IADD3 R4, R4, 0x1, RZ", "STL [R1], R4"), 50_000, 8)
     assert spilt.issue == pytest.approx(8 * (4 / 4 + 5))
     assert spilt.tensor == pytest.approx(240 + spilt.issue)
+    functions = SASS.replace("IADD3 R4, R4, 0x1, RZ", "MUFU.EX2 R4, R4").replace("UTMALDG.2D", "MUFU.RCP")
+    assert parse_facts(functions, 50_000, 8).issue == pytest.approx(8 * 2 * 2)
     narrow = parse_facts(SASS.replace("64x64x", "64x8x"), 50_000, 4)
     assert narrow.tensor == pytest.approx(18 + 80)  # the weights' 16 cycles are more than 8 / 2
 
@@ -110,6 +115,11 @@ def test_tiles_are_as_many_as_random_rows_make() -> None:
         assert product.tiles(block_m) == pytest.approx(tiles, rel=0.03)
         assert product.busy == pytest.approx((counts > 0).sum(1).float().mean().item(), rel=0.03)
     assert replace(FEW, rows=65, experts=1).tiles(64) == 2
+
+
+def test_cards_are_those_of_the_planner() -> None:
+    for name, card in CARDS.items():
+        assert card.bytes_per_s == DEVICES[name.split()[1].lower()].bytes_per_s
 
 
 CHOICES = {"block_m": (16, 64), "block_n": (64, 128), "warps": (4, 8), "stages": (2, 3, 4), "group": (1, 8)}
@@ -182,3 +192,34 @@ def test_real_kernels_are_ranked_as_they_must_be(monkeypatch: pytest.MonkeyPatch
     predict = tuning.predictor(many, facts, H200)
     assert predict(good) < predict(wide)
     assert predict(good) < predict(small)
+
+
+def compiled_attention(shape: AttentionShape, size: int, warps: int, stages: int) -> tuple[bool, str, str]:
+    """Returns whether the kernel has a cache of values, Triton's layouts and products, and the machine code."""
+    jobs = tuning.attention_jobs(shape, torch.device("meta"))
+    job = next(job for job in jobs if job.size == size)
+    cost._compiled.clear()
+    job.run({**job.default, "num_warps": warps, "num_stages": stages})
+    [kernel] = [kernel for kernel in cost._compiled if kernel.metadata.name == "attend_kernel"]
+    return kernel.src.signature["v_ptr"] == "*fp16", kernel.asm["ttgir"], kernel.asm["ptx"]
+
+
+@pytest.mark.full("aot")
+@pytest.mark.timeout(240)
+def test_attention_compiles_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No address tells keys and values from latents there. Stages leave a row's sum alone; more warps share its
+    positions, whose weights are then added in another order. In latents' longer product warps share positions, too, and
+    do not all repeat it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    narrow, latent = (AttentionShape(4, heads, d, v, 16, torch.float16) for heads, d, v in ((2, 64, 64), (1, 288, 256)))
+    kernels = ((narrow, 16, 4, 2), (narrow, 16, 4, 3), (narrow, 16, 4, 4), (narrow, 16, 8, 2), (latent, 64, 8, 2))
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=cost.compile_only) as pool:
+        found = list(pool.map(compiled_attention, *zip(*kernels, strict=True)))
+    assert [values for values, _, _ in found] == [True] * 4 + [False]
+    shared = [re.findall(r"(#mma\d*) = .*warpsPerCTA = (.*?), instr", layouts) for _, layouts, _ in found]
+    assert [dict(by_name) for by_name in shared[:4]] == [{"#mma": "[1, 4]"}] * 3 + [{"#mma": "[1, 8]"}]
+    [longer] = re.findall(r"warp_group_dot .*memdesc<256x64xf16.*tensor<64x64xf32, (#mma\d*)>", found[4][1])
+    assert dict(shared[4])[longer] == "[4, 2]"
+    assert found[0][2] != found[1][2] == found[2][2]
+    assert "num_warps" not in tuning.ATTENTION
+    assert 4 not in tuning.ATTENTION["num_stages"]
