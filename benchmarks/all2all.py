@@ -137,7 +137,7 @@ def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) 
         sent = time.perf_counter_ns()
         ticket = rows.wait()
         arrived = time.perf_counter_ns()
-        y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
+        y = x_TD.new_empty(ticket.inbound.rows.shape) if ticket.y is None else ticket.y
         y.copy_(ticket.inbound.x)  # stands for the experts
         written = time.perf_counter_ns()
         sums = backend.combine(ticket, y, out_TD, ubatch)

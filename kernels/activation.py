@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # A kernel's constant: kind, alpha, limits of gate, of act(gate) and of up's magnitude, and what is added to up.
 Act = tuple[str, float, float, float, float, float]
 SWIGLU_ACT: Act = ("swiglu", 1.0, math.inf, math.inf, math.inf, 0.0)
+UP_FIRST_ACT: Act = ("up first", *SWIGLU_ACT[1:])  # the same where up lies in the place of gate
 ACT_BLOCK = 1024  # outputs of one program
 
 
@@ -34,6 +35,8 @@ def gated(gate, up, ACT: tl.constexpr):
     """act(gate) * up, in fp32. GELU's 0.5 (1 + tanh(u)) is sigmoid(2u), for u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     if ACT[0] == "swiglu":
         return gate * tl.sigmoid(gate) * up
+    if ACT[0] == "up first":
+        return up * tl.sigmoid(up) * gate
     if ACT[2] < float("inf"):
         gate = tl.minimum(gate, ACT[2], propagate_nan=tl.PropagateNan.ALL)
     if ACT[0] == "gelu_tanh":
@@ -64,12 +67,7 @@ def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
 
     [[1, 2]], SwiGLU -> [[1 / (1 + e^-1) * 2]] = [[1.4621]]
     """
-    return apply_act(gate_up_MI, act_of(activation))
-
-
-def apply_act(gate_up_MI: Tensor, act: Act) -> Tensor:
-    """As `act_mul`, with an activation as kernels take it."""
-    rows, width = gate_up_MI.shape[0], gate_up_MI.shape[1] // 2
+    rows, width, act = gate_up_MI.shape[0], gate_up_MI.shape[1] // 2, act_of(activation)
     assert gate_up_MI.stride(1) == 1, gate_up_MI.stride()
     out = gate_up_MI.new_empty((rows, width))
     if rows:

@@ -24,6 +24,7 @@ class Alignment:
     order_N: the pair t * K + k of each sorted row; stable, undefined from the last end on. None: rows came sorted.
     counts_e, ends_e: how many rows each expert has, and where they end. expert_Z, row_Z: the expert and the first row
     of each tile of block_m rows, in the order of rows; expert -1 marks tiles that the bound on their number left over.
+    room: as `align_groups` was told.
     """
 
     block_m: int
@@ -32,6 +33,7 @@ class Alignment:
     ends_e: Tensor
     expert_Z: Tensor
     row_Z: Tensor
+    room: int = 0
 
 
 @triton.jit
@@ -149,11 +151,13 @@ def tile_bound(num_rows: int, num_experts: int, block_m: int) -> int:
     return min(num_rows, (num_rows + min(num_rows, num_experts) * (block_m - 1)) // block_m)
 
 
-def _empty(order_N: Tensor | None, like: Tensor, num_rows: int, num_experts: int, block_m: int) -> Alignment:
+def _empty(
+    order_N: Tensor | None, like: Tensor, num_rows: int, num_experts: int, block_m: int, room: int = 0
+) -> Alignment:
     num_tiles = tile_bound(num_rows, num_experts, block_m)
     # Each has memory of its own, not a part of one: a kernel is compiled anew where alignment differs.
     sizes = (num_experts, num_experts, num_tiles, num_tiles)
-    return Alignment(block_m, order_N, *(like.new_empty(size) for size in sizes))
+    return Alignment(block_m, order_N, *(like.new_empty(size) for size in sizes), room)
 
 
 def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
@@ -195,7 +199,7 @@ def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> 
     """
     assert ends_e.dtype == torch.int32, ends_e.dtype
     num_experts = len(ends_e)
-    found = _empty(None, ends_e, num_rows, num_experts, block_m)
+    found = _empty(None, ends_e, num_rows, num_experts, block_m, room)
     groups_kernel[(num_experts + 1,)](
         ends_e, found.counts_e, found.ends_e, found.expert_Z, found.row_Z, num_experts, len(found.expert_Z), block_m,
         EXPERTS=max(32, triton.next_power_of_2(num_experts)), ROOM=room, num_warps=1,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels.activation import Act, gated
 from moeserve.kernels.align import Alignment
 
 BLOCK = 128  # elements that share a scale
@@ -32,7 +33,7 @@ def round_blocks(x, AXIS: tl.constexpr):
 @triton.jit
 def quantise_kernel(
     x_ptr, values_ptr, scales_ptr, ends_ptr, expert_ptr, row_ptr, row_stride, width,
-    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr = None,
 ):  # fmt: skip
     """One program: BLOCKS blocks of a row, which is one of a tile of BLOCK_M rows if there are tiles."""
     row = tl.program_id(0)
@@ -47,19 +48,22 @@ def quantise_kernel(
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if ACT is not None:
+        up = tl.load(x_ptr + row * row_stride + width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        x = gated(x, up, ACT)
     values, scales = round_blocks(x, 1)
     tl.store(values_ptr + row * width + columns, values, mask=columns < width)
     num_blocks = tl.cdiv(width, BLOCK)
     tl.store(scales_ptr + row * num_blocks + blocks, scales, mask=blocks < num_blocks)
 
 
-def quantise(x_MK: Tensor, to: Alignment | None = None) -> tuple[Tensor, Tensor]:
+def quantise(x_MK: Tensor, to: Alignment | None = None, act: Act | None = None) -> tuple[Tensor, Tensor]:
     """(e4m3 [M, K], fp32 scales [M, G]); a scale is its block's largest magnitude, at least 1e-4, over 448. to: whose
-    rows there are; what belongs to the others is undefined.
+    rows there are; what belongs to the others is undefined. act: of x's 2 K columns, gate and up.
 
     [[448, -1]] -> values [[448, -1]], scales [[1]]; [[896, 1]] -> values [[448, 0.5]], scales [[2]]
     """
-    rows, width = x_MK.shape
+    rows, width = x_MK.shape[0], x_MK.shape[1] // (1 if act is None else 2)
     assert x_MK.stride(1) == 1, x_MK.stride()
     values_MK = x_MK.new_empty((rows, width), dtype=E4M3)
     scales_MG = x_MK.new_empty((rows, triton.cdiv(width, BLOCK)), dtype=torch.float32)
@@ -68,7 +72,7 @@ def quantise(x_MK: Tensor, to: Alignment | None = None) -> tuple[Tensor, Tensor]
         grid = (programs, triton.cdiv(width, BLOCK * BLOCKS))
         quantise_kernel[grid](
             x_MK, values_MK, scales_MG, *tables, x_MK.stride(0), width, BLOCK_M=to.block_m if to else 1, BLOCKS=BLOCKS,
-            BLOCK=BLOCK, num_warps=4,
+            BLOCK=BLOCK, ACT=act, num_warps=4,
         )  # fmt: skip
     return values_MK, scales_MG
 
@@ -93,8 +97,8 @@ def widen(values_eCK: Tensor, scales_eCG: Tensor, counts_e: Tensor, out_eCD: Ten
 
     values [[[448, -1], [1, 1]]], scales [[[2], [1]]], counts [1] -> [[[896, -2], [undefined]]]
     """
-    (experts, room, width), out_width = values_eCK.shape, out_eCD.shape[2]
-    assert values_eCK.is_contiguous(), values_eCK.stride()
+    (experts, room, _), (_, width, step), out_width = values_eCK.shape, values_eCK.stride(), out_eCD.shape[2]
+    assert (values_eCK.stride(0), step) == (room * width, 1), values_eCK.stride()
     assert out_eCD.is_contiguous(), out_eCD.stride()
     widen_kernel[(experts, triton.cdiv(room, ROWS), triton.cdiv(out_width, BLOCK))](
         values_eCK, scales_eCG, counts_e, out_eCD, room, width, out_width, *scales_eCG.stride(), ROWS=ROWS, BLOCK=BLOCK

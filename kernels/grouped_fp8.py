@@ -21,7 +21,8 @@ from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Rows: values e4m3 [M, K], scales fp32 [M, G]. Weights: values e4m3 [e, N, K], scales fp32 [e, R, G]."""
+    """Rows: values e4m3 [M, K], scales fp32 [M, G], where rows lie in slots also [e, C, G], of any strides. Weights:
+    values e4m3 [e, N, K], scales fp32 [e, R, G]."""
 
     values: Tensor
     scales: Tensor
@@ -117,7 +118,8 @@ def _launch(
     assert BLOCK % block_n == 0, block_n
     assert not is_up or block_n == BLOCK, block_n
     groups = triton.cdiv(inner, BLOCK)
-    for scales, shape in ((x.scales, (len(x.values), groups)), (w.scales, (len(to.ends_e), outputs // BLOCK, groups))):
+    x_scales = x.scales.reshape(len(x.values), groups).contiguous()  # DeepEP leaves them across
+    for scales, shape in ((x_scales, (len(x.values), groups)), (w.scales, (len(to.ends_e), outputs // BLOCK, groups))):
         assert scales.shape == shape, (scales.shape, shape)
         assert scales.is_contiguous(), scales.stride()
     weights, tma = tiles.weights_argument(w.values, block_n, BLOCK, bool(config["tma"]))
@@ -125,7 +127,7 @@ def _launch(
     if not num_tiles:
         return
     fp8_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x.values, x.scales, weights, w.scales, bias, out, out_scales, to.order_N, to.ends_e, to.expert_Z, to.row_Z,
+        x.values, x_scales, weights, w.scales, bias, out, out_scales, to.order_N, to.ends_e, to.expert_Z, to.row_Z,
         num_tiles, x.values.stride(0), out.stride(0), width, inner, top_k, ACT=act, EVEN=inner % BLOCK == 0, TMA=tma,
         GROUP=config["group"], BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK=BLOCK,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],

@@ -20,7 +20,16 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from moeserve.kernels import cost, deep_gemm, flash_attention, grouped_fp8, grouped_gemm, paged_attention, tiles
+from moeserve.kernels import (
+    cost,
+    deep_gemm,
+    flash_attention,
+    flashinfer_moe,
+    grouped_fp8,
+    grouped_gemm,
+    paged_attention,
+    tiles,
+)
 from moeserve.kernels import grouped_weight_only as narrow
 from moeserve.kernels import linear as dense
 from moeserve.kernels.align import Alignment, align
@@ -190,6 +199,8 @@ def grouped_jobs(
         ids = torch.rand(tokens, experts, device=device).topk(top_k).indices.int()
 
         def _run(config: Config, x: Tensor = x, ids: Tensor = ids) -> Tensor:
+            if config.get("flashinfer"):  # with the sum, which the time of ours does not have: it must win by more
+                return flashinfer_moe.fused_moe(x, ids, torch.ones(ids.shape, device=device), *products.weights)
             config = deep_gemm.chosen(config)
             return products.run(x, align(ids, experts, config["block_m"]), config, top_k)
 
@@ -198,13 +209,16 @@ def grouped_jobs(
         up = replace(products.up, rows=size)
         both = {"up_": up, "down_": replace(up, width=dim, inner=width, matrices=1)}
         rival = deep_gemm.WINS if kind == "fp8" and deep_gemm.obstacle(device) is None else None
+        if kind == "plain" and dtype != torch.float32 and flashinfer_moe.obstacle(device, False) is None:
+            rival = flashinfer_moe.WINS
         yield Job(products.family, products.shape, size, default, products.choices, _run, both, rival)
 
 
 @dataclass(frozen=True, slots=True)
 class _Products:
     """launch: default parameters, from the number of rows, `about` and the device's name. run: the products, from rows,
-    alignment, parameters and choices per row. up: the first of them, without rows."""
+    alignment, parameters and choices per row. up: the first of them, without rows. weights: as flashinfer_moe.py takes
+    them, but for their order."""
 
     family: str
     launch: Callable[..., Config]
@@ -213,6 +227,7 @@ class _Products:
     choices: Choices
     run: Callable[[Tensor, Alignment, Config, int], Tensor]
     up: cost.Product
+    weights: tuple[Tensor, ...] = ()
 
 
 def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
@@ -223,7 +238,9 @@ def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch
         return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
 
     up = cost.Product(0, experts, width, dim, tiles.block_k(dim, dtype), 2, dtype.itemsize, dtype.itemsize)
-    return _Products("grouped_gemm", grouped_gemm.launch_of, about, grouped_gemm.shape_of(*about), GROUPED, _run, up)
+    return _Products(
+        "grouped_gemm", grouped_gemm.launch_of, about, grouped_gemm.shape_of(*about), GROUPED, _run, up, (w13, w2)
+    )
 
 
 def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:

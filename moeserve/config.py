@@ -132,7 +132,7 @@ class DeviceConfig:
         "batch: a request's results do not depend on other requests (always so on CPU; slower on CUDA); full: nor on "
         "the number of ranks, with the same kernels today",
     )
-    kernels: Literal["auto", "native", "torch", "triton", "deep_gemm"] = _yaml(
+    kernels: Literal["auto", "native", "torch", "triton", "deep_gemm", "flashinfer"] = _yaml(
         "auto",
         "what computes; on CPUs native or torch, which replaces onednn, on CUDA triton or torch; deep_gemm: triton, "
         "but experts in e4m3 by that package",

@@ -114,13 +114,18 @@ def _plan_moe(
     if ops.native:
         kernels.insert(0, NativeExperts(ops.room, to_disk=ops.to_disk))
     elif ops.triton:
-        from moeserve.moe.experts.triton import DeepGemmExperts, TritonExperts  # slow to import: only where they serve
+        # Slow to import: only where they serve.
+        from moeserve.moe.experts.triton import DeepGemmExperts, FlashInferExperts, TritonExperts
 
-        kernels = [TritonExperts(), *([] if ops.exact else kernels)]
         blocks = any(form.kind == "fp8" and form.rows == form.group == 128 for form in spec.stored)
-        if (asked := ops.asked == "deep_gemm") or blocks:
-            sizes = placement.experts_per_rank, spec.expert_size, spec.hidden_size
-            kernels = [DeepGemmExperts(ops.device, asked, blocks, ops.exact, sizes), *([] if asked else kernels)]
+        asked = ops.asked in ("deep_gemm", "flashinfer")
+        about = ops.device, asked, blocks, ops.exact, (placement.experts_per_rank, spec.expert_size, spec.hidden_size)
+        if ops.asked == "deep_gemm" or (blocks and not asked):
+            package: Experts = DeepGemmExperts(*about)
+        else:
+            blocks_of_experts = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoE)]
+            package = FlashInferExperts(*about, ops.dtype, all(block.activation.plain for block in blocks_of_experts))
+        kernels = [package, *([] if asked else [TritonExperts()]), *([] if asked or ops.exact else kernels)]
     plan = plan_moe(needs, backends or [LocalAll2All(placement.experts_per_rank)], kernels)
     for line in plan.table().splitlines():
         log.debug("MoE kernels: %s", line)

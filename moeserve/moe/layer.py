@@ -107,7 +107,7 @@ class MoELayer:
     ) -> None:
         """Dispatch, experts, combine; `run_shared` runs while results travel home."""
         ticket = ubatch.overlap(lambda: self.all2all.dispatch(x_TD, routing, ubatch), name="dispatch")
-        y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
+        y = x_TD.new_empty(ticket.inbound.rows.shape) if ticket.y is None else ticket.y
         self._run_experts(ticket, y, ubatch)
         ubatch.overlap(lambda: self.all2all.combine(ticket, y, out_TD, ubatch), run_shared, "combine")
 

@@ -108,7 +108,8 @@ class Ops:
         return replace(self, room=room, to_disk=to_disk, pack_linear=pack_linear)
 
 
-Choice = Literal["auto", "native", "torch", "triton", "deep_gemm"]
+Choice = Literal["auto", "native", "torch", "triton", "deep_gemm", "flashinfer"]
+ON_TRITON = ("triton", "deep_gemm", "flashinfer")  # which demand Triton's kernels
 
 
 def pick_ops(
@@ -132,7 +133,7 @@ def pick_ops(
     device, threads = torch.device(device), torch.get_num_threads()
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
-    if device.type != "cpu" or kernels in ("triton", "deep_gemm"):
+    if device.type != "cpu" or kernels in ON_TRITON:
         ops = _on_device(device, dtype, kernels, obstacle("triton"), exact)
     else:
         keep_freed_memory()
@@ -163,7 +164,7 @@ def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, obstac
         from moeserve.ops.triton_ops import triton_table  # slow to import: only where it serves
 
         return replace(triton_table(device, dtype, exact), asked=kernels)
-    if kernels in ("triton", "deep_gemm"):
+    if kernels in ON_TRITON:
         raise ConfigError(f"{obstacle}; choose kernels: auto")
     if exact:
         raise ConfigError(

@@ -16,6 +16,7 @@ from moeserve.kernels import deep_gemm, grouped_fp8, grouped_gemm
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
+from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.kernels.grouped_weight_only import (
     GROUPS,
     LEAST,
@@ -37,7 +38,8 @@ class Kernels:
 
     lay: weights [e, N, K] to the kernels' layout. rows(x, to): what gate_up takes for x, aligned so. launch(num_rows,
     w2, x): launch parameters for so many rows like x and weights like w2. gate_up, down: as those of
-    kernels/grouped_gemm.py.
+    kernels/grouped_gemm.py. flashinfer: whether flashinfer_moe.py serves where the parameters say so, and w13 is as it
+    has it.
     """
 
     lay: Callable[[Any], Any]
@@ -45,6 +47,7 @@ class Kernels:
     gate_up: Callable[..., Any]
     down: Callable[..., Tensor]
     rows: Callable[[Tensor, Alignment], Any] = lambda x, to: x
+    flashinfer: bool = False
 
 
 def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
@@ -119,10 +122,10 @@ def _lay_narrow(w: Quantised) -> Narrow:
     return Narrow(w.group or inputs, values.contiguous(), scales)
 
 
-def _lay_e4m3(w: Quantised) -> grouped_fp8.Scaled:
+def _lay_e4m3(w: Quantised) -> Scaled:
     inputs = w.shape[-1]
     scales = _regrouped(w.scales[..., ::BLOCK, :], w.group or inputs, BLOCK, inputs)
-    return grouped_fp8.Scaled(w.values.view(E4M3).contiguous(), scales.contiguous())
+    return Scaled(w.values.view(E4M3).contiguous(), scales.contiguous())
 
 
 def _sizes(w2: Any) -> tuple[int, int, int]:
@@ -139,18 +142,18 @@ PLAIN = Kernels(
 )
 W8A8 = Kernels(
     lay=_lay_e4m3,
-    rows=lambda x, to: grouped_fp8.Scaled(*quantise(x, to if to.order_N is None else None)),
+    rows=lambda x, to: x if isinstance(x, Scaled) else Scaled(*quantise(x, to if to.order_N is None else None)),
     launch=lambda n, w2, x: grouped_fp8.launch_fp8_of(n, *_sizes(w2), facts_of(x.device).name),
     gate_up=grouped_fp8.gate_up_fp8,
     down=grouped_fp8.down_fp8,
 )
 W8A8_OR_DEEP_GEMM = replace(
     W8A8,
-    launch=lambda n, w2, x: deep_gemm.chosen(W8A8.launch(n, w2, x)),
+    launch=lambda n, w2, x: deep_gemm.chosen(W8A8.launch(n, w2, x), n / len(w2.values)),
     gate_up=deep_gemm.gate_up,
     down=deep_gemm.down,
 )
-DEEP_GEMM = replace(W8A8_OR_DEEP_GEMM, launch=lambda n, w2, x: deep_gemm.CONFIG)
+DEEP_GEMM = replace(W8A8_OR_DEEP_GEMM, launch=lambda n, w2, x: deep_gemm.chosen(deep_gemm.CONFIG, n / len(w2.values)))
 WEIGHT_ONLY = Kernels(
     lay=_lay_narrow,
     launch=lambda n, w2, x: launch_narrow_of(n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name),

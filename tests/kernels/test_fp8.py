@@ -9,17 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.activation import SWIGLU_ACT
+from moeserve.kernels.activation import SWIGLU_ACT, act_of
 from moeserve.kernels.align import align, align_groups
 from moeserve.kernels.configs import Config
 from moeserve.kernels.fp8 import BLOCK, quantise, quantise_kernel
 from moeserve.kernels.fp8 import widen as widen_rows
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.moe.all2all.wire_format import Fp8Wire
+from moeserve.ops.rules import SWIGLU, Activation
 from tests.kernels.aot import Case, compile_all, sorted_before
 from tests.kernels.device import DEVICE
 from tests.kernels.interpreted import rounding_to_nearest
-from tools.gpu.references import down_reference, gate_up_reference, quantise_reference, widen, widen_weights
+from tools.gpu.references import (
+    act_mul_reference,
+    down_reference,
+    gate_up_reference,
+    quantise_reference,
+    widen,
+    widen_weights,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
 SMALL: Config = {
@@ -86,6 +94,19 @@ def test_quantise_only_the_rows_of_tiles(room: int) -> None:
         x, values, scales, to.ends_e, to.expert_Z, to.row_Z, 300, 300, BLOCK_M=16, BLOCKS=16, BLOCK=BLOCK
     )
     assert scales.any(1).nonzero()[:, 0].tolist() == rows
+
+
+@pytest.mark.parametrize(
+    "activation", [SWIGLU, Activation(alpha=1.702, limit=1.0, up_shift=1.0)], ids=["plain", "clamped"]
+)
+def test_quantise_behind_an_activation(activation: Activation) -> None:
+    x = normal(3, 2 * 200) * 3
+    values, scales = quantise(x, act=act_of(activation))
+    expected = act_mul_reference(x, activation)
+    torch.testing.assert_close(scales, quantise_reference(expected)[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        widen(values, scales).float(), expected, rtol=2**-3, atol=float(expected.abs().max()) / 448
+    )
 
 
 @pytest.mark.parametrize("width", [256, 200])
@@ -185,17 +206,24 @@ def test_fp8_compiles_for_hopper() -> None:
     cases += [sorted_before(compiled(launches[0], product, 1)) for product in ("up", "down")]
     values, scales = {"values_ptr": "*fp8e4nv"}, {"scales_ptr": "*fp32"}
     rounds = {"x_ptr": "*bf16", **values, **scales, "row_stride": "i32", "width": "i32"}
-    tables, sizes = ("ends_ptr", "expert_ptr", "row_ptr"), {"BLOCKS": 16, "BLOCK": 128, "BLOCK_M": 16}
+    tables, sizes = ("ends_ptr", "expert_ptr", "row_ptr"), {"BLOCKS": 16, "BLOCK": 128, "BLOCK_M": 16, "ACT": None}
     strides = dict.fromkeys(("room", "width", "out_width", "expert_stride", "row_stride", "block_stride"), "i32")
     widens = {**values, **scales, "counts_ptr": "*i32", "out_ptr": "*bf16", **strides}
     cases += [
         Case("fp8:quantise_kernel", rounds, {**sizes, **dict.fromkeys(tables)}, ("row_stride", "width")),
         Case("fp8:quantise_kernel", {**rounds, **dict.fromkeys(tables, "*i32")}, sizes, ("row_stride", "width")),
+        Case(
+            "fp8:quantise_kernel",
+            {**rounds, **dict.fromkeys(tables, "*i32")},
+            {**sizes, "ACT": SWIGLU_ACT},
+            ("row_stride", "width"),
+        ),
         Case("fp8:widen_kernel", widens, {"ROWS": 64, "BLOCK": 128}, ("width", "out_width")),
     ]
-    *products, plain, tiled, widened = compile_all(cases)
-    assert [(rows.stack_bytes, rows.registers <= 128) for rows in (plain, tiled, widened)] == [(0, True)] * 3
-    for case, report in zip(cases[:-3], products, strict=True):
+    *products, plain, tiled, activated, widened = compile_all(cases)
+    rows = plain, tiled, activated, widened
+    assert [(report.stack_bytes, report.registers <= 128) for report in rows] == [(0, True)] * 4
+    for case, report in zip(cases[:-4], products, strict=True):
         assert report.stack_bytes == 0, case
         assert report.wgmma, case
         assert report.tma == case.constants["TMA"], case

@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from moeserve.errors import ConfigError
 from moeserve.kernels import configs, deep_gemm, tuning
 from moeserve.kernels.align import align
 from moeserve.kernels.combine import combine
+from moeserve.kernels.fp8 import E4M3
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.triton import DeepGemmExperts, TritonExperts
@@ -37,11 +38,13 @@ from tests.kernels.device import DEVICE
 from tests.moe.test_triton_experts import D, E, I, _as_on_a_gpu, weights
 from tests.quantised_checkpoints import FORMS, write_quantised
 from tests.runner.test_quantised import load
+from tools.gpu.references import quantise_reference
 from tools.record_deepgemm import bound
 
 assert _as_on_a_gpu  # for all tests here, too
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of NumPy, for undefined rows
 RELEASES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("deep_gemm_signatures.json").read_text())
-NEW = [name for name, functions in RELEASES.items() if deep_gemm.PRODUCT in functions]
+NEW = [name for name, functions in RELEASES.items() if deep_gemm.MASKED in functions]
 SIZES = (E, I, D)
 FOUND: list[int] = []  # rows of each product
 
@@ -69,19 +72,51 @@ def product(a: Any, b: Any, d: Tensor, grouped_layout: Tensor) -> None:
             d[rows] = (wide_x @ (w[expert].float() * scales).T).bfloat16()
 
 
+def masked(a: Any, b: Any, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
+    """The definition, for slots: rows from masked_m on are neither read nor zeroed. Whole tiles are written, what does
+    not fit into an expert's slots over the next one's (csrc/jit_kernels/impls/runtime_utils.hpp, make_tma_cd_desc)."""
+    (x, x_scales), (w, w_scales) = a, b
+    (groups, m, k), n = x.shape, w.shape[1]
+    assert (w.shape, d.shape, masked_m.shape) == ((groups, n, k), (groups, m, n), (groups,))
+    assert (x.dtype, w.dtype, d.dtype) == (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
+    assert x_scales.shape == (groups, m, -(-k // 128))
+    assert w_scales.shape == (groups, -(-n // 128), -(-k // 128))
+    assert x_scales.dtype == w_scales.dtype == torch.float32
+    assert masked_m.dtype == torch.int32
+    assert isinstance(expected_m, int)
+    assert expected_m > 0 < m
+    assert all(part.is_contiguous() for part in (x, w, d, w_scales, masked_m))
+    assert bool((masked_m <= m).all())
+    FOUND.append(m)
+    flat = d.view(-1, n).fill_(torch.nan)
+    for group in reversed(range(groups)):
+        for row in range(0, int(masked_m[group]), 128):
+            tile, rows = slice(row, min(row + 128, m)), min(128, int(masked_m[group]) - row)
+            wide_x = x[group, tile].float() * x_scales[group, tile].repeat_interleave(128, 1)[:, :k]
+            scales = w_scales[group].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+            part = flat[group * m + row : group * m + row + 128].fill_(torch.nan)
+            padded = torch.nn.functional.pad(wide_x[:rows], (0, 0, 0, 128 - rows))
+            part[:rows] = (padded @ (w[group].float() * scales).T)[:rows].bfloat16()
+
+
 @pytest.fixture(params=NEW)
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """In place of deep_gemm."""
-    space: dict[str, Any] = {}
-    exec(f"def recorded({RELEASES[request.param][deep_gemm.PRODUCT]}): ...", space)
-    signature = inspect.signature(space["recorded"])
 
-    def called(*args: Any, **options: Any) -> None:
-        given = signature.bind(*args, **options).arguments
-        assert set(given) == {"a", "b", "d", "grouped_layout"}, "the stand-in knows no options"
-        product(**given)
+    def called(name: str, definition: Callable[..., None]) -> Callable[..., None]:
+        space: dict[str, Any] = {}
+        exec(f"def recorded({RELEASES[request.param][name]}): ...", space)
+        signature = inspect.signature(space["recorded"])
 
-    made = SimpleNamespace(__version__="2.6.1", **{deep_gemm.PRODUCT: called})
+        def call(*args: Any, **options: Any) -> None:
+            given = signature.bind(*args, **options).arguments
+            assert set(given) == set(inspect.signature(definition).parameters), "the stand-in knows no options"
+            definition(**given)
+
+        return call
+
+    definitions = {deep_gemm.PRODUCT: product, deep_gemm.MASKED: masked}
+    made = SimpleNamespace(__version__="2.6.1", **{name: called(name, of) for name, of in definitions.items()})
     monkeypatch.setitem(sys.modules, "deep_gemm", made)
     monkeypatch.setattr(configs, "_folders", [configs.FOLDER])
     caches = (deep_gemm.obstacle, configs.table)
@@ -105,22 +140,87 @@ def experts(activation: Activation | None = None) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "activation", [None, Activation(alpha=1.702, limit=1.0, up_shift=1.0)], ids=["swiglu", "clamped"]
 )
-@pytest.mark.parametrize("counts", [[3, 0, 130, 1], [0, 0, 0, 1], [0] * 4, [128, 1, 0, 0]], ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 130, 1], [0] * 4, [128, 1, 0, 0]], ids=str)
 def test_rows_of_both_layouts(package: Any, counts: list[int], activation: Activation | None) -> None:
+    """In slots by the masked product, if they hold whole tiles."""
     (ours, triton), w = experts(activation), weights("fp8 in blocks")
-    room, valid = max(counts), torch.arange(max(counts), device=DEVICE) < torch.tensor(counts, device=DEVICE)[:, None]
-    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(5)).bfloat16().float().to(DEVICE)
     counts_e, expected, found = np.array(counts), torch.empty_like(x), torch.empty_like(x)
     triton.run(Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum()), triton.pack(w), expected)
     FOUND.clear()
     ours.run(Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum()), packed := ours.pack(w), found)
     assert len(FOUND) == (2 if sum(counts) else 0)
     assert close(found, expected)
-    slots = torch.full((E, room, D), torch.nan, device=DEVICE)
-    slots[valid] = x
-    on_device, out = torch.tensor(counts, dtype=torch.int32, device=DEVICE), torch.empty_like(slots)
-    ours.run(Inbound(Layout.SLOTTED, slots, on_device, on_device, 30, sum(counts)), packed, out)
-    assert torch.equal(out[valid], found)
+    on_device, most = torch.tensor(counts, dtype=torch.int32, device=DEVICE), max(counts)
+    for room, dtype in ((most, torch.float32), (max(128, -(-most // 128) * 128), torch.bfloat16)):
+        valid = torch.arange(room, device=DEVICE) < on_device[:, None]
+        slots = torch.full((E, room, D), torch.nan, dtype=dtype, device=DEVICE)
+        slots[valid], out = x.to(dtype), torch.empty_like(slots)
+        FOUND.clear()
+        ours.run(Inbound(Layout.SLOTTED, slots, on_device, on_device, 30, sum(counts)), packed, out)
+        assert torch.equal(out[valid].float(), found)
+        assert room % 128 or not room or 2 * [room] == FOUND
+
+
+def slotted(x_eCD: Tensor) -> tuple[Tensor, Tensor]:
+    """As DeepEP's kernels leave rows in fp8: scales lie across."""
+    values, scales = (part.unflatten(0, x_eCD.shape[:2]) for part in quantise_reference(x_eCD.flatten(0, 1)))
+    return values, scales.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("which", "counts", "room"),
+    [(1, [3, 0, 20, 1], 20), (1, [0] * 4, 20), (0, [0, 2, 0, 1], 20), (0, [0, 2, 0, 1], 128), (0, [0, 0, 2, 0], 128)],
+    ids=str,
+)
+def test_rows_as_they_travelled(package: Any, which: int, counts: list[int], room: int, cut: bool) -> None:
+    """The bits of rows that are rounded here, once; nothing is read beyond the counts. Also cut out of wider ones."""
+    kernel, counts_e = experts()[which], torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    packed, valid = kernel.pack(weights("fp8 in blocks")), torch.arange(room, device=DEVICE) < counts_e[:, None]
+    x = torch.randn(E, room, 2 * D if cut else D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    values, scales = slotted(x)
+    values.view(torch.uint8)[~valid], scales[~valid] = 0x7F, torch.nan
+    outs = [torch.full((E, room, D), 7.0, device=DEVICE) for _ in range(2)]
+    sent = Inbound(Layout.SLOTTED, values[..., :D], counts_e, counts_e, 30, sum(counts), scales[..., : D // 128])
+    kernel.run(sent, packed, outs[0])
+    kernel.run(replace(sent, rows=x[..., :D].contiguous(), scales=None), packed, outs[1])
+    assert torch.equal(*(out[valid] for out in outs))
+    assert outs[0][valid].isfinite().all()
+
+
+@pytest.mark.parametrize(("which", "room"), [(1, 20), (0, 20), (0, 128)])
+def test_one_expert_and_rows_in_groups(package: Any, which: int, room: int) -> None:
+    """Strides of a single expert's scales are those of a transposed matrix; rows in groups bring scales, too."""
+    kernel, x = experts()[which], torch.randn(1, room, D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    rows, scales = slotted(x)
+    packed = kernel.take(kernel.pack(weights("fp8 in blocks")), 1)
+    counts_e, on_host = torch.tensor([17], dtype=torch.int32, device=DEVICE), np.array([17])
+    out, grouped, rounded = torch.empty_like(x), torch.empty(17, D, device=DEVICE), torch.empty(17, D, device=DEVICE)
+    kernel.run(Inbound(Layout.SLOTTED, rows, counts_e, counts_e, 30, 17, scales), packed, out)
+    kernel.run(Inbound(Layout.GROUPED, rows[0, :17], on_host, on_host, scales=scales[0, :17]), packed, grouped)
+    kernel.run(Inbound(Layout.GROUPED, x[0, :17], on_host, on_host), packed, rounded)
+    assert torch.equal(out[0, :17], grouped)
+    assert torch.equal(grouped, rounded)
+
+
+def test_rounding_twice() -> None:
+    """Where no product takes rows in fp8 they are bfloat16, and where it rounds, in fp8 again: the same bits if scales
+    are powers of two."""
+    w, triton = weights("fp8 in blocks"), TritonExperts()
+    packed, counts_e = triton.pack(w), torch.full((E,), 20, dtype=torch.int32, device=DEVICE)
+    x = torch.randn(E, 20, D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    once, twice = torch.empty_like(x), torch.empty_like(x)
+    values, scales = slotted(x)
+    powers = 2.0 ** scales.log2().round()
+    for factor in (scales, powers):
+        values.view(torch.uint8)[..., 0] = (
+            torch.tensor(448.0).to(E4M3).view(torch.uint8)
+        )  # as the largest of a block is
+        sent = Inbound(Layout.SLOTTED, values, counts_e, counts_e, scales=factor)
+        triton.run(sent, packed, once)
+        triton.run(replace(sent, rows=sent.x, scales=None), packed, twice)
+        assert torch.equal(once, twice) == (factor is powers)
 
 
 def test_choices_of_a_router(package: Any) -> None:
@@ -169,7 +269,7 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "Hopper alone" in str(why())
     old = SimpleNamespace(**dict.fromkeys(RELEASES["deep_gemm 1.0.0"]), __version__="1.0.0")
     monkeypatch.setitem(sys.modules, "deep_gemm", old)
-    assert f"deep_gemm 1.0.0 has no {deep_gemm.PRODUCT}; it needs 2.0" in str(why())
+    assert f"deep_gemm 1.0.0 has no {deep_gemm.PRODUCT}; a newer one has" in str(why())
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     assert "cannot be imported: ModuleNotFoundError" in str(why())
 

@@ -12,11 +12,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.comm.members import Members
+from moeserve.moe.all2all.wire_format import BLOCK
 from moeserve.moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -71,18 +73,36 @@ class All2AllCaps:
 class Inbound:
     """The rows that the experts compute on. Rows of one expert keep the order (source rank, token, k).
 
-    x: GROUPED [P', D] with P' >= P (rows beyond the last end hold anything finite), SLOTTED [e, C, D] (anything).
+    rows: GROUPED [P', D] with P' >= P (rows beyond the last end hold anything finite), SLOTTED [e, C, D] (anything).
     counts_e: valid rows of each local expert, int64 on the host, or int32 on the device where the host need not wait
     for them. ends_e: where those end, GROUPED: inclusive prefix sums of counts_e, SLOTTED: in their own part, so
-    counts_e. expected, most: for counts on the device, P with an even load, and at most; 0: all rows of x.
+    counts_e. expected, most: for counts on the device, P with an even load, and at most; 0: all rows.
+    scales: fp32 [..., D / 128] of any strides: rows are e4m3 as they travelled, and each 128 of one have a scale. A
+    kernel that multiplies such rows takes both; any other takes `x`, and no exact backend leaves them so.
     """
 
     layout: Layout
-    x: Tensor
+    rows: Tensor
     counts_e: NDArray[np.int64] | Tensor
     ends_e: NDArray[np.int64] | Tensor
     expected: int = 0
     most: int = 0
+    scales: Tensor | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """The rows as the model has them, which were bfloat16 if they travelled with scales. In slots those beyond the
+        counts stay undefined, and the host waits for nothing."""
+        if self.scales is None:
+            return self.rows
+        if self.layout is Layout.GROUPED:
+            scales_PD = self.scales.repeat_interleave(BLOCK, 1)[:, : self.rows.shape[1]]
+            return (self.rows.float() * scales_PD).to(torch.bfloat16)
+        from moeserve.kernels.fp8 import widen  # torch for CUDA brings Triton
+
+        assert isinstance(self.counts_e, Tensor)
+        x_eCD = self.rows.new_empty(self.rows.shape, dtype=torch.bfloat16)
+        return widen(self.rows, self.scales, self.counts_e, x_eCD)
 
     @property
     def host_counts_e(self) -> NDArray[np.int64]:
@@ -94,12 +114,13 @@ class Inbound:
         """Returns the rows of the first local experts and those of the others, GROUPED. Both name all local experts,
         some of them without rows."""
         assert self.layout is Layout.GROUPED
+        assert self.scales is None
         first_e, rest_e = self.host_counts_e.copy(), self.host_counts_e.copy()
         first_e[num_experts:] = rest_e[:num_experts] = 0
         rows = int(first_e.sum())
         return (
-            Inbound(self.layout, self.x, first_e, first_e.cumsum()),
-            Inbound(self.layout, self.x[rows:], rest_e, rest_e.cumsum()),
+            Inbound(self.layout, self.rows, first_e, first_e.cumsum()),
+            Inbound(self.layout, self.rows[rows:], rest_e, rest_e.cumsum()),
         )
 
 
@@ -116,8 +137,8 @@ class Early:
 class Ticket:
     """The single-use receipt of one dispatch. `private` belongs to the backend that issued it.
 
-    y: where the experts should write their results, laid out as inbound.x, to save the backend a copy; None: anywhere.
-    `combine` takes any tensor all the same.
+    y: where the experts should write their results, laid out as inbound.rows, to save the backend a copy; None:
+    anywhere. `combine` takes any tensor all the same.
     """
 
     inbound: Inbound

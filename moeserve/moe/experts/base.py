@@ -104,7 +104,7 @@ class Experts(Protocol):
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
         """Computes out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases out =
-        w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.x."""
+        w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.rows."""
         ...
 
 

@@ -57,6 +57,6 @@ class GroupedMM(StackedExperts):
         if not rows:
             return
         w13_eDF, w2_eID = (part.transpose(1, 2) for part in weights.parts)
-        ends_e = torch.from_numpy(ends).to(inbound.x.device, torch.int32)
+        ends_e = torch.from_numpy(ends).to(inbound.rows.device, torch.int32)
         hidden_PF = torch._grouped_mm(inbound.x[:rows], w13_eDF, offs=ends_e)
         out[:rows] = torch._grouped_mm(self._ops.act_mul(hidden_PF, self._activation), w2_eID, offs=ends_e)

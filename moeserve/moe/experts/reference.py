@@ -68,7 +68,7 @@ class ReferenceExperts(Experts):
         counts_e = inbound.host_counts_e
         starts_e = counts_e.cumsum() - counts_e
         if inbound.layout is Layout.SLOTTED:
-            starts_e = np.arange(len(counts_e)) * inbound.x.shape[1]
+            starts_e = np.arange(len(counts_e)) * inbound.rows.shape[1]
         for expert in counts_e.nonzero()[0].tolist():
             start = int(starts_e[expert])
             end = start + int(counts_e[expert])

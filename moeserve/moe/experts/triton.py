@@ -15,18 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.kernels import deep_gemm
-from moeserve.kernels.activation import SWIGLU_ACT, Act, act_of
+from moeserve.errors import ConfigError
+from moeserve.kernels import deep_gemm, flashinfer_moe
+from moeserve.kernels.activation import SWIGLU_ACT, UP_FIRST_ACT, Act, act_of
 from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
 from moeserve.kernels.fp8 import BLOCK
+from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, FusedExperts, StackedExperts
 from moeserve.moe.routing import Router
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.triton_weights import (
     DEEP_GEMM,
+    PLAIN,
     W8A8,
     W8A8_OR_DEEP_GEMM,
     Kernels,
@@ -35,11 +38,13 @@ from moeserve.ops.triton_weights import (
     with_parts,
 )
 
+EXACT = "bits of {} may depend on the batch; use --determinism fast"
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTriton:
-    """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows, then up rows.
-    biases: fp32 [e, 2I] and [e, D], or empty."""
+    """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows, then up rows; up
+    rows first for FlashInfer. biases: fp32 [e, 2I] and [e, D], or empty."""
 
     kernels: Kernels
     w13: Any
@@ -65,8 +70,19 @@ class PackedTriton:
     def run(self, x: Tensor, to: Alignment, config: Config, out: Tensor, top_k: int = 1, act: Act = SWIGLU_ACT) -> None:
         """Runs both products, from rows x to rows of out."""
         kernels, (b13, b2) = self.kernels, self.biases or (None, None)
+        if kernels.flashinfer:
+            assert act is SWIGLU_ACT, act
+            act = UP_FIRST_ACT
         hidden = kernels.gate_up(kernels.rows(x, to), self.w13, to, config, top_k, act, b13)
         kernels.down(hidden, self.w2, to, config, out, b2)
+
+
+def _rows(inbound: Inbound, weights: PackedTriton, num_rows: int) -> Any:
+    """Returns the first rows, one below the other; as they travelled where the products take them so."""
+    if inbound.scales is None or not isinstance(weights.w13, Scaled):
+        return inbound.x.view(-1, inbound.rows.shape[-1])[:num_rows]
+    values = inbound.rows.view(-1, inbound.rows.shape[-1])[:num_rows]
+    return Scaled(values, inbound.scales if inbound.layout is Layout.SLOTTED else inbound.scales[:num_rows])
 
 
 class TritonExperts(StackedExperts):
@@ -91,18 +107,21 @@ class TritonExperts(StackedExperts):
 
     def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
         """See `Experts`."""
-        ends_e, room = inbound.ends_e, inbound.x.shape[1] if inbound.layout is Layout.SLOTTED else 0
-        x, y = (part.view(-1, part.shape[-1]) for part in (inbound.x, out))
+        ends_e, room = inbound.ends_e, inbound.rows.shape[1] if inbound.layout is Layout.SLOTTED else 0
+        y = out.view(-1, out.shape[-1])
         if isinstance(ends_e, Tensor):
-            rows, expected = inbound.most or len(x), inbound.expected
+            rows, expected = inbound.most or len(y), inbound.expected
         else:
             rows = expected = int(inbound.host_counts_e.sum())
-            ends_e = torch.from_numpy(ends_e).to(x.device, torch.int32)
+            ends_e = torch.from_numpy(ends_e).to(y.device, torch.int32)
         if not rows:
             return
-        config = weights.launch(expected, x)
+        config = weights.launch(expected, y)
+        if weights.kernels.flashinfer and config.get("flashinfer"):
+            flashinfer_moe.of_sorted(inbound.x[:rows], ends_e, weights.w13, weights.w2, y[:rows])
+            return
         to = align_groups(ends_e, rows, config["block_m"], room)
-        weights.run(x if room else x[:rows], to, config, y, act=act_of(self._activation))
+        weights.run(_rows(inbound, weights, len(y) if room else rows), to, config, y, act=act_of(self._activation))
 
     def fuse(self, router: Router) -> FusedExperts:
         """See `Fusible`."""
@@ -115,12 +134,12 @@ class DeepGemmExperts(TritonExperts):
 
     def __init__(self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        why = (
-            "" if blocks else "deep_gemm takes experts in e4m3 blocks of 128 x 128",
-            "bits of deep_gemm may depend on the batch; use --determinism fast" if exact else "",
-            "" if asked or deep_gemm.is_faster(device, *sizes) else deep_gemm.NOT_MEASURED,
+        obstacle = (
+            ("" if blocks else "deep_gemm takes experts in e4m3 blocks of 128 x 128")
+            or (EXACT.format("deep_gemm") if exact else "")
+            or ("" if asked or deep_gemm.is_faster(device, *sizes) else deep_gemm.NOT_MEASURED)
+            or deep_gemm.obstacle(device)
         )
-        obstacle = next(filter(None, why), None) or deep_gemm.obstacle(device)
         self.caps = replace(TritonExperts.caps, name="deep_gemm", biases=False, width_step=BLOCK, obstacle=obstacle)
         self._kernels = DEEP_GEMM if asked else W8A8_OR_DEEP_GEMM
 
@@ -128,6 +147,44 @@ class DeepGemmExperts(TritonExperts):
         """See `Experts`."""
         packed = super().pack(weights)
         return replace(packed, kernels=self._kernels) if packed.kernels is W8A8 else packed
+
+
+class FlashInferExperts(TritonExperts):
+    """FlashInfer's experts, products and sums in one: where that was measured to be faster for e, I and D, the sizes,
+    beside Triton's, or always, if it was asked for. swiglu: whether no layer has another activation."""
+
+    def __init__(
+        self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, int, int],
+        dtype: torch.dtype, swiglu: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._asked = asked
+        obstacle = (
+            ("" if swiglu else "flashinfer takes experts with SwiGLU alone")
+            or (EXACT.format("flashinfer") if exact else "")
+            or ("" if asked or flashinfer_moe.is_faster(device, *sizes, dtype) else flashinfer_moe.NOT_MEASURED)
+            or flashinfer_moe.obstacle(device, blocks)
+        )
+        self.caps = replace(
+            TritonExperts.caps,
+            name="flashinfer",
+            layouts=frozenset({Layout.GROUPED}),
+            dtypes=frozenset({"bfloat16"} if blocks else {"bfloat16", "float16"}),
+            biases=False,
+            width_step=BLOCK if blocks else flashinfer_moe.ALIGNED,
+            obstacle=obstacle,
+        )
+
+    def pack(self, weights: ExpertWeights) -> PackedTriton:
+        """See `Experts`. Raises ConfigError for weights that it does not take, if it was asked for."""
+        packed = super().pack(weights)
+        if not (fits := packed.kernels in (PLAIN, W8A8)) and self._asked:
+            raise ConfigError("flashinfer takes experts in 16 bits or e4m3 blocks of 128 x 128; use kernels: auto")
+        if not fits:
+            return packed
+        launch = (lambda n, w2, x: flashinfer_moe.CONFIG) if self._asked else packed.kernels.launch
+        kernels = replace(packed.kernels, launch=launch, flashinfer=True)
+        return replace(packed, kernels=kernels, w13=flashinfer_moe.swapped(packed.w13))
 
 
 def _run_fused(
@@ -141,6 +198,9 @@ def _run_fused(
     top_k = routing.ids_TK.shape[1]
     config = packed.launch(tokens * top_k, x_TD)
     to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
+    if packed.kernels.flashinfer and config.get("flashinfer"):
+        out_TD = flashinfer_moe.fused_moe(x_TD, routing.ids_TK, routing.weights_TK, packed.w13, packed.w2)
+        return out_TD, to.counts_e
     y_ND = x_TD.new_empty((tokens * top_k, width))
     packed.run(x_TD, to, config, y_ND, top_k, act)
     out_TD = combine(y_ND.view(tokens, top_k, width), routing.weights_TK, routing.ids_TK)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.moe.all2all.deepep import ll
+from moeserve.moe.all2all.base import Inbound
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +20,12 @@ def _one_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from tests.comm.host_memory import interpreting
 
-    widened = ll._widened
+    as_sent = Inbound.x
 
-    def in_turn(*args: Any) -> Any:
+    def in_turn(inbound: Inbound) -> Any:
+        if inbound.scales is None:
+            return inbound.rows
         with interpreting():
-            return widened(*args)
+            return as_sent.fget(inbound)
 
-    monkeypatch.setattr(ll, "_widened", in_turn)
+    monkeypatch.setattr(Inbound, "x", property(in_turn))

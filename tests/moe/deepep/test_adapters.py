@@ -20,9 +20,13 @@ from moeserve.moe.all2all.deepep import ADAPTERS
 from moeserve.moe.all2all.deepep.ll import DeepEPLowLatency
 from moeserve.moe.all2all.deepep.v2 import DeepEPElastic
 from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.all2all.wire_format import Fp8Wire
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.layer import MoELayer
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.ping_pong import PingPong
+from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
@@ -31,6 +35,7 @@ from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, batch, cases, experts, there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.ranks import LOCAL, MAX_TOKENS, NAMES, WIDTH, facts, joined, on_all, some
+from tests.quantised_checkpoints import dequantised
 from tests.runner.fake_cuda import ASKS
 
 WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4)]
@@ -194,7 +199,7 @@ def test_two_in_flight_in_any_order(name: str) -> None:
 
 def in_fp32(inbound: Inbound) -> Inbound:
     """For Triton's interpreter, which multiplies bfloat16 wrongly."""
-    return replace(inbound, x=inbound.x.float())
+    return replace(inbound, rows=inbound.x.float(), scales=None)
 
 
 @INTERPRETED
@@ -232,6 +237,60 @@ def test_slots_by_triton_and_by_the_reference(wire: str) -> None:
 
     with ordered_dots(), joined(DeepEPLowLatency, ranks, wire, width=width) as backends:
         on_all(backends, work)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("name", "width"), [("deepep_ll", 128), ("deepep_ll", 2048), ("deepep_v2", 128)])
+def test_rows_in_fp8_reach_the_product_as_they_travelled(name: str, width: int) -> None:
+    """Through the layer, with experts in blocks of e4m3: the definition of rows and scales, not of what a second
+    rounding makes of them."""
+    from moeserve.moe.experts.triton import TritonExperts
+    from tests.comm.host_memory import interpreting
+    from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
+    from tests.moe.test_triton_experts import weight
+    from tools.gpu.references import quantise_reference, widen
+
+    made = [weight("fp8 in blocks", LOCAL, *size) for size in ((256, width), (width, 128))]
+    w13, w2 = (dequantised(part).double() for part in made)
+
+    def defined(x: Tensor, expert: int) -> Tensor:
+        gate, up = (x.double() @ w13[expert].T).chunk(2, 1)
+        return widen(*quantise_reference(gate * gate.sigmoid() * up)) @ w2[expert].T
+
+    class InTurn(TritonExperts):
+        def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
+            assert inbound.scales is not None
+            with interpreting():
+                super().run(inbound, weights, out)
+            rows, slotted = widen(inbound.rows, inbound.scales), inbound.layout is Layout.SLOTTED
+            for expert, (count, end) in enumerate(zip(inbound.host_counts_e, inbound.ends_e.tolist(), strict=True)):
+                at = slice(end - count, end)
+                x, y = (part[expert, at] if slotted else part[at] for part in (rows, out))
+                expected = defined(x, expert)
+                assert (y - expected).norm() <= 1e-2 * expected.norm()
+                calls.append(int(count))
+
+    ranks, kernel, calls = 2, InTurn(), list[int]()
+    with interpreting():
+        packed = kernel.pack(ExpertWeights(*made))
+    parts = [some(3, ranks, rank, width=width) for rank in range(ranks)]
+    to_physical = LogicalToPhysical(Placement.initial(1, ranks * LOCAL, ranks), 0)
+
+    def work(rank: int, backend: All2All) -> Tensor:
+        x, routing = parts[rank]
+        layer = MoELayer(lambda x, tokens: routing, backend, kernel, packed, to_physical)  # type: ignore[arg-type]
+        return layer(x, len(x), UBatch())
+
+    with rounding_to_nearest(), ordered_dots(), joined(ADAPTERS[name], ranks, "fp8_b128", width) as backends:
+        outs = on_all(backends, work)
+    assert sum(calls) == sum(int((routing.ids_TK >= 0).sum()) for _, routing in parts)
+    for out, (x, routing) in zip(outs, parts, strict=True):
+        decoded = Fp8Wire().decode(Fp8Wire().encode(x), torch.float32, width)
+        ids, shares = routing.ids_TK.tolist(), routing.weights_TK.double()
+        terms = [[share * defined(row[None], e % LOCAL)[0] for e, share in zip(own, of, strict=True) if e >= 0]
+                 for row, own, of in zip(decoded, ids, shares, strict=True)]  # fmt: skip
+        expected = torch.stack([sum(own, torch.zeros(width, dtype=torch.float64)) for own in terms])
+        assert (out.double() - expected).norm() <= 3e-2 * expected.norm()
 
 
 @EVERY_ADAPTER

@@ -200,10 +200,7 @@ def widen(x_TD: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
 
 
-def unpack(rows: SentRows, width: int) -> Tensor:
-    """Returns [T, D] bfloat16, contiguous; bfloat16 rows of this very width are not copied."""
-    if isinstance(rows, Tensor):
-        return rows[:, :width].contiguous()
-    data_TW, scale_Tb = rows
-    blocks_TbB = data_TW.float().view(data_TW.shape[0], -1, BLOCK) * scale_Tb[:, :, None]
-    return blocks_TbB.flatten(1)[:, :width].to(torch.bfloat16).contiguous()
+def cut(rows: SentRows, width: int) -> tuple[Tensor, Tensor | None]:
+    """Returns rows of the model's width, and their scales if they have some, as views."""
+    data, scales = (rows, None) if isinstance(rows, Tensor) else rows
+    return data[..., :width], None if scales is None else scales[..., : -(-width // BLOCK)]

@@ -17,12 +17,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
-from moeserve.moe.all2all.deepep.base import DeepEP, caps_with, widen
+from moeserve.moe.all2all.deepep.base import DeepEP, caps_with, cut, widen
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
@@ -96,10 +95,10 @@ class DeepEPLowLatency(DeepEP):
         most_tokens, top_k = min(ubatch.most_tokens or self.max_tokens, self.max_tokens), ids_TK.shape[1]
 
         def unpacked() -> Ticket:
-            """Returns the rows in the model's dtype and width. The host waits for nothing."""
-            x_eCD = rows[:, :, :width] if isinstance(rows, Tensor) else _widened(rows, counts_e, width)
-            most = x_eCD.shape[1] * min(top_k, len(x_eCD))
-            inbound = Inbound(Layout.SLOTTED, x_eCD, counts_e, counts_e, most_tokens * top_k, most)
+            """Returns the rows in the model's width. The host waits for nothing."""
+            rows_eCD, scales = cut(rows, width)
+            most = rows_eCD.shape[1] * min(top_k, len(rows_eCD))
+            inbound = Inbound(Layout.SLOTTED, rows_eCD, counts_e, counts_e, most_tokens * top_k, most, scales)
             return Ticket(inbound, routing, _LLHandle(buffer, handle, ids_TK))
 
         self._last = pending = _Received(self, buffer, hook, collective, unpacked)
@@ -164,11 +163,3 @@ class _Received(Pending[T]):
     def wait(self) -> T:
         self.arrive()
         return self.finish()
-
-
-def _widened(rows: tuple[Tensor, Tensor], counts_e: Tensor, width: int) -> Tensor:
-    """Returns [e, C, D] bfloat16 of fp8 rows and their scales; rows beyond the counts stay undefined."""
-    from moeserve.kernels.fp8 import widen as widen_fp8  # torch for CUDA brings Triton
-
-    x_eCD = rows[0].new_empty((*rows[0].shape[:2], width), dtype=torch.bfloat16)
-    return widen_fp8(*rows, counts_e, x_eCD)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
-from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, unpack, widen
+from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, cut, widen
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import BLOCK, FP8, Fp8Wire
 from moeserve.moe.routing import Routing
@@ -94,7 +94,8 @@ class DeepEPElastic(DeepEP):
             with self.calling(buffer), collective:
                 event.current_stream_wait()
             counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
-            inbound = Inbound(Layout.GROUPED, unpack(rows, x_TD.shape[1]), counts_e, counts_e.cumsum())
+            rows_PD, scales = cut(rows, x_TD.shape[1])
+            inbound = Inbound(Layout.GROUPED, rows_PD.contiguous(), counts_e, counts_e.cumsum(), scales=scales)
             return Ticket(inbound, routing, _V2Handle(buffer, handle, weights_P))
 
         return Transfer(receive)
