@@ -158,7 +158,7 @@ def beside_tables(source: str, device: str) -> dict[str, Any]:
         for of in shapes:
             times = measured(folder, device, table, rows, of)
             steps = [step for step in (DECODE if decode else PREFILL) if step in times]
-            size = paged_attention._tile_rows(of, invariant=False)[0 if decode else -1]
+            size = paged_attention.tile_rows(of, invariant=False)[0 if decode else -1]
             mine = [(next(iter(predicted(of, step, size, card).values())), times[step]) for step in steps]
             name = f"H{of.heads} KV{of.kv_heads} D{of.dim}"
             ratios[name] = {

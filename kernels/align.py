@@ -157,7 +157,8 @@ def _empty(
     num_tiles = tile_bound(num_rows, num_experts, block_m)
     # Each has memory of its own, not a part of one: a kernel is compiled anew where alignment differs.
     sizes = (num_experts, num_experts, num_tiles, num_tiles)
-    return Alignment(block_m, order_N, *(like.new_empty(size) for size in sizes), room)
+    counts_e, ends_e, expert_Z, row_Z = (like.new_empty(size) for size in sizes)
+    return Alignment(block_m, order_N, counts_e, ends_e, expert_Z, row_Z, room)
 
 
 def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:

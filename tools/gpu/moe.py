@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moeserve.kernels import deep_gemm
+from moeserve.kernels import deep_gemm, flashinfer_moe
 from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.combine import combine
@@ -147,8 +147,20 @@ def torch_grouped(batch: Batch, w: Weights, shape: Shape) -> Run | None:
     return lambda: torch._grouped_mm(act_mul(torch._grouped_mm(rows, w13, offs=ends), SWIGLU), w2, offs=ends)
 
 
-def compared(bench: Bench, case: Case, w: Weights, peers: Mapping[str, PeerMoe]) -> Any:
-    """Ours and the peers' products on the same choices, each side's rows sorted before; and our whole layer."""
+class FlashInferMoe:
+    """FlashInfer's fused experts, which sort rows and sum them: to be seen beside our whole layer."""
+
+    def __init__(self, w13: Tensor) -> None:
+        self._w31 = flashinfer_moe.swapped(w13)
+
+    def prepare(self, x: Tensor, ids: Tensor, shares: Tensor, w13: Tensor, w2: Tensor) -> Run:
+        """Everything is within what is timed; the result: [M, 1, D]."""
+        return lambda: flashinfer_moe.fused_moe(x, ids, shares, self._w31, w2)[:, None]
+
+
+def compared(bench: Bench, case: Case, w: Weights, peers: Mapping[str, PeerMoe | FlashInferMoe]) -> Any:
+    """Ours and the peers' products on the same choices, each side's rows sorted before; our whole layer, and
+    FlashInfer's."""
     shape, tokens = case.shape, case.tokens
     batches = [batch_of(bench, shape, tokens, case.routing) for _ in range(ROUTINGS if bench.times else 1)]
     config = launch_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, bench.dtype,
@@ -178,8 +190,8 @@ def compared(bench: Bench, case: Case, w: Weights, peers: Mapping[str, PeerMoe])
             notes[name] = f"left out: its result is off by {errors[name]:.2g}"
     work, may_fail = work_of(shape, batches), candidates.keys() - {"moeserve", "moeserve layer"}
     found = {name: figures(samples, **work) for name, samples in bench.time(candidates, may_fail).items()}
-    ours = found["moeserve"]["us"]
-    ratios = {name: f["us"] / ours for name, f in found.items() if ours and not name.startswith("moeserve")}
+    ours = {name: found["moeserve layer" if name == "flashinfer" else "moeserve"]["us"] for name in found}
+    ratios = {name: f["us"] / ours[name] for name, f in found.items() if ours[name] and "moeserve" not in name}
     return {
         "shape": str(shape), "tokens": tokens, "routing": case.routing, "config": dict(config),
         "distinct_experts": [batch.distinct for batch in batches], "errors": errors, "figures": found, "ratios": ratios,
@@ -234,14 +246,18 @@ def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
 def run(bench: Bench, peers_folder: Path | None) -> None:
     peers, notes = load_peers(peers_folder)
     if not bench.part[0]:
-        bench.found["peers"] = notes
+        why = flashinfer_moe.obstacle(bench.device, blocks=False)
+        bench.found["peers"] = notes | ({"flashinfer": why} if why else {})
 
     @lru_cache(maxsize=1)
-    def made(shape: Shape) -> tuple[Weights, dict[str, PeerMoe]]:
+    def made(shape: Shape) -> tuple[Weights, dict[str, PeerMoe | FlashInferMoe]]:
         torch.cuda.empty_cache()
-        return weights_of(bench, shape), {
-            name: PeerMoe(peer, shape.experts, shape.width, shape.dim) for name, peer in peers.items()
-        }
+        weights, them = weights_of(bench, shape), dict[str, PeerMoe | FlashInferMoe]()
+        for name, peer in peers.items():
+            them[name] = PeerMoe(peer, shape.experts, shape.width, shape.dim)
+        if flashinfer_moe.obstacle(bench.device, blocks=False) is None:
+            them["flashinfer"] = FlashInferMoe(weights.w13)
+        return weights, them
 
     def measure(case: Case) -> Any:
         found = compared(bench, case, *made(case.shape))
