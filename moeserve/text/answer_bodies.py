@@ -59,6 +59,8 @@ class _Call(Struct):
 def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None]:
     """Takes an object with a name and arguments, or a list of such."""
     yield from text.space()
+    if (char := (yield from text.peek())) not in ("{", "["):  # a text could take all that follows
+        raise Malformed if char else Unfinished
     whole = yield from value(text, JSON)
     try:
         found = msgspec.json.decode(whole, type=list[_Call] | _Call)

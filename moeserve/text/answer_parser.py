@@ -115,18 +115,19 @@ class DataParser:
         while True:
             space = yield from text.space()
             self._content.add(space)
-            separator = self._num_calls and (yield from text.next_of(_SEPARATOR))
-            if separator:
-                space = yield from text.space()
-            if (yield from text.peek()) not in tuple(self._reading.calls.bare) or not (yield from self._call("")):
-                if separator:
-                    self._content.add(separator + space)
+            before = ""
+            if self._num_calls and (separator := (yield from text.next_of(_SEPARATOR))):
+                before = separator + (yield from text.space())
+            if (yield from text.peek()) not in tuple(self._reading.calls.bare):
+                self._content.add(before)
+                return
+            if not (yield from self._call("", before)):
                 return
 
-    def _call(self, opener: str) -> Wait[bool]:
-        """Takes what follows the opening of a call, and returns whether it was one."""
+    def _call(self, opener: str, before: str = "") -> Wait[bool]:
+        """Takes what follows the opening of a call, and returns whether it was one. before: what is shown if not."""
         text, reading = self._text, self._reading
-        text.taken = raw = [opener]
+        text.taken = raw = [before + opener]
         sink = CallSink(self._schemas, known=not opener)
         try:
             yield from BODIES[reading.calls.content](text, reading, sink)

@@ -210,10 +210,14 @@ def test_text_that_only_looks_like_a_call_is_content(formats):
         "<tool_call>[1]</tool_call> x",
     ]:
         assert read(formats["hermes"], [marked(answer, "hermes")]) == (answer, "", [])
+    quoted = marked('The mark "<tool_call>" comes first.', "hermes")
+    assert read(formats["hermes"], [quoted]) == ('The mark "<tool_call>" comes first.', "", [])
     typed = "<tool_call>{}</tool_call>"  # not the special token
     assert read(formats["hermes"], [typed]) == (typed, "", [])
     for answer in ['{"a": 1} is a dict', '{"name": "unknown", "parameters": {}}', '{"name": "weather"', "[1, 2]"]:
         assert read(formats["llama3_json"], list(answer)) == (answer, "", [])
+        got = read(formats["llama3_json"], list('{"name": "now", "parameters": {}}; ' + answer))
+        assert got == ("; " + answer, "", [("now", "{}")])
     for answer in ["[weather]", "[unknown()]", "[a, b]", "[weather(1)]"]:
         assert read(formats["pythonic"], list(answer)) == (answer, "", [])
 
