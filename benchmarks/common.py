@@ -93,7 +93,7 @@ def hardware_name() -> str:
 
 def may_use(cpu: dict[str, Any]) -> dict[str, Any]:
     """Returns facts of a processor with the instructions that kernels may use of it."""
-    return cpu | {"flags": [flag for flag in cpu["flags"] if not (AT_MOST_AVX2 and "avx512" in flag)]}
+    return cpu | {"flags": [flag for flag in cpu["flags"] if not AT_MOST_AVX2 or flag == "avx2"]}
 
 
 def instruction_set(flags: Sequence[str]) -> str:

@@ -112,7 +112,7 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     if spec.moe is not None and parallel.ep == "on" and parallel.num_ranks > 1:
         tokens = -(-limits_of.step_tokens(config) // parallel.tp)
         rows = most_rows(tokens, spec.experts_per_token, spec.hidden_size * dtype.itemsize, "cuda")
-        inflow = Inflow(rows, 1 if parallel.dbo == "off" else 2, COPIES, weights.local_experts + 3)
+        inflow = Inflow(rows, 1 if parallel.dbo == "off" else 2, COPIES, weights.local_experts + 3)  # as a runner's
     workspace = limits_of.workspace_bytes(spec, config, dtype, inflow)
     memory = limits_of.MemoryFacts(device.memory, int(weights.total_bytes + CONTEXT_BYTES), device.memory)
     limits_of.check_weights_fit(int(weights.total_bytes), memory)
