@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
@@ -27,6 +28,7 @@ using Counts = py::array_t<int64_t, py::array::c_style>;
 
 constexpr size_t kMostRows = 192;               // of a part: a whole number of tiles for every instruction set
 constexpr size_t kPartBytes = 384 << 10;        // of a part's rows: they are to stay in a core's L2 cache
+constexpr size_t kMostCompressed = 1 << 20;      // inputs, whose places an Escape has bits for
 constexpr size_t kTilesStep = 6;                // parts are a multiple of this, where there are several
 constexpr size_t kSummed = 2 << 20;              // bytes of a part that has a checksum of its own: a large page
 constexpr size_t kTakes = 64;                   // times that a worker asks for tasks, about: few enough to keep it busy
@@ -171,19 +173,22 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
 namespace {
 
 /// Packs a matrix, block n to `to` + n * step. all_threads: shares the work with the pool, whose other callers then wait.
-void pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, bool all_threads) {
+/// Returns what `pack` does.
+bool pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, bool all_threads) {
     struct Job {
         const Packing& packing;
         const Unpacked& from;
         uint8_t* to;
         size_t step;
+        std::atomic<bool> fits{true};
     } job{packing, from, to, step};
     if (!all_threads) return pack(packing, from, to, step, 0, packing.num_blocks());
     const auto run = [](void* context, size_t begin, size_t end, int) {
-        const Job& job = *static_cast<Job*>(context);
-        pack(job.packing, job.from, job.to, job.step, begin, end);
+        Job& job = *static_cast<Job*>(context);
+        if (!pack(job.packing, job.from, job.to, job.step, begin, end)) job.fits = false;
     };
     pool()->share(packing.num_blocks(), 4, Work{run, &job});
+    return job.fits;
 }
 
 /// The checksum of the checksums of parts, which the pool shares: the same for any number of threads.
@@ -248,6 +253,10 @@ Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool z
     if (group && (group % 8 || !(nibbles || bytes))) {
         throw std::invalid_argument("groups of 8 n inputs are for weights of 4 and 8 bits");
     }
+    if (type == Type::bf12 && (depth % 8 || depth >= kMostCompressed)) {
+        throw std::invalid_argument("weights in 12 bits have 8 n inputs, and less than 2^20");
+    }
+    if (type == Type::bf12 && !kernels()->pairs) throw std::invalid_argument("weights in 12 bits need AVX512-BF16");
     if (zero_points && type != Type::int4) throw std::invalid_argument("zero points are for int4");
     return {type, depth, columns, group, zero_points};
 }
@@ -286,7 +295,7 @@ void bind_products(py::module_& m) {
            Address supers, Address min_supers, Address to, size_t step, bool all_threads) {
             const Unpacked from{at<void>(weights),  stride,           at<float>(scales),    at<float>(zero_points),
                                 at<float>(mins),    at<float>(supers), at<float>(min_supers)};
-            pack_all(packing, from, at<uint8_t>(to), step, all_threads);
+            return pack_all(packing, from, at<uint8_t>(to), step, all_threads);
         },
         Unlocked(), py::arg("packing"), py::arg("weights"), py::arg("stride"), py::arg("scales"), py::arg("zero_points"),
         py::arg("mins"), py::arg("supers"), py::arg("min_supers"), py::arg("to"), py::arg("step"), py::arg("all_threads"));

@@ -76,7 +76,9 @@ MOESERVE_INLINE void tile(const float* a, size_t stride, const uint8_t* w, const
     for (size_t n = depth / A::kDepth; n; --n) {
         // The hardware's own prefetching stops at pages, and is late for streams that are not read all the time.
         const uint8_t* ahead = w + kAhead + ((F::kCostly || M > 6) && w >= turn ? (B - 1) * block_bytes : 0);
-        for (int b = 0; b < B; ++b) __builtin_prefetch(ahead + static_cast<size_t>(b) * block_bytes, 0, 2);
+        for (int b = 0; b < B; ++b, ahead += block_bytes) {
+            for (size_t line = 0; line < A::kStepBytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        }
         MOESERVE_EACH(d, A::kDepth) {
             multiply<A, M, B, d>(a, stride, w, head, block_bytes, sums);
             asm("" : "+r"(w));  // load again what the next input shares: kept, it would push sums out of registers

@@ -1,8 +1,10 @@
 #include "kernels/pack.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "kernels/table.hpp"
 
@@ -43,6 +45,48 @@ void pack_pairs(const uint16_t* rows, size_t stride, size_t depth, size_t column
             }
         }
     }
+}
+
+/// The block's 16 most frequent upper bytes, twice, and each byte's index there, 16 for all others.
+std::array<uint8_t, 256> pack_table(const uint16_t* rows, size_t stride, size_t depth, size_t columns, uint8_t* to) {
+    std::array<uint32_t, 256> counts{};
+    for (size_t n = 0; n < columns; ++n) {
+        for (size_t k = 0; k < depth; ++k) ++counts[value_at(rows, n * stride + k) >> 8];
+    }
+    std::array<uint8_t, 256> order, index;
+    std::iota(order.begin(), order.end(), uint8_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](uint8_t a, uint8_t b) { return counts[a] > counts[b]; });
+    index.fill(16);
+    for (uint8_t i = 0; i < 16; ++i) {
+        index[order[i]] = i;
+        to[2 * i + 1] = to[32 + 2 * i + 1] = order[i];
+    }
+    return index;
+}
+
+/// bf16 in 12 bits. Returns whether there was room for all escapes; what is packed is no use if not.
+bool pack_codes(const uint16_t* rows, size_t stride, size_t depth, size_t columns, uint8_t* to) {
+    static constexpr int kPlaces[8] = {2, 0, 3, 1, 2, 0, 3, 1};  // of lower bytes in their words
+    const auto index = pack_table(rows, stride, depth, columns, to);
+    Escape *escape = const_cast<Escape*>(escapes_of(to, depth)), *const last = escape + most_escapes(depth);
+    std::fill(escape, last + 1, ~Escape{0});
+    to += 64;
+    for (size_t k = 0; k < depth; k += 8, to += kBlock * 12) {
+        for (size_t n = 0; n < columns; ++n) {
+            uint32_t codes = 0;
+            for (size_t i = 0; i < 8; ++i) {
+                const uint16_t value = value_at(rows, n * stride + k + i);
+                const uint32_t code = index[value >> 8];
+                to[(1 + i / 4) * kBlock * 4 + n * 4 + kPlaces[i]] = static_cast<uint8_t>(value);
+                codes |= (code & 15) << (i / 2 * 4 + (i % 2 == 0 ? 16 : 0));
+                if (code < 16) continue;
+                if (escape == last) return false;
+                *escape++ = static_cast<Escape>(((k + i) * kBlock + n) << 8 | value >> 8);
+            }
+            std::memcpy(to + n * 4, &codes, 4);
+        }
+    }
+    return true;
 }
 
 /// The scales (or zero points) of group g of so many: [16].
@@ -94,6 +138,7 @@ size_t Packing::block_bytes() const {
         case Type::fp32: bytes = depth * kBlock * 4; break;
         case Type::fp16: bytes = depth * kBlock * 2; break;
         case Type::bf16: bytes = (depth + 1) / 2 * kBlock * 4; break;
+        case Type::bf12: bytes = 64 + depth * 24 + (most_escapes(depth) + 1) * sizeof(Escape); break;
         case Type::int8:
         case Type::fp8: bytes = depth * kBlock + (group ? (depth + group - 1) / group : 1) * kBlock * 4; break;
         case Type::int4:
@@ -107,7 +152,7 @@ size_t Packing::block_bytes() const {
     return (bytes + 63) / 64 * 64;
 }
 
-void pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, size_t begin, size_t end) {
+bool pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, size_t begin, size_t end) {
     for (size_t b = begin; b < end; ++b) {
         uint8_t* block = to + b * step;
         std::memset(block, 0, packing.block_bytes());
@@ -130,6 +175,9 @@ void pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step
                 pack_pairs(static_cast<const uint16_t*>(from.weights) + first, from.stride, depth, columns,
                            reinterpret_cast<uint32_t*>(block));
                 break;
+            case Type::bf12:
+                if (!pack_codes(static_cast<const uint16_t*>(from.weights) + first, from.stride, depth, columns, block)) return false;
+                break;
             case Type::int4:
             case Type::fp4: pack_groups(packing, from, column, columns, block); break;
             case Type::int8:
@@ -137,6 +185,7 @@ void pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step
             default: break;
         }
     }
+    return true;
 }
 
 void product_reference(const float* x, size_t rows, size_t depth, const float* w, size_t columns, float* y) {

@@ -17,8 +17,9 @@ struct Unpacked {
     const float* min_supers = nullptr;  // and of mins
 };
 
-/// Packs the blocks [begin, end), each `step` bytes behind the one before. Every byte of a block is written.
-void pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, size_t begin, size_t end);
+/// Packs the blocks [begin, end), each `step` bytes behind the one before. Every byte of a block is written. Returns false
+/// where one of bf12 has too many escapes.
+bool pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, size_t begin, size_t end);
 
 /// The same for weights that meet rows of int8: one block, whose bytes are zeros.
 void pack_ints(const Packing& packing, const Unpacked& from, size_t column, size_t columns, uint8_t* to);

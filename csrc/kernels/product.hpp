@@ -87,22 +87,39 @@ inline void pair_rows(const ProductArgs& args, const Part& part, const Workspace
 }
 #endif
 
+constexpr size_t kUnpackedAhead = 8192;  // bytes: about as many as are unpacked between two visits to a block
+
 /// The scales of one block's group if there are groups, [16], and its `depth` elements, zero points subtracted,
 /// not scaled: [depth, 16].
 template <class A>
 void unpack(const uint8_t* w, const uint8_t* head, size_t depth, float* to) {
     if constexpr (A::Format::kGrouped) memcpy(to, head, kColumns * sizeof(float));
-    to += kColumns;
-    for (size_t k = 0; k < depth; k += A::kDepth, w += A::kStepBytes) {
+    const auto step = [&](size_t count) __attribute__((always_inline)) {
         MOESERVE_EACH(d, A::kDepth) {
-            if (k + d < depth) {
-                for (int v = 0; v < kVectors; ++v) {
-                    const auto column = A::template column<d>(w, head, v);
-                    memcpy(to + (k + d) * kColumns + v * kWidth, &column, sizeof column);
-                }
+            for (int v = 0; d < count && v < kVectors; ++v) {
+                const auto column = A::template column<d>(w, head, v);
+                memcpy(to + d * kColumns + v * kWidth, &column, sizeof column);
             }
         });
+    };
+    to += kColumns;
+    for (; depth >= A::kDepth; depth -= A::kDepth, w += A::kStepBytes, to += A::kDepth * kColumns) {
+        for (size_t line = 0; line < A::kStepBytes; line += 64) __builtin_prefetch(w + kUnpackedAhead + line, 0, 2);
+        step(A::kDepth);
     }
+    step(depth);
+}
+
+/// Puts the escapes from `next` on that are of `depth` inputs from `first` where these were unpacked; returns the one
+/// behind.
+template <class A>
+const Escape* put_escapes(const Escape* next, size_t first, size_t depth, float* to) {
+    uint8_t* bytes = reinterpret_cast<uint8_t*>(to + kColumns);
+    for (; input_of(*next) < first + depth; ++next) {
+        const size_t k = input_of(*next) - first, column = *next >> 8 & (kColumns - 1);
+        bytes[(k / A::kInputs * kColumns + column) * sizeof(float) + 3 - 2 * (k % A::kInputs)] = static_cast<uint8_t>(*next);
+    }
+    return next;
 }
 
 /// Bytes of `depth` inputs (a whole number of steps) in a block of format F.
@@ -141,15 +158,23 @@ void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, con
     using Tile = typename A::template Unpacked<F>;
     const size_t chunk = F::kGrouped ? args.group : kChunk, num_tiles = (rows + kTileRows - 1) / kTileRows;
     const uint8_t* const end = w + args.block_bytes;
+    const uint8_t* const block = w;
+    const Escape* next[kBlocks];
+    if constexpr (kEscapes<F>) {
+        w += F::kHeadBytes;
+        for (size_t b = 0; b < blocks; ++b) next[b] = escapes_of(block + b * args.block_bytes, args.depth);
+    }
     for (size_t k = 0; k < args.depth; k += chunk) {
         const size_t depth = args.depth - k < chunk ? args.depth - k : chunk, num_elements = elements<A>(depth);
-        const uint8_t *head = w, *weights = w;
+        const uint8_t *head = kEscapes<F> ? block : w, *weights = w;
         size_t block_bytes = args.block_bytes;
         if constexpr (F::kGrouped) weights = w += F::kHeadBytes;
         if constexpr (F::kCostly) {
             for (size_t b = 0; b < blocks; ++b) {
                 const size_t from = b * args.block_bytes;
-                unpack<A>(w + from, head + from, num_elements, space.unpacked + b * (num_elements + 1) * kColumns);
+                float* to = space.unpacked + b * (num_elements + 1) * kColumns;
+                unpack<A>(w + from, head + from, num_elements, to);
+                if constexpr (kEscapes<F>) next[b] = put_escapes<A>(next[b], k, depth, to);
             }
             block_bytes = (num_elements + 1) * kColumns * sizeof(float);
             head = reinterpret_cast<const uint8_t*>(space.unpacked);
@@ -165,9 +190,40 @@ void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, con
     }
 }
 
+/// The same for weights with escapes: at a step with one, tiles stop, and go on with what is unpacked and put right.
+template <class A>
+void few_rows_with_escapes(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
+    using F = typename A::Format;
+    constexpr size_t kElements = F::kDepth / A::kInputs, kBytes = (kElements + 1) * kColumns * sizeof(float);
+    const Escape* next[ProductArgs::kUnit];
+    for (size_t b = 0; b < blocks; ++b) next[b] = escapes_of(w + b * args.block_bytes, args.depth);
+    for (size_t k = 0; k < args.depth; k += F::kDepth) {
+        const size_t at = F::kHeadBytes + bytes_of_inputs<F>(k);
+        size_t end = args.depth;
+        for (size_t b = 0; b < blocks; ++b) end = std::min(end, input_of(*next[b]) / F::kDepth * F::kDepth);
+        tiles_of<A, kTileRows>(rows, space.a + k / A::kInputs, space.stride, w + at, w, args.block_bytes, blocks,
+                               (end - k) / A::kInputs, space.c, k > 0, args.block_bytes - at);
+        if (end == args.depth) return;
+        for (size_t b = 0; b < blocks; ++b) {
+            const uint8_t* block = w + b * args.block_bytes;
+            float* to = space.unpacked + b * kBytes / sizeof(float);
+            unpack<A>(block + F::kHeadBytes + bytes_of_inputs<F>(end), block, kElements, to);
+            next[b] = put_escapes<A>(next[b], end, F::kDepth, to);
+        }
+        const uint8_t* unpacked = reinterpret_cast<const uint8_t*>(space.unpacked);
+        tiles_of<typename A::template Unpacked<F>, kTileRows>(
+            rows, space.a + end / A::kInputs, space.stride, unpacked + kColumns * sizeof(float), unpacked, kBytes, blocks,
+            kElements, space.c, end > 0, PTRDIFF_MAX);
+        k = end;
+    }
+}
+
 template <class A>
 void sums_of(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
-    if (rows <= kTileRows) return few_rows<A>(args, space, rows, w, blocks);
+    if (rows <= kTileRows) {
+        if constexpr (kEscapes<typename A::Format>) return few_rows_with_escapes<A>(args, space, rows, w, blocks);
+        return few_rows<A>(args, space, rows, w, blocks);
+    }
     for (size_t b = 0; b < blocks; b += kBlocks) {
         const size_t count = blocks - b < kBlocks ? blocks - b : kBlocks;
         many_rows<A>(args, space, rows, w + b * args.block_bytes, count, space.c + b * kColumns);
@@ -190,6 +246,9 @@ template <template <class> class A>
 void sums_in(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
     switch (args.weight_type) {
         case Type::bf16: return sums_of<A<WeightsBf16>>(args, space, rows, w, blocks);
+#ifdef __AVX512BF16__
+        case Type::bf12: return sums_of<A<WeightsBf12>>(args, space, rows, w, blocks);
+#endif
         case Type::int8:
             if (args.group) return sums_of<A<WeightsInt8<true>>>(args, space, rows, w, blocks);
             sums_of<A<WeightsInt8<false>>>(args, space, rows, w, blocks);

@@ -21,6 +21,9 @@ struct IntForm {
 
 /// A weight matrix in blocks of 16 columns (outputs), zeros filling up the last. All inputs of a block are in one piece:
 ///   bf16  [depth / 2][16] words of two inputs, the first in the upper half; an odd last one has a zero below it
+///   bf12  bf16 in 12 bits without loss: the block's 16 most frequent upper bytes, twice, each above a zero byte; for each
+///         8 inputs [16] words of indices there, in int4's order, and [2][16] words of lower bytes: of inputs 1, 3, 0 and
+///         2, then of 5, 7, 4 and 6, first ones lowest; then `Escape`s for other upper bytes, by place, and ones
 ///   fp16, fp32  [depth][16]
 ///   int8, fp8  [depth][16], then 16 scales
 ///   int8, fp8 in groups of inputs: for each group 16 scales, [group][16]
@@ -54,6 +57,16 @@ struct Packing {
     size_t block_bytes() const;
     size_t bytes() const { return num_blocks() * block_bytes(); }
 };
+
+/// A weight of bf12 whose upper byte has no index: the byte, below its place in the block (input * 16 + column).
+using Escape = uint32_t;
+
+/// Those of a block, and ones behind the last.
+inline const Escape* escapes_of(const uint8_t* block, size_t depth) {
+    return reinterpret_cast<const Escape*>(block + 64 + depth * 24);
+}
+constexpr size_t most_escapes(size_t depth) { return 15 + depth / 64; }
+constexpr size_t input_of(Escape escape) { return escape >> 12; }
 
 /// Rows [first, first + count) meet the weights of `expert`.
 struct Part {

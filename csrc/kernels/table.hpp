@@ -14,7 +14,7 @@
 namespace moeserve {
 
 /// Element types of activations and weights.
-enum class Type : int { fp32, bf16, fp16, int8, int4, fp8, fp4, iq4_nl };
+enum class Type : int { fp32, bf16, fp16, int8, int4, fp8, fp4, iq4_nl, bf12 };
 
 /// One pointer per kernel; what it means and expects is said where it is defined, in kernels/<family>.hpp.
 struct Kernels {

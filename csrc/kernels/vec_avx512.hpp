@@ -159,6 +159,10 @@ MOESERVE_INLINE f32 dot(f32 sum, i32 a, i32 b) {
 }
 /// table[a % 32] for every half of a word.
 MOESERVE_INLINE i32 look_up(const uint16_t* table, i32 a) { return _mm512_permutexvar_epi16(a, load_words(table)); }
+/// The lower bytes of the halves of `a`, below the upper ones of `b`, whose lower ones are zeros.
+MOESERVE_INLINE i32 lower_bytes(i32 a, i32 b) {
+    return _mm512_ternarylogic_epi32(a, all_words(0x00ff00ff), b, 0xea);
+}
 /// The upper halves of the words of `a`, over the upper halves of those of `b`.
 MOESERVE_INLINE i32 upper_halves(i32 a, i32 b) {
     return _mm512_ternarylogic_epi32(a, right<16>(b), all_words(0xffff0000), 0xe4);

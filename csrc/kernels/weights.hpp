@@ -1,6 +1,8 @@
 // Packed weights as floats. The layouts are at `Packing`.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/product_args.hpp"
 #include "kernels/table.hpp"
 
@@ -55,6 +57,33 @@ struct WeightsBf16 {
         return load_words(step + v * kWidth * 4);
     }
 };
+
+#ifdef __AVX512BF16__
+/// bf16 in 12 bits: the lower byte, and a code for the upper one. Those that have none are escapes: a step with one is
+/// unpacked, its escapes are put in their places, and it is multiplied as WeightsBf16.
+struct WeightsBf12 {
+    static constexpr int kDepth = 8;
+    static constexpr size_t kStepBytes = kColumns * 12, kHeadBytes = 64;
+    static constexpr bool kGrouped = false, kCostly = true;
+
+    template <int d>
+    static MOESERVE_INLINE i32 pair(const uint8_t* step, const uint8_t* head, int) {
+        const i32 lower = load_words(step + (1 + d / 2) * kColumns * 4);
+        const i32 upper = look_up(reinterpret_cast<const uint16_t*>(head), right<4 * d>(load_words(step)));
+        return lower_bytes(d % 2 ? right<8>(lower) : lower, upper);
+    }
+    template <int d>
+    static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t* head, int v) {
+        const i32 word = pair<d / 2>(step, head, v);
+        return floats(d % 2 ? left<16>(word) : both(word, all_words(0xffff0000)));
+    }
+};
+template <class F>
+constexpr bool kEscapes = std::is_same_v<F, WeightsBf12>;
+#else
+template <class F>
+constexpr bool kEscapes = false;
+#endif
 
 /// Of a byte each, scaled per column, or per column and group of inputs.
 template <bool grouped>

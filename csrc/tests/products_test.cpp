@@ -57,6 +57,9 @@ struct Matrix {
         for (size_t i = 0; i < zero_points.size(); ++i) zero_points[i] = static_cast<float>(below(16));
         switch (p.type) {
             case Type::bf16: fill<Bf16>(offset, [] { return normal(); }); break;
+            case Type::bf12:  // some are escapes
+                fill<Bf16>(offset, [] { return below(400) ? normal() : std::ldexp(normal(), -static_cast<int>(below(140))); });
+                break;
             case Type::fp16: fill<Fp16>(offset, [] { return normal(); }); break;
             case Type::int8: fill<int8_t>(offset, [] { return static_cast<float>(below(256)) - 128; }); break;
             case Type::fp8: fill<Fp8>(offset, [] { return static_cast<float>(below(127) + 128 * below(2)); }); break;
@@ -78,8 +81,8 @@ struct Matrix {
                 x -= packing.zero_points ? zero_points[n * groups() + k / packing.group] : 8.0f;
             }
         }
-        pack(packing, {from.data(), stride, scales.data(), zero_points.data()}, packed.data(), packing.block_bytes(), 0,
-             packing.num_blocks());
+        CHECK(pack(packing, {from.data(), stride, scales.data(), zero_points.data()}, packed.data(), packing.block_bytes(),
+                   0, packing.num_blocks()));
     }
 
     float sum(const float* x, size_t column) const {
@@ -230,6 +233,11 @@ void every_format(size_t offset) {
             for (Type type : {Type::int8, Type::fp8, Type::fp4}) formats.push_back({type, depth, columns, group});
         }
     }
+#ifdef __AVX512BF16__
+    for (const auto& [depth, columns] : {std::pair<size_t, size_t>{8, 17}, {304, 33}, {648, 100}}) {
+        formats.push_back({Type::bf12, depth, columns});
+    }
+#endif
     for (const Packing& packing : formats) {
         for (size_t rows : {1, 2, 3, 5, 6, 7, 25}) linear<float>(packing, rows, offset);
         for (size_t rows : {1, 2, 4, 13, 25}) linear<Bf16>(packing, rows, offset);
@@ -238,6 +246,15 @@ void every_format(size_t offset) {
         gated<Bf16>(packing, offset);
         gated<Fp16>(packing, 1 - offset);
     }
+}
+
+/// Weights whose upper bytes are all equally frequent have too many escapes.
+void too_many_escapes() {
+    const Packing packing{Type::bf12, 64, 16};
+    Exact<uint16_t> weights(packing.depth * packing.columns);
+    for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<uint16_t>(below(1 << 16));
+    Exact<uint8_t> packed(packing.bytes());
+    CHECK(!pack(packing, {weights.data(), packing.depth}, packed.data(), packing.block_bytes(), 0, 1));
 }
 
 /// Two threads multiply at once on the same workers, whose scratch memory both products use.
@@ -270,6 +287,7 @@ void ubatches() {
 }  // namespace
 
 int main(int argc, char**) {
+    too_many_escapes();
     for (size_t workers : {1, 2, 3}) {
         set_pool(std::make_shared<Pool>(std::vector<int>(workers, -1)));
         if (argc == 1 && workers < 3) every_format(workers - 1);  // with an argument: what threads share, and no more

@@ -112,7 +112,7 @@ def _plan_moe(
     )
     kernels: list[Experts] = [GroupedMM(ops), ReferenceExperts(ops)]
     if ops.native:
-        kernels.insert(0, NativeExperts(ops.room, to_disk=ops.to_disk))
+        kernels.insert(0, NativeExperts(ops.room, to_disk=ops.to_disk, lossless=ops.lossless != "off"))
     elif ops.triton:
         # Slow to import: only where they serve.
         from moeserve.moe.experts.triton import DeepGemmExperts, FlashInferExperts, TritonExperts

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.errors import CheckpointError
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import GroupInputs, HeadShape, LayerCache, RopeCacheInputs, StepInputs, entry_width
 from moeserve.ops.native import native
@@ -30,6 +31,7 @@ from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20
 LAYOUT = 1  # of packed bytes: a new number for any other, so that none are taken for these (loader/packed_cache.py)
+BYTES_IN_12_BITS = 1.53  # of a weight, with tables and room for escapes
 HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels know
 # Memory for so many packed bytes, aligned to 64, and whether they are there already.
 Room = Callable[[int], tuple[Tensor, bool]]
@@ -47,8 +49,8 @@ def new_room(num_bytes: int) -> tuple[Tensor, bool]:
     return memory, False
 
 
-def packing_of(weight: Weight, columns: int | None = None) -> Any:
-    """Returns how a weight [..., N, K], or `columns` rows of it, is packed."""
+def packing_of(weight: Weight, columns: int | None = None, lossless: bool = False) -> Any:
+    """Returns how a weight [..., N, K], or `columns` rows of it, is packed. lossless: bf16 in 12 bits."""
     rows, depth = columns or weight.shape[-2], weight.shape[-1]
     if isinstance(weight, Quantised):
         has_supers, bits = weight.supers is not None, 0
@@ -58,17 +60,23 @@ def packing_of(weight: Weight, columns: int | None = None) -> Any:
             getattr(_native.Type, weight.kind), depth, rows, weight.group, weight.zeros is not None, bits,
             TYPES[weight.scale_dtype], weight.mins is not None, has_supers,
         )  # fmt: skip
-    return _native.Packing(TYPES[weight.dtype], depth, rows)
+    compressed = lossless and weight.dtype is torch.bfloat16 and depth % 8 == 0
+    return _native.Packing(_native.Type.bf12 if compressed else TYPES[weight.dtype], depth, rows)
 
 
 def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
-    """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool."""
+    """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool. Raises
+    CheckpointError for weights that do not fit 12 bits."""
     weight_NK = weight_NK.contiguous() if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1 else weight_NK
     w = weight_NK
     values, rest = (w.values, (w.scales, w.zeros, w.mins)) if isinstance(w, Quantised) else (w, (None,) * 3)
     supers = w.supers if isinstance(w, Quantised) and w.supers else (None, None)
     of_groups = (address(part) for part in (*rest, *supers))
-    _native.pack(packing, values.data_ptr(), values.stride(0), *of_groups, to, step, all_threads)
+    if not _native.pack(packing, values.data_ptr(), values.stride(0), *of_groups, to, step, all_threads):
+        raise CheckpointError(
+            f"weights {list(w.shape)} do not fit 12 bits: of 16 outputs' weights, more than one in a thousand have none of "
+            "the 16 most frequent upper bytes; use lossless_compression=off"
+        )
 
 
 class NativeLinear:
@@ -79,10 +87,12 @@ class NativeLinear:
 
     __slots__ = ("_bias", "_bias_at", "_columns", "_depth", "_dtype", "_packing", "_type", "matrix", "packed")
 
-    def __init__(self, weight_NK: Weight, bias_N: Tensor | None = None, room: Room = new_room) -> None:
+    def __init__(
+        self, weight_NK: Weight, bias_N: Tensor | None = None, room: Room = new_room, lossless: bool = False
+    ) -> None:
         self._dtype, self._type = weight_NK.dtype, TYPES[weight_NK.dtype]
         self._columns, self._depth = weight_NK.shape
-        self._packing = packing_of(weight_NK)
+        self._packing = packing_of(weight_NK, lossless=lossless)
         self.packed, is_there = room(self._packing.bytes)
         if not is_there:
             pack(self._packing, weight_NK, self.packed.data_ptr(), self._packing.block_bytes, all_threads=True)

@@ -17,6 +17,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 from torch import Tensor
 
+from moeserve.config import Lossless
 from moeserve.errors import ConfigError
 from moeserve.ops import (
     attention,
@@ -75,6 +76,7 @@ class Ops:
     exact: bool = True
     room: native_layer.Room = native_layer.new_room
     to_disk: native_layer.ToDisk | None = None
+    lossless: Lossless = "off"
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
@@ -104,8 +106,20 @@ class Ops:
         Not those of heads: a parameter that is packed in two parts has no place of its own there.
         """
         assert self.native
-        pack_linear = partial(native_layer.NativeLinear, room=room)
-        return replace(self, room=room, to_disk=to_disk, pack_linear=pack_linear)
+        return replace(self, room=room, to_disk=to_disk, pack_linear=partial(self.pack_linear, room=room))
+
+    def compressing(self, which: Lossless) -> Ops:
+        """Returns the kernels with these bf16 weights in 12 bits. Raises ConfigError where there are none for it."""
+        if which == "off":
+            return self
+        if self.dtype != torch.bfloat16 or not self.native or native().serving_isa() != "avx512_bf16":  # type: ignore[union-attr]
+            raise ConfigError(
+                f"lossless_compression={which} is for bfloat16 weights on CPUs with AVX512-BF16, and here {self.dtype} is "
+                f"served by {self.chosen}; use lossless_compression=off"
+            )
+        pack_linear = partial(self.pack_linear, lossless=True) if which == "all" else self.pack_linear
+        chosen = f"{self.chosen}, weights of {'experts' if which == 'experts' else 'linear layers'} in 12 bits"
+        return replace(self, lossless=which, pack_linear=pack_linear, chosen=chosen)
 
 
 Choice = Literal["auto", "native", "torch", "triton", "deep_gemm", "flashinfer"]

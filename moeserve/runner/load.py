@@ -21,7 +21,7 @@ from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import RandomReader, imagined, rounded_format
 from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert
+from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert, is_packed
 from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, default_folder, key_of
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Params, Reader, format_of
@@ -31,7 +31,7 @@ from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.native_layer import new_room
+from moeserve.ops.native_layer import BYTES_IN_12_BITS, new_room
 from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
@@ -86,12 +86,13 @@ def load_model(
     plan = load_plan(spec, names, shard.world, shard.placement)
     ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
     ops = _with_attention(ops, config, spec)
+    ops = ops.compressing(config.model.lossless_compression)
     if config.device.compile:
         ops = traced(ops)
     checkpoint = _for_kernels(checkpoint, ops, config)
     described = _for_kernels(imagined(model_dir, plan, spec.stored, asked), ops, config) if dummy else checkpoint
-    num_bytes = weight_bytes(described, plan, dtype, asked)
-    check_weights_fit(num_bytes - _on_disk(described, plan, dtype, asked, expert_memory), memory)
+    num_bytes = weight_bytes(described, plan, ops, asked)
+    check_weights_fit(num_bytes - _on_disk(described, plan, ops, asked, expert_memory), memory)
     packed_cache = _folder(config, ops, num_bytes)
     _check_kernels(ops, described, plan, asked, packed_cache, expert_memory)
     if any(form.activations or form.layout == "ggml" for form in spec.stored) and not shard.world.rank:
@@ -102,7 +103,7 @@ def load_model(
     params_of: Callable[..., Params] = Params
     cache, on_disk, last = None, None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
-        forms = f"{asked} {checkpoint.activations} {dict(_quantised(described, plan, asked))}"
+        forms = f"{asked} {checkpoint.activations} {ops.lossless} {dict(_quantised(described, plan, asked))}"
         key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, forms)
         most, sharers = config.model.packed_cache_bytes, shard.world.ranks_on_host
         size = num_bytes if expert_memory else 0
@@ -148,7 +149,7 @@ def draft_params(
     ops = model.ops.packing_into(new_room) if model.ops.native else model.ops  # not into a file of packed weights
     described = imagined(model_dir, plan, spec.stored, asked) if dummy else checkpoint
     described = _for_kernels(described, ops, config)
-    check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
+    check_weights_fit(weight_bytes(described, plan, ops, asked), memory)
     _check_kernels(ops, described, plan, asked)
     reader = RandomReader if dummy else Reader
     with Params(described, plan, dtype, device=device, asked=asked, reader=reader) as params:
@@ -186,13 +187,13 @@ def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
 
 
 def _on_disk(
-    checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, asked: Asked | None, expert_memory: int | None
+    checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None, expert_memory: int | None
 ) -> int:
     """Returns the bytes of the experts that are not in memory."""
     if expert_memory is None:
         return 0
     experts = replace(plan, params=tuple(param for param in plan.params if is_expert(param.name)))
-    return max(0, weight_bytes(checkpoint, experts, dtype, asked) - expert_memory)
+    return max(0, weight_bytes(checkpoint, experts, ops, asked) - expert_memory)
 
 
 def _check_kernels(
@@ -253,7 +254,10 @@ def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
     return f"they stay {ops.dtype} here, weights alone are quantised"
 
 
-def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, asked: Asked | None) -> int:
-    """Returns the bytes of the parameters that a rank loads, as they are in memory."""
+def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None) -> int:
+    """Returns about the bytes of the parameters that a rank loads, as they are in memory."""
     narrow = {param.name: form.bytes_per_weight for param, form in _quantised(checkpoint, plan, asked)}
-    return sum(int(math.prod(param.shape) * narrow.get(param.name, dtype.itemsize)) for param in plan.params)
+    if ops.lossless != "off":
+        compressed = is_packed if ops.lossless == "all" else is_expert
+        narrow = {param.name: BYTES_IN_12_BITS for param in plan.params if compressed(param.name)} | narrow
+    return sum(int(math.prod(param.shape) * narrow.get(param.name, ops.dtype.itemsize)) for param in plan.params)

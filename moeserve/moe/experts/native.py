@@ -45,11 +45,12 @@ class PackedNative:
 
     @staticmethod
     def empty(
-        num_experts: int, w13: Weight, w2: Weight, biased: bool, room: Room = new_room
+        num_experts: int, w13: Weight, w2: Weight, biased: bool, room: Room = new_room, lossless: bool = False
     ) -> tuple[PackedNative, bool]:
         """Returns memory for weights such as these, [..., 2I, D] and [..., D, I], and whether it holds them already."""
         width, hidden = w2.shape[-2:]
-        gate_up, down, halves = packing_of(w13, hidden), packing_of(w2), w13.shape[-2] // hidden
+        gate_up, down = packing_of(w13, hidden, lossless), packing_of(w2, lossless=lossless)
+        halves = w13.shape[-2] // hidden
         num_bytes = halves * gate_up.bytes + down.bytes
         if biased:
             num_bytes += 4 * (halves * padded(hidden) + padded(width))
@@ -105,13 +106,19 @@ class NativeExperts(StackedExperts):
         fuses_ungated=True,
     )
 
-    def __init__(self, room: Room = new_room, activation: Activation = SWIGLU, to_disk: ToDisk | None = None) -> None:
-        self._room, self._activation, self._to_disk = room, activation, to_disk
+    def __init__(
+        self,
+        room: Room = new_room,
+        activation: Activation = SWIGLU,
+        to_disk: ToDisk | None = None,
+        lossless: bool = False,
+    ) -> None:
+        self._room, self._activation, self._to_disk, self._lossless = room, activation, to_disk, lossless
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
         """See `Experts`."""
         w = weights
-        packed, is_there = PackedNative.empty(w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room)
+        packed, is_there = PackedNative.empty(w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room, self._lossless)
         values = w.w13_eFD.values if isinstance(w.w13_eFD, Quantised) else w.w13_eFD
         copies = w.num_experts > 1 and values.stride(0) == 0  # of one random expert (loader/dummy.py)
         for index in range(0 if is_there else 1 if copies else w.num_experts):
@@ -129,7 +136,7 @@ class NativeExperts(StackedExperts):
         self, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> PackedNative:
         """See `Experts`."""
-        expert, _ = PackedNative.empty(1, w13_FD, w2_DI, b13_F is not None)
+        expert, _ = PackedNative.empty(1, w13_FD, w2_DI, b13_F is not None, lossless=self._lossless)
         expert.fill(0, w13_FD, w2_DI, b13_F, b2_D, all_threads=False)  # the pool is for the threads that compute
         return expert
 
