@@ -11,6 +11,10 @@
 #include <thread>
 #include <vector>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -37,14 +41,18 @@ double rate(int threads, int tries, double amount, const std::function<void(int)
 volatile uint64_t kept_sum;
 volatile float kept_dot;
 
+constexpr size_t kAhead = 1024;  // words: what is further is asked for, as kernels do
+
 void read(const uint64_t* words, size_t count) {
     uint64_t sums[64] = {};  // independent, so that the compiler keeps them in vectors
     for (size_t i = 0; i + 64 <= count; i += 64) {
+        for (size_t line = 0; line < 64; line += 8) __builtin_prefetch(words + i + kAhead + line, 0, 2);
         for (size_t lane = 0; lane < 64; ++lane) sums[lane] ^= words[i + lane];
     }
     for (uint64_t sum : sums) kept_sum = kept_sum + sum;
 }
 
+constexpr size_t kLargePage = 2 << 20;
 constexpr int kChains = 12;  // more than latency times units of any processor so far, and they fit in 16 registers
 
 #ifdef __AVX512BF16__
@@ -97,9 +105,13 @@ int main(int count, char** words) {
     const int threads = count > 1 ? std::atoi(words[1]) : 1;
     if (threads < 1) return std::fprintf(stderr, "usage: machine THREADS\n"), 2;
     const size_t share = (size_t{512} << 20) / sizeof(uint64_t) / threads;  // more than caches hold
-    std::vector<uint64_t> memory(share * threads, 1);
-    const double bytes = double(share * threads * sizeof(uint64_t));
-    const double read_rate = rate(threads, 8, bytes, [&](int i) { read(memory.data() + share * i, share); });
+    const size_t bytes = share * threads * sizeof(uint64_t);
+    auto* memory = static_cast<uint64_t*>(std::aligned_alloc(kLargePage, (bytes + kLargePage - 1) / kLargePage * kLargePage));
+#ifdef __linux__
+    madvise(memory, bytes, MADV_HUGEPAGE);  // as the weights are
+#endif
+    std::fill_n(memory, share * threads, 1);
+    const double read_rate = rate(threads, 8, double(bytes), [&](int i) { read(memory + share * i, share); });
     constexpr long kSteps = 5'000'000;
     double flop_rate = rate(threads, 4, kFlopsPerAdds * kSteps * threads, [](int) { multiply_adds(kSteps); });
 #ifdef __AVX512BF16__
