@@ -4,8 +4,6 @@ T tokens (padded rows included), H heads of this rank, n width of a query withou
 e = n + p, L rank of the latents, C = L + p width of a cache entry. ops/latent.py says what is absorbed.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import triton
@@ -68,7 +66,7 @@ def latent_rope_cache_kernel(
 
 
 def latent_rope_cache(
-    q_THe: Tensor, kv_TC: Tensor, rule: LatentRule, at: RopeCacheInputs, latent_cache: Tensor, q_THC: Tensor
+    q_THe: Tensor, kv_TC: Tensor, rule: "LatentRule", at: "RopeCacheInputs", latent_cache: Tensor, q_THC: Tensor
 ) -> Tensor:
     """Writes [rms_norm(latent) * norm | rotated key] to each token's KV slot, scaled and rotated queries to the last p
     columns of q_THC; returns the rest of the queries, scaled, [T, H, n].

@@ -5,8 +5,6 @@ authenticates it to those who connect; the token in the first frame, which CURVE
 listener. Sockets of one machine are in a folder that nobody else can enter, and need the token only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
@@ -50,7 +48,7 @@ def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
     return own
 
 
-def check_address(address: str, keys: Keys | None) -> None:
+def check_address(address: str, keys: "Keys | None") -> None:
     """Raises ConfigError unless this is `tcp://` with keys, or `ipc://` in a folder that only we can enter."""
     if address.startswith("tcp://"):
         if keys is None:

@@ -1,7 +1,5 @@
 """Process handles: what every supervised process offers, and child processes. Works on asyncio and on uvloop."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os
@@ -164,7 +162,7 @@ class Child(Process):
         *,
         forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
-    ) -> Child:
+    ) -> "Child":
         """Starts `command` and hands it `document` (JSON; None for none) over stdin, which nobody else can read.
 
         The child must call `guard.adopt()` first. Its stdout and stderr are kept as log tail and passed on, line
@@ -192,7 +190,7 @@ class Child(Process):
         document: bytes,
         *,
         forward: Callable[[str], None] = to_stderr,
-    ) -> Child:
+    ) -> "Child":
         """Watches a process that runs already and waits for its document. Raises ConfigError, and ends the process."""
         try:
             _hand_over(process, document, name)

@@ -6,8 +6,6 @@ latents, C = L + p width of a cache entry. Tensor-parallel ranks share heads; ea
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the absorbed form of appendix C is what runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,7 +62,7 @@ class LatentAttention(Mixer):
         """See `Mixer`."""
         return (CacheTensor("latent", 1, self.entry), *(self.indexer.cache() if self.indexer else ()))
 
-    def head_shape(self, tp_size: int) -> HeadShape:
+    def head_shape(self, tp_size: int) -> "HeadShape":
         """See `Mixer`."""
         from moeserve.ops.inputs import HeadShape  # has torch
 
@@ -100,7 +98,7 @@ class LatentAttention(Mixer):
         """See `Mixer`."""
         return "" if dtype == "auto" else "latents, which keys and values share, are kept as activations are"
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Adds q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out, and what an indexer has."""
         block, heads, width = plan.block(ours, theirs, "self_attn."), self.num_heads, plan.width
         queries = heads * (self.nope_dim + self.rope_dim)

@@ -3,8 +3,6 @@
 Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 model files, 4 port, 5 memory, 130 Ctrl-C.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -92,7 +90,7 @@ def _entry(name: str) -> Any:
     return resolve_name(f"moeserve.cli.{COMMANDS[name].entry}")
 
 
-def build_parser(name: str) -> argparse.ArgumentParser:
+def build_parser(name: str) -> "argparse.ArgumentParser":
     """Returns the parser of one command."""
     import argparse
 
@@ -107,7 +105,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+def parse(parser: "argparse.ArgumentParser", words: list[str]) -> "argparse.Namespace":
     """Parses a command's words; those that nobody knows end the process with a hint."""
     known = parser._option_string_actions
     if "--max-num-seqs" not in known:
@@ -127,7 +125,7 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespa
     return args
 
 
-def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str], hints: Mapping[str, str]) -> NoReturn:
+def _unknown_arguments(parser: "argparse.ArgumentParser", unknown: list[str], hints: Mapping[str, str]) -> NoReturn:
     from difflib import get_close_matches
 
     known = parser._option_string_actions

@@ -1,7 +1,5 @@
 """`moeserve verify` and `replay` compute answers again and compare; `moeserve receipt-key` makes a key for receipts."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from dataclasses import replace
@@ -156,7 +154,7 @@ async def _compute(config: Config, receipts: list[Receipt]) -> int:
     return faults
 
 
-async def compute_again(front: FrontEnd, receipt: Receipt) -> Computed:
+async def compute_again(front: "FrontEnd", receipt: Receipt) -> Computed:
     """Returns this engine's answer, up to the first token that is not the receipt's. Raises RequestError where the
     engine takes no such request."""
     wanted, params = receipt.token_ids, receipt.sampling

@@ -5,8 +5,6 @@ rank out. Work is counted in prompt tokens to compute; a token to generate costs
 it takes a row of a step of its own. `Traffic` sends the requests to the engines that it chooses.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -242,7 +240,7 @@ def _prefix_keys(request: Submit) -> Iterator[int]:
 class Traffic:
     """Sends requests to engines, and keeps them while none serves. serving: returns those that may get requests."""
 
-    def __init__(self, serving: Callable[[], Sequence[EngineHandle]]) -> None:
+    def __init__(self, serving: "Callable[[], Sequence[EngineHandle]]") -> None:
         self.balancer = Balancer()
         self._serving = serving
         self._engines: dict[int, EngineHandle] = {}  # that have had requests, by rank

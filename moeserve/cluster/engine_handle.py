@@ -1,7 +1,5 @@
 """One engine of a fleet: its standing in its group, its messages, and its process (engine_process.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -34,7 +32,7 @@ ForFleet = (
 class EngineSaid:
     """A message of an engine, heartbeats excepted."""
 
-    engine: EngineHandle
+    engine: "EngineHandle"
     msg: ForFleet
 
 
@@ -42,14 +40,14 @@ class EngineSaid:
 class EngineLost:
     """Nothing more comes from this engine's process, which had served; it may not be dead yet."""
 
-    engine: EngineHandle
+    engine: "EngineHandle"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEnded:
     """The engine's process is dead; `end.restarting` says whether another one follows."""
 
-    engine: EngineHandle
+    engine: "EngineHandle"
     end: EngineGone
 
 
@@ -60,7 +58,7 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
     those of `EngineProcess`.
     """
 
-    def __init__(self, fleet: Fleet, rank: int, host: Host, config: Config, **options: Any) -> None:
+    def __init__(self, fleet: "Fleet", rank: int, host: Host, config: Config, **options: Any) -> None:
         super().__init__(f"engine {rank}", Inbox(f"engine {rank} link", INBOX_LIMIT))
         self.rank = rank
         self.host = host

@@ -1,7 +1,5 @@
 """The engines of a fleet: how they start, and how they change while it serves: more, fewer, elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -47,7 +45,7 @@ class Scaling:
     """Starts a fleet's engines, and changes them; each change is done, or undone with its cause in the error, before
     the next one begins. options: those of `EngineProcess`."""
 
-    def __init__(self, fleet: Fleet, **options: Any) -> None:
+    def __init__(self, fleet: "Fleet", **options: Any) -> None:
         self._fleet = fleet
         self._options = options
         self.machines: Rendezvous  # from `start` on
@@ -86,7 +84,7 @@ class Scaling:
         for machine, had in standing.drained.items():
             self._await_return(hosts[machine], had)
 
-    def _shard_experts(self, standing: Standing) -> Rebalancing:
+    def _shard_experts(self, standing: Standing) -> "Rebalancing":
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
         from moeserve.moe.placement.placement import Placement
 
@@ -392,7 +390,7 @@ class Scaling:
         log.info("placement %d: %s", placement.version, error or f"in force after {decision.took_s:.2f} s")
         return decision
 
-    async def _move(self, group: EngineGroup, placement: Placement) -> str:
+    async def _move(self, group: EngineGroup, placement: "Placement") -> str:
         """Puts a placement in force; returns why it is not, or ""."""
         experts, engines = self._fleet.experts, group.engines
         assert experts is not None

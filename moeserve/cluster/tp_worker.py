@@ -4,8 +4,6 @@ It executes the plans that the leader sends, with the same outcome, and keeps wh
 lost ends a step, not the worker; it waits for the next command to join. Exit codes as in engine_main.py.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading
@@ -77,7 +75,7 @@ def _import() -> None:
 class Worker:
     """Commands are executed one after the other in the runner's thread; only `Leave` takes effect at once."""
 
-    def __init__(self, tp_rank: int, stream: BlockingStream[commands.WorkerCommand]) -> None:
+    def __init__(self, tp_rank: int, stream: "BlockingStream[commands.WorkerCommand]") -> None:
         self._tp_rank = tp_rank
         self._stream = stream
         self._thread = JobThread("model runner", _import)
@@ -143,7 +141,7 @@ class Worker:
         return commands.CommandDone(command.seq)
 
     @property
-    def _here(self) -> ModelRunnerBase:
+    def _here(self) -> "ModelRunnerBase":
         assert self._runner is not None, "Build comes first"
         return self._runner
 

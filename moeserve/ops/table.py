@@ -1,7 +1,5 @@
 """The table of kernels: chosen once at start, by device, dtype and what the probe found, and logged."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import logging
@@ -71,7 +69,7 @@ class Ops:
     soft_cap: Callable[[Tensor, float], Tensor]
     native: bool = False
     triton: bool = False
-    asked: Choice = "auto"
+    asked: "Choice" = "auto"
     exact: bool = True
     room: native_layer.Room = native_layer.new_room
     to_disk: native_layer.ToDisk | None = None
@@ -98,7 +96,7 @@ class Ops:
     opaque: Callable[[Any], Any] = lambda function: function
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
-    def packing_into(self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None) -> Ops:
+    def packing_into(self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None) -> "Ops":
         """Returns the native kernels with packed weights in memory from `room`; experts go on to the disk, if so asked.
 
         Not those of heads: a parameter that is packed in two parts has no place of its own there.

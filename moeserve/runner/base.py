@@ -6,8 +6,6 @@ A device is a subclass. It must override `_cache_device_properties`, `capture_mo
 and `_elapsed_us` (the GPU does). The sampler is picked by device, see `runner/sampling`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -194,7 +192,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.graphs.capture()
 
     @cached_property
-    def fixed_inputs(self) -> FixedInputs:
+    def fixed_inputs(self) -> "FixedInputs":
         """The buffers for the inputs of any step, which a Triton kernel fills."""
         from moeserve.runner.triton_inputs import FixedInputs  # imports triton
 

@@ -1,8 +1,6 @@
 """Resolves the configuration to the limits that scheduler and runner obey, given the model and the memory: whether the
 weights fit, how many KV blocks fit beside them, and how long a context."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -99,7 +97,7 @@ class MemoryFacts:
     used: int
     free: int
 
-    def shared(self, ranks: int) -> MemoryFacts:
+    def shared(self, ranks: int) -> "MemoryFacts":
         """Returns the share of one of several ranks: an equal part of the limit and of what is free."""
         return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
 

@@ -3,8 +3,6 @@
 Nothing that a client wrote is in it but the request id, which has harmless characters only.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
@@ -42,14 +40,14 @@ class Answered(msgspec.Struct, omit_defaults=True, kw_only=True):
 class Observer(Protocol):
     """What is told of every request that is over."""
 
-    def __call__(self, record: Answered, call: HttpCall) -> None:
+    def __call__(self, record: Answered, call: "HttpCall") -> None:
         """Notes a request. Raises nothing."""
 
     def close(self) -> None:
         """Gives up what it holds."""
 
 
-def answered(call: HttpCall, route: str, status: int) -> Answered:
+def answered(call: "HttpCall", route: str, status: int) -> Answered:
     """Returns what is known of a request that ends now."""
     took_s = time.monotonic() - call.began
     found = Answered(
@@ -96,7 +94,7 @@ class AccessLog:
         if self._file is not sys.stdout.buffer:
             self._file.close()
 
-    def __call__(self, record: Answered, call: HttpCall) -> None:
+    def __call__(self, record: Answered, call: "HttpCall") -> None:
         """Writes one line. A full disk costs lines, never requests."""
         try:
             self._file.write(msgspec.json.encode(record) + b"\n")

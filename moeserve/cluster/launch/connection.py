@@ -1,7 +1,5 @@
 """The connection to a machine's part: its stdin and its stdout, whatever carries them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -54,7 +52,7 @@ class ProcessConnection(PartConnection):
         self._end = asyncio.create_task(self._close_after_exit())
 
     @staticmethod
-    async def open(command: Sequence[str]) -> ProcessConnection:
+    async def open(command: Sequence[str]) -> "ProcessConnection":
         """Starts the command. Raises ConfigError if there is no such program."""
         pipe = asyncio.subprocess.PIPE
         try:

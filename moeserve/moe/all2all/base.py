@@ -4,8 +4,6 @@ T tokens of this rank, K experts per token, D model width, e local experts (thos
 them, C rows that one expert has room for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -110,7 +108,7 @@ class Inbound:
         counts_e = self.counts_e
         return counts_e.cpu().numpy().astype(np.int64) if isinstance(counts_e, Tensor) else counts_e
 
-    def split(self, num_experts: int) -> tuple[Inbound, Inbound]:
+    def split(self, num_experts: int) -> "tuple[Inbound, Inbound]":
         """Returns the rows of the first local experts and those of the others, GROUPED. Both name all local experts,
         some of them without rows."""
         assert self.layout is Layout.GROUPED
@@ -235,11 +233,11 @@ class All2All(Protocol):
         """Drops all connections, at any time and from any thread; all waits, here and at peers, raise PeerLost."""
         ...
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: "UBatch") -> Pending[Ticket]:
         """Sends every row to the ranks that have its experts. x is not kept beyond `wait`."""
         ...
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: "UBatch") -> Pending[Tensor]:
         """Sends results (laid out as the inbound rows) home and writes the weighted sums to out_TD.
 
         A token's rank sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become zero. y is free

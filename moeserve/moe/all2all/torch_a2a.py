@@ -7,8 +7,6 @@ T tokens of this rank, K experts per token, D model width, R ranks, e experts of
 experts, B bytes of a row on the wire, n pairs of one message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -111,7 +109,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
 
         return Transfer(add_up, lambda: handle.exchange.arrived_ns)
 
-    def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> list[_SendBuffer]:
+    def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> "list[_SendBuffer]":
         """Returns the message to each rank."""
         tokens, top_k = ids_TK.shape
         token_P = rows.order_P.numpy() // top_k
@@ -182,7 +180,7 @@ class _TorchHandle:
     def __init__(
         self,
         channel: Channel,
-        pool: Pool,
+        pool: "Pool",
         rows: Grouping,
         counts_Re: I64,
         place_P: Tensor,

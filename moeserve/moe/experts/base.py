@@ -3,8 +3,6 @@
 e local experts, P received rows, D model width, I expert width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ class ExpertWeights:
         return int(self.w13_eFD.shape[0])
 
     @staticmethod
-    def of_one(w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> ExpertWeights:
+    def of_one(w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> "ExpertWeights":
         """Returns the weights of a single expert, as the only local one."""
         parts = (w13_FD, w2_DI, b13_F, b2_D)
         return ExpertWeights(*(None if part is None else part[None] for part in parts))

@@ -4,8 +4,6 @@ CPUs are excluded: there the bits of a row depend on how many rows its expert ha
 must not depend on the other requests in its batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +22,7 @@ class PackedGroupedMM:
 
     parts: tuple[Tensor, ...]
 
-    def of_parts(self, parts: Sequence[Tensor]) -> PackedGroupedMM:
+    def of_parts(self, parts: Sequence[Tensor]) -> "PackedGroupedMM":
         """See `StackedExperts`."""
         return PackedGroupedMM(tuple(parts))
 

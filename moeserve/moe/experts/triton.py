@@ -5,8 +5,6 @@ Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid
 T tokens, P received rows, D model width, I expert width, e local experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,7 +54,7 @@ class PackedTriton:
         """See `StackedExperts`."""
         return [*parts_of(self.w13), *parts_of(self.w2), *self.biases]
 
-    def of_parts(self, parts: Sequence[Tensor]) -> PackedTriton:
+    def of_parts(self, parts: Sequence[Tensor]) -> "PackedTriton":
         """See `StackedExperts`."""
         split = len(parts_of(self.w13))
         end = split + len(parts_of(self.w2))

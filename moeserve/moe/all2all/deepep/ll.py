@@ -10,8 +10,6 @@ T tokens of this rank, K experts per token, D model width, W width that travels,
 expert has room for: the most tokens of a dispatch times the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -73,7 +71,7 @@ class DeepEPLowLatency(DeepEP):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _Received[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> "_Received[Ticket]":
         """See `All2All`."""
         buffer, ids_TK = self.buffer, self.ids_of(routing)
         tokens, width = x_TD.shape
@@ -104,7 +102,7 @@ class DeepEPLowLatency(DeepEP):
         self._last = pending = _Received(self, buffer, hook, collective, unpacked)
         return pending
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _Received[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> "_Received[Tensor]":
         """See `All2All`."""
         ticket.use()
         handle: _LLHandle = ticket.private
