@@ -169,7 +169,7 @@ class Child(Process):
         by line and with control characters escaped, to `forward` (default: our stderr). pass_fds: descriptors that
         it inherits. Raises ConfigError.
         """
-        try:
+        with ConfigError.instead_of(OSError, f"cannot start {name} ({command[0]})"):
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -178,8 +178,6 @@ class Child(Process):
                 bufsize=0,
                 pass_fds=pass_fds,
             )
-        except OSError as exc:
-            raise ConfigError(f"cannot start {name} ({command[0]}): {exc}") from exc
         return cls(name, process, forward) if document is None else cls.take(name, process, document, forward=forward)
 
     @classmethod
@@ -246,12 +244,9 @@ def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name:
     line = msgspec.json.encode(Birth(os.getpid(), msgspec.Raw(document))) + b"\n"
     assert process.stdin is not None
     if len(line) > PIPE_BYTES:  # the pipe must take all of it before anyone reads: writing must not block the loop
-        try:
+        what = f"cannot hand {name} a start document of {len(line)} bytes through a pipe"
+        with ConfigError.instead_of((AttributeError, OSError), what):
             fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(line))  # type: ignore[attr-defined,unused-ignore]  # Linux
-        except (AttributeError, OSError) as exc:
-            raise ConfigError(
-                f"cannot hand {name} a start document of {len(line)} bytes through a pipe: {exc}"
-            ) from exc
     with suppress(BrokenPipeError):  # it is dead already, and its exit says why
         process.stdin.write(line)
 

@@ -52,10 +52,8 @@ class Setting:
 
     def read(self, value: Any, origin: str) -> Any:
         """Returns `value` converted and checked. Raises ConfigError that names its origin."""
-        try:
+        with ConfigError.instead_of(ValueError, origin, f" ({self.help})"):
             found = convert(self.kind, value)
-        except ValueError as error:
-            raise ConfigError(f"{origin}: {error} ({self.help})") from None
         check_range(self.field, found, origin)
         return found
 

@@ -47,10 +47,9 @@ class Verify:
         """Prints what is equal and what is not; returns 0 if all is."""
         config = resolve(args).config
         config = replace(config, server=replace(config.server, receipt_key=None, request_log=None))
-        try:
+        what = f"{args.file} is not what this command takes ({cls.about})"
+        with ConfigError.instead_of((OSError, msgspec.DecodeError), what):
             receipts = cls.read(args.file, args.chosen)
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"{args.file} is not what this command takes ({cls.about}): {error}") from None
         faults = sum(_seal_faults(receipt, args.chosen) for receipt in receipts) if cls.sealed else 0
         faults += _faults(config, receipts)
         print("not equal" if faults else "equal")

@@ -174,10 +174,8 @@ class Team:
 
     def _listen(self) -> StreamListener:
         address, token = self._births[0].address, self._births[0].token
-        try:
+        with ConfigError.instead_of(OSError, f"cannot listen for tensor-parallel workers at {address}"):
             return StreamListener(address, token, 0, [Peer(birth.tp_rank) for birth in self._births])
-        except OSError as error:
-            raise ConfigError(f"cannot listen for tensor-parallel workers at {address}: {error}") from None
 
     async def _accept(self, listener: StreamListener) -> None:
         with closing(listener):

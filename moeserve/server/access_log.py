@@ -82,10 +82,8 @@ class AccessLog:
         """Opens the file anew, after it was renamed. Raises ConfigError, and then the old one stays in use."""
         if self.path == "-":
             return
-        try:
+        with ConfigError.instead_of(OSError, f"access_log {self.path}"):
             file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open)
-        except OSError as error:
-            raise ConfigError(f"access_log {self.path}: {error.strerror}") from error
         self.close()
         self._file = file
 

@@ -49,10 +49,8 @@ def digest_of(key: str) -> bytes:
 def read_keys(path: str, flag: str) -> list[KeyEntry]:
     """Returns the keys of a file: the list `keys` of one named .yaml, .yml or .json; in any other one each line is a
     key or sha256:DIGEST. Raises ConfigError that names the file and what is wrong, and shows no key."""
-    try:
+    with ConfigError.instead_of((OSError, UnicodeDecodeError), f"{flag} {path}"):
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path}: {error}") from error
     structured = Path(path).suffix in (".yaml", ".yml", ".json")
     entries = _structured(text, f"{flag} {path}") if structured else _lines(text)
     if not entries:
@@ -79,10 +77,8 @@ def _structured(text: str, where: str) -> list[KeyEntry]:
         mark = getattr(error, "problem_mark", None)  # the message itself would quote the line, and the key in it
         line = "" if mark is None else f" at line {mark.line + 1}"
         raise ConfigError(f"{where}: this is not valid YAML or JSON{line}") from None
-    try:
+    with ConfigError.instead_of(msgspec.ValidationError, where):
         entries = msgspec.convert(document, _KeyFile).keys
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from None
     for number, entry in enumerate(entries, 1):
         if (entry.key is None) == (entry.sha256 is None):
             raise ConfigError(f"{where}: key {number} needs exactly one of `key` and `sha256`")

@@ -40,12 +40,10 @@ class Grammars:
         self._special = special_tokens(tokenizer)
         self._lock = threading.Lock()
         self._cached: dict[GrammarSpec, LLMatcher] = {}
-        try:
+        with CheckpointError.instead_of(ValueError, "structured output cannot use this tokenizer"):
             self._tokenizer = LLTokenizer(
                 tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=sorted(self.end_ids)
             )
-        except ValueError as error:
-            raise CheckpointError(f"structured output cannot use this tokenizer: {error}") from error
 
     def matcher(self, spec: GrammarSpec, tokens: Sequence[int] = ()) -> "Matcher":
         """Returns the state after `tokens`. Blocks while a new grammar compiles. Raises as `Matcher.accept` does."""

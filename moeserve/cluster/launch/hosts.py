@@ -27,10 +27,8 @@ def parse_hosts(text: str) -> list[Host]:
 
 def read_hostfile(path: str) -> list[Host]:
     """Reads a file with `host`, `host slots=8` or `host:8` in each line, and # comments. Raises ConfigError."""
-    try:
+    with ConfigError.instead_of((OSError, UnicodeDecodeError), f"--hostfile {path}"):
         lines = Path(path).read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}: {error}") from None
     told = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     return _several((_host(text, f"{path}, line {number}") for number, text in told if text), path)
 

@@ -63,10 +63,8 @@ def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
             "--slurm: this is no job of Slurm; run it in `salloc --nodes N --no-kill` or a batch script "
             "(`moeserve launch --print slurm --nodes N -- serve MODEL` writes one)"
         )
-    try:
+    with ConfigError.instead_of(ValueError, f"SLURM_JOB_NODELIST={nodes!r:.100}"):
         names = expand(nodes)
-    except ValueError as error:
-        raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r:.100}: {error}") from None
     step = ("--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
     return [
         LaunchTarget(it, ("srun", *step, f"--nodelist={it}", sys.executable, *PART, "slurm"), _SLURM_REMEDY)
