@@ -31,6 +31,7 @@ class LatentAttention(Mixer):
     to; None: all. It needs compressed queries.
     """
 
+    shared = "num_heads", "heads on latents"
     num_heads: int
     nope_dim: int
     rope_dim: int
@@ -46,11 +47,6 @@ class LatentAttention(Mixer):
     def entry(self) -> int:
         """The width of a cache entry, C."""
         return self.rank + self.rope_dim
-
-    @property
-    def shares(self) -> tuple[int, str]:
-        """See `Mixer`."""
-        return self.num_heads, "heads on latents"
 
     def heads(self, world: World) -> slice:
         """Returns this rank's heads."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import FULL, KVRule
@@ -80,23 +80,19 @@ class Mixer(ABC):
     rope: its rotary embedding, if it has one. rule: how long its cache entries are needed.
     """
 
+    shared: ClassVar[tuple[str, str]]  # the field with the number of what ranks share out evenly, and its name
     rope: RopeSpec | None
     rule: KVRule = FULL
 
     @property
-    def shares(self) -> tuple[int, str]:
-        """What tensor-parallel ranks share out evenly: how many, and of what."""
-        raise NotImplementedError
-
-    @property
     def possible_tp(self) -> list[int]:
         """The numbers of tensor-parallel ranks that can share the block, in order."""
-        return divisors(self.shares[0])
+        return divisors(getattr(self, self.shared[0]))
 
     @property
     def sharing(self) -> str:
         """What tensor-parallel ranks share, for errors: "12 query heads on 4 KV heads"."""
-        return "{} {}".format(*self.shares)
+        return f"{getattr(self, self.shared[0])} {self.shared[1]}"
 
     @abstractmethod
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
