@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moeserve.errors import Overloaded
-from moeserve.messages import Abort, Ready, StepOutput, Submit
+from moeserve.messages import Abort, StepOutput, Submit
 
 if TYPE_CHECKING:
     from moeserve.cluster.engine_handle import EngineHandle
@@ -88,10 +88,10 @@ class Balancer:
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bit mask of engines
         self._mean = FIRST_MEAN
 
-    def open(self, rank: int, ready: Ready) -> None:
+    def open(self, rank: int, block_size: int, num_blocks: int) -> None:
         """Adds an empty engine; a known one stays as it is."""
         if rank not in self.loads:
-            self.loads[rank] = Load(ready.block_size, ready.num_blocks - 1)
+            self.loads[rank] = Load(block_size, num_blocks - 1)
             self._arrange()
 
     def close(self, rank: int) -> tuple[int, ...]:

@@ -232,7 +232,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
             self.experts.joined(group.placement, facts.expert_bytes if facts is not None else 0, nodes)
         for engine in group.engines:
             assert engine.ready is not None
-            self.traffic.balancer.open(engine.rank, engine.ready)
+            self.traffic.balancer.open(engine.rank, engine.ready.block_size, engine.ready.num_blocks)
         if self.ready is not None or all(other.complete for other in self.groups):
             self.announce()
         self.traffic.flush()
