@@ -116,7 +116,9 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         match msg:
             case m.StepOutput():
                 self.traffic.note(engine.rank, msg)
-                self._emit(self._labelled(msg, engine.rank))
+                if msg.record is not None:  # with ep off, each engine is rank 0 of a group of its own
+                    msg.record.dp_rank = engine.rank
+                self._emit(msg)
             case m.Refused():
                 self._on_refused(engine, msg)
             case m.Traced():
@@ -132,12 +134,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
                 self._on_standing()
             case _:
                 assert_never(msg)
-
-    def _labelled(self, msg: m.StepOutput, rank: int) -> m.StepOutput:
-        """Returns a step's output under the engine's rank: with ep off, each engine is rank 0 of a group of its own."""
-        if msg.record is None or msg.record.dp_rank == rank:
-            return msg
-        return msgspec.structs.replace(msg, record=msgspec.structs.replace(msg.record, dp_rank=rank))
 
     def _emit(self, msg: FromEngine) -> None:
         if not self.outbox.closed:
@@ -297,15 +293,11 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         if all(other.end is not None for other in self.engines):
             self._end(end)
         elif end.exit_code == 0 and engine.obeyed:
-            self._dissolve(engine)
+            # Its group ends: the others would wait for it in vain.
+            others = (other for group in self.groups if engine in group.engines for other in group.engines)
+            ends = (other.close(0.0) for other in others if not other.up and other.end is None)
+            self._closing += map(asyncio.ensure_future, ends)
         elif self.together or not self.ready:
             self._end(end)
         else:
             log.error("%s is not started again; %d engines go on", name, len(self._serving()))
-
-    def _dissolve(self, engine: EngineHandle) -> None:
-        """Ends the group of an engine that ended as it was told: the others would wait for it in vain."""
-        others = [other for group in self.groups if engine in group.engines for other in group.engines]
-        self._closing += [
-            asyncio.ensure_future(other.close(0.0)) for other in others if not other.up and other.end is None
-        ]

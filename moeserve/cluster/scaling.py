@@ -99,12 +99,6 @@ class Scaling:
     def _new(self, rank: int, host: Host) -> EngineHandle:
         return EngineHandle(self._fleet, rank, host, self._fleet.config, **self._options)
 
-    def _new_engines(self, hosts: Sequence[Host]) -> list[EngineHandle]:
-        """Returns an engine for each of these machines, under the lowest free numbers. They are not started yet."""
-        taken = {engine.rank for engine in self._fleet.engines}
-        free = (rank for rank in count() if rank not in taken)
-        return [self._new(next(free), host) for host in hosts]
-
     def _role_of(self, engine: EngineHandle, engines: Sequence[EngineHandle], table: PlacementTable | None) -> Role:
         fleet, machines = self._fleet, [other.host.number for other in engines]
         return role_of(fleet.config.parallel, fleet.together, engines.index(engine), machines, table)
@@ -243,7 +237,9 @@ class Scaling:
         missing = [engine.host for engine in old if engine.host.absent]
         if fleet.together and missing:
             raise Conflict(f"{missing[0].name} is missing; start it again, or drain it")
-        new = self._new_engines(hosts)
+        taken = {engine.rank for engine in old}
+        free = (rank for rank in count() if rank not in taken)
+        new = [self._new(next(free), host) for host in hosts]
         engines = sorted([*old, *new], key=lambda engine: (engine.host.number, engine.rank))
         table = await asyncio.to_thread(self._rescaled, engines)
         for engine in new:

@@ -131,8 +131,11 @@ class Worker:
                 self._here.allocate(limits, self._progress)
             case commands.Run(plan=plan):
                 return self._run(command.seq, plan)
-            case Join():
-                self._join(command.what)
+            case Join() as join:
+                from moeserve.comm.members import Members
+
+                self._lost = None
+                self._here.join(Members.of(join, self._tp_rank), join.placement)
             case commands.Prepare(placement=placement):
                 self._here.peers.prepare(placement)
                 threading.Thread(target=self._tell_how_far, name="placed", daemon=True).start()
@@ -167,12 +170,6 @@ class Worker:
             raise self._lost
         result = self._here.launch(decode_plan(data))()
         return commands.CommandDone(seq, value=checksum(result), events=result.events)
-
-    def _join(self, join: Join) -> None:
-        from moeserve.comm.members import Members
-
-        self._lost = None
-        self._here.join(Members.of(join, self._tp_rank), join.placement)
 
     def _leave(self) -> None:
         """Wakes the step that runs, until the runner's thread is idle. In the thread that reads commands."""
