@@ -29,6 +29,7 @@ from moeserve.errors import (
 from moeserve.sampling import MAX_INT, SamplingParams
 from moeserve.server.errors import HttpError, shorten
 from moeserve.server.structured import StructuredFields
+from moeserve.text.json_schema import no_constant
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 64
@@ -203,7 +204,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     _check_shape(body)
     try:
         text = body.decode()
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=no_constant)
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -247,10 +248,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{shorten(twice)!r} occurs twice in one object")
     return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
