@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, assert_never
 
+from moeserve import messages as m
 from moeserve.actor.actor import Actor
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
@@ -36,24 +37,6 @@ from moeserve.frontend.resumable import Resumable
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
-from moeserve.messages import (
-    GRAMMAR_FAILED,
-    NO_TOKEN_LEFT,
-    Abort,
-    Drain,
-    ExpertLoad,
-    FinishReason,
-    Joined,
-    Parted,
-    Phase,
-    Placed,
-    Pong,
-    Ready,
-    Refused,
-    StepOutput,
-    Stopped,
-    Traced,
-)
 from moeserve.receipts import Receipt
 from moeserve.sampling import GrammarSpec, SamplingParams
 from moeserve.text.answer_format import AnswerFormat, AnswerParser
@@ -175,7 +158,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
         return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
-    def admit(self, num_sequences: int, within_s: float | None = None, priority: int = 0) -> Ready:
+    def admit(self, num_sequences: int, within_s: float | None = None, priority: int = 0) -> m.Ready:
         """Raises Overloaded unless so many more sequences may come now and would have their turn `within_s` seconds,
         InvalidRequest if they never may.
 
@@ -207,7 +190,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Aborts sequences in the engine; if its inbox is full, again after its next output."""
         self._unsent_aborts += rids
         try:
-            self.link.send(Abort(self._unsent_aborts))
+            self.link.send(m.Abort(self._unsent_aborts))
         except Overloaded:
             return
         self._unsent_aborts = []
@@ -241,14 +224,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
     def handle(self, msg: FromEngine) -> None:
         """Acts on one message of the engine or of its link."""
         match msg:
-            case StepOutput():
+            case m.StepOutput():
                 self._note(msg)
                 self._deliver(msg)
-            case Phase():
+            case m.Phase():
                 self.phase = msg
-            case Ready():
+            case m.Ready():
                 self._on_ready(msg)
-            case Refused():
+            case m.Refused():
                 self._on_refused(msg)
             case EngineGone():
                 self._on_gone(msg)
@@ -256,18 +239,18 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 self._on_lost(msg)
             case Resized(ready):
                 self.ready = ready
-            case ExpertLoad() | Traced():
+            case m.ExpertLoad() | m.Traced():
                 self.watch.hear(msg, self.ready)
-            case Pong() | Stopped() | Joined() | Parted() | Placed():
+            case m.Pong() | m.Stopped() | m.Joined() | m.Parted() | m.Placed():
                 pass  # the link acts on these
             case _:
                 assert_never(msg)
 
-    def _note(self, out: StepOutput) -> None:
+    def _note(self, out: m.StepOutput) -> None:
         if self.resumable is not None:
             self.resumable.journal.step(out)
 
-    def _deliver(self, out: StepOutput) -> None:
+    def _deliver(self, out: m.StepOutput) -> None:
         now = monotonic()
         if out.record is not None:
             self.stats.step(out.record)
@@ -293,13 +276,13 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if self._unsent_aborts:
             self._stop_computing([])
 
-    def _advance(self, sequence: Sequence, token: int, finish: int, out: StepOutput, now: float) -> None:
+    def _advance(self, sequence: Sequence, token: int, finish: int, out: m.StepOutput, now: float) -> None:
         """Applies one row of a step output to a running sequence."""
         rid = sequence.rid
-        if finish == FinishReason.ERROR:
+        if finish == m.FinishReason.ERROR:
             self._end(sequence, "error")
             why = out.errors.get(rid, "the request failed inside the engine")
-            own_doing = why.startswith((NO_TOKEN_LEFT, GRAMMAR_FAILED))
+            own_doing = why.startswith((m.NO_TOKEN_LEFT, m.GRAMMAR_FAILED))
             self._fail(sequence.owner, (ConstraintFailed if own_doing else RequestFailed)(why))
             return
         delta = sequence.advance(token, finish, out)
@@ -326,17 +309,17 @@ class FrontEnd(Actor[FromEngine], ServingState):
         assert self.ready is not None
         return self.notary.end(sequence, last, self.ready)
 
-    def _on_ready(self, ready: Ready) -> None:
+    def _on_ready(self, ready: m.Ready) -> None:
         again = self.ready is not None
         self.ready = ready
         self._unsent_aborts = []
-        self.phase = Phase("ready", 100, self.phase.elapsed_s)
+        self.phase = m.Phase("ready", 100, self.phase.elapsed_s)
         self.enter("ready")
         if again:
             self.stats.lost_engine(0, died=True)
             self._replay(list(self.running.sequences), "the engine is back")
         if self._drain_by_s is not None:
-            self.link.send(Drain(max(0.0, self._drain_by_s - monotonic())))
+            self.link.send(m.Drain(max(0.0, self._drain_by_s - monotonic())))
 
     def _on_lost(self, msg: RequestsLost) -> None:
         self.stats.lost_engine(msg.engine, died=msg.died)
@@ -356,7 +339,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             except Overloaded as error:
                 self._fail(sequence.owner, error)
 
-    def _on_refused(self, msg: Refused) -> None:
+    def _on_refused(self, msg: m.Refused) -> None:
         if (sequence := self.running.sequences.get(msg.rid)) is not None:
             kind = Overloaded if msg.code == "server_draining" else RequestError
             self._fail(sequence.owner, kind(msg.message, code=msg.code))
@@ -401,7 +384,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         An engine that dies meanwhile is replaced as usual, and its requests go on.
         """
         if self.state == "ready":
-            self.link.send(Drain(timeout_s))
+            self.link.send(m.Drain(timeout_s))
         self.enter("draining")
         self._drain_by_s = monotonic() + timeout_s
         self.running.idle.clear()
