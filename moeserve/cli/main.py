@@ -38,7 +38,7 @@ COMMANDS = {
     "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
     "verify": Command("Look", "verify:Verify", "compute the answer of a receipt again, and say whether it is equal"),
     "replay": Command("Look", "verify:Replay", "do so for a request of a server's request_log"),
-    "receipt-key": Command("Look", "verify:ReceiptKey", "make a key that signs receipts"),
+    "receipt-key": Command("Look", "verify:MakeReceiptKey", "make a key that signs receipts"),
     "config show": Command("Look", "config:Show", "print every setting with its origin"),
     "config check": Command("Look", "config:Check", "check a --config file without starting anything"),
     "collect-env": Command("Look", "collect_env", "versions and hardware, for a bug report"),

@@ -85,7 +85,7 @@ class Replay(Verify):
         raise ConfigError(f"{path} has no request {chosen!r}; ids are the answers' X-Request-Id")
 
 
-class ReceiptKey:
+class MakeReceiptKey:
     """Makes a key that signs receipts."""
 
     @classmethod

@@ -18,7 +18,7 @@ from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.assignment import equal_shares
 from moeserve.cluster.balance import Traffic
 from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, combined
-from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid, ForFleet
+from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineSaid, ForFleet, ProcessLost
 from moeserve.cluster.heartbeat import UNHEALTHY_S
 from moeserve.cluster.host import Root
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, RequestsLost, Resized
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 POLICY = RestartPolicy(first_pause_s=0.05, proven_s=10.0)
 
 
-class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed]):
+class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFailed]):
     """`EngineLink` to dp engines of tp processes each; see link.py. root: the process that keeps the engines here,
     if that is another one. options: those of `EngineProcess`.
 
@@ -93,13 +93,13 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         known = self.traffic.balancer.loads  # an engine that has joined is opened there a moment later
         return [engine for engine in self.engines if engine.serving and engine.rank in known]
 
-    def handle(self, msg: EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed) -> None:
+    def handle(self, msg: EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFailed) -> None:
         """Acts on news of an engine or a group."""
         match msg:
             case EngineSaid(engine, said):
                 if not engine.retired:  # its requests have gone elsewhere
                     self._on_said(engine, said)
-            case EngineLost(engine):
+            case ProcessLost(engine):
                 self._on_standing()
                 if not engine.retired:
                     self.hand_back(engine, died=not engine.obeyed, cause="it ended")
