@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -173,7 +172,8 @@ class Channel:
         self.mesh = mesh
         self._index = index
         self._num_exchanges = 0
-        self.sends: list[_Sent] = []  # until they are known to have arrived
+        # What was sent, until it is known to have arrived: tag, works, tensors to keep alive, what releases them.
+        self.sends: list[tuple[int, list[Any], list[Tensor], Callable[[], None]]] = []
         self._watch: SimpleQueue[Exchange | None] | None = None
 
     def post(
@@ -217,12 +217,13 @@ class Channel:
         """Releases what was sent before exchange `tag`: a peer that answered this one has received all before it."""
         sends, self.sends = self.sends, []
         for sent in sends:
-            if sent.tag == tag:
+            sent_tag, works, _, release = sent
+            if sent_tag == tag:
                 self.sends.append(sent)
                 continue
-            for work in sent.works:
+            for work in works:
                 work.wait()
-            sent.release()
+            release()
 
     def close(self) -> None:
         """Ends the thread that receives and drops what was sent, once the connections are closed."""
@@ -243,16 +244,6 @@ class Channel:
 
 
 _Receive = tuple[int, dist.Work, Callable[[], None]]  # peer, what receives, what then delivers
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """The messages that an exchange sent. The tensors are only kept alive."""
-
-    tag: int
-    works: list[Any]
-    tensors: list[Tensor]
-    release: Callable[[], None]
 
 
 class Exchange:
@@ -281,7 +272,7 @@ class Exchange:
                 works.append(mesh.group.send(sent[-1:], peer, channel.number(self._tag)))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
-        channel.sends.append(_Sent(self._tag, works, sent, release))
+        channel.sends.append((self._tag, works, sent, release))
 
     def watch(self) -> None:
         """To be called once everything is sent: begins to receive in the background."""

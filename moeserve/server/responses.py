@@ -39,6 +39,11 @@ _ITEM = {
 }
 _TEXT = {events.OutputMessage: "response.output_text", events.OutputReasoning: "response.reasoning_text"}
 _ARGUMENTS = "response.function_call_arguments"
+_AS_ASKED = (  # what a response says as its request did
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key", "reasoning",
+    "safety_identifier", "user",
+)  # fmt: skip
+_IN_FORCE = ("frequency_penalty", "presence_penalty", "temperature", "top_p")  # of the sampling, defaults included
 _Items = list[dict[str, Any]]
 
 
@@ -265,30 +270,19 @@ class RunningResponse(EventFrames):
 def _response(call: HttpCall, request: ResponsesRequest, chat: Conversation, key: str) -> events.Response:
     """Returns a response that has just begun, with the parameters that are in force."""
     text = request.text or TextConfig()
-    params = chat.params
     return events.Response(
         id=f"resp_{key}",
         created_at=int(time.time()),
         model=chat.front.model_name,
-        instructions=request.instructions,
-        previous_response_id=request.previous_response_id,
         tools=request.function_tools(),
         tool_choice=request.tool_choice or "auto",
         parallel_tool_calls=request.parallel_tool_calls is not False,
         text=TextConfig(format=text.format or TextFormat(type="text"), verbosity=text.verbosity),
-        reasoning=request.reasoning,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
         top_logprobs=request.top_logprobs or 0,
-        max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
         store=request.store is not False and call.context.store.max_count > 0,
         metadata=request.metadata or {},
-        user=request.user,
-        safety_identifier=request.safety_identifier,
-        prompt_cache_key=request.prompt_cache_key,
+        **{name: getattr(request, name) for name in _AS_ASKED},
+        **{name: getattr(chat.params, name) for name in _IN_FORCE},
     )
 
 
