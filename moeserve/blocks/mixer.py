@@ -4,8 +4,6 @@ D model width. A mixer's file has no torch: the front end reads specs, too. What
 when a model is built.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class MixerLayer(Protocol):
     def prepare(self) -> Prepare:
         """Makes what `__call__` takes as `step`."""
 
-    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+    def __call__(self, x_TD: "Tensor", step: Any, cache: "LayerCache", channel: int) -> "Tensor":
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache` first.
 
         channel: of the gathers between tensor-parallel ranks.
@@ -98,7 +96,7 @@ class Mixer(ABC):
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """Returns the tensors of a layer's cache on one of tp_size ranks."""
 
-    def head_shape(self, tp_size: int) -> HeadShape | None:
+    def head_shape(self, tp_size: int) -> "HeadShape | None":
         """Returns the heads that attention is planned for on one of tp_size ranks; None without any."""
         return None
 
@@ -123,10 +121,10 @@ class Mixer(ABC):
         return ""
 
     @abstractmethod
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Adds the block's parameters: named `ours` + ..., from the checkpoint's `theirs` + ..."""
 
-    def build(self, build: Builder, name: str, group: int) -> MixerLayer:
+    def build(self, build: "Builder", name: str, group: int) -> MixerLayer:
         """Returns the block, made of the parameters `name` + ... group: its KV group."""
         layer: MixerLayer = getattr(self._beside(), type(self).__name__ + "Layer")(self, build, name, group)
         return layer

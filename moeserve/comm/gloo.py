@@ -8,8 +8,6 @@ Gloo's own `abort` wakes nobody. A receive that times out does: it closes every 
 the peers' ends. `close` makes use of that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
@@ -107,7 +105,7 @@ class Mesh:
             raise self.lost()
         return group
 
-    def channel(self, ubatch: int) -> Channel:
+    def channel(self, ubatch: int) -> "Channel":
         """Returns a micro-batch's channel. Raises PeerLost after `close`."""
         if self.closed:
             raise self.lost()
@@ -181,7 +179,7 @@ class Channel:
         receive: Mapping[int, Tensor],
         send: Mapping[int, Tensor],
         release: Callable[[], None] = lambda: None,
-    ) -> Exchange:
+    ) -> "Exchange":
         """Starts an exchange of contiguous uint8 tensors by peer, none empty. A message may be shorter than the tensor
         that receives it.
 
@@ -193,7 +191,7 @@ class Channel:
         exchange.watch()
         return exchange
 
-    def expect(self, receive: Iterable[tuple[int, Tensor]]) -> Exchange:
+    def expect(self, receive: Iterable[tuple[int, Tensor]]) -> "Exchange":
         """Starts an exchange by its receives: nothing travels before the receiver has provided the memory. A peer may
         send several messages, which fill the tensors in the order given here. Raises PeerLost."""
         mesh, self._num_exchanges = self.mesh, self._num_exchanges + 1
@@ -231,7 +229,7 @@ class Channel:
             self._watch.put(None)
         self.sends = []  # they keep the group alive, and with it the store's port
 
-    def watch(self, exchange: Exchange) -> None:
+    def watch(self, exchange: "Exchange") -> None:
         """Has a thread receive the exchange: its time of arrival is then exact though nobody waits yet, and a wait can
         be given up. Gloo does not wake a receive whose message had begun to arrive when its sender died; that thread
         then hangs until the deadline."""
@@ -329,7 +327,7 @@ def _receive_all(queue: SimpleQueue[Exchange | None]) -> None:
         exchange.receive()
 
 
-def _seal(members: Members, name: str) -> Seal:
+def _seal(members: Members, name: str) -> "Seal":
     from moeserve.comm.seal import Seal  # 40 ms that most engines need not spend
 
     return Seal(members, name)
