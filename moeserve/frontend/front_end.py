@@ -14,21 +14,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, assert_never
 
+from moeserve import errors
 from moeserve import messages as m
 from moeserve.actor.actor import Actor
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
-from moeserve.errors import (
-    ConstraintFailed,
-    EngineDied,
-    EngineLost,
-    InvalidRequest,
-    MoeserveError,
-    Overloaded,
-    RequestError,
-    RequestFailed,
-    place_of,
-)
 from moeserve.frontend.admission import Admission, Running
 from moeserve.frontend.generation import Delta, Generation, Sequence, check_request, submission, token_sampling
 from moeserve.frontend.grammars import GrammarAdmission
@@ -121,7 +111,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """
         check_request(prompt, priority, ready := self.admit(params.n, priority=priority))
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
-            raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
+            raise errors.InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
         if grammar is not None or params.structured_outputs is not None:
             grammar = await self._grammars.of(params, grammar, grammar_param, ready)
@@ -137,7 +127,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         try:
             for sequence in generation.sequences:
                 self.link.send(submission(sequence))
-        except Overloaded:
+        except errors.Overloaded:
             self.drop(generation)
             raise
         return generation
@@ -150,7 +140,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Returns the token ids of several texts; see `encode`."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
+            raise errors.InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
 
         def work() -> list[list[int]]:
             """Encodes the texts, in this thread."""
@@ -170,7 +160,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         try:
             num_live, behind = len(self.running.sequences), self.running.num_behind(priority)
             self._admission.check(num_live, num_sequences, self.ready, now, within_s, behind)
-        except Overloaded:
+        except errors.Overloaded:
             self.stats.rejected += 1
             self._admission.came(num_sequences, now)
             raise
@@ -191,7 +181,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._unsent_aborts += rids
         try:
             self.link.send(m.Abort(self._unsent_aborts))
-        except Overloaded:
+        except errors.Overloaded:
             return
         self._unsent_aborts = []
 
@@ -211,12 +201,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._due.clear()
         except Exception as error:
             log.exception("the front end failed")
-            self._give_up(EngineDied(f"the front end failed: {error!r}"))
+            self._give_up(errors.EngineDied(f"the front end failed: {error!r}"))
 
     async def on_stop(self) -> None:
         """Fails the sequences that still run."""
         if self.failure is None:
-            self._give_up(EngineDied("the engine was closed"))
+            self._give_up(errors.EngineDied("the engine was closed"))
         await self._grammars.close()
         if self.notary is not None:
             await self.notary.close()
@@ -271,8 +261,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             try:
                 self._advance(sequence, token, finish, out, now)
             except Exception as error:  # in its text, say; the other sequences go on
-                log.error("request %s failed: %s", sequence.owner.request_id, place_of(error))
-                self._fail(sequence.owner, RequestFailed(f"{type(error).__name__}: {error}"))
+                log.error("request %s failed: %s", sequence.owner.request_id, errors.place_of(error))
+                self._fail(sequence.owner, errors.RequestFailed(f"{type(error).__name__}: {error}"))
         if self._unsent_aborts:
             self._stop_computing([])
 
@@ -283,7 +273,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._end(sequence, "error")
             why = out.errors.get(rid, "the request failed inside the engine")
             own_doing = why.startswith((m.NO_TOKEN_LEFT, m.GRAMMAR_FAILED))
-            self._fail(sequence.owner, (ConstraintFailed if own_doing else RequestFailed)(why))
+            self._fail(sequence.owner, (errors.ConstraintFailed if own_doing else errors.RequestFailed)(why))
             return
         delta = sequence.advance(token, finish, out)
         if token >= 0:
@@ -336,12 +326,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 continue  # a sibling could not be sent
             try:
                 self.link.send(submission(sequence))
-            except Overloaded as error:
+            except errors.Overloaded as error:
                 self._fail(sequence.owner, error)
 
     def _on_refused(self, msg: m.Refused) -> None:
         if (sequence := self.running.sequences.get(msg.rid)) is not None:
-            kind = Overloaded if msg.code == "server_draining" else RequestError
+            kind = errors.Overloaded if msg.code == "server_draining" else errors.RequestError
             self._fail(sequence.owner, kind(msg.message, code=msg.code))
 
     def _on_gone(self, gone: EngineGone) -> None:
@@ -350,7 +340,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         else:
             self._give_up(gone.error())
 
-    def _give_up(self, failure: MoeserveError) -> None:
+    def _give_up(self, failure: errors.MoeserveError) -> None:
         """Fails all sequences: there will be no engine any more."""
         self.failure = failure
         self.enter("lost")
@@ -358,14 +348,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
     # ---- endings --------------------------------------------------------------------------------------------
 
-    def _fail(self, generation: Generation, error: RequestError) -> None:
+    def _fail(self, generation: Generation, error: errors.RequestError) -> None:
         """Fails a whole request because of one sequence."""
         generation.fail(error)
         self.drop(generation, "error")
 
     def _fail_all(self, why: str) -> None:
         for generation in {sequence.owner for sequence in self.running.sequences.values()}:
-            error = EngineLost(why)
+            error = errors.EngineLost(why)
             error.__cause__ = self.failure
             self._fail(generation, error)
 

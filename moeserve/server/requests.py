@@ -17,15 +17,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from moeserve import sampling
-from moeserve.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    Overloaded,
-    PayloadTooLarge,
-    UnsupportedMedia,
-    invalid_request,
-)
+from moeserve import errors, sampling
 from moeserve.sampling import MAX_INT, SamplingParams
 from moeserve.server.errors import HttpError, shorten
 from moeserve.server.structured import StructuredFields
@@ -162,13 +154,13 @@ async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) ->
                     room.taken += len(chunk)
                     taken += len(chunk)
                     if room.taken > max(MAX_BODIES, max_bytes):
-                        raise Overloaded("too many large bodies arrive at once", retry_after_s=2)
+                        raise errors.Overloaded("too many large bodies arrive at once", retry_after_s=2)
                 if len(body) >> 20 > before:
                     limit.reschedule(loop.time() + READ_TIMEOUT_S)
     except TimeoutError as error:
         raise HttpError(408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
     except web.RequestPayloadError as error:
-        raise InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
+        raise errors.InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
     else:
         return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
     finally:
@@ -184,17 +176,17 @@ async def continue_body(request: web.BaseRequest) -> None:
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        raise PayloadTooLarge(f"the body is larger than {max_bytes:,} bytes")
+        raise errors.PayloadTooLarge(f"the body is larger than {max_bytes:,} bytes")
 
 
 def _check_media_type(request: web.BaseRequest) -> None:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        raise UnsupportedMedia(f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is")
+        raise errors.UnsupportedMedia(f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is")
     if request.content_type.lower() != "application/json":
-        raise UnsupportedMedia("the Content-Type must be application/json")
+        raise errors.UnsupportedMedia("the Content-Type must be application/json")
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        raise UnsupportedMedia("the charset must be utf-8")
+        raise errors.UnsupportedMedia("the charset must be utf-8")
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
@@ -220,8 +212,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     return value
 
 
-def _invalid_json(message: str, offset: int | None = None) -> InvalidRequest:
-    return InvalidRequest(message if offset is None else f"{message} (byte {offset})", code="invalid_json")
+def _invalid_json(message: str, offset: int | None = None) -> errors.InvalidRequest:
+    return errors.InvalidRequest(message if offset is None else f"{message} (byte {offset})", code="invalid_json")
 
 
 def _check_shape(body: bytes | bytearray) -> None:
@@ -255,7 +247,7 @@ def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
     try:
         return msgspec.convert(value, kind, str_keys=True, strict=strict)
     except msgspec.ValidationError as error:
-        raise invalid_request(error) from error
+        raise errors.invalid_request(error) from error
 
 
 def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "") -> list[str]:
@@ -289,24 +281,24 @@ def _refused(kind: type[Struct]) -> Refusals:
 
 def _check_harmless(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
     if value is not None and not any(value == free and type(value) is type(free) for free in harmless):
-        raise InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
+        raise errors.InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
 
 
 def _check_common(request: Sampling) -> None:
     options = request.stream_options
     if not request.stream and options is not None and options != StreamOptions():
-        raise InvalidRequest("stream_options is only for stream: true", param="stream_options")
+        raise errors.InvalidRequest("stream_options is only for stream: true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
-        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        raise errors.InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     salt = request.cache_salt
     if salt is not None and (not 1 <= len(salt) <= 128 or any(char in "@/\\\0" for char in salt)):
-        raise InvalidRequest(r"cache_salt must have 1 to 128 characters, none of @ / \ NUL", param="cache_salt")
+        raise errors.InvalidRequest(r"cache_salt must have 1 to 128 characters, none of @ / \ NUL", param="cache_salt")
 
 
 def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
     """Raises ContextLengthExceeded, before a text is tokenized, if not even the longest tokens would make it fit."""
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
-        raise ContextLengthExceeded(
+        raise errors.ContextLengthExceeded(
             # clients know the error by its first words, which are OpenAI's
             f"this model's maximum context length is {max_model_len} tokens; the prompt's {num_chars} characters do "
             "not fit",
