@@ -82,28 +82,22 @@ class Experts(Protocol):
 
     def pack(self, weights: ExpertWeights) -> Any:
         """Returns the weights in this kernel's own layout, expert by expert; keeps none of the tensors it replaces."""
-        ...
 
     def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Any:
         """Returns one expert's weights in this kernel's layout, for `put`. For any thread, while others compute."""
-        ...
 
     def put(self, packed: Any, index: int, expert: Any) -> None:
         """Replaces a local expert, between two steps. Takes no longer than copying one expert."""
-        ...
 
     def take(self, packed: Any, index: int) -> Any:
         """Returns a local expert as `put` takes it, unchanged by a later `put`. For any thread."""
-        ...
 
     def stack(self, experts: Sequence[Any]) -> Any:
         """Returns packed weights with these as local experts 0, 1, ...; each came from `pack_expert` or `take`."""
-        ...
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
         """Computes out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases out =
         w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.rows."""
-        ...
 
 
 class StackedExperts(Experts):
@@ -141,4 +135,3 @@ class Fusible(Experts, Protocol):
 
     def fuse(self, router: Router) -> FusedExperts:
         """Returns the fused form for the layer with this router; its bits are those of the separate steps."""
-        ...
