@@ -12,10 +12,6 @@ _FILES = """
 """
 
 
-def _families(file: str) -> tuple[Family, ...]:
-    module = import_module(f"moeserve.models.{file}")
-    families: tuple[Family, ...] = getattr(module, "FAMILIES", None) or (module.FAMILY,)
-    return families
-
-
-FAMILIES: dict[str, Family] = {family.architecture: family for file in _FILES.split() for family in _families(file)}
+_MODULES = [import_module(f"moeserve.models.{file}") for file in _FILES.split()]
+_FAMILIES = [family for module in _MODULES for family in getattr(module, "FAMILIES", None) or (module.FAMILY,)]
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _FAMILIES}
