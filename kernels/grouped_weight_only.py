@@ -107,11 +107,7 @@ def _of_e2m1(values, like):
 @triton.jit
 def _widened(values, zeros, like, FLOATS: tl.constexpr):
     """4 bits in the type of `like`."""
-    if FLOATS:
-        result = _of_e2m1(values, like)
-    else:
-        result = _centred(values, zeros, like)
-    return result
+    return _of_e2m1(values, like) if FLOATS else _centred(values, zeros, like)
 
 
 @triton.jit
