@@ -16,8 +16,7 @@ from torch import Tensor
 from moeserve.errors import ConfigError
 from moeserve.kernels import deep_gemm, flashinfer_moe
 from moeserve.kernels.activation import SWIGLU_ACT, UP_FIRST_ACT, Act, act_of
-from moeserve.kernels.align import Alignment, align, align_groups
-from moeserve.kernels.combine import combine
+from moeserve.kernels.align import Alignment, align, align_groups, combine
 from moeserve.kernels.configs import Config
 from moeserve.kernels.fp8 import BLOCK
 from moeserve.kernels.grouped_fp8 import Scaled
