@@ -37,7 +37,7 @@ from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import GraphManager, GroupGraphs, common_sizes, sizes_of
 from moeserve.runner.kv_cache import KVCache, block_bytes
-from moeserve.runner.limits import MemoryFacts, kv_budget, workspace_bytes
+from moeserve.runner.limits import MemoryFacts, check_block_size, kv_budget, state_room, workspace_bytes
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
@@ -48,7 +48,6 @@ from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
 from moeserve.runner.speculation.native_head import native_head
 from moeserve.runner.speculation.ngram import NgramProposer
 from moeserve.runner.speculation.suffix import SuffixProposer
-from moeserve.runner.state_limits import check_block_size, state_room
 from moeserve.runner.step import StepExecutor
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner

@@ -7,8 +7,7 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import StopStrings
 from moeserve.server.chat_request import ChatRequest, FunctionName, Message, PositiveCount, ReasoningEffort
-from moeserve.server.items import Kinds, TextItem, text_at, typed_at
-from moeserve.server.requests import OpenName, Refusals, Sampling
+from moeserve.server.requests import Kinds, OpenName, Refusals, Sampling, TextItem, text_at, typed_at
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MIN_BUDGET = 1024  # Anthropic's

@@ -19,8 +19,8 @@ from moeserve.server.conversation import Conversation, conversation, prompt_of
 from moeserve.server.errors import error_message
 from moeserve.server.events import EventFrames
 from moeserve.server.file_objects import Deleted, page
-from moeserve.server.items import fields_named
 from moeserve.server.logprobs import LogprobFormat
+from moeserve.server.requests import fields_named
 from moeserve.server.response_store import Stored
 from moeserve.server.responses_request import ResponsesRequest, TextConfig, TextFormat
 from moeserve.text.answer_format import Part

@@ -7,8 +7,7 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import NumLogprobs
 from moeserve.server.chat_request import ChatRequest, Function, FunctionName, Message, PositiveCount, ReasoningEffort
-from moeserve.server.items import Kinds, TextItem, convert_at, text_at, typed_at
-from moeserve.server.requests import OpenName, Refusals, Sampling
+from moeserve.server.requests import Kinds, OpenName, Refusals, Sampling, TextItem, convert_at, text_at, typed_at
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MAX_ITEMS = 10_000
