@@ -3,8 +3,6 @@
 M rows, I inner width.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -24,7 +22,7 @@ ACT_BLOCK = 1024  # outputs of one program
 
 
 @lru_cache
-def act_of(activation: Activation) -> Act:
+def act_of(activation: "Activation") -> Act:
     """Returns an activation as kernels take it."""
     a = activation
     return SWIGLU_ACT if a.plain else (a.kind, a.alpha, a.gate_limit, a.act_limit, a.limit, a.up_shift)
@@ -62,7 +60,7 @@ def act_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, ACT: tl.constexpr, B
     tl.store(out_ptr + row * width + columns, gated(gate, up, ACT).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
+def act_mul(gate_up_MI: Tensor, activation: "Activation") -> Tensor:
     """act(first half) * (second half + up_shift) of the last dimension; rows may be strided.
 
     [[1, 2]], SwiGLU -> [[1 / (1 + e^-1) * 2]] = [[1.4621]]

@@ -66,10 +66,7 @@ def _attend_split(
             k_rest = _load_columns(k_ptr + rows * (D + PAST) + FIRST, D - FIRST).to(q.dtype)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
-        if v_ptr is None:
-            v = k
-        else:
-            v = _load_columns(v_ptr + rows * (V_D + PAST), V_D).to(q.dtype)
+        v = k if v_ptr is None else _load_columns(v_ptr + rows * (V_D + PAST), V_D).to(q.dtype)
         if k_scales_ptr is not None:
             scores = scores * tl.load(k_scales_ptr + rows * ((D + PAST) // 4) + D // 4)[None, :]
         if SOFT_CAP > 0:
@@ -117,10 +114,7 @@ def _attend_item(
     FIRST: tl.constexpr = first_part(D, V_D, v_ptr is None)
     at_queries = q_ptr + tokens * q_stride + heads * D
     q = _load_queries(at_queries, valid, FIRST)
-    if FIRST < D:
-        q_rest = _load_queries(at_queries + FIRST, valid, D - FIRST)
-    else:
-        q_rest = None
+    q_rest = _load_queries(at_queries + FIRST, valid, D - FIRST) if FIRST < D else None
     kv_head = group // (GROUPS // KV_HEADS)
     seen = tl.where(valid, start + step, -1)
     low = first_seen(start + tile * TILE, WINDOW, CHUNK)

@@ -5,8 +5,6 @@ weighted by the same. G groups of heads that a tile's items share, M query rows 
 by head, then the next token's.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -129,7 +127,7 @@ def split_space(space: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def merge(
-    values: Tensor, stats: Tensor, sinks_H: Tensor | None, out: Tensor, plan: AttentionMetadata, part: Pass
+    values: Tensor, stats: Tensor, sinks_H: Tensor | None, out: Tensor, plan: "AttentionMetadata", part: "Pass"
 ) -> None:
     """Writes the tokens of all tiles that a pass has cut to out [T, H * v]."""
     shape, work, rows = plan.shape, part.work, 4

@@ -89,8 +89,7 @@ def fp8_kernel(
 @lru_cache(4096)
 def launch_fp8_of(num_rows: int, num_experts: int, width: int, dim: int, device: str) -> Config:
     """Launch parameters as of `grouped_gemm.launch_of`; gate and up make whole blocks of 128 outputs of 64 rows at
-    most.
-    """
+    most."""
     rows = tiles.tile_rows(num_rows / num_experts)
     large = rows["block_m"] == 64
     default = {**rows, "up_block_n": BLOCK, "up_warps": 8 if large else 4, "up_stages": 4 if large else 3}

@@ -107,11 +107,7 @@ def _of_e2m1(values, like):
 @triton.jit
 def _widened(values, zeros, like, FLOATS: tl.constexpr):
     """4 bits in the type of `like`."""
-    if FLOATS:
-        result = _of_e2m1(values, like)
-    else:
-        result = _centred(values, zeros, like)
-    return result
+    return _of_e2m1(values, like) if FLOATS else _centred(values, zeros, like)
 
 
 @triton.jit
@@ -212,8 +208,7 @@ def launch_narrow_of(
     num_rows: int, num_experts: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype, device: str
 ) -> Config:
     """Launch parameters as of `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once per tile of rows,
-    so many rows want large tiles.
-    """
+    so many rows want large tiles."""
     rows = num_rows / num_experts
     big = rows > 256 and dtype != torch.float32  # tiles of such rows would not fit into shared memory
     default = {**tiles.tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}

@@ -7,8 +7,6 @@ tokens.
 V values, W pieces: values that lie side by side, at most PIECE of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,7 +38,9 @@ class StepArrays:
     starts_R: Tensor  # first position of each row's new tokens
 
     @classmethod
-    def empty(cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device) -> StepArrays:
+    def empty(
+        cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device
+    ) -> "StepArrays":
         """Uninitialised arrays of these sizes."""
         i32, i64 = (partial(torch.empty, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
         blocks_GRB, ends = i32((groups, rows, blocks)), (i32(rows + 1), i32(rows))
@@ -58,7 +58,7 @@ class StepWords:
     most: int  # tokens of a row
 
     @classmethod
-    def of(cls, slots_R: I32, starts_R: I32, offsets_R1: I32, sample_N: NDArray[np.int64]) -> StepWords:
+    def of(cls, slots_R: I32, starts_R: I32, offsets_R1: I32, sample_N: NDArray[np.int64]) -> "StepWords":
         """Packs rows and the tokens that are sampled at.
 
         slots [4, 2], starts [0, 9], offsets [0, 3, 4], sample [3] -> words [4, 2, 0, 9, 0, 3, 4, 3]

@@ -3,8 +3,6 @@
 T tokens (padded rows included), H heads and G KV heads of this rank, d width of queries and keys, v of values.
 """
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING
 
@@ -119,7 +117,7 @@ def qk_norm_rope_cache_kernel(
 
 
 def qk_norm_rope_cache(
-    qkv_TN: Tensor, rule: HeadRule, at: RopeCacheInputs, cache: LayerCache, normed_THd: Tensor | None = None
+    qkv_TN: Tensor, rule: "HeadRule", at: "RopeCacheInputs", cache: "LayerCache", normed_THd: Tensor | None = None
 ) -> Tensor:
     """Writes keys and values to their KV slots (block * block size + offset); returns the scaled queries [T, H, d].
 

@@ -3,8 +3,6 @@
 T tokens, E experts, K experts per token, G groups of S = E / G experts.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -132,7 +130,7 @@ def route_kernel(
 def route(
     logits_TE: Tensor,
     top_k: int,
-    rule: RouterRule,
+    rule: "RouterRule",
     bias_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
     num_tokens: int | Tensor | None = None,

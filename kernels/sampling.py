@@ -4,6 +4,8 @@ A draw is a race: each token arrives after an exponential time divided by its pr
 (Maddison et al., 2014, "A* Sampling"); Gumbel noise is the negated logarithm of such a time, and here are logarithms.
 Distances as in cut.py. Rows never meet, and a row is divided among programs by V alone, so its token depends on nothing
 but the row. S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens.
+
+Masks of grammars come before: C masked rows, W words of 32 tokens; runner/sampling/reference.py specifies them.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from moeserve.kernels.cut import cut, distance, near_enough
 TILE = 512
 TILES = 4  # of one program
 RACED = 2048  # tokens of one program
+MASKED = 4096  # likewise
 FINE, NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_ID = tl.constexpr(2**31 - 1)
 EARLIEST, LATEST = -22.2, 2.8  # bounds of log_time
@@ -198,3 +201,24 @@ def sample(
             times_SP, ids_SP, farthest_S, tokens_S, num_parts, BLOCK=triton.next_power_of_2(num_parts), num_warps=4
         )
     return tokens_S, status_S
+
+
+@triton.jit(do_not_specialize=["stride"])
+def bitmask_kernel(x_ptr, rows_ptr, bits_ptr, stride, width, words, BLOCK: tl.constexpr):
+    """One program: BLOCK tokens of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(bits_ptr + row * words + token // 32, mask=token < width, other=-1)
+    is_banned = ((word >> (token % 32)) & 1) == 0
+    at = x_ptr + tl.load(rows_ptr + row) * stride + token
+    tl.store(at, tl.full((BLOCK,), float("-inf"), x_ptr.dtype.element_ty), mask=is_banned)
+
+
+def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
+    """Sets the tokens whose bit is 0 to -inf in the given rows (int64), in place."""
+    (count, words), width = bits_CW.shape, x_rV.shape[1]
+    assert words * 32 >= width, (words, width)
+    assert x_rV.stride(1) == 1, x_rV.stride()
+    assert bits_CW.is_contiguous(), bits_CW.stride()
+    grid = count, triton.cdiv(width, MASKED)
+    bitmask_kernel[grid](x_rV, rows_C, bits_CW, x_rV.stride(0), width, words, BLOCK=MASKED, num_warps=4)

@@ -49,10 +49,7 @@ def rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP: tl.constexpr,
 @triton.jit
 def load_rows(ptrs, live, k, inner, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
     """[rows, BLOCK_K] from column k on, zeros where a row is not live or beyond the last column; those are not read."""
-    if EVEN:
-        mask = live[:, None]
-    else:
-        mask = live[:, None] & (k + tl.arange(0, BLOCK_K) < inner)[None, :]
+    mask = live[:, None] if EVEN else live[:, None] & (k + tl.arange(0, BLOCK_K) < inner)[None, :]
     return tl.load(ptrs + k, mask=mask, other=0.0)
 
 

@@ -7,8 +7,6 @@
 Names are imported on first use, so that `import moeserve` and the command line stay fast and free of torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from moeserve.version import __version__

@@ -8,7 +8,8 @@ Messages carry the offending values and the remedy. `assert` is only for our own
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 _FAULT = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$\.?([^`]*)`)?", re.DOTALL)  # a msgspec.ValidationError
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _TYPES = re.compile(r"`([a-z |]+)`")
+ErrorKinds = type[Exception] | tuple[type[Exception], ...]
 _JSON_TYPES = {
     "int": "an integer",
     "float": "a number",
@@ -150,6 +152,16 @@ class ConfigError(MoeserveError):
     """Start-up cannot go on; the message says what to change."""
 
     exit_code = 2
+
+    @classmethod
+    @contextmanager
+    def instead_of(cls, kinds: ErrorKinds, what: object, remedy: str = "") -> Iterator[None]:
+        """Raises this error in place of those in the block: what failed, why, and the remedy."""
+        try:
+            yield
+        except kinds as error:
+            why = error.strerror if isinstance(error, OSError) and str(error.filename or "") in str(what) else None
+            raise cls(f"{what}: {why or error}{remedy}") from None
 
 
 class CheckpointError(ConfigError):

@@ -4,8 +4,6 @@ A request names factories. They come from installed packages (entry points of th
 and from settings, never from a request. The front end knows their names; only engines import them.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace

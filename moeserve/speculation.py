@@ -1,7 +1,5 @@
 """What `--speculate` says: which proposer guesses tokens, and how many per step."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 
@@ -32,7 +30,7 @@ class SpeculationSpec:
     auto: bool = False
 
     @classmethod
-    def parse(cls, value: str) -> SpeculationSpec:
+    def parse(cls, value: str) -> "SpeculationSpec":
         """Returns what "ngram:4", "model:PATH:3" or "auto:suffix" says. Raises ConfigError.
 
         A path may have colons: only an integer behind the last one is the number of drafts.
@@ -55,7 +53,7 @@ class SpeculationSpec:
             raise ConfigError(f"speculate={value!r}: must have 1 to {MAX_DRAFTS} drafts, got {num_drafts}")
         return cls(kind=kind, path=path, num_drafts=num_drafts, auto=auto)
 
-    def resolve(self, *, has_mtp: bool) -> SpeculationSpec:
+    def resolve(self, *, has_mtp: bool) -> "SpeculationSpec":
         """Returns the proposer for a model. Kind auto is the checkpoint's own head if there is one, otherwise n-grams.
 
         Raises ConfigError if the model lacks the head that kind mtp needs.

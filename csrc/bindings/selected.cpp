@@ -1,4 +1,4 @@
-// The choice of tokens of sparse attention. moeserve/ops/native_selected.py is the only caller.
+// The choice of tokens of sparse attention. moeserve/ops/native_latent.py is the only caller.
 #include <algorithm>
 #include <stdexcept>
 

@@ -5,8 +5,6 @@ authenticates it to those who connect; the token in the first frame, which CURVE
 listener. Sockets of one machine are in a folder that nobody else can enter, and need the token only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
@@ -50,7 +48,7 @@ def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
     return own
 
 
-def check_address(address: str, keys: Keys | None) -> None:
+def check_address(address: str, keys: "Keys | None") -> None:
     """Raises ConfigError unless this is `tcp://` with keys, or `ipc://` in a folder that only we can enter."""
     if address.startswith("tcp://"):
         if keys is None:
@@ -64,10 +62,8 @@ def check_address(address: str, keys: Keys | None) -> None:
             f"{path} is longer than the {MAX_PATH_BYTES} bytes of a socket path; set TMPDIR to a shorter one"
         )
     folder = os.path.dirname(path) or "."
-    try:
+    with ConfigError.instead_of(OSError, f"cannot use {folder} for sockets"):
         mode = os.stat(folder).st_mode & 0o777
-    except OSError as exc:
-        raise ConfigError(f"cannot use {folder} for sockets: {exc}") from exc
     if mode & 0o077:
         raise ConfigError(f"{folder} can be entered by others (mode {mode:o}); it must have mode 700")
 
@@ -109,11 +105,9 @@ def token_of(secret: bytes, purpose: str) -> str:
 
 def read_secret(path: str) -> bytes:
     """Reads the cluster's secret from a file. Raises ConfigError when others can read the file, or it is too short."""
-    try:
+    with ConfigError.instead_of(OSError, f"--cluster-key-file: cannot read {path}"):
         info = os.stat(path)
         secret = Path(path).read_bytes().strip()
-    except OSError as exc:
-        raise ConfigError(f"--cluster-key-file: cannot read {path}: {exc}") from exc
     mode = stat.S_IMODE(info.st_mode)
     # A Secret in a pod whose user is not root: root owns it, and lets the pod's own group (fsGroup) read it.
     others = 0o037 if info.st_uid == 0 != os.geteuid() else 0o077

@@ -1,7 +1,5 @@
 """Process handles: what every supervised process offers, and child processes. Works on asyncio and on uvloop."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os
@@ -164,14 +162,14 @@ class Child(Process):
         *,
         forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
-    ) -> Child:
+    ) -> "Child":
         """Starts `command` and hands it `document` (JSON; None for none) over stdin, which nobody else can read.
 
         The child must call `guard.adopt()` first. Its stdout and stderr are kept as log tail and passed on, line
         by line and with control characters escaped, to `forward` (default: our stderr). pass_fds: descriptors that
         it inherits. Raises ConfigError.
         """
-        try:
+        with ConfigError.instead_of(OSError, f"cannot start {name} ({command[0]})"):
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -180,8 +178,6 @@ class Child(Process):
                 bufsize=0,
                 pass_fds=pass_fds,
             )
-        except OSError as exc:
-            raise ConfigError(f"cannot start {name} ({command[0]}): {exc}") from exc
         return cls(name, process, forward) if document is None else cls.take(name, process, document, forward=forward)
 
     @classmethod
@@ -192,7 +188,7 @@ class Child(Process):
         document: bytes,
         *,
         forward: Callable[[str], None] = to_stderr,
-    ) -> Child:
+    ) -> "Child":
         """Watches a process that runs already and waits for its document. Raises ConfigError, and ends the process."""
         try:
             _hand_over(process, document, name)
@@ -248,12 +244,9 @@ def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name:
     line = msgspec.json.encode(Birth(os.getpid(), msgspec.Raw(document))) + b"\n"
     assert process.stdin is not None
     if len(line) > PIPE_BYTES:  # the pipe must take all of it before anyone reads: writing must not block the loop
-        try:
+        what = f"cannot hand {name} a start document of {len(line)} bytes through a pipe"
+        with ConfigError.instead_of((AttributeError, OSError), what):
             fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(line))  # type: ignore[attr-defined,unused-ignore]  # Linux
-        except (AttributeError, OSError) as exc:
-            raise ConfigError(
-                f"cannot hand {name} a start document of {len(line)} bytes through a pipe: {exc}"
-            ) from exc
     with suppress(BrokenPipeError):  # it is dead already, and its exit says why
         process.stdin.write(line)
 

@@ -3,8 +3,6 @@
 D model width, H query heads and G KV heads of the model, d width of queries and keys, v of values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -106,7 +104,7 @@ class Attention(Mixer):
         heads = self.local_kv_heads(tp_size)
         return CacheTensor("k", heads, self.head_dim), CacheTensor("v", heads, self.value_dim)
 
-    def head_shape(self, tp_size: int) -> HeadShape:
+    def head_shape(self, tp_size: int) -> "HeadShape":
         """See `Mixer`."""
         from moeserve.ops.inputs import HeadShape  # has torch
 
@@ -130,7 +128,7 @@ class Attention(Mixer):
         known = self.head_dim in HEAD_DIMS
         return "" if known else f"{kernels.capitalize()} attention does not know heads of width {self.head_dim}"
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Adds qkv, out and gate with their biases, q_norm and k_norm, and sinks."""
         block, dim, v_dim = plan.block(ours, theirs, "self_attn."), self.head_dim, self.value_dim
         width, local, results = plan.width, self.local_heads(plan.world), self.num_heads * v_dim

@@ -3,8 +3,6 @@
 D model width, E experts, e local experts, I expert width, F inner width of a dense MLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +41,7 @@ class Dense:
             block.stack("gate_up_bias", [(f"{half}_proj.bias", self.size, rows) for half in halves])
             block.add("down_bias", (plan.width,), "down_proj.bias", sharded=sharded)
 
-    def build(self, build: Builder, name: str) -> FeedForwardLayer:
+    def build(self, build: "Builder", name: str) -> FeedForwardLayer:
         """Returns the block, made of the parameters `name` + ..."""
         from moeserve.blocks.feed_forward_layer import DenseLayer
 
@@ -168,7 +166,7 @@ class MoE:
         if self.bias:
             yield Piece(names.down + "_bias", (*one, width), "w2_bias", (), take)
 
-    def build(self, build: Builder, name: str) -> FeedForwardLayer:
+    def build(self, build: "Builder", name: str) -> FeedForwardLayer:
         """See `Dense`."""
         from moeserve.blocks.feed_forward_layer import build_beside, build_moe
 

@@ -19,17 +19,13 @@ class GatedDelta(RecurrentMixer):
     in in_proj_qkvz and in_proj_ba (Qwen3-Next), or a tensor per part (Qwen3.5).
     """
 
+    shared = "num_k_heads", "recurrent heads"  # of queries, each with the value heads that it serves
     num_k_heads: int
     num_v_heads: int
     k_dim: int
     v_dim: int
     conv: int
     by_head: bool
-
-    @property
-    def shares(self) -> tuple[int, str]:
-        """See `Mixer`: query heads, each with the value heads that it serves."""
-        return self.num_k_heads, "recurrent heads"
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
         """Returns one rank's query heads, value heads, and columns of queries and keys together and of values."""

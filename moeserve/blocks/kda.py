@@ -16,14 +16,10 @@ from moeserve.blocks.weights import WeightPlan
 class KimiDelta(RecurrentMixer):
     """A mixer: H heads with a state [d, d] each. conv: inputs of the convolutions, K."""
 
+    shared = "num_heads", "recurrent heads"
     num_heads: int
     head_dim: int
     conv: int
-
-    @property
-    def shares(self) -> tuple[int, str]:
-        """See `Mixer`."""
-        return self.num_heads, "recurrent heads"
 
     @property
     def size(self) -> int:

@@ -6,8 +6,6 @@ latents, C = L + p width of a cache entry. Tensor-parallel ranks share heads; ea
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the absorbed form of appendix C is what runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +31,7 @@ class LatentAttention(Mixer):
     to; None: all. It needs compressed queries.
     """
 
+    shared = "num_heads", "heads on latents"
     num_heads: int
     nope_dim: int
     rope_dim: int
@@ -49,11 +48,6 @@ class LatentAttention(Mixer):
         """The width of a cache entry, C."""
         return self.rank + self.rope_dim
 
-    @property
-    def shares(self) -> tuple[int, str]:
-        """See `Mixer`."""
-        return self.num_heads, "heads on latents"
-
     def heads(self, world: World) -> slice:
         """Returns this rank's heads."""
         assert self.num_heads % world.tp_size == 0, (world, self)
@@ -64,7 +58,7 @@ class LatentAttention(Mixer):
         """See `Mixer`."""
         return (CacheTensor("latent", 1, self.entry), *(self.indexer.cache() if self.indexer else ()))
 
-    def head_shape(self, tp_size: int) -> HeadShape:
+    def head_shape(self, tp_size: int) -> "HeadShape":
         """See `Mixer`."""
         from moeserve.ops.inputs import HeadShape  # has torch
 
@@ -100,7 +94,7 @@ class LatentAttention(Mixer):
         """See `Mixer`."""
         return "" if dtype == "auto" else "latents, which keys and values share, are kept as activations are"
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Adds q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out, and what an indexer has."""
         block, heads, width = plan.block(ours, theirs, "self_attn."), self.num_heads, plan.width
         queries = heads * (self.nope_dim + self.rope_dim)

@@ -19,17 +19,13 @@ class Mamba1(RecurrentMixer):
     of the products in and out.
     """
 
+    shared = "channels", "channels"
     channels: int
     state: int
     rank: int
     conv: int
     conv_bias: bool = True
     bias: bool = False
-
-    @property
-    def shares(self) -> tuple[int, str]:
-        """See `Mixer`."""
-        return self.channels, "channels"
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs, then the state, x, dt and B of ops/selective_scan.py."""

@@ -19,17 +19,13 @@ class Mamba2(RecurrentMixer):
     conv: inputs of the convolution, K. time_limit: the least and the largest step of time.
     """
 
+    shared = "num_groups", "groups of recurrent heads"  # a norm is over all heads of a group
     num_heads: int
     num_groups: int
     state_dim: int
     head_dim: int
     conv: int
     time_limit: tuple[float, float]
-
-    @property
-    def shares(self) -> tuple[int, str]:
-        """See `Mixer`: groups, each with its heads: a norm is over all heads of a group."""
-        return self.num_groups, "groups of recurrent heads"
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
         """Returns one rank's groups, heads, and columns of heads and of groups."""

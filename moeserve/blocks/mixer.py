@@ -4,13 +4,11 @@ D model width. A mixer's file has no torch: the front end reads specs, too. What
 when a model is built.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import FULL, KVRule
@@ -65,7 +63,7 @@ class MixerLayer(Protocol):
     def prepare(self) -> Prepare:
         """Makes what `__call__` takes as `step`."""
 
-    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+    def __call__(self, x_TD: "Tensor", step: Any, cache: "LayerCache", channel: int) -> "Tensor":
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache` first.
 
         channel: of the gathers between tensor-parallel ranks.
@@ -80,29 +78,25 @@ class Mixer(ABC):
     rope: its rotary embedding, if it has one. rule: how long its cache entries are needed.
     """
 
+    shared: ClassVar[tuple[str, str]]  # the field with the number of what ranks share out evenly, and its name
     rope: RopeSpec | None
     rule: KVRule = FULL
 
     @property
-    def shares(self) -> tuple[int, str]:
-        """What tensor-parallel ranks share out evenly: how many, and of what."""
-        raise NotImplementedError
-
-    @property
     def possible_tp(self) -> list[int]:
         """The numbers of tensor-parallel ranks that can share the block, in order."""
-        return divisors(self.shares[0])
+        return divisors(getattr(self, self.shared[0]))
 
     @property
     def sharing(self) -> str:
         """What tensor-parallel ranks share, for errors: "12 query heads on 4 KV heads"."""
-        return "{} {}".format(*self.shares)
+        return f"{getattr(self, self.shared[0])} {self.shared[1]}"
 
     @abstractmethod
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """Returns the tensors of a layer's cache on one of tp_size ranks."""
 
-    def head_shape(self, tp_size: int) -> HeadShape | None:
+    def head_shape(self, tp_size: int) -> "HeadShape | None":
         """Returns the heads that attention is planned for on one of tp_size ranks; None without any."""
         return None
 
@@ -127,10 +121,10 @@ class Mixer(ABC):
         return ""
 
     @abstractmethod
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+    def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Adds the block's parameters: named `ours` + ..., from the checkpoint's `theirs` + ..."""
 
-    def build(self, build: Builder, name: str, group: int) -> MixerLayer:
+    def build(self, build: "Builder", name: str, group: int) -> MixerLayer:
         """Returns the block, made of the parameters `name` + ... group: its KV group."""
         layer: MixerLayer = getattr(self._beside(), type(self).__name__ + "Layer")(self, build, name, group)
         return layer

@@ -15,14 +15,10 @@ from moeserve.blocks.weights import WeightPlan
 class ShortConv(RecurrentMixer):
     """A mixer: D channels, each convolved over its last K inputs. conv: K. bias: of all three steps."""
 
+    shared = "channels", "channels"
     channels: int
     conv: int
     bias: bool = False
-
-    @property
-    def shares(self) -> tuple[int, str]:
-        """See `Mixer`."""
-        return self.channels, "channels"
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs."""

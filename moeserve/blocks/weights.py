@@ -4,8 +4,6 @@ A tensor-parallel rank holds output columns only (rows of the weights here), nev
 over: its heads, and equal shares of every other product's columns (`share`: those of the last ranks may be smaller).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -96,7 +94,9 @@ class WeightPlan:
     """Collects parameters and pieces. Attributes: `width` (of the model), `names`, `present` (the checkpoint's
     tensors), `world`, `placement`, `num_moe` (MoE layers planned so far)."""
 
-    def __init__(self, width: int, names: Names, present: Collection[str], world: World, placement: Placement) -> None:
+    def __init__(
+        self, width: int, names: Names, present: Collection[str], world: World, placement: "Placement"
+    ) -> None:
         self.width, self.names, self.present = width, names, present
         self.world, self.placement, self.num_moe = world, placement, 0
         self.params: list[Param] = []
@@ -148,7 +148,7 @@ class WeightPlan:
             start, above = end, above + count if one else 0
         self.params.append(Param(param, (start, *tail), widened, fp32))
 
-    def block(self, ours: str, theirs: str, module: str = "") -> BlockPlan:
+    def block(self, ours: str, theirs: str, module: str = "") -> "BlockPlan":
         """Returns the plan of one block of a layer. module: its name there, in front of all that it asks for."""
         return BlockPlan(self, ours, theirs, module)
 

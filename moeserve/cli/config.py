@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -60,11 +59,7 @@ def rendered(resolved: ResolvedSettings) -> str:
         if setting.name in SECRET and value:
             lines.append(f"  # {setting.name}: {len(value)} set, not shown  ({origin})")
         else:
-            lines.append(f"  {setting.name}: {_as_yaml(value)}".ljust(44) + f" # {origin}")
+            plain = list(value) if isinstance(value, tuple) else value
+            text = yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n...\n").rstrip("\n")
+            lines.append(f"  {setting.name}: {text}".ljust(44) + f" # {origin}")
     return "\n".join(lines)
-
-
-def _as_yaml(value: Any) -> str:
-    plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6)
-    return text.removesuffix("\n...\n").rstrip("\n")

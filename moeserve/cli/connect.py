@@ -31,10 +31,8 @@ def client_from(args: argparse.Namespace, **options: Any) -> AsyncClient:
 
 def client_of(url: str, key: str | None, **options: Any) -> AsyncClient:
     """Returns a client of `url`, which may end with /v1 or not. Raises ConfigError for a malformed URL."""
-    try:
+    with ConfigError.instead_of(ValueError, "--base-url"):
         return AsyncClient(url.rstrip("/").removesuffix("/v1") + "/v1", key, **options)
-    except ValueError as error:
-        raise ConfigError(f"--base-url: {error}") from None
 
 
 async def model_name(client: AsyncClient, wanted: str | None) -> str:

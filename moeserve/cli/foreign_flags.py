@@ -108,10 +108,9 @@ def _set(found: Translation, flag: str, value: str | None, template: str) -> Non
 
 def _speculate(flag: str, text: str) -> str:
     """Returns the JSON of --speculative-config as a value of --speculate. Raises ConfigError."""
-    try:
+    remedy = "; or use --speculate, e.g. ngram:4"
+    with ConfigError.instead_of(msgspec.MsgspecError, f"{flag}: expected a JSON object", remedy):
         asked = msgspec.json.decode(text, type=dict[str, str | int])
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{flag}: expected a JSON object: {error}; or use --speculate, e.g. ngram:4") from None
     unknown = asked.keys() - {"method", "model", "num_speculative_tokens"}
     if unknown:
         raise ConfigError(f"{flag}: {', '.join(sorted(unknown))}: no counterpart; use --speculate, e.g. ngram:4")

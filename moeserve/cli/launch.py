@@ -12,12 +12,20 @@ from pathlib import Path
 
 from moeserve.cluster.launch import protocol
 from moeserve.cluster.launch.files import KINDS, Deployment
-from moeserve.cluster.launch.hosts import MAX_HOSTS, common_slots, parse_hosts, read_hostfile
 from moeserve.cluster.launch.kubernetes import run_on_kubernetes
 from moeserve.cluster.launch.on_ray import STRATEGIES, on_ray
 from moeserve.cluster.launch.protocol import Order, PartHello
 from moeserve.cluster.launch.supervise import Launch
-from moeserve.cluster.launch.targets import LaunchTarget, in_slurm, on_this_machine, over_ssh
+from moeserve.cluster.launch.targets import (
+    MAX_HOSTS,
+    LaunchTarget,
+    common_slots,
+    in_slurm,
+    on_this_machine,
+    over_ssh,
+    parse_hosts,
+    read_hostfile,
+)
 from moeserve.errors import ConfigError
 
 _SSH, _FILES = ("hosts", "hostfile"), ("kubernetes", "print")

@@ -3,8 +3,6 @@
 Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 model files, 4 port, 5 memory, 130 Ctrl-C.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -40,7 +38,7 @@ COMMANDS = {
     "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
     "verify": Command("Look", "verify:Verify", "compute the answer of a receipt again, and say whether it is equal"),
     "replay": Command("Look", "verify:Replay", "do so for a request of a server's request_log"),
-    "receipt-key": Command("Look", "verify:ReceiptKey", "make a key that signs receipts"),
+    "receipt-key": Command("Look", "verify:MakeReceiptKey", "make a key that signs receipts"),
     "config show": Command("Look", "config:Show", "print every setting with its origin"),
     "config check": Command("Look", "config:Check", "check a --config file without starting anything"),
     "collect-env": Command("Look", "collect_env", "versions and hardware, for a bug report"),
@@ -92,7 +90,7 @@ def _entry(name: str) -> Any:
     return resolve_name(f"moeserve.cli.{COMMANDS[name].entry}")
 
 
-def build_parser(name: str) -> argparse.ArgumentParser:
+def build_parser(name: str) -> "argparse.ArgumentParser":
     """Returns the parser of one command."""
     import argparse
 
@@ -107,7 +105,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+def parse(parser: "argparse.ArgumentParser", words: list[str]) -> "argparse.Namespace":
     """Parses a command's words; those that nobody knows end the process with a hint."""
     known = parser._option_string_actions
     if "--max-num-seqs" not in known:
@@ -127,7 +125,7 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespa
     return args
 
 
-def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str], hints: Mapping[str, str]) -> NoReturn:
+def _unknown_arguments(parser: "argparse.ArgumentParser", unknown: list[str], hints: Mapping[str, str]) -> NoReturn:
     from difflib import get_close_matches
 
     known = parser._option_string_actions

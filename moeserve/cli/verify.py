@@ -1,7 +1,5 @@
 """`moeserve verify` and `replay` compute answers again and compare; `moeserve receipt-key` makes a key for receipts."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from dataclasses import replace
@@ -49,10 +47,9 @@ class Verify:
         """Prints what is equal and what is not; returns 0 if all is."""
         config = resolve(args).config
         config = replace(config, server=replace(config.server, receipt_key=None, request_log=None))
-        try:
+        what = f"{args.file} is not what this command takes ({cls.about})"
+        with ConfigError.instead_of((OSError, msgspec.DecodeError), what):
             receipts = cls.read(args.file, args.chosen)
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"{args.file} is not what this command takes ({cls.about}): {error}") from None
         faults = sum(_seal_faults(receipt, args.chosen) for receipt in receipts) if cls.sealed else 0
         faults += _faults(config, receipts)
         print("not equal" if faults else "equal")
@@ -88,7 +85,7 @@ class Replay(Verify):
         raise ConfigError(f"{path} has no request {chosen!r}; ids are the answers' X-Request-Id")
 
 
-class ReceiptKey:
+class MakeReceiptKey:
     """Makes a key that signs receipts."""
 
     @classmethod
@@ -156,7 +153,7 @@ async def _compute(config: Config, receipts: list[Receipt]) -> int:
     return faults
 
 
-async def compute_again(front: FrontEnd, receipt: Receipt) -> Computed:
+async def compute_again(front: "FrontEnd", receipt: Receipt) -> Computed:
     """Returns this engine's answer, up to the first token that is not the receipt's. Raises RequestError where the
     engine takes no such request."""
     wanted, params = receipt.token_ids, receipt.sampling

@@ -5,8 +5,6 @@ rank out. Work is counted in prompt tokens to compute; a token to generate costs
 it takes a row of a step of its own. `Traffic` sends the requests to the engines that it chooses.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moeserve.errors import Overloaded
-from moeserve.messages import Abort, Ready, StepOutput, Submit
+from moeserve.messages import Abort, StepOutput, Submit
 
 if TYPE_CHECKING:
     from moeserve.cluster.engine_handle import EngineHandle
@@ -90,10 +88,10 @@ class Balancer:
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bit mask of engines
         self._mean = FIRST_MEAN
 
-    def open(self, rank: int, ready: Ready) -> None:
+    def open(self, rank: int, block_size: int, num_blocks: int) -> None:
         """Adds an empty engine; a known one stays as it is."""
         if rank not in self.loads:
-            self.loads[rank] = Load(ready.block_size, ready.num_blocks - 1)
+            self.loads[rank] = Load(block_size, num_blocks - 1)
             self._arrange()
 
     def close(self, rank: int) -> tuple[int, ...]:
@@ -242,7 +240,7 @@ def _prefix_keys(request: Submit) -> Iterator[int]:
 class Traffic:
     """Sends requests to engines, and keeps them while none serves. serving: returns those that may get requests."""
 
-    def __init__(self, serving: Callable[[], Sequence[EngineHandle]]) -> None:
+    def __init__(self, serving: "Callable[[], Sequence[EngineHandle]]") -> None:
         self.balancer = Balancer()
         self._serving = serving
         self._engines: dict[int, EngineHandle] = {}  # that have had requests, by rank

@@ -16,7 +16,8 @@ AGAIN_S = 0.1
 def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
     """Returns the file's path: machine 0 makes it where there is none, and others wait for it. Raises
     ConfigError."""
-    try:
+    what, kinds = "cannot keep a secret in the home", (OSError, RuntimeError)  # RuntimeError: there is no home
+    with ConfigError.instead_of(kinds, what, "; give --cluster-key-file"):
         path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moeserve" / "cluster.key"
         if node_rank == 0:
             _make(path)
@@ -28,8 +29,6 @@ def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
                     "give all of them a copy of one secret by --cluster-key-file"
                 )
             time.sleep(AGAIN_S)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        raise ConfigError(f"cannot keep a secret in the home: {error}; give --cluster-key-file") from None
     return str(path)
 
 

@@ -1,7 +1,5 @@
 """One engine of a fleet: its standing in its group, its messages, and its process (engine_process.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -34,33 +32,33 @@ ForFleet = (
 class EngineSaid:
     """A message of an engine, heartbeats excepted."""
 
-    engine: EngineHandle
+    engine: "EngineHandle"
     msg: ForFleet
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLost:
+class ProcessLost:
     """Nothing more comes from this engine's process, which had served; it may not be dead yet."""
 
-    engine: EngineHandle
+    engine: "EngineHandle"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEnded:
     """The engine's process is dead; `end.restarting` says whether another one follows."""
 
-    engine: EngineHandle
+    engine: "EngineHandle"
     end: EngineGone
 
 
 class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
-    """The actor that stands for one engine. It tells the fleet EngineSaid, EngineLost and EngineEnded.
+    """The actor that stands for one engine. It tells the fleet EngineSaid, ProcessLost and EngineEnded.
 
     rank: its number, which stays the same whatever others come and go. host: the machine that it runs on. options:
     those of `EngineProcess`.
     """
 
-    def __init__(self, fleet: Fleet, rank: int, host: Host, config: Config, **options: Any) -> None:
+    def __init__(self, fleet: "Fleet", rank: int, host: Host, config: Config, **options: Any) -> None:
         super().__init__(f"engine {rank}", Inbox(f"engine {rank} link", INBOX_LIMIT))
         self.rank = rank
         self.host = host
@@ -216,7 +214,7 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
         served, self._served = self._served, False
         self.ready, self.draining, self.epoch, self.parted = None, False, 0, None
         if served:
-            self._tell(EngineLost(self))
+            self._tell(ProcessLost(self))
 
     def _on_end(self, end: EngineGone) -> None:
         self._on_lost()
@@ -230,6 +228,6 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
                 self.first_ready.exception()  # nobody has to await it
         self._tell(EngineEnded(self, end))
 
-    def _tell(self, msg: EngineSaid | EngineLost | EngineEnded) -> None:
+    def _tell(self, msg: EngineSaid | ProcessLost | EngineEnded) -> None:
         with suppress(ActorStopped):  # the fleet has failed, and said so
             self._fleet.inbox.put(msg, force=True)

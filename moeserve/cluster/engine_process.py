@@ -1,7 +1,5 @@
 """The process of an engine under supervision: how it starts, how hangs and deaths are found, when it starts again."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
@@ -40,7 +38,7 @@ class EngineProcess(Supervisor):
 
     def __init__(
         self,
-        engine: EngineHandle,
+        engine: "EngineHandle",
         config: Config,
         *,
         policy: RestartPolicy | None = None,

@@ -18,7 +18,7 @@ from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.assignment import equal_shares
 from moeserve.cluster.balance import Traffic
 from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, combined
-from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid, ForFleet
+from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineSaid, ForFleet, ProcessLost
 from moeserve.cluster.heartbeat import UNHEALTHY_S
 from moeserve.cluster.host import Root
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, RequestsLost, Resized
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 POLICY = RestartPolicy(first_pause_s=0.05, proven_s=10.0)
 
 
-class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed]):
+class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFailed]):
     """`EngineLink` to dp engines of tp processes each; see link.py. root: the process that keeps the engines here,
     if that is another one. options: those of `EngineProcess`.
 
@@ -93,13 +93,13 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         known = self.traffic.balancer.loads  # an engine that has joined is opened there a moment later
         return [engine for engine in self.engines if engine.serving and engine.rank in known]
 
-    def handle(self, msg: EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed) -> None:
+    def handle(self, msg: EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFailed) -> None:
         """Acts on news of an engine or a group."""
         match msg:
             case EngineSaid(engine, said):
                 if not engine.retired:  # its requests have gone elsewhere
                     self._on_said(engine, said)
-            case EngineLost(engine):
+            case ProcessLost(engine):
                 self._on_standing()
                 if not engine.retired:
                     self.hand_back(engine, died=not engine.obeyed, cause="it ended")
@@ -116,7 +116,9 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         match msg:
             case m.StepOutput():
                 self.traffic.note(engine.rank, msg)
-                self._emit(self._labelled(msg, engine.rank))
+                if msg.record is not None:  # with ep off, each engine is rank 0 of a group of its own
+                    msg.record.dp_rank = engine.rank
+                self._emit(msg)
             case m.Refused():
                 self._on_refused(engine, msg)
             case m.Traced():
@@ -132,12 +134,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
                 self._on_standing()
             case _:
                 assert_never(msg)
-
-    def _labelled(self, msg: m.StepOutput, rank: int) -> m.StepOutput:
-        """Returns a step's output under the engine's rank: with ep off, each engine is rank 0 of a group of its own."""
-        if msg.record is None or msg.record.dp_rank == rank:
-            return msg
-        return msgspec.structs.replace(msg, record=msgspec.structs.replace(msg.record, dp_rank=rank))
 
     def _emit(self, msg: FromEngine) -> None:
         if not self.outbox.closed:
@@ -232,7 +228,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
             self.experts.joined(group.placement, facts.expert_bytes if facts is not None else 0, nodes)
         for engine in group.engines:
             assert engine.ready is not None
-            self.traffic.balancer.open(engine.rank, engine.ready)
+            self.traffic.balancer.open(engine.rank, engine.ready.block_size, engine.ready.num_blocks)
         if self.ready is not None or all(other.complete for other in self.groups):
             self.announce()
         self.traffic.flush()
@@ -297,15 +293,11 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         if all(other.end is not None for other in self.engines):
             self._end(end)
         elif end.exit_code == 0 and engine.obeyed:
-            self._dissolve(engine)
+            # Its group ends: the others would wait for it in vain.
+            others = (other for group in self.groups if engine in group.engines for other in group.engines)
+            ends = (other.close(0.0) for other in others if not other.up and other.end is None)
+            self._closing += map(asyncio.ensure_future, ends)
         elif self.together or not self.ready:
             self._end(end)
         else:
             log.error("%s is not started again; %d engines go on", name, len(self._serving()))
-
-    def _dissolve(self, engine: EngineHandle) -> None:
-        """Ends the group of an engine that ended as it was told: the others would wait for it in vain."""
-        others = [other for group in self.groups if engine in group.engines for other in group.engines]
-        self._closing += [
-            asyncio.ensure_future(other.close(0.0)) for other in others if not other.up and other.end is None
-        ]

@@ -1,7 +1,5 @@
 """An engine inside this process, on this loop, with the model runner in its thread: for `LLM` and `AsyncEngine`."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -91,7 +89,7 @@ class LocalEngine:
             self.outbox.put(msg)
 
 
-async def _close(runner: Runner) -> None:
+async def _close(runner: "Runner") -> None:
     """Waits for the step that runs, beside the loop if the interpreter still starts threads."""
     try:
         closing = in_thread("engine stop", runner.close)

@@ -3,8 +3,6 @@
 No other part of a fleet needs numpy: import this module late.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
@@ -47,7 +45,7 @@ class Rebalancing:
         self._outcome: asyncio.Future[str] | None = None  # of the placement that is on its way
 
     @classmethod
-    def of(cls, spec: ModelSpec, parallel: ParallelConfig, machines: Sequence[int] = ()) -> Rebalancing:
+    def of(cls, spec: "ModelSpec", parallel: "ParallelConfig", machines: Sequence[int] = ()) -> "Rebalancing":
         """Returns the experts of a model that is sharded over all ranks, each node with its share of them. machines: of
         each engine, as at the start by default."""
         router = spec.moe.router if spec.moe is not None else None

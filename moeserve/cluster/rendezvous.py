@@ -193,10 +193,8 @@ def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
 
 def resolve(host: str, *, here: bool = False) -> str:
     """Returns the IP address of a name, IPv4 if it has one. here: it names this machine. Raises ConfigError."""
-    try:
+    with ConfigError.instead_of(OSError, f"--rendezvous: there is no address for {host!r}"):
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"--rendezvous: there is no address for {host!r}: {error}") from None
     address = str(min(found, key=lambda info: info[0] != socket.AF_INET)[4][0])
     if here and address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         raise ConfigError(

@@ -18,13 +18,10 @@ class RunDir:
     def __init__(self) -> None:
         base = _base()
         _sweep(base)
-        try:
+        what, remedy = f"cannot make a directory for sockets in {base}", "; set TMPDIR to one that can be written"
+        with ConfigError.instead_of(OSError, what, remedy):
             self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
             self._lock_fd = _lock(self.path)
-        except OSError as exc:
-            raise ConfigError(
-                f"cannot make a directory for sockets in {base}: {exc}; set TMPDIR to one that can be written"
-            ) from exc
 
     def close(self) -> None:
         """Removes the directory. Safe to repeat."""

@@ -1,7 +1,5 @@
 """The engines of a fleet: how they start, and how they change while it serves: more, fewer, elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -47,7 +45,7 @@ class Scaling:
     """Starts a fleet's engines, and changes them; each change is done, or undone with its cause in the error, before
     the next one begins. options: those of `EngineProcess`."""
 
-    def __init__(self, fleet: Fleet, **options: Any) -> None:
+    def __init__(self, fleet: "Fleet", **options: Any) -> None:
         self._fleet = fleet
         self._options = options
         self.machines: Rendezvous  # from `start` on
@@ -86,7 +84,7 @@ class Scaling:
         for machine, had in standing.drained.items():
             self._await_return(hosts[machine], had)
 
-    def _shard_experts(self, standing: Standing) -> Rebalancing:
+    def _shard_experts(self, standing: Standing) -> "Rebalancing":
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
         from moeserve.moe.placement.placement import Placement
 
@@ -100,12 +98,6 @@ class Scaling:
 
     def _new(self, rank: int, host: Host) -> EngineHandle:
         return EngineHandle(self._fleet, rank, host, self._fleet.config, **self._options)
-
-    def _new_engines(self, hosts: Sequence[Host]) -> list[EngineHandle]:
-        """Returns an engine for each of these machines, under the lowest free numbers. They are not started yet."""
-        taken = {engine.rank for engine in self._fleet.engines}
-        free = (rank for rank in count() if rank not in taken)
-        return [self._new(next(free), host) for host in hosts]
 
     def _role_of(self, engine: EngineHandle, engines: Sequence[EngineHandle], table: PlacementTable | None) -> Role:
         fleet, machines = self._fleet, [other.host.number for other in engines]
@@ -245,7 +237,9 @@ class Scaling:
         missing = [engine.host for engine in old if engine.host.absent]
         if fleet.together and missing:
             raise Conflict(f"{missing[0].name} is missing; start it again, or drain it")
-        new = self._new_engines(hosts)
+        taken = {engine.rank for engine in old}
+        free = (rank for rank in count() if rank not in taken)
+        new = [self._new(next(free), host) for host in hosts]
         engines = sorted([*old, *new], key=lambda engine: (engine.host.number, engine.rank))
         table = await asyncio.to_thread(self._rescaled, engines)
         for engine in new:
@@ -392,7 +386,7 @@ class Scaling:
         log.info("placement %d: %s", placement.version, error or f"in force after {decision.took_s:.2f} s")
         return decision
 
-    async def _move(self, group: EngineGroup, placement: Placement) -> str:
+    async def _move(self, group: EngineGroup, placement: "Placement") -> str:
         """Puts a placement in force; returns why it is not, or ""."""
         experts, engines = self._fleet.experts, group.engines
         assert experts is not None

@@ -4,8 +4,6 @@ It executes the plans that the leader sends, with the same outcome, and keeps wh
 lost ends a step, not the worker; it waits for the next command to join. Exit codes as in engine_main.py.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading
@@ -77,7 +75,7 @@ def _import() -> None:
 class Worker:
     """Commands are executed one after the other in the runner's thread; only `Leave` takes effect at once."""
 
-    def __init__(self, tp_rank: int, stream: BlockingStream[commands.WorkerCommand]) -> None:
+    def __init__(self, tp_rank: int, stream: "BlockingStream[commands.WorkerCommand]") -> None:
         self._tp_rank = tp_rank
         self._stream = stream
         self._thread = JobThread("model runner", _import)
@@ -133,8 +131,11 @@ class Worker:
                 self._here.allocate(limits, self._progress)
             case commands.Run(plan=plan):
                 return self._run(command.seq, plan)
-            case Join():
-                self._join(command.what)
+            case Join() as join:
+                from moeserve.comm.members import Members
+
+                self._lost = None
+                self._here.join(Members.of(join, self._tp_rank), join.placement)
             case commands.Prepare(placement=placement):
                 self._here.peers.prepare(placement)
                 threading.Thread(target=self._tell_how_far, name="placed", daemon=True).start()
@@ -143,7 +144,7 @@ class Worker:
         return commands.CommandDone(command.seq)
 
     @property
-    def _here(self) -> ModelRunnerBase:
+    def _here(self) -> "ModelRunnerBase":
         assert self._runner is not None, "Build comes first"
         return self._runner
 
@@ -169,12 +170,6 @@ class Worker:
             raise self._lost
         result = self._here.launch(decode_plan(data))()
         return commands.CommandDone(seq, value=checksum(result), events=result.events)
-
-    def _join(self, join: Join) -> None:
-        from moeserve.comm.members import Members
-
-        self._lost = None
-        self._here.join(Members.of(join, self._tp_rank), join.placement)
 
     def _leave(self) -> None:
         """Wakes the step that runs, until the runner's thread is idle. In the thread that reads commands."""

@@ -1,7 +1,5 @@
 """Snapshots of a fleet as plain structs: for the banner, /v1/experts, metrics and tests."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -73,7 +71,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     machines: dict[str, str] = {}  # by name: here, missing (it is waited for) or drained
 
 
-def fleet_view(fleet: Fleet) -> FleetView:
+def fleet_view(fleet: "Fleet") -> FleetView:
     """Returns what there is to see of a fleet now."""
     loads, drained = fleet.traffic.balancer.loads, fleet.scaling.drained
     engines = []
@@ -106,7 +104,7 @@ def fleet_view(fleet: Fleet) -> FleetView:
     )
 
 
-def _state(engine: EngineHandle) -> str:
+def _state(engine: "EngineHandle") -> str:
     if engine.end is not None:
         return "gone"
     if not engine.up:

@@ -1,7 +1,5 @@
 """Device memory that other processes may open, by the few calls of the CUDA runtime that torch does not offer."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import TYPE_CHECKING, Any
@@ -58,7 +56,7 @@ class CudaMemory:
         self._lib.cudaIpcCloseMemHandle.argtypes = (address,)
         self._lib.cudaGetErrorString.restype = ctypes.c_char_p
 
-    def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
+    def allocate(self, num_bytes: int) -> "tuple[Tensor, Region]":
         """Returns this rank's region, uint8, zeroed when it was made and the same each time, and what lets others open
         it. The memory lives as long as the process."""
         if self._region is None or self._region[0].nbytes != num_bytes:

@@ -5,8 +5,6 @@ host the streams are Unix sockets in the members' directory, between hosts TCP, 
 caller's event loop: a vote is one message and one wake-up, without a thread in between.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from contextlib import closing
@@ -175,7 +173,7 @@ class _Leader(_Coordinator):
     """Engine 0: collects the votes and sends all of them to its followers, if it has any."""
 
     @classmethod
-    async def open(cls, members: Members) -> _Leader:
+    async def open(cls, members: Members) -> "_Leader":
         """Accepts a stream from each follower."""
         with closing(_listen(members)) as listener:
             try:
@@ -252,7 +250,7 @@ class _Follower(_Coordinator):
     """Any other engine: sends its votes to the leader and gets all of them back."""
 
     @classmethod
-    async def open(cls, members: Members) -> _Follower:
+    async def open(cls, members: Members) -> "_Follower":
         """Connects to the leader."""
         try:
             async with asyncio.timeout(members.deadline_s):

@@ -8,14 +8,11 @@ Gloo's own `abort` wakes nobody. A receive that times out does: it closes every 
 the peers' ends. `close` makes use of that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -23,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moeserve.comm.envelope import PLAIN, Plain
 from moeserve.comm.members import Members
 from moeserve.comm.store import MembersStore, dist
 from moeserve.comm.stream import to_address
@@ -37,6 +33,24 @@ LOOK_S = 0.2  # how often a wait looks whether the mesh was closed
 NUM_TAGS = 1 << 16  # far more than are ever in flight
 ON_DEVICE = -1  # time of arrival of what travels on a device: nobody waits for it on the host
 BREAK_TAG = (1 << 31) - 1  # no message has it
+
+
+class Plain:
+    """How the messages of an exchange travel: as they are, unless they are encrypted (`comm/seal.py`)."""
+
+    def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Returns where the peer's next message has to arrive, and what then brings its text to `into`.
+
+        That raises PermissionError if the message is not what the peer sent.
+        """
+        return into, lambda: None
+
+    def outbox(self, peer: int, text: Tensor) -> Tensor:
+        """Returns the next message to the peer as it has to travel."""
+        return text
+
+
+PLAIN = Plain()
 
 
 class Mesh:
@@ -108,7 +122,7 @@ class Mesh:
             raise self.lost()
         return group
 
-    def channel(self, ubatch: int) -> Channel:
+    def channel(self, ubatch: int) -> "Channel":
         """Returns a micro-batch's channel. Raises PeerLost after `close`."""
         if self.closed:
             raise self.lost()
@@ -173,7 +187,8 @@ class Channel:
         self.mesh = mesh
         self._index = index
         self._num_exchanges = 0
-        self.sends: list[_Sent] = []  # until they are known to have arrived
+        # What was sent, until it is known to have arrived: tag, works, tensors to keep alive, what releases them.
+        self.sends: list[tuple[int, list[Any], list[Tensor], Callable[[], None]]] = []
         self._watch: SimpleQueue[Exchange | None] | None = None
 
     def post(
@@ -181,7 +196,7 @@ class Channel:
         receive: Mapping[int, Tensor],
         send: Mapping[int, Tensor],
         release: Callable[[], None] = lambda: None,
-    ) -> Exchange:
+    ) -> "Exchange":
         """Starts an exchange of contiguous uint8 tensors by peer, none empty. A message may be shorter than the tensor
         that receives it.
 
@@ -193,7 +208,7 @@ class Channel:
         exchange.watch()
         return exchange
 
-    def expect(self, receive: Iterable[tuple[int, Tensor]]) -> Exchange:
+    def expect(self, receive: Iterable[tuple[int, Tensor]]) -> "Exchange":
         """Starts an exchange by its receives: nothing travels before the receiver has provided the memory. A peer may
         send several messages, which fill the tensors in the order given here. Raises PeerLost."""
         mesh, self._num_exchanges = self.mesh, self._num_exchanges + 1
@@ -217,12 +232,13 @@ class Channel:
         """Releases what was sent before exchange `tag`: a peer that answered this one has received all before it."""
         sends, self.sends = self.sends, []
         for sent in sends:
-            if sent.tag == tag:
+            sent_tag, works, _, release = sent
+            if sent_tag == tag:
                 self.sends.append(sent)
                 continue
-            for work in sent.works:
+            for work in works:
                 work.wait()
-            sent.release()
+            release()
 
     def close(self) -> None:
         """Ends the thread that receives and drops what was sent, once the connections are closed."""
@@ -230,7 +246,7 @@ class Channel:
             self._watch.put(None)
         self.sends = []  # they keep the group alive, and with it the store's port
 
-    def watch(self, exchange: Exchange) -> None:
+    def watch(self, exchange: "Exchange") -> None:
         """Has a thread receive the exchange: its time of arrival is then exact though nobody waits yet, and a wait can
         be given up. Gloo does not wake a receive whose message had begun to arrive when its sender died; that thread
         then hangs until the deadline."""
@@ -243,16 +259,6 @@ class Channel:
 
 
 _Receive = tuple[int, dist.Work, Callable[[], None]]  # peer, what receives, what then delivers
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """The messages that an exchange sent. The tensors are only kept alive."""
-
-    tag: int
-    works: list[Any]
-    tensors: list[Tensor]
-    release: Callable[[], None]
 
 
 class Exchange:
@@ -281,7 +287,7 @@ class Exchange:
                 works.append(mesh.group.send(sent[-1:], peer, channel.number(self._tag)))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
-        channel.sends.append(_Sent(self._tag, works, sent, release))
+        channel.sends.append((self._tag, works, sent, release))
 
     def watch(self) -> None:
         """To be called once everything is sent: begins to receive in the background."""
@@ -338,7 +344,7 @@ def _receive_all(queue: SimpleQueue[Exchange | None]) -> None:
         exchange.receive()
 
 
-def _seal(members: Members, name: str) -> Seal:
+def _seal(members: Members, name: str) -> "Seal":
     from moeserve.comm.seal import Seal  # 40 ms that most engines need not spend
 
     return Seal(members, name)

@@ -1,7 +1,5 @@
 """The membership of one epoch, as one rank sees it: what every transport needs to find the others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moeserve.messages import Join
@@ -30,7 +28,7 @@ class Members:
     terms: str = ""
 
     @classmethod
-    def of(cls, join: Join, tp_rank: int) -> Members:
+    def of(cls, join: Join, tp_rank: int) -> "Members":
         """Returns the membership that a Join describes, for one rank of its engine."""
         return cls(
             epoch=join.epoch,

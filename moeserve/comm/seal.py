@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
-from moeserve.comm.envelope import Plain
+from moeserve.comm.gloo import Plain
 from moeserve.comm.members import Members
 
 HEAD_BYTES, TAG_BYTES = 8, 16

@@ -3,8 +3,6 @@
 T rows, N columns of one rank, D model width.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -53,7 +51,7 @@ class ShmGroup:
         self._fds: dict[Peer, int] = {}  # the memory of that rank and micro-batch
         self._channels: list[Channel] = []
 
-    def open_channels(self, region_bytes: int, facts: str) -> list[tuple[Channel, Region]]:
+    def open_channels(self, region_bytes: int, facts: str) -> "list[tuple[Channel, Region]]":
         """Returns a channel and this rank's own region for each micro-batch. Raises what `connect` raises."""
         regions = [module().Region(region_bytes) for _ in range(self._num_ubatches)]
         self.connect(regions, facts)
@@ -63,7 +61,7 @@ class ShmGroup:
             self.close()
             raise
 
-    def connect(self, regions: list[Region], facts: str) -> dict[int, tuple[socket.socket, int]]:
+    def connect(self, regions: "list[Region]", facts: str) -> dict[int, tuple[socket.socket, int]]:
         """Returns, for micro-batch 0, each other rank's socket and the descriptor of its region. Both stay this
         group's. To be called in a thread without an event loop.
 
@@ -138,7 +136,7 @@ class ShmGroup:
         with self._lock:
             self._sockets |= sockets
 
-    def _exchange(self, regions: list[Region], facts: str, until_s: float) -> None:
+    def _exchange(self, regions: "list[Region]", facts: str, until_s: float) -> None:
         """Sends the own facts and memory to all, then receives theirs."""
         text = facts.encode()
         for peer, sock in self._sockets.items():
@@ -171,7 +169,7 @@ class ShmGroup:
             names = ", ".join(map(str, ranks))
             raise PeerLost(f"ranks that did not come in {self._members.deadline_s:g} s: {names}", ranks)
 
-    def _open(self, regions: list[Region]) -> list[tuple[Channel, Region]]:
+    def _open(self, regions: "list[Region]") -> "list[tuple[Channel, Region]]":
         index = self._ranks.index(self._members.rank)
         with self._lock:
             if self._left.is_set():
@@ -211,7 +209,7 @@ class ShmTensor(TensorParallel):
     """`TensorParallel` among the processes of one engine, through shared memory."""
 
     _group: ShmGroup | None = None
-    _gathers: Sequence[Gather] = ()
+    _gathers: "Sequence[Gather]" = ()
     _deadline_s = 0.0
 
     def leave(self) -> None:
@@ -241,7 +239,7 @@ class ShmTensor(TensorParallel):
         self._gather(channel).rows(x_TD.data_ptr(), list(counts), row_bytes, out_TD.data_ptr(), self._deadline_s)
         return out_TD
 
-    def _gather(self, channel: int) -> Gather:
+    def _gather(self, channel: int) -> "Gather":
         gathers = self._gathers
         if not gathers:
             raise PeerLost("this rank left its engine's group")

@@ -7,8 +7,6 @@ once, and on one rank. Unlike torch's own TCPStore it lets in members only, is e
 and a rank that does not come is named on all the others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence
@@ -77,7 +75,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         """Returns whether all keys have values."""
         return all(key in self._values for key in keys)
 
-    def clone(self) -> MembersStore:
+    def clone(self) -> "MembersStore":
         """Returns this store, which any thread may use."""
         return self
 

@@ -162,7 +162,9 @@ class GroupCore(EngineCore):
     async def _vote_and_start(self, coordinator: DPCoordinator) -> bool:
         """Votes and carries out the decision. Returns False if the group sleeps and this engine's vote is unchanged."""
         at_s = self._clock()
-        plan = self._next_plan()
+        plan = None
+        if self._next_join is None:
+            plan = self._unfinished.popleft() if self._unfinished else self.scheduler.plan()
         vote = self._vote(plan)
         state = (vote.pause, vote.drained, vote.placed)
         if plan is None and state == self._parked_state and not coordinator.woken:
@@ -184,11 +186,6 @@ class GroupCore(EngineCore):
             if decision.action is Action.STOP or self._drained:
                 self.stop()
         return True
-
-    def _next_plan(self) -> StepPlan | None:
-        if self._next_join is not None:
-            return None
-        return self._unfinished.popleft() if self._unfinished else self.scheduler.plan()
 
     def _vote(self, plan: StepPlan | None) -> Vote:
         assert self._join is not None

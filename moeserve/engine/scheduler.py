@@ -241,7 +241,8 @@ class Scheduler:
             np.minimum(count, batch.last[slots] - start, out=count)
             np.minimum(count, kv_manager.chunk, out=count)
             if self._drafting and not self._fits(start, count, builder.budget):
-                self._drop_drafts()
+                self._drafting = False
+                batch.drafts[:] = 0
                 continue
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
                 slots, start, count = share(slots, start, count, builder.budget)
@@ -261,10 +262,6 @@ class Scheduler:
         batch, kv_manager = self.kv_manager.batch, self.kv_manager
         new = int((batch.num_blocks(start + count) - batch.num_blocks(start)).sum())
         return int(count.sum()) <= budget and new * kv_manager.num_kv_groups <= kv_manager.pool.num_free
-
-    def _drop_drafts(self) -> None:
-        self._drafting = False
-        self.kv_manager.batch.drafts[:] = 0
 
     def _drafts_of(self, slots: Slots) -> I32:
         """Returns how many of the tokens that were granted to each row are drafts."""

@@ -14,20 +14,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, assert_never
 
+from moeserve import errors
+from moeserve import messages as m
 from moeserve.actor.actor import Actor
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
-from moeserve.errors import (
-    ConstraintFailed,
-    EngineDied,
-    EngineLost,
-    InvalidRequest,
-    MoeserveError,
-    Overloaded,
-    RequestError,
-    RequestFailed,
-    place_of,
-)
 from moeserve.frontend.admission import Admission, Running
 from moeserve.frontend.generation import Delta, Generation, Sequence, check_request, submission, token_sampling
 from moeserve.frontend.grammars import GrammarAdmission
@@ -36,24 +27,6 @@ from moeserve.frontend.resumable import Resumable
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
-from moeserve.messages import (
-    GRAMMAR_FAILED,
-    NO_TOKEN_LEFT,
-    Abort,
-    Drain,
-    ExpertLoad,
-    FinishReason,
-    Joined,
-    Parted,
-    Phase,
-    Placed,
-    Pong,
-    Ready,
-    Refused,
-    StepOutput,
-    Stopped,
-    Traced,
-)
 from moeserve.receipts import Receipt
 from moeserve.sampling import GrammarSpec, SamplingParams
 from moeserve.text.answer_format import AnswerFormat, AnswerParser
@@ -138,7 +111,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """
         check_request(prompt, priority, ready := self.admit(params.n, priority=priority))
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
-            raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
+            raise errors.InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
         if grammar is not None or params.structured_outputs is not None:
             grammar = await self._grammars.of(params, grammar, grammar_param, ready)
@@ -154,7 +127,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         try:
             for sequence in generation.sequences:
                 self.link.send(submission(sequence))
-        except Overloaded:
+        except errors.Overloaded:
             self.drop(generation)
             raise
         return generation
@@ -167,7 +140,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Returns the token ids of several texts; see `encode`."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
+            raise errors.InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
 
         def work() -> list[list[int]]:
             """Encodes the texts, in this thread."""
@@ -175,7 +148,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
         return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
-    def admit(self, num_sequences: int, within_s: float | None = None, priority: int = 0) -> Ready:
+    def admit(self, num_sequences: int, within_s: float | None = None, priority: int = 0) -> m.Ready:
         """Raises Overloaded unless so many more sequences may come now and would have their turn `within_s` seconds,
         InvalidRequest if they never may.
 
@@ -187,7 +160,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         try:
             num_live, behind = len(self.running.sequences), self.running.num_behind(priority)
             self._admission.check(num_live, num_sequences, self.ready, now, within_s, behind)
-        except Overloaded:
+        except errors.Overloaded:
             self.stats.rejected += 1
             self._admission.came(num_sequences, now)
             raise
@@ -207,8 +180,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Aborts sequences in the engine; if its inbox is full, again after its next output."""
         self._unsent_aborts += rids
         try:
-            self.link.send(Abort(self._unsent_aborts))
-        except Overloaded:
+            self.link.send(m.Abort(self._unsent_aborts))
+        except errors.Overloaded:
             return
         self._unsent_aborts = []
 
@@ -228,12 +201,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._due.clear()
         except Exception as error:
             log.exception("the front end failed")
-            self._give_up(EngineDied(f"the front end failed: {error!r}"))
+            self._give_up(errors.EngineDied(f"the front end failed: {error!r}"))
 
     async def on_stop(self) -> None:
         """Fails the sequences that still run."""
         if self.failure is None:
-            self._give_up(EngineDied("the engine was closed"))
+            self._give_up(errors.EngineDied("the engine was closed"))
         await self._grammars.close()
         if self.notary is not None:
             await self.notary.close()
@@ -241,14 +214,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
     def handle(self, msg: FromEngine) -> None:
         """Acts on one message of the engine or of its link."""
         match msg:
-            case StepOutput():
+            case m.StepOutput():
                 self._note(msg)
                 self._deliver(msg)
-            case Phase():
+            case m.Phase():
                 self.phase = msg
-            case Ready():
+            case m.Ready():
                 self._on_ready(msg)
-            case Refused():
+            case m.Refused():
                 self._on_refused(msg)
             case EngineGone():
                 self._on_gone(msg)
@@ -256,18 +229,18 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 self._on_lost(msg)
             case Resized(ready):
                 self.ready = ready
-            case ExpertLoad() | Traced():
+            case m.ExpertLoad() | m.Traced():
                 self.watch.hear(msg, self.ready)
-            case Pong() | Stopped() | Joined() | Parted() | Placed():
+            case m.Pong() | m.Stopped() | m.Joined() | m.Parted() | m.Placed():
                 pass  # the link acts on these
             case _:
                 assert_never(msg)
 
-    def _note(self, out: StepOutput) -> None:
+    def _note(self, out: m.StepOutput) -> None:
         if self.resumable is not None:
             self.resumable.journal.step(out)
 
-    def _deliver(self, out: StepOutput) -> None:
+    def _deliver(self, out: m.StepOutput) -> None:
         now = monotonic()
         if out.record is not None:
             self.stats.step(out.record)
@@ -288,19 +261,19 @@ class FrontEnd(Actor[FromEngine], ServingState):
             try:
                 self._advance(sequence, token, finish, out, now)
             except Exception as error:  # in its text, say; the other sequences go on
-                log.error("request %s failed: %s", sequence.owner.request_id, place_of(error))
-                self._fail(sequence.owner, RequestFailed(f"{type(error).__name__}: {error}"))
+                log.error("request %s failed: %s", sequence.owner.request_id, errors.place_of(error))
+                self._fail(sequence.owner, errors.RequestFailed(f"{type(error).__name__}: {error}"))
         if self._unsent_aborts:
             self._stop_computing([])
 
-    def _advance(self, sequence: Sequence, token: int, finish: int, out: StepOutput, now: float) -> None:
+    def _advance(self, sequence: Sequence, token: int, finish: int, out: m.StepOutput, now: float) -> None:
         """Applies one row of a step output to a running sequence."""
         rid = sequence.rid
-        if finish == FinishReason.ERROR:
+        if finish == m.FinishReason.ERROR:
             self._end(sequence, "error")
             why = out.errors.get(rid, "the request failed inside the engine")
-            own_doing = why.startswith((NO_TOKEN_LEFT, GRAMMAR_FAILED))
-            self._fail(sequence.owner, (ConstraintFailed if own_doing else RequestFailed)(why))
+            own_doing = why.startswith((m.NO_TOKEN_LEFT, m.GRAMMAR_FAILED))
+            self._fail(sequence.owner, (errors.ConstraintFailed if own_doing else errors.RequestFailed)(why))
             return
         delta = sequence.advance(token, finish, out)
         if token >= 0:
@@ -326,17 +299,17 @@ class FrontEnd(Actor[FromEngine], ServingState):
         assert self.ready is not None
         return self.notary.end(sequence, last, self.ready)
 
-    def _on_ready(self, ready: Ready) -> None:
+    def _on_ready(self, ready: m.Ready) -> None:
         again = self.ready is not None
         self.ready = ready
         self._unsent_aborts = []
-        self.phase = Phase("ready", 100, self.phase.elapsed_s)
+        self.phase = m.Phase("ready", 100, self.phase.elapsed_s)
         self.enter("ready")
         if again:
             self.stats.lost_engine(0, died=True)
             self._replay(list(self.running.sequences), "the engine is back")
         if self._drain_by_s is not None:
-            self.link.send(Drain(max(0.0, self._drain_by_s - monotonic())))
+            self.link.send(m.Drain(max(0.0, self._drain_by_s - monotonic())))
 
     def _on_lost(self, msg: RequestsLost) -> None:
         self.stats.lost_engine(msg.engine, died=msg.died)
@@ -353,12 +326,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 continue  # a sibling could not be sent
             try:
                 self.link.send(submission(sequence))
-            except Overloaded as error:
+            except errors.Overloaded as error:
                 self._fail(sequence.owner, error)
 
-    def _on_refused(self, msg: Refused) -> None:
+    def _on_refused(self, msg: m.Refused) -> None:
         if (sequence := self.running.sequences.get(msg.rid)) is not None:
-            kind = Overloaded if msg.code == "server_draining" else RequestError
+            kind = errors.Overloaded if msg.code == "server_draining" else errors.RequestError
             self._fail(sequence.owner, kind(msg.message, code=msg.code))
 
     def _on_gone(self, gone: EngineGone) -> None:
@@ -367,7 +340,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         else:
             self._give_up(gone.error())
 
-    def _give_up(self, failure: MoeserveError) -> None:
+    def _give_up(self, failure: errors.MoeserveError) -> None:
         """Fails all sequences: there will be no engine any more."""
         self.failure = failure
         self.enter("lost")
@@ -375,14 +348,14 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
     # ---- endings --------------------------------------------------------------------------------------------
 
-    def _fail(self, generation: Generation, error: RequestError) -> None:
+    def _fail(self, generation: Generation, error: errors.RequestError) -> None:
         """Fails a whole request because of one sequence."""
         generation.fail(error)
         self.drop(generation, "error")
 
     def _fail_all(self, why: str) -> None:
         for generation in {sequence.owner for sequence in self.running.sequences.values()}:
-            error = EngineLost(why)
+            error = errors.EngineLost(why)
             error.__cause__ = self.failure
             self._fail(generation, error)
 
@@ -401,7 +374,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         An engine that dies meanwhile is replaced as usual, and its requests go on.
         """
         if self.state == "ready":
-            self.link.send(Drain(timeout_s))
+            self.link.send(m.Drain(timeout_s))
         self.enter("draining")
         self._drain_by_s = monotonic() + timeout_s
         self.running.idle.clear()

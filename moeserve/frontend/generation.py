@@ -4,8 +4,6 @@
 come `check_request` and `token_sampling`; `submission` makes the message to the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from array import array
@@ -51,13 +49,13 @@ class Delta(msgspec.Struct, gc=False):
     num_reasoning: int = 0
     receipt: Receipt | None = None  # in the sequence's last delta, if asked for
 
-    def append(self, later: Delta) -> None:
+    def append(self, later: "Delta") -> None:
         """Appends the next delta of the same sequence."""
         self.text += later.text
         self.cached_tokens = later.cached_tokens if self.cached_tokens is None else self.cached_tokens
         self.add(later)
 
-    def add(self, later: Delta) -> None:
+    def add(self, later: "Delta") -> None:
         """Appends the next delta of the same sequence, but for its text."""
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
@@ -78,7 +76,7 @@ class Sequence:
 
     rid: int
     index: int
-    owner: Generation
+    owner: "Generation"
     sampling: TokenSampling
     detok: Detokenizer | None = None
     stops: StopMatcher | None = None
@@ -160,7 +158,7 @@ class Generation:
         params: SamplingParams,
         request_id: str,
         submitted_at: float,
-        abort: Callable[[Generation], None],
+        abort: "Callable[[Generation], None]",
         priority: int = 0,
         salt: str = "",
         marked: bool = False,
@@ -240,7 +238,7 @@ class Generation:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def __aiter__(self) -> Generation:
+    def __aiter__(self) -> "Generation":
         return self
 
     async def __anext__(self) -> Delta:
@@ -273,7 +271,7 @@ class Generation:
         """Tells that there is no reader any more; for `aclosing`."""
         self.leave(self)
 
-    async def __aenter__(self) -> Generation:
+    async def __aenter__(self) -> "Generation":
         return self
 
     async def __aexit__(self, *exc: object) -> None:

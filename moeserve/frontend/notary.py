@@ -131,7 +131,5 @@ class Notary:
 
 
 def _opened(path: str) -> BinaryIO:
-    try:
+    with ConfigError.instead_of(OSError, f"request_log {path} cannot be written"):
         return open(Path(path).expanduser(), "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
-    except OSError as error:
-        raise ConfigError(f"request_log {path} cannot be written: {error.strerror}") from None

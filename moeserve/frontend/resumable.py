@@ -4,8 +4,6 @@ A reader that comes back gets a new `Generation`, to which every row that is kno
 the place of the one before, whose sequences the engine goes on with. A new process does the same, and submits the rest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from array import array
@@ -36,7 +34,7 @@ class TakenOver(ConnectionError):
 class Resumable:
     """Keeps streams in a journal. window_s: how long one is kept, and computed on, that nobody reads."""
 
-    def __init__(self, front: FrontEnd, window_s: float) -> None:
+    def __init__(self, front: "FrontEnd", window_s: float) -> None:
         self.journal = Journal(window_s)
         self._front = front
 
@@ -164,8 +162,8 @@ class Resumable:
 
 @asynccontextmanager
 async def succeeding(
-    opened: AbstractAsyncContextManager[FrontEnd], streams: list[Recorded], root: Root
-) -> AsyncIterator[FrontEnd]:
+    opened: "AbstractAsyncContextManager[FrontEnd]", streams: list[Recorded], root: Root
+) -> "AsyncIterator[FrontEnd]":
     """Yields the front end once it goes on with these streams of another one, and feeds its own journal."""
     async with opened as front:
         assert front.resumable is not None

@@ -16,10 +16,9 @@ class Signer:
     """A private key, from a PEM file. Raises ConfigError."""
 
     def __init__(self, path: str) -> None:
-        try:
+        kinds = OSError, ValueError, TypeError, UnsupportedAlgorithm  # TypeError: it has a password
+        with ConfigError.instead_of(kinds, f"receipt_key {path}", "; `moeserve receipt-key FILE` makes a key"):
             key = serialization.load_pem_private_key(Path(path).expanduser().read_bytes(), None)
-        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it has a password
-            raise ConfigError(f"receipt_key {path}: {error}; `moeserve receipt-key FILE` makes a key") from None
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(f"receipt_key {path} is no Ed25519 key; `moeserve receipt-key FILE` makes one")
         self._key = key
@@ -35,11 +34,9 @@ def make_key(path: Path) -> str:
     """Writes a new private key, for its owner only, and returns its public key. Raises ConfigError."""
     form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     text = Ed25519PrivateKey.generate().private_bytes(serialization.Encoding.PEM, *form)
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; a key needs a name of its own") from None
+    flags, remedy = os.O_WRONLY | os.O_CREAT | os.O_EXCL, "; a key needs a name of its own"
+    with ConfigError.instead_of(OSError, path, remedy), open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(text)
     return Signer(str(path)).public_key
 
 

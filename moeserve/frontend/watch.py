@@ -1,7 +1,5 @@
 """The state of the engines behind a front end, and traces of their steps. One engine looks like a fleet of one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
@@ -74,7 +72,7 @@ class Watch:
             num_requests=self._stats.num_active,
         )
 
-    def _all_experts(self, ready: Ready | None) -> Rebalancing | None:
+    def _all_experts(self, ready: Ready | None) -> "Rebalancing | None":
         """Returns the load statistics where every engine has all experts; None for dense models and sharded experts."""
         ep_sharded = self._fleet is not None and self._fleet.experts is not None
         if self._loads is None and ready is not None and ready.num_experts and not ep_sharded:

@@ -127,7 +127,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     model differ in nothing else. A change of a few weights may go unseen.
     """
     digest, kinds = hashlib.sha256(), defaultdict(list)
-    try:
+    with CheckpointError.instead_of(OSError, f"{checkpoint.model_dir} cannot be read"):
         folder, name = checkpoint.model_dir, config_name(checkpoint.model_dir)
         digest.update(
             repr(read_json(folder, name)).encode() if is_gguf(folder) else model_file(folder, name).read_bytes()
@@ -141,8 +141,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
                 with tensor.path.open("rb") as file:
                     file.seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE_BYTES) // 2)
                     digest.update(file.read(min(SAMPLE_BYTES, tensor.num_bytes)))
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint.model_dir} cannot be read: {error}") from None
     return digest.hexdigest()[:32]
 
 
@@ -156,7 +154,7 @@ def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) ->
     before = fingerprint(checkpoint)
     config = read_json(model_dir, config_name(model_dir))
     digest = hashlib.sha256(msgspec.json.encode(config, order="deterministic"))
-    try:
+    with CheckpointError.instead_of(OSError, f"{model_dir} cannot be read"):
         for _, tensor in sorted(checkpoint.tensors.items()):
             content, end = hashlib.sha256(), tensor.offset + tensor.num_bytes
             with tensor.path.open("rb") as file:
@@ -168,8 +166,6 @@ def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) ->
                         raise CheckpointError(f"{tensor} ends early; download the model again")
                     content.update(part)
             digest.update(msgspec.json.encode([tensor.name, tensor.dtype, tensor.shape]) + content.digest())
-    except OSError as error:
-        raise CheckpointError(f"{model_dir} cannot be read: {error}") from None
     if fingerprint(open_checkpoint(model_dir)) != before:
         raise CheckpointError(f"{model_dir} was written to while its weights were read: try again")
     return digest.hexdigest(), before

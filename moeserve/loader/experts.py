@@ -56,10 +56,8 @@ class ExpertFiles:
         """Raises CheckpointError if a file was changed, or replaced under its name, since this object was created."""
         self._check_marks(self._paths)
         for path in self._paths:
-            try:
+            with CheckpointError.instead_of(OSError, path, f"; {_CHANGED}"):
                 now = path.stat()
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error}; {_CHANGED}") from None
             if not os.path.samestat(now, self._reader.stat(path)):
                 raise CheckpointError(f"{path} was replaced while the model was loaded: start again")
 

@@ -64,14 +64,13 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
 
         return documents(model_dir).get(name, {})
     path = model_file(model_dir, name)
-    try:
+    with CheckpointError.instead_of(OSError, f"{model_dir / name} cannot be read"):
         if (num_bytes := path.stat().st_size) > _MAX_JSON_BYTES:
             raise CheckpointError(f"{model_dir / name} has {num_bytes} bytes; at most {_MAX_JSON_BYTES} are read")
-        value = _decoded(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{model_dir / name} cannot be read: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{model_dir / name} is not valid JSON: {error}; download it again") from None
+        text = path.read_bytes()
+    damages, what = (msgspec.DecodeError, UnicodeDecodeError, RecursionError), f"{model_dir / name} is not valid JSON"
+    with CheckpointError.instead_of(damages, what, "; download it again"):
+        value = _decoded(text)
     if not isinstance(value, dict):
         raise CheckpointError(f"{model_dir / name} must hold a JSON object, not {type(value).__name__}")
     return value

@@ -85,11 +85,9 @@ def models_in(folder: Path) -> list[Path]:
 def read_gguf(path: Path) -> GGUFHeader:
     """Returns the checked header of one file. Raises CheckpointError with the value that is wrong."""
     real = model_file(path.parent, path.name)
-    try:
+    with CheckpointError.instead_of(OSError, f"{path} cannot be read"):
         status = real.stat()
         return _read(real, status.st_size, status.st_mtime_ns)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
 @lru_cache(maxsize=64)  # several parts of a process ask for the same header

@@ -166,10 +166,8 @@ def _shape_of(stored: StoredWeight) -> tuple[int, ...]:
 
 def _names(target: str, module: str) -> bool:
     """Whether an entry of `targets` names a module: itself, or a pattern behind "re:"."""
-    try:
+    with CheckpointError.instead_of(re.error, f"quantization_config: targets has the pattern {target!r}"):
         return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
-    except re.error as error:
-        raise CheckpointError(f"quantization_config: targets has the pattern {target!r}: {error}") from None
 
 
 def _size(tensor: TensorInfo) -> int:

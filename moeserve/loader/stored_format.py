@@ -1,7 +1,5 @@
 """The format of quantised weights in a checkpoint's files. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +25,7 @@ class StoredFormat:
     see `Quantised`.
     """
 
-    kind: Kind
+    kind: "Kind"
     layout: Literal["plain", "words", "awq", "gptq", "gptq_v2", "nibbles", "blocks", "ggml"] = "plain"
     rows: int = 1
     group: int = 0
@@ -101,7 +99,7 @@ class StoredFormat:
         return "int8" if asked == "int8" or (asked == "auto" and rounds) else "float"
 
     @property
-    def for_floats(self) -> StoredFormat | None:
+    def for_floats(self) -> "StoredFormat | None":
         """The format where rows stay floats: without codes, and scales are fp32; None with minima, which integers alone
         can have."""
         kind: Kind = "int8" if self.kind == "iq4_nl" else self.kind
@@ -128,7 +126,7 @@ class StoredFormat:
         return rows, columns
 
 
-def _ggml(name: str, kind: Kind, group: int = 32, **more: Any) -> StoredFormat:
+def _ggml(name: str, kind: "Kind", group: int = 32, **more: Any) -> StoredFormat:
     return StoredFormat(kind=kind, layout="ggml", group=group, ggml=name, **more)
 
 

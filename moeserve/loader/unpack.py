@@ -35,7 +35,12 @@ def unpack(stored: StoredWeight, piece: Piece, into: Quantised, read: Read) -> N
     into.values.copy_(_values(stored, (*lead, rows), depth, stored.form.turned(piece.transposed), read))
     into.scales.copy_(_scales(stored, (*lead, rows), (*sizes, num_rows, depth), piece.transposed, read))
     if stored.order is not None:
-        _check_order(stored.order, stored.form.group or depth, read)
+        order = read(stored.order, ())
+        if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // (stored.form.group or depth)):
+            raise CheckpointError(
+                f"{stored.order} has groups of inputs in another order (desc_act), which is not supported; use a "
+                "checkpoint without desc_act, or with static_groups"
+            )
     zeros = None if stored.zeros is None else _zeros(stored, (*lead, rows), (*sizes, num_rows, depth), read)
     if into.zeros is not None:
         assert zeros is not None
@@ -126,12 +131,3 @@ def _turned(words: Tensor) -> Tensor:
 
 def _awq_order(numbers: Tensor) -> Tensor:
     return torch.unflatten(numbers, -1, (-1, 8))[..., _AWQ].flatten(-2)
-
-
-def _check_order(order: TensorInfo, group: int, read: Read) -> None:
-    found = read(order, ())
-    if not torch.equal(found, torch.arange(len(found), dtype=found.dtype) // group):
-        raise CheckpointError(
-            f"{order} has groups of inputs in another order (desc_act), which is not supported; use a checkpoint "
-            "without desc_act, or with static_groups"
-        )

@@ -238,15 +238,13 @@ class Reader:
 
     def stat(self, path: Path) -> os.stat_result:
         """Returns the status of the file that was opened, whatever its name means by now."""
-        try:
+        with CheckpointError.instead_of(OSError, path):
             return os.fstat(self._files[path])
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error}") from None
 
     def _fill(self, tensor: TensorInfo, offset: int, target: Tensor) -> None:
         memory: memoryview = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
         left = len(memory)
-        try:
+        with CheckpointError.instead_of(OSError, f"{tensor.path}: tensor {tensor.name!r}"):
             while left:
                 count = os.preadv(self._files[tensor.path], [memory[-left:]], offset)
                 if count == 0:
@@ -255,8 +253,6 @@ class Reader:
                         "was read; start again when it is complete"
                     )
                 offset, left = offset + count, left - count
-        except OSError as error:
-            raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r}: {error}") from None
 
 
 def _check_fits(into: Tensor, tensor: TensorInfo) -> None:

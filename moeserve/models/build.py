@@ -15,9 +15,8 @@ from moeserve.models.spec import LayerSpec, ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import Experts
-from moeserve.moe.experts.grouped_mm import GroupedMM
 from moeserve.moe.experts.native import NativeExperts
-from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.experts.reference import GroupedMM, ReferenceExperts
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.ops.table import Ops

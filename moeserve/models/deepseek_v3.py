@@ -1,8 +1,9 @@
 """DeepSeek-V3 (V3, V3.1, R1, Kimi-K2, Moonlight): latent attention, first layers dense, a shared expert, and a sigmoid
-router with a bias per expert for the choice. GLM-4.7-Flash: the same blocks in a small model. A.X-K1: with a norm of
+router with a bias per expert for the choice. DeepSeek-V2 (V2, V2-Lite, Coder-V2): shared experts, and a softmax router
+that may keep the groups with the best experts only. GLM-4.7-Flash: V3's blocks in a small model. A.X-K1: with a norm of
 what the experts give.
 
-Source: arXiv 2412.19437, 2507.20534, github.com/zai-org/GLM-4.5, huggingface.co/skt/A.X-K1.
+Source: arXiv 2405.04434, 2412.19437, 2507.20534, github.com/zai-org/GLM-4.5, huggingface.co/skt/A.X-K1.
 """
 
 from dataclasses import replace
@@ -11,6 +12,23 @@ from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
+from moeserve.ops.rules import RouterRule
+
+
+def _v2(config: Fields) -> family.SpecFields:
+    config.only(scoring_func="softmax", norm_topk_prob=False, moe_layer_freq=1)
+    grouped = config.choice("topk_method", ("greedy", "group_limited_greedy")) != "greedy"
+    router = RouterRule(
+        groups=config.integer("n_group", 1, family.MAX_EXPERTS) if grouped else 1,
+        kept_groups=config.integer("topk_group", 1, family.MAX_EXPERTS) if grouped else 1,
+        group_score="max",
+        scale=config.number("routed_scaling_factor", 0, family.MAX_MULTIPLIER),
+        fp32=True,
+    )
+    bias = config.boolean("mlp_bias")
+    experts = family.moe(config, router=router, shared=family.shared_experts(config, bias=bias))
+    blocks = family.first_dense(config, experts, family.dense(config, bias=bias))
+    return {"layers": family.layers(config, family.latent_attention(config), blocks)}
 
 
 def experts_of(config: Fields) -> MoE:
@@ -39,6 +57,21 @@ def _axk1(config: Fields) -> family.SpecFields:
     return {"layers": tuple(replace(layer, mlp_post_norm=isinstance(layer.feed_forward, MoE)) for layer in layers)}
 
 
+V2 = family.Family(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    _v2,
+    family.sizes(102400, 4096, 11008, 32, 32, None, 2048, experts=64, expert_size=1407)
+    | family.LATENT
+    | {
+        "eos_token_id": 2,
+        "first_k_dense_replace": 0,
+        "n_group": None,
+        "n_shared_experts": 2,
+        "topk_group": None,
+        "topk_method": "greedy",
+    },
+)
 FAMILY = family.Family(
     "DeepseekV3ForCausalLM",
     ("deepseek_v3", "kimi_k2"),
@@ -85,4 +118,4 @@ AXK1 = family.Family(
     | {"eos_token_id": 163691, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
     Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),
 )
-FAMILIES = (FAMILY, KIMI_K25, GLM4_MOE_LITE, AXK1)
+FAMILIES = (V2, FAMILY, KIMI_K25, GLM4_MOE_LITE, AXK1)

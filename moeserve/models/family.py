@@ -153,10 +153,8 @@ def moe(config: Fields, size_key: str = "moe_intermediate_size", **options: Any)
     num_experts = config.integer(keys[0] if keys else "num_experts", 1, MAX_EXPERTS)
     top_k = config.integer("num_experts_per_tok", 1, num_experts)
     router: RouterRule = options["router"]
-    try:
+    with CheckpointError.instead_of(ConfigError, config.path):
         router.check(num_experts, top_k)
-    except ConfigError as error:
-        raise CheckpointError(f"{config.path}: {error}") from None
     return MoE(num_experts=num_experts, top_k=top_k, size=config.integer(size_key, 1, MAX_WIDTH), **options)
 
 

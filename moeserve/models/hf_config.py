@@ -3,6 +3,8 @@
 A key that config.json leaves out has the value that the family's configuration class in transformers 5 gives it. The
 spellings of transformers 4 and 5 are read. A key that would change the model's numbers, and that moeserve does not
 compute, is refused: a wrong answer is worse than none.
+
+Mistral-Large-3 has params.json in place of config.json, in keys of its own (github.com/mistralai/mistral-inference).
 """
 
 import logging
@@ -16,7 +18,6 @@ from moeserve.loader.checkpoint import first_dtype
 from moeserve.loader.files import PARAMS, Fields, config_name, read_json
 from moeserve.loader.generation_config import read_eos_ids
 from moeserve.loader.quantisation import read_stored_formats
-from moeserve.models import mistral_params
 from moeserve.models.family import MAX_POSITION, MAX_WIDTH, Family
 from moeserve.models.registry import FAMILIES
 from moeserve.models.rope_config import longest_context
@@ -55,6 +56,20 @@ _COMMON_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "topk_group": 1,
 }
+# keys of params.json and what they are in config.json
+_LENGTH = "original_max_position_embeddings"
+_PARAMS = {
+    "dim": "hidden_size", "hidden_dim": "intermediate_size", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "n_layers": "num_hidden_layers", "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_PARAMS_MOE = {
+    "expert_hidden_dim": "moe_intermediate_size", "first_k_dense_replace": "first_k_dense_replace",
+    "num_expert_groups": "n_group", "num_expert_groups_per_tok": "topk_group", "num_experts": "n_routed_experts",
+    "num_experts_per_tok": "num_experts_per_tok", "num_shared_experts": "n_shared_experts",
+    "routed_scale": "routed_scaling_factor",
+}  # fmt: skip
+_PARAMS_YARN = {"alpha": "beta_slow", "beta": "beta_fast", "factor": "factor", _LENGTH: _LENGTH}
 
 
 def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) -> ModelSpec:
@@ -94,7 +109,7 @@ def _read(model_dir: Path) -> tuple[Path, dict[str, Any]]:
     """Returns the file that describes the model, and what it says in the keys of config.json."""
     name = config_name(model_dir)
     path, values = model_dir / name, read_json(model_dir, name)
-    return path, mistral_params.as_config(path, values) if name == PARAMS else values
+    return path, _of_params(path, values) if name == PARAMS else values
 
 
 def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -135,3 +150,30 @@ def _dtype(config: Fields, model_dir: Path) -> str:
     if config.values.get(key) is not None:
         return config.choice(key, _DTYPES)
     return first_dtype(model_dir) or "float32"
+
+
+def _of_params(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns what params.json says in the keys of config.json. Raises CheckpointError for a model of another kind."""
+    params = Fields(path, values, {"moe": None, "yarn": None, "llama_4_scaling": None, "rope_theta": 10_000.0})
+    moe, yarn, scaling = (
+        Fields(path, params.section(key), {}, f"{key}.") for key in ("moe", "yarn", "llama_4_scaling")
+    )
+    moe.only(route_every_n=1)
+    yarn.only(apply_scale=False)
+    for key in ("qk_nope_head_dim", "q_lora_rank"):
+        params.raw(key)  # nothing else is published in this format alone
+    params.unsupported("quantization", "Mistral's own fp8 is not read; use the release in bfloat16")
+    scaling.only(original_max_position_embeddings=yarn.raw(_LENGTH))
+    config = {
+        _PARAMS.get(key, key): value for key, value in values.items() if key not in ("moe", "yarn", "llama_4_scaling")
+    }
+    config |= {name: moe.raw(key) for key, name in _PARAMS_MOE.items()}
+    config["rope_parameters"] = {
+        "rope_type": "yarn",
+        "rope_theta": params.raw("rope_theta"),
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": scaling.values.get("beta"),
+        **{name: yarn.raw(key) for key, name in _PARAMS_YARN.items()},
+    }
+    return config | {"architectures": ["MistralLarge3ForCausalLM"], "eos_token_id": 2}

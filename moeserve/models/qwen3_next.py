@@ -10,7 +10,7 @@ from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.weights import QWEN_MTP, Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.qwen2_moe import experts
+from moeserve.models.qwen2 import experts
 from moeserve.models.spec import LayerSpec, NormSpec
 
 

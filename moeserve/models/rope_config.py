@@ -160,7 +160,8 @@ def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
     def factors(key: str) -> tuple[float, ...]:
         """Returns the factor of each wavelength."""
         values = rope.raw(key)
-        if not isinstance(values, list) or len(values) != size // 2 or any(not _is_factor(value) for value in values):
+        fits = isinstance(values, list) and len(values) == size // 2
+        if not fits or any(type(value) not in (int, float) or not 0.01 <= value <= _MAX_FACTOR for value in values):
             raise rope.error(key, f"it must be a list of {size // 2} numbers from 0.01 to {_MAX_FACTOR:g}")
         return tuple(map(float, values))
 
@@ -171,7 +172,3 @@ def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
         "attention_factor": rope.number("short_mscale", 0, 100.0),
         "long_attention_factor": rope.number("long_mscale", 0, 100.0),
     }
-
-
-def _is_factor(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.01 <= value <= _MAX_FACTOR

@@ -26,7 +26,9 @@ def _fields(config: Fields) -> family.SpecFields:
     config.only(**known)
     mtp, kinds = family.mtp_layers(config), ("full_attention", "sliding_attention")
     count = family.num_layers(config)
-    own = replace(config, values={**config.values, **_without_mtp(config, count)})
+    for_mtp = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
+    own_values = {key: value[:count] for key in for_mtp if isinstance(value := config.values.get(key), list)}
+    own = replace(config, values={**config.values, **own_values})  # those lists may go on for layers of further tokens
     types = family.layer_types(own, kinds, ["full_attention"] * count)
     mixers = {kind: _attention(own, kind, types) for kind in dict.fromkeys(types)}
     return {
@@ -34,12 +36,6 @@ def _fields(config: Fields) -> family.SpecFields:
         "num_mtp_layers": mtp,
         "norm": NormSpec(shift=1.0),
     }
-
-
-def _without_mtp(config: Fields, count: int) -> dict[str, object]:
-    """Lists per layer may go on for layers that predict further tokens."""
-    keys = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
-    return {key: value[:count] for key in keys if isinstance(value := config.values.get(key), list)}
 
 
 def _attention(config: Fields, kind: str, types: list[str]) -> Attention:

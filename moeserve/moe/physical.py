@@ -3,8 +3,6 @@
 T tokens, K experts per token, E logical experts, N replicas of the expert that has most, W turns in the table.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -56,7 +54,7 @@ class LogicalToPhysical:
         starts_T1 = self._starts(ids_TK.shape[0])
         return Routing(self._table.index_select(0, (ids_TK + starts_T1).view(-1)).view_as(ids_TK), routing.weights_TK)
 
-    def after(self, placement: Placement) -> LogicalToPhysical:
+    def after(self, placement: Placement) -> "LogicalToPhysical":
         """Returns the same layer's map under another placement."""
         return LogicalToPhysical(placement, self.layer, self.device, counts_on_device=self.counts_on_device)
 

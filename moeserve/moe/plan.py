@@ -4,8 +4,6 @@ The choice is made once, at start, by what each candidate declares that it can d
 candidate that was not taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,7 +68,7 @@ class MoEPlan:
         kind = FusedMoELayer if self.fused else MoELayer
         return kind(router, self.all2all, self.experts, packed, to_physical, shared, tp, router.rule.on_input)
 
-    def with_activation(self, activation: Activation) -> MoEPlan:
+    def with_activation(self, activation: Activation) -> "MoEPlan":
         """Returns the plan of layers whose experts have another activation."""
         return replace(self, experts=self.experts.with_activation(activation))
 

@@ -3,8 +3,6 @@
 T tokens, E experts, K experts per token, D model width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +23,11 @@ class Routing:
     ids_TK: Tensor
     weights_TK: Tensor
 
-    def rows(self, rows: slice) -> Routing:
+    def rows(self, rows: slice) -> "Routing":
         """Returns the routing of some of the tokens, as views."""
         return Routing(self.ids_TK[rows], self.weights_TK[rows])
 
-    def on_input(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
+    def on_input(self, x_TD: Tensor) -> "tuple[Tensor, Routing]":
         """Returns rows times the weight of their only expert, and the routing whose results count as they are."""
         assert self.weights_TK.shape[1] == 1, self.weights_TK.shape
         return (x_TD * self.weights_TK).to(x_TD.dtype), Routing(self.ids_TK, torch.ones_like(self.weights_TK))

@@ -5,8 +5,6 @@ that take turns: `overlap` sends this micro-batch's rows, lets the other one com
 for them. Only the MoE layer calls `overlap`, so model code stays the same.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,7 +92,7 @@ class UBatch:
         self._inbox: list[Callable[[], None]] = []  # receives that the sibling wants launched
         self._early_ns = 0  # when the first part of the next transfer was sent
 
-    def couple(self, ping_pong: PingPong, sibling: UBatch) -> None:
+    def couple(self, ping_pong: PingPong, sibling: "UBatch") -> None:
         """Shares the next step with `sibling`. To be called for both before either enters."""
         self._ping_pong, self._sibling = ping_pong, sibling
         self._inbox.clear()

@@ -8,8 +8,6 @@ int8 entry is d whole numbers and the four bytes of their fp32 scale, so code th
 not know of scales. The native kernels have the same layout (csrc/kernels/rotary.hpp).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,7 +78,7 @@ class StepInputs:
     starts_R: NDArray[np.int32]  # host: first position of each row's new tokens
     rows_on_device: tuple[Tensor, Tensor]
     live: Tensor | None = None
-    cut: Cut | None = None
+    cut: "Cut | None" = None
 
 
 PlanRows = Callable[[StepInputs], Any]

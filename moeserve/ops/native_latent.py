@@ -1,4 +1,4 @@
-"""A latent attention block in one native call.
+"""A latent attention block in one native call, and the choice of tokens that its queries attend to; CPU tensors only.
 
 T tokens, D model width, H heads of this rank, L rank of the latents, C width of a cache entry.
 """
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.inputs import HeadShape, RopeCacheInputs
-from moeserve.ops.latent import LatentRule
+from moeserve.ops.latent import LatentRule, PackHeads
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeAttentionMetadata, NativeHeads, NativeLinear
 from moeserve.ops.native_rows import TYPES
+from moeserve.ops.selected import QUERIES, Selection
 
 _native: Any = native()
 _empty = torch.empty
@@ -67,3 +68,26 @@ class LatentBlock:
             slot_mapping_T.data_ptr(), latent_cache.data_ptr(), y.data_ptr(),
         )  # fmt: skip
         return y
+
+
+def index_select(
+    q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection, pack_heads: PackHeads
+) -> Tensor:
+    """Does `index_select` of ops/selected.py (csrc/kernels/index_scores.hpp, csrc/core/top_k.cpp)."""
+    num_queries, heads, dim = q_SJd.shape
+    assert cache.shape[2:] == (1, dim), (cache.shape, q_SJd.shape)
+    assert cache.is_contiguous(), cache.stride()
+    assert weights_SJ.shape == (num_queries, heads), (weights_SJ.shape, q_SJd.shape)
+    q_SJd, weights_SJ = q_SJd.float().contiguous(), weights_SJ.float().contiguous()
+    out_SK = torch.empty((num_queries, selection.top_k), dtype=torch.int64)
+    for request in selection.requests:
+        first, count, slots_L = request.rows.start, len(request.rows), request.slots_L
+        assert slots_L.is_contiguous(), slots_L.stride()
+        assert len(slots_L) == request.first + count, (slots_L.shape, request)
+        scores_ML = torch.empty((min(QUERIES, count), len(slots_L)))
+        _native.index_select(
+            TYPES[cache.dtype], cache.data_ptr(), dim, slots_L.data_ptr(), request.first, count, heads,
+            q_SJd[first:].data_ptr(), weights_SJ[first:].data_ptr(), selection.top_k, len(scores_ML),
+            scores_ML.data_ptr(), out_SK[first:].data_ptr(),
+        )  # fmt: skip
+    return out_SK

@@ -4,8 +4,6 @@ N outputs, K inputs, G groups of inputs with a scale each. Dimensions of experts
 one, so a row's bits depend on nothing but the row: not on ranks' shares, threads, or what else is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,7 +58,7 @@ class Quantised:
     @staticmethod
     def empty(
         kind: Kind, group: int, zeros: bool, dtype: torch.dtype, shape: tuple[int, ...], device: Device = None
-    ) -> Quantised:
+    ) -> "Quantised":
         """Returns uninitialised memory for a weight of `shape` [..., N, K]."""
         groups = -(-shape[-1] // group) if group else 1
         values = torch.empty(shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device)
@@ -83,7 +81,7 @@ class Quantised:
         """The bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Quantised:
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Quantised":
         """Returns the weight with `change`, a change of leading dimensions, applied to every part."""
         d, dmin = self.supers or (None, None)
         zeros, mins, d, dmin = (None if part is None else change(part) for part in (self.zeros, self.mins, d, dmin))
@@ -91,15 +89,15 @@ class Quantised:
         scales = change(self.scales)
         return replace(self, values=change(self.values), scales=scales, zeros=zeros, mins=mins, supers=supers)
 
-    def __getitem__(self, index: Any) -> Quantised:
+    def __getitem__(self, index: Any) -> "Quantised":
         return self.each(lambda part: part[index])
 
-    def chunk(self, count: int) -> tuple[Quantised, ...]:
+    def chunk(self, count: int) -> "tuple[Quantised, ...]":
         """Splits the first dimension into `count` parts, as Tensor.chunk does."""
         step = -(-self.shape[0] // count)
         return tuple(self[i : i + step] for i in range(0, self.shape[0], step))
 
-    def contiguous(self) -> Quantised:
+    def contiguous(self) -> "Quantised":
         """Returns the weight with contiguous parts."""
         return self.each(Tensor.contiguous)
 

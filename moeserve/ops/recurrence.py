@@ -25,8 +25,6 @@ Sources: Gated DeltaNet (arXiv 2412.06464), Mamba-2 (2405.21060), Kimi Linear (2
 (2401.04658).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -176,7 +174,7 @@ class _Rows:
         self.s: list[Tensor] = []
 
     @classmethod
-    def of(cls, places: list[Tensor], count: int) -> _Rows:
+    def of(cls, places: list[Tensor], count: int) -> "_Rows":
         rows = cls()
         rows.k, rows.u, rows.s = (list(place[:count].clone()) for place in places)
         return rows

@@ -1,7 +1,5 @@
 """The table of kernels: chosen once at start, by device, dtype and what the probe found, and logged."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import logging
@@ -28,7 +26,6 @@ from moeserve.ops import (
     native_recurrence,
     native_recurrent_block,
     native_rows,
-    native_selected,
     recurrence,
     selected,
     selective_scan,
@@ -72,7 +69,7 @@ class Ops:
     soft_cap: Callable[[Tensor, float], Tensor]
     native: bool = False
     triton: bool = False
-    asked: Choice = "auto"
+    asked: "Choice" = "auto"
     exact: bool = True
     room: native_layer.Room = native_layer.new_room
     to_disk: native_layer.ToDisk | None = None
@@ -100,7 +97,7 @@ class Ops:
     opaque: Callable[[Any], Any] = lambda function: function
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
-    def packing_into(self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None) -> Ops:
+    def packing_into(self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None) -> "Ops":
         """Returns the native kernels with packed weights in memory from `room`; experts go on to the disk, if so asked.
 
         Not those of heads: a parameter that is packed in two parts has no place of its own there.
@@ -240,7 +237,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         causal_conv=native_recurrence.causal_conv,
         recurrence=native_recurrence.recurrence,
         selective_scan=native_recurrence.selective_scan,
-        index_select=native_selected.index_select,
+        index_select=native_latent.index_select,
         plan_attention=native_layer.plan_attention,
         attention=native_layer.attention,
         attention_block=native_layer.AttentionBlock,

@@ -21,7 +21,7 @@ from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.flash_attention import FlashMetadata
-from moeserve.kernels.index_select import index_select as index_select_kernel
+from moeserve.kernels.latent import index_select as index_select_kernel
 from moeserve.kernels.latent import latent_rope_cache
 from moeserve.kernels.linear import heads_linear, linear
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention

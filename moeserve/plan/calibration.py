@@ -188,21 +188,16 @@ def limits_of(calibration: Calibration) -> Limits:
 
 def write(path: Path, calibration: Calibration) -> None:
     """Writes a calibration. Raises ConfigError."""
-    try:
+    with ConfigError.instead_of(OSError, f"calibration {path}"):
         path.write_bytes(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"calibration {path}: {error.strerror}") from error
 
 
 def read(path: Path) -> Calibration:
     """Reads a calibration. Raises ConfigError naming what is wrong."""
-    try:
+    remedy = "; write one by `moeserve simulate --measure FILE`"
+    with ConfigError.instead_of((OSError, msgspec.DecodeError), f"--calibration {path}", remedy):
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
         limits_of(found)
-    except OSError as error:
-        raise ConfigError(f"--calibration {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"--calibration {path}: {error}; write one by `moeserve simulate --measure FILE`") from None
     if missing := [name for name in (*TERMS, *GAPS) if name not in found.terms]:
         raise ConfigError(f"--calibration {path}: terms lacks {', '.join(missing)}; measure again")
     return found

@@ -101,10 +101,9 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     from moeserve.moe.all2all.registry import most_rows
     from moeserve.runner import limits as limits_of
     from moeserve.runner.kv_cache import block_bytes
-    from moeserve.runner.state_limits import check_block_size, state_room
 
     limits_of.check(config, spec)
-    check_block_size(config, spec)
+    limits_of.check_block_size(config, spec)
     config = limits_of.with_step_tokens(config, 2048)
     parallel, dtype = config.parallel, getattr(torch, spec.dtype)
     weights = rank_weights(spec, config)
@@ -122,7 +121,7 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
     sizes = groups, spec, kv_dtype, parallel.tp
     per_block = block_bytes(*sizes)
-    states = state_room(config, block_bytes(*sizes, pool=1), budget, fill=True)
+    states = limits_of.state_room(config, block_bytes(*sizes, pool=1), budget, fill=True)
     limits, notes = limits_of.resolve(states.config, spec, groups, per_block, states.budget, fill=True)
     limits = replace(limits, num_states=states.num_states)
     return RankMemory(

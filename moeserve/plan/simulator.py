@@ -20,7 +20,7 @@ from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
-from moeserve.messages import Ready, Submit
+from moeserve.messages import Submit
 from moeserve.plan.counted import CountedEngine, Settled
 from moeserve.plan.report import Clients, Steps
 from moeserve.plan.roofline import NOTHING, Shape, Spans, StepCost, shape_of
@@ -161,7 +161,7 @@ class Simulation:
         self._home = {engine.rank: (group, engine) for group in self.groups for engine in group.engines}
         self._balancer = Balancer()
         for engine in engines if dp > 1 else ():
-            self._balancer.open(engine.rank, _ready(limits))
+            self._balancer.open(engine.rank, limits.block_size, limits.num_blocks)
         self._num_blocks = limits.num_blocks
         self.clients = Clients(np.zeros(0))
 
@@ -210,12 +210,3 @@ class Simulation:
             self._balancer.stepped(rank, found.rows, found.tokens, found.free_blocks, found.cached)
             for rid in found.ended:
                 self._balancer.end(rid)
-
-
-def _ready(limits: Limits) -> Ready:
-    """Returns what an engine says of itself, as far as the balancer reads it."""
-    return Ready(
-        pid=0, architecture="", dtype="", device="", vocab_size=0, max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs, num_blocks=limits.num_blocks, block_size=limits.block_size, eos_token_ids=(),
-        num_params=0, num_active_params=0, weight_bytes=0, startup_s=0.0,
-    )  # fmt: skip

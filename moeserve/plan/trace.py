@@ -74,10 +74,8 @@ def prompt_of(rid: int, arrival: Arrival) -> bytes:
 def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
     """Reads a file of any of the kinds. rate: requests per second, for files that do not say when each comes; times of
     others are stretched to it. Raises ConfigError naming file, line and what was expected."""
-    try:
+    with ConfigError.instead_of(OSError, f"--trace {path}"):
         text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: {error.strerror}") from error
     if text.lstrip()[:1] == b"[":
         if rate is None:
             raise ConfigError(f"--trace {path}: conversations have no times; say how many come per second by --rates")
@@ -96,7 +94,7 @@ def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
 
 
 def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:
-    for i, entry in enumerate(_decoded(path, "", text)):
+    for i, entry in enumerate(_decoded(f"--trace {path}", text)):
         turns = entry.get("conversations", []) if isinstance(entry, dict) else None
         if turns is None or not all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns):
             raise ConfigError(f"--trace {path}: entry {i} has no `conversations` of turns with a text `value`")
@@ -110,7 +108,7 @@ def _line(path: Path, number: int, line: bytes) -> Arrival | None:
     if not line.strip():
         return None
     where = f"--trace {path}: line {number}"
-    entry = _decoded(path, f" line {number}:", line)
+    entry = _decoded(where, line)
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not a JSON object")
     if "input_length" in entry:
@@ -144,8 +142,6 @@ def _number(where: str, entry: dict[str, Any], key: str) -> float:
     return float(value)
 
 
-def _decoded(path: Path, where: str, text: bytes) -> Any:
-    try:
+def _decoded(where: str, text: bytes) -> Any:
+    with ConfigError.instead_of(msgspec.DecodeError, where):
         return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--trace {path}:{where} {error}") from None

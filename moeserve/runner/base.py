@@ -6,8 +6,6 @@ A device is a subclass. It must override `_cache_device_properties`, `capture_mo
 and `_elapsed_us` (the GPU does). The sampler is picked by device, see `runner/sampling`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -39,7 +37,7 @@ from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import GraphManager, GroupGraphs, common_sizes, sizes_of
 from moeserve.runner.kv_cache import KVCache, block_bytes
-from moeserve.runner.limits import MemoryFacts, kv_budget, workspace_bytes
+from moeserve.runner.limits import MemoryFacts, check_block_size, kv_budget, state_room, workspace_bytes
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
@@ -50,7 +48,6 @@ from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
 from moeserve.runner.speculation.native_head import native_head
 from moeserve.runner.speculation.ngram import NgramProposer
 from moeserve.runner.speculation.suffix import SuffixProposer
-from moeserve.runner.state_limits import check_block_size, state_room
 from moeserve.runner.step import StepExecutor
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
@@ -194,7 +191,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.graphs.capture()
 
     @cached_property
-    def fixed_inputs(self) -> FixedInputs:
+    def fixed_inputs(self) -> "FixedInputs":
         """The buffers for the inputs of any step, which a Triton kernel fills."""
         from moeserve.runner.triton_inputs import FixedInputs  # imports triton
 

@@ -281,10 +281,8 @@ class ExpertStore:
     # In either thread, never in both at once.
 
     def _checked(self, table: PlacementTable) -> Placement:
-        try:
+        with ConfigError.instead_of(ValueError, f"placement {table.version} is damaged"):
             placement = Placement.from_table(table)
-        except ValueError as error:
-            raise ConfigError(f"placement {table.version} is damaged: {error}") from None
         got = placement.num_layers, placement.num_experts
         if got != (here := (self._placement.num_layers, self._placement.num_experts)):
             raise ConfigError(f"placement {table.version} is for (layers, experts) {got}, this model has {here}")

@@ -5,8 +5,6 @@ leaves attention eager. Steps are padded up to the next recorded size; padding r
 block, and no bit depends on it.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import time
@@ -86,7 +84,7 @@ class GraphManager:
     """
 
     forward: Forward
-    fixed: FixedInputs
+    fixed: "FixedInputs"
     recorder: Recorder
     ubatches: Sequence[UBatch]
     sizes: Mapping[Mode, Sequence[int]]
@@ -191,7 +189,7 @@ class GroupGraphs(GraphManager):
     sizes: where experts are sharded, of PIECEWISE and FULL, the latter's among the former's.
     """
 
-    group: Peers
+    group: "Peers"
     shards_experts: bool = True
 
     _place = (-1, -1)

@@ -154,7 +154,10 @@ class Team:
         accepting: asyncio.Task[None] | None = None
         deaths: list[asyncio.Task[None]] = []
         try:
-            accepting = self._loop.create_task(self._accept(self._listen()))
+            address, token = self._births[0].address, self._births[0].token
+            with ConfigError.instead_of(OSError, f"cannot listen for tensor-parallel workers at {address}"):
+                listener = StreamListener(address, token, 0, [Peer(birth.tp_rank) for birth in self._births])
+            accepting = self._loop.create_task(self._accept(listener))
             for birth in self._births:
                 child = self._children[birth.tp_rank] = self._start(f"tp worker {birth.tp_rank}", birth)
                 self.pids[birth.tp_rank] = child.pid
@@ -171,13 +174,6 @@ class Team:
             if child.alive:
                 child.kill("did not end with its engine")
         await asyncio.gather(*deaths)
-
-    def _listen(self) -> StreamListener:
-        address, token = self._births[0].address, self._births[0].token
-        try:
-            return StreamListener(address, token, 0, [Peer(birth.tp_rank) for birth in self._births])
-        except OSError as error:
-            raise ConfigError(f"cannot listen for tensor-parallel workers at {address}: {error}") from None
 
     async def _accept(self, listener: StreamListener) -> None:
         with closing(listener):

@@ -9,8 +9,6 @@ stages (offset, value) pairs, and `apply` sends all of a step's pairs in one cop
 Only an `Upload` knows whether a copy is needed. On CPUs host memory is device memory: arrays are wrapped as they are.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -173,7 +171,7 @@ class HostRows:
     drafts_S: I32 | None  # how many drafts each of them has; None: there are none in this step
 
     @classmethod
-    def of(cls, plan: StepPlan) -> HostRows:
+    def of(cls, plan: StepPlan) -> "HostRows":
         """Computes the layout of a plan with at least one row."""
         rows = len(plan.slots_R)
         offsets_R1 = np.zeros(rows + 1, dtype=np.int32)

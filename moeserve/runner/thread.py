@@ -4,8 +4,6 @@ A runner whose device works on its own (CUDA) gets a second thread that waits fo
 while the device still computes this one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue
@@ -90,7 +88,7 @@ class ThreadedRunner:
     """The engine's `Runner`: a model runner with threads of its own. After a step has failed, or after `close`, every
     later one fails with the cause."""
 
-    def __init__(self, runner: ModelRunnerBase) -> None:
+    def __init__(self, runner: "ModelRunnerBase") -> None:
         self.runner = runner
         self._cause: str | None = None
         self._launcher = JobThread("model runner", runner.enter_thread)

@@ -3,8 +3,6 @@
 Nothing that a client wrote is in it but the request id, which has harmless characters only.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
@@ -42,14 +40,14 @@ class Answered(msgspec.Struct, omit_defaults=True, kw_only=True):
 class Observer(Protocol):
     """What is told of every request that is over."""
 
-    def __call__(self, record: Answered, call: HttpCall) -> None:
+    def __call__(self, record: Answered, call: "HttpCall") -> None:
         """Notes a request. Raises nothing."""
 
     def close(self) -> None:
         """Gives up what it holds."""
 
 
-def answered(call: HttpCall, route: str, status: int) -> Answered:
+def answered(call: "HttpCall", route: str, status: int) -> Answered:
     """Returns what is known of a request that ends now."""
     took_s = time.monotonic() - call.began
     found = Answered(
@@ -84,10 +82,8 @@ class AccessLog:
         """Opens the file anew, after it was renamed. Raises ConfigError, and then the old one stays in use."""
         if self.path == "-":
             return
-        try:
+        with ConfigError.instead_of(OSError, f"access_log {self.path}"):
             file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open)
-        except OSError as error:
-            raise ConfigError(f"access_log {self.path}: {error.strerror}") from error
         self.close()
         self._file = file
 
@@ -96,7 +92,7 @@ class AccessLog:
         if self._file is not sys.stdout.buffer:
             self._file.close()
 
-    def __call__(self, record: Answered, call: HttpCall) -> None:
+    def __call__(self, record: Answered, call: "HttpCall") -> None:
         """Writes one line. A full disk costs lines, never requests."""
         try:
             self._file.write(msgspec.json.encode(record) + b"\n")

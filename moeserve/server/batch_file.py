@@ -107,10 +107,8 @@ class _Result(msgspec.Struct):
 
 def open_output(path: Path) -> BinaryIO:
     """Opens the output file to append results. Raises ConfigError."""
-    try:
+    with ConfigError.instead_of(OSError, f"cannot write {path}"):
         return path.open("ab")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_done(path: Path) -> set[Key]:
@@ -139,8 +137,5 @@ def read_done(path: Path) -> set[Key]:
 
 
 def _text_lines(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            yield from file
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    with ConfigError.instead_of(OSError, f"cannot read {path}"), path.open("rb") as file:
+        yield from file

@@ -8,8 +8,7 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
 from moeserve.server.errors import shorten
-from moeserve.server.items import convert_at
-from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, Sampling, convert, unknown_fields
+from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, Sampling, convert, convert_at, unknown_fields
 
 PositiveCount = Annotated[int, Meta(ge=1)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

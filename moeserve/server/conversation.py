@@ -4,8 +4,6 @@
 these are merged, the texts of the parts of a choice, joined, are the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import uuid
@@ -132,7 +130,7 @@ async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int
 
 
 async def chat_prompt(
-    front: FrontEnd, ready: Ready, request: ChatRequest | TokenizeRequest, tools: Tools
+    front: FrontEnd, ready: Ready, request: "ChatRequest | TokenizeRequest", tools: Tools
 ) -> tuple[str, list[int]]:
     """Returns the rendered prompt as people see it, and its ids; works in a thread, since both may take long."""
     template, tokenizer = front.chat_template, front.tokenizer

@@ -25,6 +25,7 @@ def expert_status(front: FrontEnd) -> protocol.ExpertStatus:
     total_LE = np.frombuffer(shown.counts, "<i8").reshape(shape)
     recent_LE = np.frombuffer(shown.recent, "<f8").reshape(shape)
     loads_LR = rank_loads(recent_LE, placement)
+    ranks_L, experts_L = balance(loads_LR), balance(recent_LE)
     return protocol.ExpertStatus(
         created=time.time(),
         ep_sharded=view.together,
@@ -39,7 +40,12 @@ def expert_status(front: FrontEnd) -> protocol.ExpertStatus:
         engines=[_engine(engine, front.stats.engines[engine.rank]) for engine in view.engines],
         machines=view.machines,
         ranks=_ranks(view, placement, loads_LR.sum(0)),
-        balance=_balance(balance(loads_LR), balance(recent_LE)),
+        balance=protocol.ExpertBalance(
+            ranks=round(float(ranks_L.mean()), 4),
+            experts=round(float(experts_L.mean()), 4),
+            ranks_by_layer=ranks_L.round(4).tolist(),
+            experts_by_layer=experts_L.round(4).tolist(),
+        ),
         load=protocol.ExpertLoads(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
         placement=protocol.ExpertPlacement(
             version=placement.version,
@@ -88,15 +94,6 @@ def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[p
         )
         for rank in range(view.dp * view.tp)
     ]
-
-
-def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> protocol.ExpertBalance:
-    return protocol.ExpertBalance(
-        ranks=round(float(ranks_L.mean()), 4),
-        experts=round(float(experts_L.mean()), 4),
-        ranks_by_layer=ranks_L.round(4).tolist(),
-        experts_by_layer=experts_L.round(4).tolist(),
-    )
 
 
 def _rebalancing(front: FrontEnd, shown: ExpertsView) -> protocol.ExpertRebalancing:

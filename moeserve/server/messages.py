@@ -15,8 +15,8 @@ from moeserve.server.app import HttpCall
 from moeserve.server.conversation import Conversation, conversation, prompt_of
 from moeserve.server.errors import error_body
 from moeserve.server.events import EventFrames
-from moeserve.server.items import fields_named
 from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
+from moeserve.server.requests import fields_named
 from moeserve.text.answer_format import Part
 
 _NAMES = {"response_format.json_schema.schema": "output_config.format.schema"}  # of a chat's fields here

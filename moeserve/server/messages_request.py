@@ -7,8 +7,7 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import StopStrings
 from moeserve.server.chat_request import ChatRequest, FunctionName, Message, PositiveCount, ReasoningEffort
-from moeserve.server.items import Kinds, TextItem, text_at, typed_at
-from moeserve.server.requests import OpenName, Refusals, Sampling
+from moeserve.server.requests import Kinds, OpenName, Refusals, Sampling, TextItem, text_at, typed_at
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MIN_BUDGET = 1024  # Anthropic's
@@ -127,6 +126,9 @@ class CountTokensRequest(Sampling, kw_only=True):
         if output.format is not None:
             shared["response_format"] = ResponseFormat("json_schema", JsonSchema("output", output.format.schema))
         choice = self.tool_choice or ToolChoice(type="auto")
+        thinks = None  # the variables by which templates turn thinking on or off
+        if self.thinking is not None:
+            thinks = dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
         return ChatRequest(
             **shared,
             messages=messages,
@@ -135,15 +137,9 @@ class CountTokensRequest(Sampling, kw_only=True):
             tool_choice=None if self.tool_choice is None else _chat_choice(choice),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             reasoning_effort=self._effort(output, max_tokens),
-            chat_template_kwargs=self._thinks(),
+            chat_template_kwargs=thinks,
             continue_final_message=True if self.messages[-1].role == "assistant" else None,
         )
-
-    def _thinks(self) -> dict[str, Any] | None:
-        """Returns the variables by which templates turn thinking on or off."""
-        if self.thinking is None:
-            return None
-        return dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
 
     def _effort(self, output: OutputConfig, max_tokens: int | None) -> ReasoningEffort | None:
         budget = None if self.thinking is None else self.thinking.budget_tokens

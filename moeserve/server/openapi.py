@@ -4,8 +4,6 @@ A new route needs nothing here. Bounds of fields are those of the structs, and o
 vocabulary. `assets/docs` has the page and the examples of requests, by operation.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -49,7 +47,7 @@ _SCHEMES = {
 
 
 @cache
-def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) -> bytes:
+def document(routes: "Sequence[Route]", vocab_size: int | None, *, keyed: bool) -> bytes:
     """Returns the document as JSON. vocab_size: None while no model is loaded; keyed: whether requests need a key."""
     kinds = {kind for route in routes for kind in (route.takes, route.gives, route.event, route.error) if kind}
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -96,7 +94,7 @@ def _token_ids(node: Any) -> Iterator[dict[str, Any]]:
         yield from _token_ids(inner)
 
 
-def _operation(route: Route, shapes: dict[Any, Any], examples: dict[str, Any]) -> dict[str, Any]:
+def _operation(route: "Route", shapes: dict[Any, Any], examples: dict[str, Any]) -> dict[str, Any]:
     summary, _, rest = (route.handler.__doc__ or "").strip().partition("\n")
     operation: dict[str, Any] = {"summary": summary, "tags": [_tag(route)], "responses": _responses(route, shapes)}
     if rest := " ".join(rest.split()):
@@ -123,17 +121,20 @@ def _operation(route: Route, shapes: dict[Any, Any], examples: dict[str, Any]) -
     return operation
 
 
-def _tag(route: Route) -> str:
+def _tag(route: "Route") -> str:
     if route.path.startswith("/v1/admin/"):
         return "administration"
     return "state" if route.takes is None else "inference"
 
 
-def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
+def _responses(route: "Route", shapes: dict[Any, Any]) -> dict[str, Any]:
     """Returns the answers by status: those that are likely each by itself, all others as `default`."""
     content: dict[str, Any] = {route.media: {} if route.gives is None else {"schema": shapes[route.gives]}}
     if route.event is not None:
-        content["text/event-stream"] = {"itemSchema": _event(shapes[route.event])}
+        # One server-sent event whose data are JSON.
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": shapes[route.event]}
+        event = {"event": {"type": "string"}, "data": {"anyOf": [data, _DONE]}}
+        content["text/event-stream"] = {"itemSchema": {"type": "object", "required": ["data"], "properties": event}}
     error = {"headers": _REQUEST_ID, "content": {"application/json": {"schema": shapes[route.error]}}}
     found: dict[str, Any] = {"200": {"description": "OK", "headers": _REQUEST_ID, "content": content}}
     for status in sorted(_statuses(route)):
@@ -145,7 +146,7 @@ def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
     return found | {"default": {"description": "Another failure, in the same shape", **error}}
 
 
-def _statuses(route: Route) -> set[int]:
+def _statuses(route: "Route") -> set[int]:
     found = set() if route.probe else {401, 503}
     if route.takes is not None:
         found |= {400, 408, 413, 415}
@@ -156,13 +157,6 @@ def _statuses(route: Route) -> set[int]:
     if route.path.endswith("/") or "model" in getattr(route.takes, "__struct_fields__", ()):
         found.add(404)
     return found
-
-
-def _event(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of one server-sent event whose data are JSON of `schema`."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
-    shown = {"event": {"type": "string"}, "data": {"anyOf": [data, _DONE]}}
-    return {"type": "object", "required": ["data"], "properties": shown}
 
 
 @cache

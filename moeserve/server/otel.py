@@ -1,7 +1,5 @@
 """OpenTelemetry: a span for each request, below that of its sender (W3C traceparent). Needs the extra `otel`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from moeserve.errors import ConfigError
@@ -32,7 +30,7 @@ class Spans:
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
 
-    def __call__(self, record: Answered, call: HttpCall) -> None:
+    def __call__(self, record: Answered, call: "HttpCall") -> None:
         """Makes the span; it is sent from a thread of the SDK's own."""
         names = ("traceparent", "tracestate")
         carrier = {name: value for name in names if (value := call.request.headers.get(name))}

@@ -2,13 +2,16 @@
 
 Strange input is refused here, before it costs anything. Types are strict. A field that is null or absent means its
 default: the model's (generation_config.json), else ours. Each route's own fields are declared beside its handler.
+Values inside a request are checked one by one, so that errors name their places: structs, and lists of objects whose
+`type` says what they are.
 """
 
 import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -17,18 +20,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from moeserve import sampling
-from moeserve.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    Overloaded,
-    PayloadTooLarge,
-    UnsupportedMedia,
-    invalid_request,
-)
+from moeserve import errors, sampling
 from moeserve.sampling import MAX_INT, SamplingParams
 from moeserve.server.errors import HttpError, shorten
 from moeserve.server.structured import StructuredFields
+from moeserve.text.json_schema import no_constant
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 64
@@ -161,13 +157,13 @@ async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) ->
                     room.taken += len(chunk)
                     taken += len(chunk)
                     if room.taken > max(MAX_BODIES, max_bytes):
-                        raise Overloaded("too many large bodies arrive at once", retry_after_s=2)
+                        raise errors.Overloaded("too many large bodies arrive at once", retry_after_s=2)
                 if len(body) >> 20 > before:
                     limit.reschedule(loop.time() + READ_TIMEOUT_S)
     except TimeoutError as error:
         raise HttpError(408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
     except web.RequestPayloadError as error:
-        raise InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
+        raise errors.InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
     else:
         return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
     finally:
@@ -183,17 +179,17 @@ async def continue_body(request: web.BaseRequest) -> None:
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        raise PayloadTooLarge(f"the body is larger than {max_bytes:,} bytes")
+        raise errors.PayloadTooLarge(f"the body is larger than {max_bytes:,} bytes")
 
 
 def _check_media_type(request: web.BaseRequest) -> None:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        raise UnsupportedMedia(f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is")
+        raise errors.UnsupportedMedia(f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is")
     if request.content_type.lower() != "application/json":
-        raise UnsupportedMedia("the Content-Type must be application/json")
+        raise errors.UnsupportedMedia("the Content-Type must be application/json")
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        raise UnsupportedMedia("the charset must be utf-8")
+        raise errors.UnsupportedMedia("the charset must be utf-8")
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
@@ -203,7 +199,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     _check_shape(body)
     try:
         text = body.decode()
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=no_constant)
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -219,8 +215,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     return value
 
 
-def _invalid_json(message: str, offset: int | None = None) -> InvalidRequest:
-    return InvalidRequest(message if offset is None else f"{message} (byte {offset})", code="invalid_json")
+def _invalid_json(message: str, offset: int | None = None) -> errors.InvalidRequest:
+    return errors.InvalidRequest(message if offset is None else f"{message} (byte {offset})", code="invalid_json")
 
 
 def _check_shape(body: bytes | bytearray) -> None:
@@ -249,16 +245,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
     """Returns `value` as a struct; strict: "5" is no integer. Raises InvalidRequest naming the field."""
     try:
         return msgspec.convert(value, kind, str_keys=True, strict=strict)
     except msgspec.ValidationError as error:
-        raise invalid_request(error) from error
+        raise errors.invalid_request(error) from error
 
 
 def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "") -> list[str]:
@@ -292,26 +284,75 @@ def _refused(kind: type[Struct]) -> Refusals:
 
 def _check_harmless(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
     if value is not None and not any(value == free and type(value) is type(free) for free in harmless):
-        raise InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
+        raise errors.InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
 
 
 def _check_common(request: Sampling) -> None:
     options = request.stream_options
     if not request.stream and options is not None and options != StreamOptions():
-        raise InvalidRequest("stream_options is only for stream: true", param="stream_options")
+        raise errors.InvalidRequest("stream_options is only for stream: true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
-        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        raise errors.InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     salt = request.cache_salt
     if salt is not None and (not 1 <= len(salt) <= 128 or any(char in "@/\\\0" for char in salt)):
-        raise InvalidRequest(r"cache_salt must have 1 to 128 characters, none of @ / \ NUL", param="cache_salt")
+        raise errors.InvalidRequest(r"cache_salt must have 1 to 128 characters, none of @ / \ NUL", param="cache_salt")
 
 
 def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
     """Raises ContextLengthExceeded, before a text is tokenized, if not even the longest tokens would make it fit."""
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
-        raise ContextLengthExceeded(
+        raise errors.ContextLengthExceeded(
             # clients know the error by its first words, which are OpenAI's
             f"this model's maximum context length is {max_model_len} tokens; the prompt's {num_chars} characters do "
             "not fit",
             param=param,
         )
+
+
+Kinds = dict[str, type[Struct]]  # by type
+
+
+class TextItem(Struct, kw_only=True):
+    """A part of a content that is text."""
+
+    text: str
+
+
+def convert_at(value: Any, kind: type[R], where: str) -> R:
+    """Returns a value inside a request as a struct. Raises InvalidRequest naming the field, under `where`."""
+    try:
+        return convert(value, kind)
+    except errors.InvalidRequest as error:
+        param = f"{where}.{error.param}" if error.param else where
+        what = error.message.removeprefix(error.param or "").strip()
+        raise errors.InvalidRequest(f"{param} {what}", param=param) from error
+
+
+def typed_at(value: Any, kinds: Kinds, where: str, default: str = "") -> Any:
+    """Returns an object as the struct in `kinds` that its `type` names. Raises InvalidRequest."""
+    name = value.get("type") or default if isinstance(value, dict) else default
+    if isinstance(name, str) and name in kinds:
+        return convert_at(value, kinds[name], where)
+    known = " or ".join(kinds)
+    what = f"{where}.type must be {known}, not {shorten(str(name))!r}: {MEDIA}, and calls functions of yours"
+    raise errors.InvalidRequest(what, param=f"{where}.type", code="unsupported_parameter")
+
+
+def text_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> str:
+    """Returns the text of a content: itself, or its parts on lines of their own. Raises InvalidRequest."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(typed_at(part, kinds, f"{where}[{i}]").text for i, part in enumerate(content))
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors about a chat, raised inside the block, name the fields of another API."""
+    try:
+        yield
+    except errors.InvalidRequest as error:
+        for theirs, ours in names.items():
+            if error.param is not None and error.param.startswith(theirs):
+                error.param = error.param.replace(theirs, ours, 1)
+                error.message = error.message.replace(theirs, ours, 1)
+        raise

@@ -1,7 +1,5 @@
 """The responses that a server remembers: as many and as large as it was told, in memory, each for its own key only."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ class ResponseStore:
     max_bytes: int
     num_bytes: int = 0
     _stored: OrderedDict[Key, Stored] = field(default_factory=OrderedDict)
-    _running: dict[Key, RunningResponse] = field(default_factory=dict)
+    _running: "dict[Key, RunningResponse]" = field(default_factory=dict)
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
         """Stores a response, and forgets others to make room."""
@@ -64,7 +62,7 @@ class ResponseStore:
         del self._stored[owner, response_id]
 
     @contextmanager
-    def running(self, owner: str, running: RunningResponse) -> Iterator[None]:
+    def running(self, owner: str, running: "RunningResponse") -> Iterator[None]:
         """Lets `find_running` find a response inside the block."""
         key = owner, running.response.id
         self._running[key] = running
@@ -73,7 +71,7 @@ class ResponseStore:
         finally:
             del self._running[key]
 
-    def find_running(self, owner: str, response_id: str) -> RunningResponse | None:
+    def find_running(self, owner: str, response_id: str) -> "RunningResponse | None":
         """Returns a response that is not finished."""
         return self._running.get((owner, response_id))
 

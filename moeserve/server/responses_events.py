@@ -1,10 +1,5 @@
-"""The answers of /v1/responses: the response, its output items, and the events of a stream.
+"""The answers of /v1/responses: the response, its output items, and the events of a stream."""
 
-`ResponseOutput` makes items and events from the parts of an answer; a whole answer is made by the same code as a
-streamed one, whose events nobody gets.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct, field
@@ -12,7 +7,6 @@ from msgspec import Struct, field
 from moeserve.protocol import Answer, CachedTokens, TokenLogprob
 from moeserve.server.file_objects import Page
 from moeserve.server.responses_request import FunctionTool, ReasoningConfig, TextConfig
-from moeserve.text.answer_format import Part
 
 
 class OutputText(Struct, tag="output_text", kw_only=True):
@@ -154,94 +148,3 @@ class ResponseEvent(Struct, kw_only=True, omit_defaults=True):
     text: str | None = None
     arguments: str | None = None
     logprobs: list[TokenLogprob] | None = None
-
-
-_ITEM = {"content": OutputMessage, "reasoning": OutputReasoning, "call": OutputCall, "arguments": OutputCall}
-_TEXT = {OutputMessage: "response.output_text", OutputReasoning: "response.reasoning_text"}
-_ARGUMENTS = "response.function_call_arguments"
-
-
-class ResponseOutput:
-    """The items of a response as they come. emit: takes each event at once, because items change afterwards."""
-
-    def __init__(self, items: list[OutputItem], key: str, emit: Callable[[ResponseEvent], None]) -> None:
-        self._items = items
-        self._key = key
-        self._emit = emit
-        self._open: OutputItem | None = None
-        self._texts: list[str] = []
-        self._logprobs: list[TokenLogprob] = []  # not yet told
-
-    def add(self, parts: list[Part], logprobs: list[TokenLogprob]) -> None:
-        """Adds new parts of the answer."""
-        self._logprobs += logprobs
-        for part in parts:
-            if part.kind == "call" or type(self._open) is not _ITEM[part.kind]:
-                self.close()
-                self._begin(part)
-            if part.kind != "call":
-                self._extend(part.text)
-
-    def close(self, status: str = "completed") -> None:
-        """Ends the last item. A status other than completed ends the answer, too."""
-        item = self._open
-        match item:
-            case None:
-                return
-            case OutputCall():
-                item.arguments = "".join(self._texts)
-                self._tell(f"{_ARGUMENTS}.done", arguments=item.arguments)
-            case OutputMessage() | OutputReasoning():
-                (part,) = item.content
-                part.text = "".join(self._texts)
-                logprobs = None
-                if isinstance(part, OutputText):
-                    part.logprobs += self._logprobs  # of tokens without text
-                    self._logprobs, logprobs = [], part.logprobs
-                self._tell(f"{_TEXT[type(item)]}.done", content_index=0, text=part.text, logprobs=logprobs)
-                self._tell("response.content_part.done", content_index=0, part=part)
-        item.status = status
-        self._emit(ResponseEvent(type="response.output_item.done", output_index=len(self._items) - 1, item=item))
-        self._open, self._texts = None, []
-
-    def end(self, status: str = "completed") -> None:
-        """Ends the answer. One without parts has an empty message, so that clients find a text."""
-        if not self._items:
-            self._begin(Part("content", ""))
-        self.close(status)
-
-    def _begin(self, part: Part) -> None:
-        number = len(self._items)
-        item: OutputItem
-        if part.kind == "call" or part.kind == "arguments":
-            item = OutputCall(id=f"fc_{self._key}{number}", call_id=part.id, name=part.text)
-        elif part.kind == "reasoning":
-            item = OutputReasoning(id=f"rs_{self._key}{number}")
-        else:
-            item = OutputMessage(id=f"msg_{self._key}{number}")
-        self._items.append(item)
-        self._open = item
-        self._emit(ResponseEvent(type="response.output_item.added", output_index=number, item=item))
-        if isinstance(item, OutputMessage):
-            item.content = [OutputText()]
-        elif isinstance(item, OutputReasoning):
-            item.content = [ReasoningText()]
-        else:
-            return
-        self._tell("response.content_part.added", content_index=0, part=item.content[0])
-
-    def _extend(self, text: str) -> None:
-        item = self._open
-        self._texts.append(text)
-        if isinstance(item, OutputMessage):
-            told, self._logprobs = self._logprobs, []
-            item.content[0].logprobs += told
-            self._tell("response.output_text.delta", content_index=0, delta=text, logprobs=told)
-        elif isinstance(item, OutputReasoning):
-            self._tell("response.reasoning_text.delta", content_index=0, delta=text)
-        else:
-            self._tell(f"{_ARGUMENTS}.delta", delta=text)
-
-    def _tell(self, name: str, **fields: Any) -> None:
-        assert self._open is not None
-        self._emit(ResponseEvent(type=name, item_id=self._open.id, output_index=len(self._items) - 1, **fields))

@@ -7,8 +7,7 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import NumLogprobs
 from moeserve.server.chat_request import ChatRequest, Function, FunctionName, Message, PositiveCount, ReasoningEffort
-from moeserve.server.items import Kinds, TextItem, convert_at, text_at, typed_at
-from moeserve.server.requests import OpenName, Refusals, Sampling
+from moeserve.server.requests import Kinds, OpenName, Refusals, Sampling, TextItem, convert_at, text_at, typed_at
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MAX_ITEMS = 10_000
@@ -20,13 +19,13 @@ class _Message(Struct, kw_only=True):
     content: str | list[dict[str, Any]]
 
 
-class _Call(Struct, kw_only=True):
+class _FunctionCall(Struct, kw_only=True):
     call_id: OpenName
     name: FunctionName
     arguments: str
 
 
-class _CallOutput(Struct, kw_only=True):
+class _FunctionCallOutput(Struct, kw_only=True):
     call_id: OpenName
     output: str | list[dict[str, Any]]
 
@@ -38,8 +37,8 @@ class _Reasoning(Struct, kw_only=True):
 
 _ITEMS: Kinds = {
     "message": _Message,
-    "function_call": _Call,
-    "function_call_output": _CallOutput,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionCallOutput,
     "reasoning": _Reasoning,
 }
 _TEXTS: Kinds = {"input_text": TextItem, "output_text": TextItem, "text": TextItem}
@@ -171,12 +170,12 @@ def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
             case _Reasoning(content=content, summary=summary):
                 text = text_at(content or summary, _REASONING, f"{where}.content")
                 messages.append(Message(role="assistant", reasoning_content=text))
-            case _Call() as made:
+            case _FunctionCall() as made:
                 if last is None:
                     messages.append(last := Message(role="assistant"))
                 called = {"name": made.name, "arguments": made.arguments}
                 last.tool_calls = [*(last.tool_calls or ()), {"id": made.call_id, "function": called}]
-            case _CallOutput(call_id=call_id, output=output):
+            case _FunctionCallOutput(call_id=call_id, output=output):
                 text = text_at(output, _TEXTS, f"{where}.output")
                 messages.append(Message(role="tool", content=text, tool_call_id=call_id))
     return messages
@@ -199,11 +198,11 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": given.pop("type"), "function": given}
 
 
-class _Named(Struct):
+class _NamedFunction(Struct):
     name: FunctionName
 
 
-class _Allowed(Struct):
+class _AllowedTools(Struct):
     mode: str
     tools: list[dict[str, Any]]
 
@@ -212,11 +211,11 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     """Returns a choice in the shape of chats, whose functions are a level deeper."""
     if not isinstance(choice, dict):
         return choice
-    match typed_at(choice, {"function": _Named, "allowed_tools": _Allowed}, "tool_choice"):
-        case _Allowed(mode=mode, tools=tools):
-            named = [convert_at(tool, _Named, f"tool_choice.tools[{i}]").name for i, tool in enumerate(tools)]
+    match typed_at(choice, {"function": _NamedFunction, "allowed_tools": _AllowedTools}, "tool_choice"):
+        case _AllowedTools(mode=mode, tools=tools):
+            named = [convert_at(tool, _NamedFunction, f"tool_choice.tools[{i}]").name for i, tool in enumerate(tools)]
             functions = [{"type": "function", "function": {"name": name}} for name in named]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
-        case _Named(name=name):
+        case _NamedFunction(name=name):
             return {"type": "function", "function": {"name": name}}
     return None

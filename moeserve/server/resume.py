@@ -6,8 +6,6 @@ that brought choice 0 three more tokens. The answer is rendered again with delta
 in vain.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import time
@@ -55,7 +53,7 @@ class StreamKey:
     place: StreamPlace | None = None
 
 
-def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
+def stream_key(call: "HttpCall", body: dict[str, Any]) -> StreamKey | None:
     """Returns the key of a stream that is kept, None for other answers. Raises RequestError for a wrong Last-Event-ID.
     A request that goes on with a stream gets the id of the one that began it."""
     path, last = call.request.raw_path.partition("?")[0], call.request.headers.get(RESUME_HEADER)
@@ -109,7 +107,7 @@ def _events(frames: bytes) -> list[bytes]:
 class Numbered:
     """Frames (see `answer.Frames`) whose events have ids. skip: events of the closing that are left out."""
 
-    def __init__(self, frames: Frames, key: str, num_choices: int) -> None:
+    def __init__(self, frames: "Frames", key: str, num_choices: int) -> None:
         self._frames = frames
         self._head = b"id: %b:" % key.encode()
         self.tokens = [0] * num_choices

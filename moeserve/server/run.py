@@ -113,10 +113,8 @@ def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
     Raises AddressInUse or ConfigError.
     """
     host, port = config.host, config.port if port is None else port
-    try:
+    with ConfigError.instead_of((OSError, UnicodeError), f"--host {host}"):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host}: {error}") from error
     dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         sock = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)

@@ -29,12 +29,9 @@ class Tls:
         certfile, keyfile = self._files
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         for path in self.paths:
-            try:
-                with open(path, "rb"):
-                    pass
-            except OSError as error:
-                flag = "--ssl-certfile" if path == certfile else "--ssl-keyfile"
-                raise ConfigError(f"{flag} {path}: {error.strerror}") from error
+            flag = "--ssl-certfile" if path == certfile else "--ssl-keyfile"
+            with ConfigError.instead_of(OSError, f"{flag} {path}"), open(path, "rb"):
+                pass
         try:
             context.load_cert_chain(certfile, keyfile, password=_refuse)
         except (ssl.SSLError, ValueError) as error:

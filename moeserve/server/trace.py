@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from moeserve.cluster.view import FleetView
 from moeserve.frontend.watch import Trace
-from moeserve.messages import Traced, TraceEvent
+from moeserve.messages import Traced
 from moeserve.server.admin import check_admin
 from moeserve.server.app import HttpCall
 
@@ -93,7 +93,9 @@ def _rank_items(rank: Traced, number: int, start_ns: int) -> Iterator[TraceItem]
     title = f"rank {number} (engine {rank.dp_rank}, tp {rank.tp_rank})"
     yield TraceItem(name="process_name", ph="M", pid=pid, tid=0, args={"name": title})
     yield TraceItem(name="process_sort_index", ph="M", pid=pid, tid=0, args={"sort_index": number})
-    tids = {track: tid for tid, track in enumerate(_tracks(rank.events), 1)}
+    # The engine's own track, then each micro-batch with its transfers below it.
+    tracks = sorted({event.track for event in rank.events}, key=lambda track: (track.partition(" ")[2], track))
+    tids = {track: tid for tid, track in enumerate(tracks, 1)}
     for track, tid in tids.items():
         yield TraceItem(name="thread_name", ph="M", pid=pid, tid=tid, args={"name": track})
         yield TraceItem(name="thread_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": tid})
@@ -108,8 +110,3 @@ def _rank_items(rank: Traced, number: int, start_ns: int) -> Iterator[TraceItem]
             cat=event.track.split()[0],
             args={"layer": event.layer} if event.layer >= 0 else {},
         )
-
-
-def _tracks(events: Iterable[TraceEvent]) -> list[str]:
-    """Returns the engine's own track, then each micro-batch with its transfers below it."""
-    return sorted({event.track for event in events}, key=lambda track: (track.partition(" ")[2], track))

@@ -5,7 +5,6 @@ nothing but this server, and run nothing that did not come as a file from it.
 """
 
 import hashlib
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -31,23 +30,14 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """One file as it is sent."""
-
-    body: bytes
-    media_type: str
-    etag: str
-
-
 @cache
-def _files() -> dict[str, _File]:
-    """Returns all files by name, so that no name of a request ever becomes a path."""
+def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
+    """Returns the bodies and headers of all files by name, so that no name of a request ever becomes a path."""
     found = {}
     for entry in (files("moeserve") / "assets" / "ui").iterdir():
         body = entry.read_bytes()
         etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        found[entry.name] = _File(body, _TYPES[entry.name.rpartition(".")[2]], etag)
+        found[entry.name] = body, {"ETag": etag, "Content-Type": _TYPES[entry.name.rpartition(".")[2]]}
     return found
 
 
@@ -66,8 +56,9 @@ def _send(call: HttpCall, name: str) -> web.Response:
     file = _files().get(name)
     if file is None:
         raise NotFound(f"the page has no file {shorten(name)!r}")
-    headers = call.headers() | _HEADERS | {"ETag": file.etag, "Content-Type": file.media_type}
+    body, own = file
+    headers = call.headers() | _HEADERS | own
     known = call.request.headers.get("If-None-Match", "")
-    if file.etag in known:  # a proxy that compresses makes it weak, W/"...", which is as good here
+    if own["ETag"] in known:  # a proxy that compresses makes it weak, W/"...", which is as good here
         return web.Response(status=304, headers=headers)
-    return web.Response(body=file.body, headers=headers)
+    return web.Response(body=body, headers=headers)

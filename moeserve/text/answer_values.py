@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moeserve.text.answer_text import AnswerText, Malformed, Stops, Unfinished, Wait, plain
+from moeserve.text.json_schema import no_constant
 
 _MAX_SCALAR = 400
 _SCALAR = re.compile(r"[\w.+-]+")
@@ -132,7 +133,7 @@ def typed(raw: str, schema: Any, text: bool | None) -> str:
     if (found := {"True": "true", "False": "false", "None": "null"}.get(word)) and "string" not in types:
         return found
     try:
-        parsed = json.loads(word, parse_constant=_refuse)
+        parsed = json.loads(word, parse_constant=no_constant)
         json.dumps(parsed, allow_nan=False)
     except (ValueError, RecursionError):
         return (types & {"object", "array"} and _of_python(word)) or json.dumps(raw, ensure_ascii=False)
@@ -164,10 +165,6 @@ _KINDS: dict[type, str] = {
     dict: "object",
     list: "array",
 }
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def types_of(schema: Any, depth: int = 4) -> set[str]:

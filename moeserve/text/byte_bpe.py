@@ -89,14 +89,12 @@ def _tiktoken_lines(path: Path, family: _Family) -> list[bytes]:
     """Returns the tokens of a tiktoken file in the order of ranks, in base64."""
     if (size := path.stat().st_size) > MAX_VOCABULARY_BYTES:
         raise CheckpointError(f"{path}: {size:,} bytes; a vocabulary has at most {MAX_VOCABULARY_BYTES:,}")
-    try:
+    with CheckpointError.instead_of(ValueError, f"{path}: not lines of a token and its rank", ". Download it again"):
         numbered = [(int(rank), token) for token, rank in map(bytes.split, path.read_bytes().splitlines())]
         if not family.by_line:
             numbered.sort()
             if any(rank != i for i, (rank, _) in enumerate(numbered)):
                 raise ValueError("the ranks are not 0, 1, 2, ...")
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not lines of a token and its rank: {error}. Download it again") from error
     return [token for _, token in numbered]
 
 

@@ -5,8 +5,6 @@ i % 32 of word i // 32 is token i. Bits of tokens that may follow are 1; a text 
 be followed by the end tokens only. A matcher's state is a function of its grammar and the tokens it was given.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -42,14 +40,12 @@ class Grammars:
         self._special = special_tokens(tokenizer)
         self._lock = threading.Lock()
         self._cached: dict[GrammarSpec, LLMatcher] = {}
-        try:
+        with CheckpointError.instead_of(ValueError, "structured output cannot use this tokenizer"):
             self._tokenizer = LLTokenizer(
                 tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=sorted(self.end_ids)
             )
-        except ValueError as error:
-            raise CheckpointError(f"structured output cannot use this tokenizer: {error}") from error
 
-    def matcher(self, spec: GrammarSpec, tokens: Sequence[int] = ()) -> Matcher:
+    def matcher(self, spec: GrammarSpec, tokens: Sequence[int] = ()) -> "Matcher":
         """Returns the state after `tokens`. Blocks while a new grammar compiles. Raises as `Matcher.accept` does."""
         with self._lock:
             first = self._cached.pop(spec, None)
@@ -78,7 +74,7 @@ class Grammars:
             self._cached.pop(spec, None)
 
     def fill_all(
-        self, rows: Sequence[tuple[Matcher, int, Sequence[int]]], bitmask_RW: NDArray[np.int32]
+        self, rows: "Sequence[tuple[Matcher, int, Sequence[int]]]", bitmask_RW: NDArray[np.int32]
     ) -> dict[int, RequestError]:
         """Fills the masks of many requests, on `num_threads` threads and without the GIL.
 
@@ -101,7 +97,7 @@ class Grammars:
                 errors[i] = error
         return errors
 
-    def _fill(self, rows: Sequence[tuple[Matcher, int, Sequence[int]]], bitmask_RW: NDArray[np.int32]) -> None:
+    def _fill(self, rows: "Sequence[tuple[Matcher, int, Sequence[int]]]", bitmask_RW: NDArray[np.int32]) -> None:
         num_rows, words = bitmask_RW.shape
         where = (bitmask_RW.ctypes.data, words * bitmask_RW.itemsize, num_rows)
         states = [(matcher.state, first, self._text_part(drafts)) for matcher, first, drafts in rows]

@@ -96,7 +96,7 @@ def pointer(where: str, key: str | int) -> str:
 def parse_json(text: str) -> Any:
     """Returns the value of a JSON text. Raises ValueError for anything else, NaN and infinity included."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=no_constant)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
@@ -111,8 +111,9 @@ def json_of(text: str) -> Any:
         raise GrammarFault(f"not JSON: {error}") from error
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+def no_constant(name: str) -> Any:
+    """Refuses NaN and infinity, for parsers of JSON."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def schema_text(schema: Any, spec: GrammarSpec) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from moeserve.cli.values import convert, parse_int
+from moeserve.cli.settings import convert, parse_int
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,10 @@ import pytest
 
 from moeserve.cluster.balance import CHUNK, MAX_PREFIXES, Balancer, Traffic
 from moeserve.errors import Overloaded
-from moeserve.messages import Abort, FinishReason, Ready, StepOutput, StepRecord, Submit
+from moeserve.messages import Abort, FinishReason, StepOutput, StepRecord, Submit
 from moeserve.sampling import TokenSampling
 
-
-def ready(num_blocks: int = 10_000) -> Ready:
-    return Ready(
-        pid=1, architecture="x", dtype="float32", device="cpu", vocab_size=100, max_model_len=100_000, max_num_seqs=64,
-        num_blocks=num_blocks, block_size=16, eos_token_ids=(), num_params=1, num_active_params=1, weight_bytes=1,
-        startup_s=0.1,
-    )  # fmt: skip
+ROOM = 16, 10_000  # tokens of a block, and blocks
 
 
 def request(rid: int, tokens: list[int], max_tokens: int = 100, salt: str = "") -> Submit:
@@ -94,7 +88,7 @@ class Simulation:
         self.placed: dict[int, int] = {}
         self.peaks: list[float] = []
         for rank in range(num_engines):
-            self.balancer.open(rank, ready())
+            self.balancer.open(rank, *ROOM)
 
     def arrive(self, msg: Submit, num_tokens: int) -> int:
         rank = self.balancer.choose(msg, range(len(self.engines)))
@@ -179,7 +173,7 @@ def test_equal_engines_are_chosen_in_order_and_always_alike() -> None:
     for _ in range(2):
         balancer = Balancer()
         for rank in (2, 0, 1):
-            balancer.open(rank, ready())
+            balancer.open(rank, *ROOM)
         ranks = []
         for rid in range(6):
             msg = request(rid, [rid] * 10)
@@ -191,8 +185,8 @@ def test_equal_engines_are_chosen_in_order_and_always_alike() -> None:
 
 def test_a_full_engine_is_passed_over_until_all_are_full() -> None:
     balancer = Balancer()
-    balancer.open(0, ready(num_blocks=1000))
-    balancer.open(1, ready(num_blocks=11))
+    balancer.open(0, 16, 1000)
+    balancer.open(1, 16, 11)
     for rid in range(20):
         msg = request(rid, [rid] * 64)  # four blocks
         rank = balancer.choose(msg, [0, 1])
@@ -204,8 +198,8 @@ def test_a_full_engine_is_passed_over_until_all_are_full() -> None:
 
 def test_a_closed_engine_is_forgotten_with_its_prefixes() -> None:
     balancer = Balancer()
-    balancer.open(0, ready())
-    balancer.open(1, ready())
+    balancer.open(0, *ROOM)
+    balancer.open(1, *ROOM)
     shared = [7] * 400
     balancer.assign(request(1, shared), 1)
     balancer.end(1)
@@ -214,14 +208,14 @@ def test_a_closed_engine_is_forgotten_with_its_prefixes() -> None:
     balancer.close(1)
     balancer.note(1, StepOutput(rids=b"", tokens=b"", finish=b""))
     balancer.end(3)
-    balancer.open(1, ready())
+    balancer.open(1, *ROOM)
     assert balancer.choose(request(4, shared), [0, 1]) == 0
 
 
 def test_another_tenants_prefix_counts_for_nothing() -> None:
     balancer = Balancer()
     for rank in (0, 1):
-        balancer.open(rank, ready())
+        balancer.open(rank, *ROOM)
     balancer.assign(request(1, [7] * 400, salt="a"), 1)
     balancer.end(1)
     assert balancer.choose(request(2, [7] * 400, salt="a"), [0, 1]) == 1
@@ -230,7 +224,7 @@ def test_another_tenants_prefix_counts_for_nothing() -> None:
 
 def test_the_table_of_prefixes_is_bounded() -> None:
     balancer = Balancer()
-    balancer.open(0, ready())
+    balancer.open(0, *ROOM)
     for rid in range(40):
         balancer.assign(request(rid, [rid] * CHUNK * 1000), 0)
     assert len(balancer._prefixes) == MAX_PREFIXES
@@ -249,7 +243,7 @@ def test_an_engine_that_does_not_read_keeps_no_other_from_its_aborts() -> None:
     engines = [Handle(0), Handle(1)]
     traffic = Traffic(lambda: engines)  # type: ignore[arg-type,return-value]
     for engine in engines:
-        traffic.balancer.open(engine.rank, ready())
+        traffic.balancer.open(engine.rank, *ROOM)
     for rid in range(4):
         traffic.submit(request(rid, [1, 2, 3]))
     theirs = [msg.rid for msg in engines[1].got]

@@ -21,7 +21,7 @@ import torch
 
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.build import build_runner
-from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid
+from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineSaid, ProcessLost
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import Role
@@ -189,7 +189,7 @@ class Ear:
 
     full = False
 
-    def put(self, news: EngineSaid | EngineLost | EngineEnded, force: bool) -> None:
+    def put(self, news: EngineSaid | ProcessLost | EngineEnded, force: bool) -> None:
         match news:
             case EngineSaid(msg=msg):
                 self.seen.append(msg)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.combine import combine
+from moeserve.kernels.align import combine
 from moeserve.moe.all2all.layout import group_rows_plainly, weighted_sum_plainly
 from moeserve.moe.routing import Routing
 from tests.kernels.aot import Case, compile_all

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.index_select import KEYS, index_select
+from moeserve.kernels.latent import KEYS, index_select
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 

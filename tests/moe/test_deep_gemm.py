@@ -25,8 +25,7 @@ pytest.importorskip("triton")
 
 from moeserve.errors import ConfigError
 from moeserve.kernels import configs, deep_gemm, tuning
-from moeserve.kernels.align import align
-from moeserve.kernels.combine import combine
+from moeserve.kernels.align import align, combine
 from moeserve.kernels.fp8 import E4M3
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.all2all.local import LocalAll2All

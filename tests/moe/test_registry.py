@@ -21,8 +21,7 @@ from moeserve.moe.all2all.layout import group_rows, weighted_sum
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.experts.base import ExpertWeights
-from moeserve.moe.experts.grouped_mm import GroupedMM
-from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.experts.reference import GroupedMM, ReferenceExperts
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch

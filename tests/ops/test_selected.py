@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
+from moeserve.ops.native_latent import index_select as native_index_select
 from moeserve.ops.native_layer import NativeHeads
-from moeserve.ops.native_selected import index_select as native_index_select
 from moeserve.ops.probe import host_step
 from moeserve.ops.selected import Selection, chosen_as_requests, index_select, plan_selection
 from moeserve.ops.table import Choice, Ops, pick_ops

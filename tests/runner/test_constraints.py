@@ -19,7 +19,7 @@ import torch
 import moeserve
 from moeserve.engine.plan import NewRequest, decode_plan, encode_plan
 from moeserve.errors import PeerLost
-from moeserve.kernels.bitmask import apply_bitmask as triton_bitmask
+from moeserve.kernels.sampling import apply_bitmask as triton_bitmask
 from moeserve.ops import native_rows
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.sampling.constraints import Accepted, Constraints, StepMasks

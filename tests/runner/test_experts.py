@@ -19,7 +19,7 @@ from moeserve.errors import CheckpointError, ConfigError
 from moeserve.messages import PlacementTable
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
-from moeserve.moe.experts.grouped_mm import GroupedMM, PackedGroupedMM
+from moeserve.moe.experts.reference import GroupedMM, PackedGroupedMM
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement

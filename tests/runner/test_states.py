@@ -15,7 +15,7 @@ from moeserve.engine.plan import BlockMove
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.models.spec import ModelSpec
 from moeserve.runner.kv_cache import KVCache, block_bytes
-from moeserve.runner.state_limits import StateRoom, check_block_size, state_room
+from moeserve.runner.limits import StateRoom, check_block_size, state_room
 from tests.runner.harness import spec_of
 
 STATE = 1000  # bytes of a block

@@ -9,10 +9,8 @@ import pytest
 
 from moeserve.config import ServerConfig
 from moeserve.errors import ConfigError, RateLimited, Unauthorized
-from moeserve.server import rates
-from moeserve.server.auth import Auth
+from moeserve.server.auth import Auth, Rates
 from moeserve.server.errors import error_response
-from moeserve.server.rates import Rates
 from moeserve.server.reload import Reloads
 
 CHAT = "/v1/chat/completions"
@@ -87,7 +85,7 @@ async def test_the_next_request_is_too_many(launch, tmp_path):
 
 def test_answers_are_paid_for_afterwards(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(rates, "monotonic", lambda: now[0])
+    monkeypatch.setattr("moeserve.server.auth.monotonic", lambda: now[0])
     mine = Rates(None, 600)
     for bucket in mine._buckets.values():
         bucket._at_s = 0.0

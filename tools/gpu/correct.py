@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels.activation import act_mul
-from moeserve.kernels.align import align
+from moeserve.kernels.align import align, combine
 from moeserve.kernels.attention_plan import Bounds
-from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, launch_fp8_of

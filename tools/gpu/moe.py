@@ -16,8 +16,7 @@ from torch import Tensor
 
 from moeserve.kernels import deep_gemm, flashinfer_moe
 from moeserve.kernels.activation import act_mul
-from moeserve.kernels.align import Alignment, align
-from moeserve.kernels.combine import combine
+from moeserve.kernels.align import Alignment, align, combine
 from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of

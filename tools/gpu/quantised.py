@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.kernels.align import align
-from moeserve.kernels.combine import combine
+from moeserve.kernels.align import align, combine
 from moeserve.kernels.fp8 import E4M3
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import PackedTriton, TritonExperts

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from moeserve.kernels.activation import act_mul
-from moeserve.kernels.align import align
-from moeserve.kernels.combine import combine
+from moeserve.kernels.align import align, combine
 from moeserve.kernels.linear import linear
 from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.route import route

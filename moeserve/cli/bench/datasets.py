@@ -167,14 +167,10 @@ def _read(args: argparse.Namespace) -> bytes:
     path: Path | None = args.dataset_path
     if path is None:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path FILE")
-    try:
+    with ConfigError.instead_of(OSError, f"--dataset-path {path}"):
         return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--dataset-path {path}: {error.strerror}") from None
 
 
 def _decode(args: argparse.Namespace, text: bytes, where: str) -> Any:
-    try:
+    with ConfigError.instead_of(msgspec.MsgspecError, f"--dataset-path {args.dataset_path}{where}: not JSON"):
         return msgspec.json.decode(text)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--dataset-path {args.dataset_path}{where}: not JSON: {error}") from None

@@ -1,7 +1,5 @@
 """`moeserve bench latency` and `throughput`: an LLM without a server. JSON keys are those of `vllm bench`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -59,7 +57,7 @@ class Benchmark(ABC):
 
     @staticmethod
     @abstractmethod
-    def measure(args: argparse.Namespace, llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    def measure(args: argparse.Namespace, llm: "LLM", params: "SamplingParams") -> dict[str, Any]:
         """Returns the result."""
 
 
@@ -74,7 +72,7 @@ class Latency(Benchmark):
     ]
 
     @staticmethod
-    def measure(args: argparse.Namespace, llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    def measure(args: argparse.Namespace, llm: "LLM", params: "SamplingParams") -> dict[str, Any]:
         """Returns the mean, each latency and the percentiles."""
         import numpy as np
 
@@ -104,7 +102,7 @@ class Throughput(Benchmark):
     ]
 
     @staticmethod
-    def measure(args: argparse.Namespace, llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    def measure(args: argparse.Namespace, llm: "LLM", params: "SamplingParams") -> dict[str, Any]:
         """Returns the time of all prompts, and the rates."""
         prompts = random_prompts(llm, args.num_warmups + args.num_prompts, args.input_len, args.seed)
         if args.num_warmups:
@@ -124,7 +122,7 @@ class Throughput(Benchmark):
         }
 
 
-def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
+def random_prompts(llm: "LLM", count: int, length: int, seed: int) -> list[Any]:
     """Returns `count` prompts of `length` token ids each, drawn from the model's whole vocabulary."""
     assert llm.ready is not None
     rng, ids = random.Random(seed), range(llm.ready.vocab_size)

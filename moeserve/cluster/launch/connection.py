@@ -1,7 +1,5 @@
 """The connection to a machine's part: its stdin and its stdout, whatever carries them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -54,10 +52,10 @@ class ProcessConnection(PartConnection):
         self._end = asyncio.create_task(self._close_after_exit())
 
     @staticmethod
-    async def open(command: Sequence[str]) -> ProcessConnection:
+    async def open(command: Sequence[str]) -> "ProcessConnection":
         """Starts the command. Raises ConfigError if there is no such program."""
         pipe = asyncio.subprocess.PIPE
-        try:
+        with ConfigError.instead_of(OSError, f"cannot run {command[0]}", "; install it on this machine"):
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=pipe,
@@ -66,8 +64,6 @@ class ProcessConnection(PartConnection):
                 limit=MAX_LINE_BYTES,
                 start_new_session=True,  # the terminal's Ctrl-C is the launcher's to pass on
             )
-        except OSError as error:
-            raise ConfigError(f"cannot run {command[0]}: {error.strerror}; install it on this machine") from None
         return ProcessConnection(process)
 
     def write(self, data: bytes) -> None:

@@ -13,8 +13,7 @@ import yaml
 
 from moeserve.actor.process import one_line, to_stderr
 from moeserve.cluster.launch.connection import ProcessConnection
-from moeserve.cluster.launch.files.deployment import Deployment
-from moeserve.cluster.launch.files.lws import LABEL, NAME, SECRET, lws
+from moeserve.cluster.launch.files import LABEL, NAME, SECRET, Deployment, lws
 from moeserve.errors import ConfigError
 
 AGAIN_S = 1.0  # before a kubectl that has ended is run again

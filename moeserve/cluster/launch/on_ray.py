@@ -25,12 +25,10 @@ _REMEDY = "Check `ray status`, and that Ray's Python on all nodes has moeserve"
 def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) -> list[LaunchTarget]:
     """Returns as many machines, every node of the cluster if None, each with a CPU and so many GPUs of a node. Raises
     ConfigError without Ray, or if there is no room."""
-    try:
+    with ConfigError.instead_of(ImportError, "--ray", "; install Ray: pip install 'moeserve[ray]'"):
         import ray
         from ray.util.placement_group import placement_group, placement_group_table
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-    except ImportError as error:
-        raise ConfigError(f"--ray: {error}; install Ray: pip install 'moeserve[ray]'") from None
     try:
         if address and "://" not in address:
             host, _, port = address.rpartition(":")

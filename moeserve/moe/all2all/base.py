@@ -4,8 +4,6 @@ T tokens of this rank, K experts per token, D model width, e local experts (thos
 them, C rows that one expert has room for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -110,7 +108,7 @@ class Inbound:
         counts_e = self.counts_e
         return counts_e.cpu().numpy().astype(np.int64) if isinstance(counts_e, Tensor) else counts_e
 
-    def split(self, num_experts: int) -> tuple[Inbound, Inbound]:
+    def split(self, num_experts: int) -> "tuple[Inbound, Inbound]":
         """Returns the rows of the first local experts and those of the others, GROUPED. Both name all local experts,
         some of them without rows."""
         assert self.layout is Layout.GROUPED
@@ -162,7 +160,6 @@ class Pending(Protocol[T_co]):
     def arrived_ns(self) -> int:
         """After `wait`: the monotonic time at which the last row had arrived; 0 when nothing travelled or the time is
         unknown, `ON_DEVICE` (comm/gloo.py) when `wait` has only told the device to wait."""
-        ...
 
     def arrive(self) -> None:
         """Launches the receiving side early, if there is one. The other micro-batch calls this before it sends, any
@@ -174,7 +171,6 @@ class Pending(Protocol[T_co]):
         after the members' deadline when they are silent.
 
         For a `Checked` backend this only makes the current stream wait."""
-        ...
 
 
 @dataclass(slots=True)
@@ -213,7 +209,6 @@ class Checked(Protocol):
     def check(self) -> None:
         """Raises PeerLost if a transfer has failed. To be called when the host has waited for the device, before it
         uses what was computed from transfers."""
-        ...
 
 
 class All2All(Protocol):
@@ -229,23 +224,19 @@ class All2All(Protocol):
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """Connects to all members, one channel per micro-batch. Blocks. Raises PeerLost naming the ranks that did not
         come."""
-        ...
 
     def leave(self) -> None:
         """Drops all connections, at any time and from any thread; all waits, here and at peers, raise PeerLost."""
-        ...
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: "UBatch") -> Pending[Ticket]:
         """Sends every row to the ranks that have its experts. x is not kept beyond `wait`."""
-        ...
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: "UBatch") -> Pending[Tensor]:
         """Sends results (laid out as the inbound rows) home and writes the weighted sums to out_TD.
 
         A token's rank sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become zero. y is free
         again, for the next dispatch of this micro-batch, when `wait` has returned.
         """
-        ...
 
 
 class Absent:

@@ -14,8 +14,6 @@ identifies a meeting.
 T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that there can be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -70,7 +68,7 @@ class _IpcChannel:
     turns: list[_Turn]
 
 
-def make(facts: BackendFacts) -> CudaIpcAll2All:
+def make(facts: BackendFacts) -> "CudaIpcAll2All":
     """Returns the backend for GPU ranks of one machine."""
     if facts.num_hosts > 1:
         raise Unavailable(f"cuda_ipc serves one machine, these ranks are on {facts.num_hosts}; use deepep_v2")

@@ -1,7 +1,5 @@
 """One rank, no communication: the specification that every exact backend agrees with, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,7 +13,7 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
 
-def make(facts: BackendFacts) -> LocalAll2All:
+def make(facts: BackendFacts) -> "LocalAll2All":
     """Returns the backend of one rank."""
     return LocalAll2All(facts.experts_per_rank, facts.wire)
 

@@ -6,8 +6,6 @@ callable; users ask for it by name, because "auto" considers built-in backends o
 because settings are checked without it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -59,7 +57,7 @@ class BackendFacts:
     """
 
     hidden_size: int
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     top_k: int
     max_tokens: int
     experts_per_rank: int
@@ -69,7 +67,7 @@ class BackendFacts:
     comm_sms: int = COMM_SMS
     sms_asked: bool = False
     encrypt_rows: bool = False
-    wire: WireFormat
+    wire: "WireFormat"
 
     @property
     def row_bytes(self) -> int:
@@ -111,13 +109,13 @@ def make_backends(
     config: ParallelConfig,
     *,
     hidden_size: int,
-    dtype: torch.dtype,
+    dtype: "torch.dtype",
     top_k: int,
     max_tokens: int,
     experts_per_rank: int,
     num_ranks: int | None = None,
     device: str = "cpu",
-) -> list[All2All]:
+) -> "list[All2All]":
     """Returns what `plan_moe` may choose from, best first; all but one may be `Absent`.
 
     num_ranks: ranks that the experts are sharded over; by default as `config` has them. Raises ConfigError for an
@@ -155,7 +153,7 @@ def _entries() -> dict[str, EntryPoint]:
     return {**built_in, **{entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in built_in}}
 
 
-def _make(name: str, facts: BackendFacts) -> All2All:
+def _make(name: str, facts: BackendFacts) -> "All2All":
     from moeserve.moe.all2all.base import Absent
 
     entry = _entries()[name]

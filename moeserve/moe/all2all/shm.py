@@ -3,8 +3,6 @@
 T tokens of this rank, K experts per token, D model width, P rows received, e experts of this rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,7 +30,7 @@ class _ShmChannel:
     """One micro-batch's end of the exchange. rows, room, address, y: for each turn, where rows are gathered, how many
     fit there, its address, and shared memory for results; to ask a tensor for these would take a microsecond each."""
 
-    exchange: Exchange
+    exchange: "Exchange"
     num_local: int
     deadline_s: float
     rows: list[Tensor]
@@ -41,7 +39,7 @@ class _ShmChannel:
     y: list[Tensor]
 
 
-def make(facts: BackendFacts) -> ShmAll2All:
+def make(facts: BackendFacts) -> "ShmAll2All":
     """Returns the backend for CPU ranks of one machine."""
     if facts.num_hosts > 1:
         raise Unavailable(f"shm serves one machine, these ranks are on {facts.num_hosts}")
@@ -97,7 +95,7 @@ class ShmAll2All:
             for channel, region in opened
         ]
 
-    def _channel(self, exchange: Exchange, region: Region, num_local: int, deadline_s: float) -> _ShmChannel:
+    def _channel(self, exchange: "Exchange", region: "Region", num_local: int, deadline_s: float) -> _ShmChannel:
         turns, elements = range(exchange.TURNS), exchange.y_capacity * self._hidden
         y = [
             torch.frombuffer(region, dtype=self._dtype, count=elements, offset=exchange.y_offset(turn))

@@ -7,8 +7,6 @@ T tokens of this rank, K experts per token, D model width, R ranks, e experts of
 experts, B bytes of a row on the wire, n pairs of one message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -87,7 +85,9 @@ class TorchAll2All(MeshAll2All[Mesh]):
             exchange.wait()
             counts_Re, place_M = self._read(taken_RNB)
             order_P, place_P = _by_expert(counts_Re)
-            x_PD = self._rows_at(taken_RNB, place_M[order_P])
+            rows_NB = taken_RNB.view(-1, self._row_bytes).view(torch.int64)
+            taken_PB = rows_NB.index_select(0, place_M[order_P]).view(torch.uint8)
+            x_PD = self._wire.decode(taken_PB, self._dtype, self._width)
             pool.give(taken)
             counts_e = counts_Re.sum(0)
             handle = _TorchHandle(channel, pool, rows, counts_Re, place_P, x_PD, num_early)
@@ -111,7 +111,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
 
         return Transfer(add_up, lambda: handle.exchange.arrived_ns)
 
-    def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> list[_SendBuffer]:
+    def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> "list[_SendBuffer]":
         """Returns the message to each rank."""
         tokens, top_k = ids_TK.shape
         token_P = rows.order_P.numpy() // top_k
@@ -145,11 +145,6 @@ class TorchAll2All(MeshAll2All[Mesh]):
             places.append(first + head[self._num_local : self._num_local + pairs].astype(np.int64))
         return counts_Re, torch.from_numpy(np.concatenate(places))
 
-    def _rows_at(self, taken_RNB: Tensor, place_P: Tensor) -> Tensor:
-        """Returns the rows at these places of the memory, decoded, [P, D]."""
-        rows_NB = taken_RNB.view(-1, self._row_bytes).view(torch.int64)
-        return self._wire.decode(rows_NB.index_select(0, place_P).view(torch.uint8), self._dtype, self._width)
-
 
 @dataclass(frozen=True, slots=True)
 class _SendBuffer:
@@ -182,7 +177,7 @@ class _TorchHandle:
     def __init__(
         self,
         channel: Channel,
-        pool: Pool,
+        pool: "Pool",
         rows: Grouping,
         counts_Re: I64,
         place_P: Tensor,

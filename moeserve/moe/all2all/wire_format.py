@@ -5,8 +5,6 @@ A format that rounds applies to every row, also to those that stay on their rank
 depend on where its experts are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +21,7 @@ RAW = ("float32", "bfloat16", "float16")
 FP8 = "fp8_b128"
 
 
-def wire_of(name: str, dtype: torch.dtype) -> WireFormat:
+def wire_of(name: str, dtype: torch.dtype) -> "WireFormat":
     """Returns the format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an unknown name."""
     own = str(dtype).removeprefix("torch.")
     if name in ("auto", own) and own in RAW:

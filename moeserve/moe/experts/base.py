@@ -3,8 +3,6 @@
 e local experts, P received rows, D model width, I expert width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ class ExpertWeights:
         return int(self.w13_eFD.shape[0])
 
     @staticmethod
-    def of_one(w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> ExpertWeights:
+    def of_one(w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> "ExpertWeights":
         """Returns the weights of a single expert, as the only local one."""
         parts = (w13_FD, w2_DI, b13_F, b2_D)
         return ExpertWeights(*(None if part is None else part[None] for part in parts))
@@ -84,28 +82,22 @@ class Experts(Protocol):
 
     def pack(self, weights: ExpertWeights) -> Any:
         """Returns the weights in this kernel's own layout, expert by expert; keeps none of the tensors it replaces."""
-        ...
 
     def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Any:
         """Returns one expert's weights in this kernel's layout, for `put`. For any thread, while others compute."""
-        ...
 
     def put(self, packed: Any, index: int, expert: Any) -> None:
         """Replaces a local expert, between two steps. Takes no longer than copying one expert."""
-        ...
 
     def take(self, packed: Any, index: int) -> Any:
         """Returns a local expert as `put` takes it, unchanged by a later `put`. For any thread."""
-        ...
 
     def stack(self, experts: Sequence[Any]) -> Any:
         """Returns packed weights with these as local experts 0, 1, ...; each came from `pack_expert` or `take`."""
-        ...
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
         """Computes out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases out =
         w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.rows."""
-        ...
 
 
 class StackedExperts(Experts):
@@ -143,4 +135,3 @@ class Fusible(Experts, Protocol):
 
     def fuse(self, router: Router) -> FusedExperts:
         """Returns the fused form for the layer with this router; its bits are those of the separate steps."""
-        ...

@@ -5,8 +5,6 @@ Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid
 T tokens, P received rows, D model width, I expert width, e local experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,25 +16,15 @@ from torch import Tensor
 from moeserve.errors import ConfigError
 from moeserve.kernels import deep_gemm, flashinfer_moe
 from moeserve.kernels.activation import SWIGLU_ACT, UP_FIRST_ACT, Act, act_of
-from moeserve.kernels.align import Alignment, align, align_groups
-from moeserve.kernels.combine import combine
+from moeserve.kernels.align import Alignment, align, align_groups, combine
 from moeserve.kernels.configs import Config
 from moeserve.kernels.fp8 import BLOCK
 from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, FusedExperts, StackedExperts
 from moeserve.moe.routing import Router
+from moeserve.ops import triton_weights as laid
 from moeserve.ops.rules import SWIGLU, Activation
-from moeserve.ops.triton_weights import (
-    DEEP_GEMM,
-    PLAIN,
-    W8A8,
-    W8A8_OR_DEEP_GEMM,
-    Kernels,
-    kernels_for,
-    parts_of,
-    with_parts,
-)
 
 EXACT = "bits of {} may depend on the batch; use --determinism fast"
 
@@ -46,7 +34,7 @@ class PackedTriton:
     """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows, then up rows; up
     rows first for FlashInfer. biases: fp32 [e, 2I] and [e, D], or empty."""
 
-    kernels: Kernels
+    kernels: laid.Kernels
     w13: Any
     w2: Any
     biases: tuple[Tensor, ...]
@@ -54,13 +42,13 @@ class PackedTriton:
     @property
     def parts(self) -> list[Tensor]:
         """See `StackedExperts`."""
-        return [*parts_of(self.w13), *parts_of(self.w2), *self.biases]
+        return [*laid.parts_of(self.w13), *laid.parts_of(self.w2), *self.biases]
 
-    def of_parts(self, parts: Sequence[Tensor]) -> PackedTriton:
+    def of_parts(self, parts: Sequence[Tensor]) -> "PackedTriton":
         """See `StackedExperts`."""
-        split = len(parts_of(self.w13))
-        end = split + len(parts_of(self.w2))
-        w13, w2 = with_parts(self.w13, parts[:split]), with_parts(self.w2, parts[split:end])
+        split = len(laid.parts_of(self.w13))
+        end = split + len(laid.parts_of(self.w2))
+        w13, w2 = laid.with_parts(self.w13, parts[:split]), laid.with_parts(self.w2, parts[split:end])
         return PackedTriton(self.kernels, w13, w2, tuple(parts[end:]))
 
     def launch(self, num_rows: int, x: Tensor) -> Config:
@@ -101,7 +89,7 @@ class TritonExperts(StackedExperts):
 
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         """See `Experts`."""
-        kernels = kernels_for(weights.w13_eFD, weights.w2_eDI)
+        kernels = laid.kernels_for(weights.w13_eFD, weights.w2_eDI)
         biases = tuple(b.float().contiguous() for b in (weights.b13_eF, weights.b2_eD) if b is not None)
         return PackedTriton(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI), biases)
 
@@ -141,12 +129,12 @@ class DeepGemmExperts(TritonExperts):
             or deep_gemm.obstacle(device)
         )
         self.caps = replace(TritonExperts.caps, name="deep_gemm", biases=False, width_step=BLOCK, obstacle=obstacle)
-        self._kernels = DEEP_GEMM if asked else W8A8_OR_DEEP_GEMM
+        self._kernels = laid.DEEP_GEMM if asked else laid.W8A8_OR_DEEP_GEMM
 
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         """See `Experts`."""
         packed = super().pack(weights)
-        return replace(packed, kernels=self._kernels) if packed.kernels is W8A8 else packed
+        return replace(packed, kernels=self._kernels) if packed.kernels is laid.W8A8 else packed
 
 
 class FlashInferExperts(TritonExperts):
@@ -178,7 +166,7 @@ class FlashInferExperts(TritonExperts):
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         """See `Experts`. Raises ConfigError for weights that it does not take, if it was asked for."""
         packed = super().pack(weights)
-        if not (fits := packed.kernels in (PLAIN, W8A8)) and self._asked:
+        if not (fits := packed.kernels in (laid.PLAIN, laid.W8A8)) and self._asked:
             raise ConfigError("flashinfer takes experts in 16 bits or e4m3 blocks of 128 x 128; use kernels: auto")
         if not fits:
             return packed

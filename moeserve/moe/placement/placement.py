@@ -4,8 +4,6 @@ L MoE layers, E logical experts, S physical experts of all ranks; physical exper
 p % experts_per_rank of rank p // experts_per_rank. Every logical expert has one physical expert or several (replicas).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +27,7 @@ class Nodes:
     groups: int = 1
     even: float = 0.9
 
-    def under(self, num_ranks: int) -> Nodes:
+    def under(self, num_ranks: int) -> "Nodes":
         """Returns these nodes as so many ranks can use them: one node, or one group, where it comes out uneven."""
         number = 1 if num_ranks % self.number else self.number
         return Nodes(number, 1 if number == 1 or self.groups % number else self.groups, self.even)
@@ -62,7 +60,7 @@ class Placement:
     @classmethod
     def initial(
         cls, num_layers: int, num_experts: int, num_ranks: int, redundant: int = 0, nodes: Nodes = ONE_NODE
-    ) -> Placement:
+    ) -> "Placement":
         """Returns experts in order, then replicas, also in order, until every rank has equally many experts.
 
         redundant: replicas at least. Where groups stay on nodes, each node has the replicas of its own experts.
@@ -93,7 +91,7 @@ class Placement:
         experts: list[int] = self.experts_LS[layer, rank * per_rank : (rank + 1) * per_rank].tolist()
         return experts
 
-    def with_layers(self, other: Placement, layers: int, version: int) -> Placement:
+    def with_layers(self, other: "Placement", layers: int, version: int) -> "Placement":
         """Returns the first `layers` layers of `other` and the rest of this one."""
         if (self.num_ranks, self.experts_LS.shape) != (other.num_ranks, other.experts_LS.shape):
             raise ValueError(f"placements {self.version} and {other.version} are of different groups")
@@ -129,7 +127,7 @@ class Placement:
         )
 
     @classmethod
-    def from_table(cls, table: PlacementTable) -> Placement:
+    def from_table(cls, table: PlacementTable) -> "Placement":
         """Returns the placement in a message. Raises ValueError if it is damaged."""
         experts = np.frombuffer(table.experts, "<i4").reshape(-1, table.num_ranks * table.experts_per_rank)
         return cls(table.version, table.num_ranks, table.num_experts, experts.astype(np.int32))

@@ -7,8 +7,6 @@ or repeated step finds the same masks, with and without drafts.
 S rows that sample, each at 1 + its drafts positions: N in all. C of them belong to requests with a grammar.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -49,12 +47,12 @@ class Constrained:
 
     slot: int
     num_prompt: int
-    matcher: Future[Matcher]
+    matcher: "Future[Matcher]"
     failure: str = ""
     ended: bool = False
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
+    def caught(self) -> "Iterator[None]":
         """Turns an error into this request's failure."""
         try:
             yield
@@ -94,7 +92,7 @@ class Constraints:
 
     def begin(
         self, slots_S: Iterable[int], positions_S: Iterable[int], drafts_S: Sequence[I32] | None = None
-    ) -> StepMasks | None:
+    ) -> "StepMasks | None":
         """Starts to fill the masks of a step's rows; None if no row has a grammar. May be called again for a step.
 
         positions_S: the known tokens of each row, drafts not counted. The masks wait until `accept` has had them.
@@ -137,7 +135,7 @@ class Constraints:
             future.set_exception(RuntimeError("the grammars were closed"))
         return future
 
-    def _matcher(self, request: NewRequest) -> Matcher:
+    def _matcher(self, request: NewRequest) -> "Matcher":
         if self._grammars is None:
             from moeserve.text.grammar import Grammars  # here, since few engines need it
             from moeserve.text.tokenizer import Tokenizer
@@ -147,7 +145,7 @@ class Constraints:
         assert request.sampling.grammar is not None
         return self._grammars.matcher(request.sampling.grammar, request.tokens[request.num_prompt :].tolist())
 
-    def _fill(self, step: StepMasks) -> Masks:
+    def _fill(self, step: "StepMasks") -> Masks:
         rows_C = np.concatenate([row.first + np.arange(1 + len(row.drafts)) for row in step.rows])
         bits_CW = np.full((len(rows_C), -(-self._model[1] // 32)), -1, np.int32)  # what a request that fails gets
         filled: list[tuple[MaskedRow, Matcher, int]] = []
@@ -218,7 +216,7 @@ class StepMasks:
     before: those of the step before, until they are of no use. lost: why that step has no result.
     """
 
-    def __init__(self, rows: list[MaskedRow], moved: threading.Condition, before: StepMasks | None) -> None:
+    def __init__(self, rows: list[MaskedRow], moved: threading.Condition, before: "StepMasks | None") -> None:
         self.rows = rows
         self.masks: Future[Masks]
         self.before = before
@@ -248,7 +246,7 @@ class StepMasks:
         return accepted
 
     @contextmanager
-    def lost_by_errors(self) -> Iterator[None]:
+    def lost_by_errors(self) -> "Iterator[None]":
         """Around what gets the step's tokens. After an error there are none, and the masks of the step behind it, which
         wait for them, raise the error as well."""
         try:

@@ -1,7 +1,5 @@
 """Logprobs of chosen and likely tokens, from the raw logits, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,7 +104,7 @@ def prompt_logprobs(
     asking: I64,
     plan: StepPlan,
     host: HostRows,
-    rows: SamplingRows,
+    rows: "SamplingRows",
     tables: Tables,
     upload: Upload,
     hidden_TD: Tensor,

@@ -10,8 +10,6 @@ request may produce (allowed ids, biases, min_tokens, bad sequences); few reques
 row.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -135,7 +133,7 @@ class Rules:
     bad: tuple[tuple[Tensor, Tensor], ...]  # for each length 1 + L: [M, L] beginnings, [M] tokens that must not follow
 
     @classmethod
-    def of(cls, sampling: TokenSampling, vocab_size: int, device: torch.device) -> Rules:
+    def of(cls, sampling: TokenSampling, vocab_size: int, device: torch.device) -> "Rules":
         """Builds the rules of a request whose token ids have been checked with `unknown_token`."""
         not_allowed = None
         if sampling.allowed_ids is not None:
@@ -209,7 +207,7 @@ class Masks(NamedTuple):
     rows_C: I64
     bits_CW: NDArray[np.int32]
 
-    def among(self, rows: I64) -> Masks | None:
+    def among(self, rows: I64) -> "Masks | None":
         """Returns the masks of some of the step's rows, which are numbered by their places in `rows`."""
         _, places, which = np.intersect1d(rows, self.rows_C, assume_unique=True, return_indices=True)
         return Masks(places.astype(np.int64), self.bits_CW[which]) if len(places) else None

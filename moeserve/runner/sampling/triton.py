@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.kernels.bitmask import apply_bitmask
 from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
-from moeserve.kernels.sampling import SamplingTensors, sample
+from moeserve.kernels.sampling import SamplingTensors, apply_bitmask, sample
 from moeserve.runner.sampling.logprobs import LogprobRows
 from moeserve.runner.sampling.sampler import Failures, Masks, Sampler, Trait, row_keys
 from moeserve.runner.tables import I64, Tables, Upload

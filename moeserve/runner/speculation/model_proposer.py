@@ -38,11 +38,9 @@ class DraftModel(Protocol):
     ) -> Tensor:
         """Returns what `logits` takes, and `forward` as hidden_TD for the next token. hidden_TD: of the target, or what
         this method returned for the token before."""
-        ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Returns every token's score, fp32 [S, V]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

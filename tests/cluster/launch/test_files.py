@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from moeserve.cli.main import main
-from moeserve.cluster.launch.files.systemd import _quoted
+from moeserve.cluster.launch.files import _quoted
 
 HERE = Path(__file__).parent
 SERVE = ["/models/qwen3-30b", "--tp", "2", "--port", "8080", "--shutdown-timeout", "60"]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.cluster.launch.hosts import Host, common_slots, parse_hosts, read_hostfile
-from moeserve.cluster.launch.targets import in_slurm, over_ssh
+from moeserve.cluster.launch.targets import Host, common_slots, in_slurm, over_ssh, parse_hosts, read_hostfile
 from moeserve.errors import ConfigError
 
 

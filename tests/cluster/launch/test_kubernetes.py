@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from moeserve.cluster.launch import kubernetes
-from moeserve.cluster.launch.files.deployment import Deployment
+from moeserve.cluster.launch.files import Deployment
 from moeserve.errors import ConfigError
 
 STANDIN = Path(__file__).with_name("kubectl_standin.py")

@@ -63,8 +63,8 @@ def padding_taken_for_an_expert(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_v2", WRONG)
 def weights_left_to_v2(patch: pytest.MonkeyPatch) -> None:
-    original = v2._V2Handle
-    patch.setattr(v2, "_V2Handle", lambda buffer, handle, weights: original(buffer, handle, torch.ones_like(weights)))
+    original = v2.Ticket
+    patch.setattr(v2, "Ticket", lambda rows, to, own: original(rows, to, (*own[:2], torch.ones_like(own[2]))))
 
 
 @mutation("deepep_ll", WRONG)

@@ -14,8 +14,7 @@ from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.registry import make_backends
-from moeserve.moe.experts.grouped_mm import GroupedMM
-from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.experts.reference import GroupedMM, ReferenceExperts
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.ops.table import pick_ops
 from tests.moe.deepep import fake

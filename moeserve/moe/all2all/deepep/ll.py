@@ -10,8 +10,6 @@ T tokens of this rank, K experts per token, D model width, W width that travels,
 expert has room for: the most tokens of a dispatch times the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -73,7 +71,7 @@ class DeepEPLowLatency(DeepEP):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _Received[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> "_Received[Ticket]":
         """See `All2All`."""
         buffer, ids_TK = self.buffer, self.ids_of(routing)
         tokens, width = x_TD.shape
@@ -99,24 +97,24 @@ class DeepEPLowLatency(DeepEP):
             rows_eCD, scales = cut(rows, width)
             most = rows_eCD.shape[1] * min(top_k, len(rows_eCD))
             inbound = Inbound(Layout.SLOTTED, rows_eCD, counts_e, counts_e, most_tokens * top_k, most, scales)
-            return Ticket(inbound, routing, _LLHandle(buffer, handle, ids_TK))
+            return Ticket(inbound, routing, (buffer, handle, ids_TK))
 
         self._last = pending = _Received(self, buffer, hook, collective, unpacked)
         return pending
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _Received[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> "_Received[Tensor]":
         """See `All2All`."""
         ticket.use()
-        handle: _LLHandle = ticket.private
+        buffer, handle, ids_TK = ticket.private
         collective = self.comm.watch()
         in_place = out_TD.shape[1] == self.width and out_TD.is_contiguous()
-        with self.calling(handle.buffer):
+        with self.calling(buffer):
             self._receive_last()
-            home_TW, _, hook = handle.buffer.low_latency_combine(
+            home_TW, _, hook = buffer.low_latency_combine(
                 widen(y, self.width),
-                handle.ids_TK,
+                ids_TK,
                 ticket.routing.weights_TK.contiguous(),
-                handle.handle,
+                handle,
                 return_recv_hook=True,
                 out=out_TD if in_place else None,
             )
@@ -126,21 +124,12 @@ class DeepEPLowLatency(DeepEP):
             """Returns the sums, copied where they are wider than the model."""
             return out_TD if home_TW.data_ptr() == out_TD.data_ptr() else out_TD.copy_(home_TW[:, : out_TD.shape[1]])
 
-        self._last = pending = _Received(self, handle.buffer, hook, collective, narrowed)
+        self._last = pending = _Received(self, buffer, hook, collective, narrowed)
         return pending
 
     def _receive_last(self) -> None:
         if self._last is not None:
             self._last.arrive()
-
-
-@dataclass(frozen=True, slots=True)
-class _LLHandle:
-    """The state that `combine` needs from its dispatch."""
-
-    buffer: Any
-    handle: Any
-    ids_TK: Tensor
 
 
 @dataclass(slots=True)

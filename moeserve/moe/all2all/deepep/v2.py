@@ -6,7 +6,6 @@ T tokens of this rank, K experts per token, D model width, W width that travels,
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,27 +95,25 @@ class DeepEPElastic(DeepEP):
             counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
             rows_PD, scales = cut(rows, x_TD.shape[1])
             inbound = Inbound(Layout.GROUPED, rows_PD.contiguous(), counts_e, counts_e.cumsum(), scales=scales)
-            return Ticket(inbound, routing, _V2Handle(buffer, handle, weights_P))
+            return Ticket(inbound, routing, (buffer, handle, weights_P))
 
         return Transfer(receive)
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
-        handle: _V2Handle = ticket.private
-        rows = handle.weights_P.shape[0]
+        buffer, handle, weights_P = ticket.private
+        rows = weights_P.shape[0]
         weighted_PD = y.new_empty((rows, y.shape[1]))
-        torch.mul(y[:rows], handle.weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
+        torch.mul(y[:rows], weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
         collective = self.comm.watch()
-        with self.calling(handle.buffer):
-            home_TW, _, event = handle.buffer.combine(
-                widen(weighted_PD, self.width), handle.handle, **_overlapping(handle.buffer.capture())
-            )
+        with self.calling(buffer):
+            home_TW, _, event = buffer.combine(widen(weighted_PD, self.width), handle, **_overlapping(buffer.capture()))
 
         def receive() -> Tensor:
             """Makes the current stream wait for the sums. A rank without tokens has sent one row that went nowhere, so
             what comes back is cut to what was asked for."""
-            with self.calling(handle.buffer), collective:
+            with self.calling(buffer), collective:
                 event.current_stream_wait()
             tokens, width = out_TD.shape
             return out_TD.copy_(home_TW[:tokens, :width])
@@ -151,12 +148,3 @@ def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor
         return x_TD, ids_TK, weights_TK
     width, top_k = x_TD.shape[1], ids_TK.shape[1]
     return x_TD.new_zeros((1, width)), ids_TK.new_full((1, top_k), -1), weights_TK.new_zeros((1, top_k))
-
-
-@dataclass(frozen=True, slots=True)
-class _V2Handle:
-    """The state that `combine` needs from its dispatch. weights_P: the weight of every inbound row."""
-
-    buffer: Any
-    handle: Any
-    weights_P: Tensor

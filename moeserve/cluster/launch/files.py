@@ -1,0 +1,241 @@
+"""Files for what starts machines without `moeserve launch`, or around it: `moeserve launch --print KIND`."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moeserve.errors import ConfigError
+
+KEY = "/run/secrets/moeserve/cluster.key"  # in a container
+USER_ID = 10001  # of the image's user
+MARGIN_S = 15  # for the end of a server that has drained
+NAME = "moeserve"
+SECRET = "moeserve-cluster-key"
+LABEL = "leaderworkerset.sigs.k8s.io/"
+LWS_HEAD = f"""For LeaderWorkerSet 0.6 or newer. The machines' secret, once:
+  kubectl create secret generic {SECRET} --from-literal=cluster.key="$(head -c 32 /dev/urandom | base64)"
+Add what the pods request: CPUs, memory, GPUs, nodes. The image is built by docs/observability/Containerfile.
+"""
+LWS_HEAD_OF_MODELS = "The claim `models` holds the model; another volume does as well.\n"
+COMPOSE_HEAD = f"""compose.yaml for Docker or Podman: each machine is a container; docker compose up
+The image is built by docs/observability/Containerfile. The machines' secret, once:
+  head -c 32 /dev/urandom | base64 > cluster.key; chmod 400 cluster.key; sudo chown {USER_ID} cluster.key"""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What all the files need to know of a server on several machines.
+
+    words: after `serve`. model: as given. drain_s: how long running requests may take at a stop.
+    """
+
+    words: Sequence[str]
+    nodes: int
+    model: Path | None
+    rendezvous: str | None
+    host_given: bool
+    https: bool
+    port: int
+    drain_s: int
+    image: str
+
+    @property
+    def words_for_all(self) -> list[str]:
+        """The words of a server whose clients are on other machines."""
+        return [*self.words, *(() if self.host_given else ("--host", "0.0.0.0"))]
+
+    @property
+    def model_folder(self) -> str | None:
+        """The folder that has to be there on all machines, if the model is in one."""
+        return str(self.model.parent) if self.model is not None and self.model.is_absolute() else None
+
+    @property
+    def stop_s(self) -> int:
+        """How long a stop takes at most."""
+        return self.drain_s + MARGIN_S
+
+
+def as_yaml(head: str, *documents: dict[str, Any]) -> str:
+    """Returns YAML documents below a comment."""
+    texts = [yaml.safe_dump(it, sort_keys=False, width=100, allow_unicode=True) for it in documents]
+    return "".join(f"# {line}\n" for line in head.splitlines()) + "---\n".join(texts)
+
+
+def lws(it: Deployment) -> str:
+    """Returns a LeaderWorkerSet, whose pods are the machines, and a Service in front of its leader, for Kubernetes."""
+    template = {
+        "size": it.nodes,
+        # The other policies end the whole group with one pod, which would join again while requests wait.
+        "restartPolicy": "None",
+        "leaderTemplate": {"spec": _pod(it, leads=True)},
+        "workerTemplate": {"spec": _pod(it, leads=False)},
+    }
+    group = {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": NAME},
+        "spec": {"replicas": 1, "leaderWorkerTemplate": template},
+    }
+    leader = {f"{LABEL}name": NAME, f"{LABEL}worker-index": "0"}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": NAME},
+        "spec": {"selector": leader, "ports": [{"name": "http", "port": it.port, "targetPort": "http"}]},
+    }
+    return as_yaml(LWS_HEAD + (LWS_HEAD_OF_MODELS if it.model_folder else ""), group, service)
+
+
+def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}]
+    words = [word.replace("$(", "$$(") for word in it.words_for_all]  # the kubelet replaces $(NAME)
+    container: dict[str, Any] = {"name": NAME, "image": it.image, "args": words}
+    if it.nodes > 1:
+        folder = KEY.rpartition("/")[0]
+        container["env"] = [{"name": "MOESERVE_CLUSTER_KEY_FILE", "value": KEY}]
+        mounts.append({"name": "cluster-key", "mountPath": folder, "readOnly": True})
+        secret = {"secretName": SECRET, "defaultMode": 0o400}
+        volumes.append({"name": "cluster-key", "secret": secret})
+    if it.model_folder:
+        mounts.append({"name": "models", "mountPath": it.model_folder, "readOnly": True})
+        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}})
+    if leads:
+        container["ports"] = [{"name": "http", "containerPort": it.port}]
+        container |= {"startupProbe": _probe(it, "/livez", 5, 24), "readinessProbe": _probe(it, "/readyz", 2, 1)}
+        container["livenessProbe"] = _probe(it, "/livez", 10, 6)
+    else:  # It ends with the leader. Kubernetes would end all pods at once, in the middle of the requests.
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(it.drain_s)]}}}
+    return {
+        "terminationGracePeriodSeconds": it.stop_s,
+        "enableServiceLinks": False,  # its variables look like settings of ours
+        # The kubelet lets the group read the secret, which root owns.
+        "securityContext": {"runAsNonRoot": True, "runAsUser": USER_ID, "fsGroup": USER_ID},
+        "containers": [container | {"volumeMounts": mounts}],
+        "volumes": volumes,
+    }
+
+
+def _probe(it: Deployment, path: str, period_s: int, failures: int) -> dict[str, Any]:
+    get = {"path": path, "port": "http", "scheme": "HTTPS" if it.https else "HTTP"}
+    return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 3, "failureThreshold": failures}
+
+
+def compose(it: Deployment) -> str:
+    """Returns a compose file: the machines are containers of one computer."""
+    return as_yaml(
+        COMPOSE_HEAD, {"name": "moeserve", "services": {f"machine-{n}": _service(it, n) for n in range(it.nodes)}}
+    )
+
+
+def _service(it: Deployment, rank: int) -> dict[str, Any]:
+    words = [*it.words_for_all]
+    volumes = [f"{it.model_folder}:{it.model_folder}:ro"] if it.model_folder else []
+    if it.nodes > 1:
+        words += ["--nnodes", str(it.nodes), "--node-rank", str(rank), "--cluster-key-file", KEY]
+        words += [] if it.rendezvous else ["--rendezvous", "machine-0:29500"]
+        volumes.append(f"./cluster.key:{KEY}:ro")
+    service: dict[str, Any] = {
+        "image": it.image,
+        "command": [word.replace("$", "$$") for word in words],
+        "restart": "unless-stopped",
+        "stop_grace_period": f"{it.stop_s}s",
+        "shm_size": "2gb",
+        "volumes": volumes,
+    }
+    if not volumes:
+        del service["volumes"]
+    if rank:
+        return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}  # no HTTP; ends with machine 0
+    return service | {"ports": [f"{it.port}:{it.port}"], "healthcheck": _health(it)}
+
+
+def _health(it: Deployment) -> dict[str, Any]:
+    url = f"{'https' if it.https else 'http'}://127.0.0.1:{it.port}/livez"
+    context = ", context=s._create_unverified_context()" if it.https else ""
+    code = f"import ssl as s, urllib.request as u; u.urlopen('{url}', timeout=2{context})"
+    test = ["CMD", "/opt/moeserve/bin/python", "-c", code]
+    return {"test": test, "interval": "15s", "timeout": "3s", "start_period": "10m"}
+
+
+def slurm(it: Deployment) -> str:
+    """Returns a batch script of Slurm, which runs `moeserve launch --slurm`."""
+    return f"""#!/bin/bash
+# Save as moeserve.sbatch, add partition, GPUs and so on, and start it: sbatch moeserve.sbatch
+# Let running requests finish and end it: scancel --batch --signal=TERM JOBID
+#SBATCH --job-name=moeserve
+#SBATCH --nodes={it.nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --output=moeserve-%j.log
+# The job lives on when a node fails; its part is started again once the node is back.
+#SBATCH --no-kill
+# Before the time limit, as at a stop.
+#SBATCH --signal=B:TERM@{it.stop_s + 60}
+
+# source /path/to/.venv/bin/activate
+exec moeserve launch --slurm -- serve {shlex.join(it.words_for_all)}
+"""
+
+
+def systemd(it: Deployment) -> str:
+    """Returns one systemd unit for all machines: its instance is the machine's number. Raises ConfigError without
+    --rendezvous."""
+    if it.rendezvous is None and it.nodes > 1:
+        raise ConfigError("--print systemd: say where machine 0 is, as in `-- serve MODEL --rendezvous 10.0.0.1:29500`")
+    several = (
+        f" --nnodes {it.nodes} --node-rank %i --cluster-key-file /etc/moeserve/cluster.key" if it.nodes > 1 else ""
+    )
+    return f"""# /etc/systemd/system/moeserve@.service on each of {it.nodes} machines; then on machine 0, 1, ...:
+#   systemctl enable --now moeserve@0      (its own number on each)
+# All of them need one secret, made once and copied:
+#   head -c 32 /dev/urandom | base64 > /etc/moeserve/cluster.key
+#   chown moeserve /etc/moeserve/cluster.key; chmod 600 /etc/moeserve/cluster.key
+[Unit]
+Description=moeserve, machine %i of {it.nodes}
+After=network-online.target
+Wants=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+User=moeserve
+Group=moeserve
+ExecStart=/opt/moeserve/bin/moeserve serve {" ".join(map(_quoted, it.words_for_all))}{several}
+ExecReload=/bin/kill -HUP $MAINPID
+# Machine 0 drains for {it.drain_s} s on SIGTERM; a machine that ends is there again at once, and requests go on.
+KillMode=mixed
+TimeoutStopSec={it.stop_s}
+Restart=always
+RestartSec=1
+# Exit codes 3 to 5: checkpoint, port or memory. A new try would end alike. 2 may mean that machine 0 is not there yet.
+RestartPreventExitStatus=3 4 5
+LimitNOFILE=65536
+LimitMEMLOCK=infinity
+StateDirectory=moeserve
+CacheDirectory=moeserve
+Environment=HOME=/var/lib/moeserve XDG_CACHE_HOME=/var/cache/moeserve
+NoNewPrivileges=yes
+ProtectSystem=strict
+ProtectHome=yes
+PrivateTmp=yes
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def _quoted(word: str) -> str:
+    """Returns a word as systemd's command lines have it."""
+    word = word.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$")
+    if re.fullmatch(r"[\w@%+=:,./$-]+", word):
+        return word
+    return '"' + word.replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+KINDS = {"slurm": slurm, "lws": lws, "compose": compose, "systemd": systemd}
