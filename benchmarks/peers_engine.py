@@ -123,7 +123,10 @@ ENGINES: dict[str, tuple[str, Callable[[str, int], Run]]] = {  # by name: the mo
     "moeserve-int8": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int8")),
     "moeserve-int4": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int4")),
     "moeserve-12-bit": ("moeserve", lambda model, threads: moeserve(model, threads, lossless_compression="all")),
-    "moeserve-12-bit-experts": ("moeserve", lambda model, threads: moeserve(model, threads, lossless_compression="experts")),
+    "moeserve-12-bit-experts": (
+        "moeserve",
+        lambda model, threads: moeserve(model, threads, lossless_compression="experts"),
+    ),
     "moeserve-gguf": ("moeserve", lambda model, threads: moeserve(model, threads, kv_cache_bytes=3 * 2**27)),
     "moeserve-dummy": ("moeserve", lambda model, threads: moeserve(model, threads, **DUMMY)),
     "vllm": ("vllm", vllm),

@@ -54,8 +54,8 @@ class ModelConfig:
     )
     lossless_compression: Lossless = _yaml(
         "off",
-        "which bf16 weights are kept in 12 bits (CPU with AVX512-BF16): experts' or all linear layers'; the same tokens, "
-        "faster where each expert or layer has up to five rows, slower from eight on",
+        "whose bf16 weights are kept in 12 bits (CPU with AVX512-BF16): experts' or all linear layers'; the same "
+        "tokens, and faster decoding of few requests",
     )
     packed_cache: str | None = _yaml(
         None,

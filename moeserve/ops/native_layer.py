@@ -65,8 +65,10 @@ def packing_of(weight: Weight, columns: int | None = None, lossless: bool = Fals
 
 
 def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
-    """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool. Raises
-    CheckpointError for weights that do not fit 12 bits."""
+    """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool.
+
+    Raises CheckpointError for weights that do not fit 12 bits.
+    """
     weight_NK = weight_NK.contiguous() if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1 else weight_NK
     w = weight_NK
     values, rest = (w.values, (w.scales, w.zeros, w.mins)) if isinstance(w, Quantised) else (w, (None,) * 3)
@@ -74,8 +76,8 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
     of_groups = (address(part) for part in (*rest, *supers))
     if not _native.pack(packing, values.data_ptr(), values.stride(0), *of_groups, to, step, all_threads):
         raise CheckpointError(
-            f"weights {list(w.shape)} do not fit 12 bits: of 16 outputs' weights, more than one in a thousand have none of "
-            "the 16 most frequent upper bytes; use lossless_compression=off"
+            f"weights {list(w.shape)} do not fit 12 bits: of 16 outputs' weights, more than one in a thousand has none "
+            "of the 16 most frequent upper bytes; use lossless_compression=off"
         )
 
 

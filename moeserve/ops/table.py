@@ -103,18 +103,20 @@ class Ops:
         Not those of heads: a parameter that is packed in two parts has no place of its own there.
         """
         assert self.native
-        return replace(self, room=room, to_disk=to_disk, pack_linear=partial(self.pack_linear, room=room))
+        pack_linear = partial(native_layer.NativeLinear, room=room, lossless=self.lossless == "all")
+        return replace(self, room=room, to_disk=to_disk, pack_linear=pack_linear)
 
-    def compressing(self, which: Lossless) -> Ops:
+    def compressing(self, which: Lossless) -> "Ops":
         """Returns the kernels with these bf16 weights in 12 bits. Raises ConfigError where there are none for it."""
         if which == "off":
             return self
-        if self.dtype != torch.bfloat16 or not self.native or native().serving_isa() != "avx512_bf16":  # type: ignore[union-attr]
+        module: Any = native()
+        if self.dtype != torch.bfloat16 or not self.native or module.serving_isa() != "avx512_bf16":
             raise ConfigError(
-                f"lossless_compression={which} is for bfloat16 weights on CPUs with AVX512-BF16, and here {self.dtype} is "
-                f"served by {self.chosen}; use lossless_compression=off"
+                f"lossless_compression={which} is for bfloat16 weights on CPUs with AVX512-BF16, and here {self.dtype} "
+                f"is served by {self.chosen}; use lossless_compression=off"
             )
-        pack_linear = partial(self.pack_linear, lossless=True) if which == "all" else self.pack_linear
+        pack_linear = partial(native_layer.NativeLinear, lossless=which == "all")
         chosen = f"{self.chosen}, weights of {'experts' if which == 'experts' else 'linear layers'} in 12 bits"
         return replace(self, lossless=which, pack_linear=pack_linear, chosen=chosen)
 

@@ -85,8 +85,7 @@ def load_model(
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
     ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
-    ops = _with_attention(ops, config, spec)
-    ops = ops.compressing(config.model.lossless_compression)
+    ops = _with_attention(ops, config, spec).compressing(config.model.lossless_compression)
     if config.device.compile:
         ops = traced(ops)
     checkpoint = _for_kernels(checkpoint, ops, config)
@@ -186,9 +185,7 @@ def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
     return None if asked == "off" else asked
 
 
-def _on_disk(
-    checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None, expert_memory: int | None
-) -> int:
+def _on_disk(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None, expert_memory: int | None) -> int:
     """Returns the bytes of the experts that are not in memory."""
     if expert_memory is None:
         return 0

@@ -118,7 +118,9 @@ class NativeExperts(StackedExperts):
     def pack(self, weights: ExpertWeights) -> PackedNative:
         """See `Experts`."""
         w = weights
-        packed, is_there = PackedNative.empty(w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room, self._lossless)
+        packed, is_there = PackedNative.empty(
+            w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room, self._lossless
+        )
         values = w.w13_eFD.values if isinstance(w.w13_eFD, Quantised) else w.w13_eFD
         copies = w.num_experts > 1 and values.stride(0) == 0  # of one random expert (loader/dummy.py)
         for index in range(0 if is_there else 1 if copies else w.num_experts):
