@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES = 450
 FUNCTION_LINES = 70
-PACKAGE_LINES = 61_850  # rises only with a decision record (docs/decisions/0033)
+PACKAGE_LINES = 61_450  # rises only with a decision record (docs/decisions/0034)
 
 
 def functions(path: Path) -> list[tuple[int, str]]:
