@@ -58,7 +58,7 @@ struct Matrix {
         switch (p.type) {
             case Type::bf16: fill<Bf16>(offset, [] { return normal(); }); break;
             case Type::bf12:  // some are escapes
-                fill<Bf16>(offset, [] { return below(400) ? normal() : std::ldexp(normal(), -static_cast<int>(below(140))); });
+                fill<Bf16>(offset, [] { return below(1000) ? normal() : std::ldexp(normal(), -static_cast<int>(below(140))); });
                 break;
             case Type::fp16: fill<Fp16>(offset, [] { return normal(); }); break;
             case Type::int8: fill<int8_t>(offset, [] { return static_cast<float>(below(256)) - 128; }); break;

@@ -268,6 +268,7 @@ def convert(kind: Any, value: Any) -> Any:
             raise ValueError
     except (ValueError, KeyError):  # msgspec.ValidationError is one
         expected = _EXPECTED.get(form) or f"one of {', '.join(map(str, get_args(inner)))}"
+        expected += " (in quotes, as YAML reads it otherwise)" * (form is Literal and isinstance(value, bool))
         shown = repr(value)
         raise ValueError(f"expected {expected}, got {shown if len(shown) <= 64 else shown[:61] + '...'}") from None
     return found

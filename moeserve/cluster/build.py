@@ -144,6 +144,12 @@ def _ready(config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, d
     size = model_size(spec)
     itemsize = 4 if dtype == "float32" else 2
     per_weight = bytes_per_weight(spec, config.model.quantization, itemsize)
+    per_expert, experts = per_weight, len(spec.moe_layers) * spec.num_experts * spec.expert_weights
+    if (compressed := config.model.lossless_compression) != "off" and per_weight == 2:
+        from moeserve.ops.native_layer import BYTES_IN_12_BITS  # imports torch
+
+        per_expert = BYTES_IN_12_BITS
+        per_weight = per_expert if compressed == "all" else per_weight
     heads = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
     return Ready(
         pid=os.getpid(),
@@ -157,10 +163,10 @@ def _ready(config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, d
         eos_token_ids=spec.eos_token_ids,
         num_params=size.total,
         num_active_params=size.active,
-        weight_bytes=heads * itemsize + int((size.total - heads) * per_weight),
+        weight_bytes=heads * itemsize + int((size.total - heads - experts) * per_weight + experts * per_expert),
         startup_s=time.monotonic() - began_s,
         num_moe_layers=len(spec.moe_layers),
         num_experts=spec.num_experts,
-        expert_bytes=int(spec.expert_weights * per_weight),
+        expert_bytes=int(spec.expert_weights * per_expert),
         **facts,
     )

@@ -15,7 +15,7 @@ import torch
 
 from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
-from moeserve.config import Activations, Config
+from moeserve.config import Activations, Config, Lossless
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import RandomReader, imagined, rounded_format
@@ -93,7 +93,7 @@ def load_model(
     num_bytes = weight_bytes(described, plan, ops, asked)
     check_weights_fit(num_bytes - _on_disk(described, plan, ops, asked, expert_memory), memory)
     packed_cache = _folder(config, ops, num_bytes)
-    _check_kernels(ops, described, plan, asked, packed_cache, expert_memory)
+    _check_kernels(ops, described, plan, asked, packed_cache, expert_memory, ops.lossless)
     if any(form.activations or form.layout == "ggml" for form in spec.stored) and not shard.world.rank:
         log.info("the checkpoint quantises activations, too: %s", _activations(ops, spec, checkpoint.activations))
     files = ExpertFiles(
@@ -200,14 +200,23 @@ def _check_kernels(
     asked: Asked | None,
     packed_cache: str | None = None,
     expert_memory: int | None = None,
+    lossless: Lossless = "off",
 ) -> None:
-    """Raises ConfigError for weights that these kernels do not support, before any is read."""
+    """Raises ConfigError for weights that these kernels do not support, before any is read, and for a setting that none
+    heeds. lossless: what is to be compressed here, whatever drafters have."""
     here, native = f"here {ops.device.type} serves by {ops.chosen}", "--device cpu with kernels: native"
     for name, value in (("expert_memory", expert_memory), ("packed_cache", packed_cache)):
         if value and not ops.native:
             raise ConfigError(f"{name} needs the native kernels for CPUs, and {here}; use no {name}, or {native}")
     if checkpoint.activations == "int8" and not ops.native:
         raise ConfigError(f"activations=int8 needs the native kernels, and {here}; use activations=auto, or {native}")
+    quantised = [param.name for param, _ in _quantised(checkpoint, plan, asked)]
+    if lossless != "off" and not _compressed(ops, plan, quantised):
+        which = "experts" if lossless == "experts" else "linear layers"
+        raise ConfigError(
+            f"lossless_compression={lossless}, but no {which} of this model have 16-bit weights, and a multiple of 8 "
+            "inputs; use lossless_compression=off"
+        )
     instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"
     for param, form in _quantised(checkpoint, plan, asked):
         if ops.weight_obstacle is None:
@@ -254,7 +263,14 @@ def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
 def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None) -> int:
     """Returns about the bytes of the parameters that a rank loads, as they are in memory."""
     narrow = {param.name: form.bytes_per_weight for param, form in _quantised(checkpoint, plan, asked)}
-    if ops.lossless != "off":
-        compressed = is_packed if ops.lossless == "all" else is_expert
-        narrow = {param.name: BYTES_IN_12_BITS for param in plan.params if compressed(param.name)} | narrow
+    narrow |= dict.fromkeys(_compressed(ops, plan, narrow), BYTES_IN_12_BITS)
     return sum(int(math.prod(param.shape) * narrow.get(param.name, ops.dtype.itemsize)) for param in plan.params)
+
+
+def _compressed(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> list[str]:
+    """Returns the names of the parameters that are kept in 12 bits, of a drafter perhaps none."""
+    if ops.lossless == "off":
+        return []
+    asked = is_packed if ops.lossless == "all" else is_expert
+    fit = (param for param in plan.params if asked(param.name) and not param.fp32 and param.shape[-1] % 8 == 0)
+    return [param.name for param in fit if param.name not in quantised]

@@ -136,6 +136,7 @@ def test_a_mistyped_variable_is_noticed() -> None:
         ("server: !!python/object/apply:os.system [true]\n", ["not valid YAML"]),
         ("? [1, 2]\n: 3\n", ["not valid YAML"]),
         ("model:\n  served_model_name: 7\n", ["served_model_name", "in quotes"]),
+        ("model:\n  lossless_compression: off\n", ["expected one of off, experts, all (in quotes", "got False"]),
     ],
 )
 def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, words: list[str]) -> None:

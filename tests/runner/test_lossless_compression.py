@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.cluster import build
+from moeserve.config import Limits, config_of
 from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader.weights import Reader
+from moeserve.models.hf_config import read_model_spec
 from moeserve.moe.experts.native import NativeExperts
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import NativeLinear
+from moeserve.ops.native_layer import BYTES_IN_12_BITS, NativeLinear
 from tests.moe import test_native_experts as experts
 from tests.runner.test_expert_memory import least
 from tests.runner.test_packed_cache import refuse, run, same
@@ -85,12 +88,28 @@ def test_tokens_and_logits_are_those_of_16(case: str, which: str, make_checkpoin
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_start_tells_the_bytes_of_weights_in_12_bits(make_checkpoint: Any) -> None:
+    path, sizes = make_checkpoint("qwen3_moe").path, ("max_model_len", "block_size", "num_blocks", "prefill_chunk")
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=256, **dict.fromkeys(sizes, 64))
+    spec, facts = read_model_spec(path), {"dtype": "bfloat16", "device": "cpu"}
+    ways = [config_of(path, lossless_compression=which) for which in ("off", "experts", "all")]
+    plain, experts_only, all_layers = (build._ready(config, spec, limits, 0.0, **facts) for config in ways)
+    assert experts_only.expert_bytes == all_layers.expert_bytes == int(plain.expert_bytes * BYTES_IN_12_BITS / 2)
+    saved = (plain.expert_bytes - experts_only.expert_bytes) * spec.num_experts * len(spec.moe_layers)
+    assert plain.weight_bytes - experts_only.weight_bytes == pytest.approx(saved, rel=1e-3)
+    assert all_layers.weight_bytes < experts_only.weight_bytes
+
+
 def test_what_cannot_be_compressed(make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen3_moe").path
     with pytest.raises(ConfigError, match=r"lossless_compression=all is for bfloat16 .* here torch\.float32"):
         run(path, dtype="float32", lossless_compression="all")
     with pytest.raises(ConfigError, match="served by linear: torch"):
         run(path, dtype="bfloat16", kernels="torch", lossless_compression="experts")
+    nothing = "but no experts of this model have 16-bit weights.* use lossless_compression=off"
+    for case, settings in (("llama", {}), ("qwen3_moe", {"quantization": "int8"})):
+        with pytest.raises(ConfigError, match=nothing):
+            run(make_checkpoint(case).path, dtype="bfloat16", lossless_compression="experts", **settings)
     bits = torch.randint(-(2**15), 2**15, (16, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
     with pytest.raises(CheckpointError, match=r"weights \[16, 64\] do not fit 12 bits.* use lossless_compression=off"):
         NativeLinear(bits.view(torch.bfloat16), lossless=True)
