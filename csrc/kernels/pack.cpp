@@ -6,6 +6,10 @@
 #include <cstring>
 #include <numeric>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "kernels/table.hpp"
 
 namespace moeserve {
@@ -33,15 +37,40 @@ void pack_plain(const T* rows, size_t stride, size_t depth, size_t columns, T* t
     }
 }
 
+#if defined(__SSE2__)
+/// 8 inputs of 4 rows: 4 words for each pair of inputs.
+void pack_pairs_4(const uint16_t* rows, size_t stride, uint32_t* to) {
+    const auto load = [&](size_t n) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + n * stride)); };
+    const auto store = [&](size_t k, __m128i words) {
+        const __m128i swapped = _mm_or_si128(_mm_slli_epi32(words, 16), _mm_srli_epi32(words, 16));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k * kBlock), swapped);
+    };
+    const __m128i a = load(0), b = load(1), c = load(2), d = load(3);
+    const __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);
+    const __m128i ab_2 = _mm_unpackhi_epi32(a, b), cd_2 = _mm_unpackhi_epi32(c, d);
+    store(0, _mm_unpacklo_epi64(ab, cd));
+    store(1, _mm_unpackhi_epi64(ab, cd));
+    store(2, _mm_unpacklo_epi64(ab_2, cd_2));
+    store(3, _mm_unpackhi_epi64(ab_2, cd_2));
+}
+#endif
+
 /// Words of two inputs, the first in the upper half: [depth / 2][16].
 void pack_pairs(const uint16_t* rows, size_t stride, size_t depth, size_t columns, uint32_t* to) {
     for (size_t tile = 0; tile < depth; tile += kTile) {
         const size_t end = std::min(tile + kTile, depth);
-        for (size_t n = 0; n < columns; ++n) {
+        size_t full = tile, n = 0;  // inputs and rows that are packed already
+#if defined(__SSE2__)
+        for (full = tile + (end - tile) / 8 * 8; n + 4 <= columns; n += 4) {
             const uint16_t* row = rows + n * stride;
-            for (size_t k = tile; k < end; k += 2) {
+            for (size_t k = tile; k < full; k += 8) pack_pairs_4(row + k, stride, to + k / 2 * kBlock + n);
+        }
+#endif
+        for (size_t m = 0; m < columns; ++m) {
+            const uint16_t* row = rows + m * stride;
+            for (size_t k = m < n ? full : tile; k < end; k += 2) {
                 const uint32_t second = k + 1 < depth ? value_at(row, k + 1) : 0;
-                to[k / 2 * kBlock + n] = static_cast<uint32_t>(value_at(row, k)) << 16 | second;
+                to[k / 2 * kBlock + m] = static_cast<uint32_t>(value_at(row, k)) << 16 | second;
             }
         }
     }

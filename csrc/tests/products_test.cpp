@@ -223,7 +223,7 @@ void gated(const Packing& packing, size_t offset) {
 
 void every_format(size_t offset) {
     std::vector<Packing> formats;
-    const size_t shapes[][2] = {{1, 1}, {2, 16}, {7, 17}, {9, 65}, {33, 100}, {300, 33}};  // inputs, outputs
+    const size_t shapes[][2] = {{1, 1}, {2, 16}, {7, 17}, {9, 65}, {40, 22}, {33, 100}, {300, 33}};  // inputs, outputs
     for (const auto& [depth, columns] : shapes) {
         for (Type type : {Type::fp32, Type::bf16, Type::fp16, Type::int8, Type::fp8}) {
             formats.push_back({type, depth, columns});

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 from moeserve.cli.settings import ResolvedSettings, add_flags, resolve, unknown_variables
+from moeserve.cluster.ahead import begun
 from moeserve.config import Config
 
 
@@ -32,17 +33,16 @@ def run(args: argparse.Namespace) -> int:
         from moeserve.cluster.node import JOIN_S, LAUNCHED_JOIN_S, serve_node
 
         return serve_node(config, JOIN_S if config is resolved.config else LAUNCHED_JOIN_S)
-    from moeserve.server.run import serve
+    with begun(config):
+        from moeserve.server.run import serve  # slow to import
 
-    return serve(config)
+        return serve(config)
 
 
 def _placed(resolved: ResolvedSettings) -> Config | None:
     """Returns the settings of this machine in a launcher's allocation, if there is one, and says what was chosen.
     Returns None if this process has nothing to do there."""
     from moeserve.cluster.allocation import apply, outside_of_step
-    from moeserve.cluster.check_parallel import rendezvous_of
-    from moeserve.cluster.default_key import default_key
 
     config, given = resolved.config, {path.removeprefix("parallel.") for path in resolved.origins}
     parallel, found = apply(config.parallel, given, os.environ)
@@ -50,6 +50,9 @@ def _placed(resolved: ResolvedSettings) -> Config | None:
         if "nnodes" not in given and (advice := outside_of_step(os.environ)):
             _say(advice)
         return config
+    from moeserve.cluster.check_parallel import rendezvous_of
+    from moeserve.cluster.default_key import default_key
+
     if found.local_rank:
         _say(f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts the machine's part")
         return None

@@ -1,6 +1,7 @@
 """The engine process: `python -m moeserve.cluster.engine_main`, or a fork (fork_server.py); started by nobody else.
 
-It ties itself to its parent, connects, and only then does the slow part of its start. With --standby it outlives its
+It ties itself to its parent, connects, and only then does the slow part of its start, but for imports, if it was begun
+ahead of its order (ahead.py). With --standby it outlives its
 front end: it drops the requests and waits for the order of the next one. Exit codes: 0 after an ordered
 stop, 2 to 5 for a ConfigError (its own code), 1 for a crash, 77 when the parent is gone.
 """
@@ -9,6 +10,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +40,8 @@ def main() -> None:
     """Runs an engine until it is told to stop, or fails, and ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     later: SimpleQueue[bytes] = SimpleQueue()
+    if "ahead" in sys.argv[1:]:
+        threading.Thread(target=import_ahead, name="imports", daemon=True).start()
     order = msgspec.json.decode(guard.adopt(later.put), type=EngineOrder)
     set_up_logging(order.config.server.log_level, order.config.server.log_format)
     try:
@@ -46,6 +50,24 @@ def main() -> None:
         asyncio.run(_live_and_end(order, later))
     else:
         uvloop.run(_live_and_end(order, later))
+
+
+def import_ahead() -> None:
+    """Imports what every rank needs. No import may leave a thread behind, or use a device."""
+    gc.disable()  # it would look at what is imported, and stays for life, again and again
+    with suppress(ImportError):
+        import uvloop  # noqa: F401
+    import moeserve.cluster.build
+    import moeserve.cluster.tp_worker
+    import moeserve.comm.dp_coordinator
+    import moeserve.engine.group_core
+    import moeserve.engine.scheduler
+    import moeserve.moe.all2all.shm
+    import moeserve.runner.factory
+    import moeserve.runner.group  # noqa: F401
+
+    gc.freeze()  # about 1 MB of garbage, too
+    gc.enable()
 
 
 async def _live_and_end(order: EngineOrder, later: SimpleQueue[bytes]) -> None:

@@ -5,7 +5,6 @@ Each of its forks first forks its tensor-parallel workers and then becomes an en
 
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from moeserve.actor import guard
@@ -17,26 +16,12 @@ def main() -> None:
     """Runs the server, and in each fork the engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     guard.die_with_parent()
-    import_ahead()
+    engine_main.import_ahead()
     num_ranks = serve(int(sys.argv[1]))
     sys.argv[:] = [engine_main.__file__]
     Path("/proc/self/comm").write_text("moeserve-engine", "ascii")
     tp_worker.fork_workers(num_ranks - 1)
     engine_main.main()
-
-
-def import_ahead() -> None:
-    """Imports what every rank needs. No import may leave a thread behind, or use a device."""
-    with suppress(ImportError):
-        import uvloop  # noqa: F401
-    import moeserve.cluster.build
-    import moeserve.cluster.tp_worker
-    import moeserve.comm.dp_coordinator
-    import moeserve.engine.group_core
-    import moeserve.engine.scheduler
-    import moeserve.moe.all2all.shm
-    import moeserve.runner.factory
-    import moeserve.runner.group  # noqa: F401
 
 
 if __name__ == "__main__":

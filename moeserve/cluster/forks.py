@@ -13,13 +13,13 @@ from contextlib import suppress
 from moeserve.actor.forking import POSSIBLE, ForkServer
 from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Child, to_stderr
+from moeserve.cluster.ahead import ENGINE, take
 from moeserve.cluster.order import command_of
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-ENGINE = "moeserve.cluster.engine_main"
 FORK_SERVER = "moeserve.cluster.fork_server"
 PAUSE_S = 0.5  # before a fork server that died is replaced; twice as long each time in a row
 MAX_PAUSE_S = 60.0
@@ -63,6 +63,8 @@ class LocalHost:
                 log.warning("%s was not forked, and starts on its own: %s", name, error)
             else:
                 return Child.take(name, forked, order, forward=forward)
+        if (begun := take()) is not None:
+            return Child.take(name, begun, order, forward=forward)
         return Child.start(name, command_of(ENGINE), order, forward=forward)
 
     async def close(self) -> None:

@@ -36,7 +36,7 @@ from moeserve.loader.load_plan import LoadPlan, Param, is_expert, is_packed
 from moeserve.loader.safetensors_file import read_header
 from moeserve.loader.weights import Params
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import HUGE, LAYOUT, new_room
+from moeserve.ops.native_layer import HUGE, LAYOUT, Room, new_room
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,9 @@ class PackedCache:
 
     alive: called now and then while bytes are read or written. most: bytes that the folder may hold (default: half of
     what it and the disk's free space have, MOST at most). sharers: ranks that keep as much there. on_disk: about how
-    many bytes all weights have, if experts are to stay in the file, else 0. found: the file exists and is whole.
-    product: the parameter that was taken from `CachedParams` last; packed bytes are kept under its name.
+    many bytes all weights have, if experts are to stay in the file, else 0. room: for what is not there yet.
+    found: the file exists and is whole. product: the parameter that was taken from `CachedParams` last; packed bytes
+    are kept under its name.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class PackedCache:
         most: int | None = None,
         sharers: int = 1,
         on_disk: int = 0,
+        room: Room = new_room,
     ) -> None:
         self.path, self._key, self.product = Path(os.path.expanduser(folder), f"{key}.packed"), key, ""
         self._alive, self._most, self._sharers, self._on_disk = alive, most, sharers, on_disk
+        self._new_room = room
         self.tensors: dict[str, Tensor] = {}
         self._sums: dict[str, int] = {}  # of what is on the disk already
         self.file: BinaryIO | None = None  # with experts in it
@@ -108,7 +111,7 @@ class PackedCache:
                 self._passing, _ = new_room(num_bytes)
             self.tensors[self.product] = self._passing[:num_bytes]
         elif not self.found:
-            self.tensors[self.product], _ = new_room(num_bytes)
+            self.tensors[self.product], _ = self._new_room(num_bytes)
         memory = self.tensors[self.product]
         assert memory.nbytes == num_bytes, (self.product, memory.nbytes, num_bytes)
         return memory, self.found

@@ -83,6 +83,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     device: torch.device
     busy_tokens: int  # of a step that keeps the device busy
+    warm_up_tokens = limits_of.TILE
     device_is_async = False  # whether a launched step runs on while the host goes on
     properties: DeviceProperties
     limits: Limits
@@ -370,7 +371,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
         Sets `step_s` from the time of the prefill, cold as it is, so that a slow machine is not mistaken for a hang.
         """
-        length = max(1, min(limits_of.TILE, self.limits.prefill_chunk, self.limits.max_model_len - 1))
+        length = max(1, min(self.warm_up_tokens, self.limits.prefill_chunk, self.limits.max_model_len - 1))
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
         tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
         began_s = time.perf_counter()

@@ -29,6 +29,7 @@ class CPUModelRunner(ModelRunnerBase):
     """Executes plans on CPU cores. Always deterministic to the bit, whatever `determinism` is set to."""
 
     busy_tokens = 512  # 2,048 are no faster (benchmarks/LOG.md)
+    warm_up_tokens = 16  # of 64, a start would wait three times as long
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")

@@ -21,6 +21,7 @@ from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import RandomReader, imagined, rounded_format
 from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
+from moeserve.loader.fresh_memory import FreshMemory
 from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert, is_packed
 from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, default_folder, key_of
 from moeserve.loader.stored_format import StoredFormat
@@ -101,12 +102,12 @@ def load_model(
     )
     params_of: Callable[..., Params] = Params
     cache, on_disk, last = None, None, READ_FROM
+    ops = ops if shard.world.size > 1 or expert_memory else _with_room(ops, described, plan, asked)
     if packed_cache and not (shard.placement and shard.placement.version):
         forms = f"{asked} {checkpoint.activations} {ops.lossless} {dict(_quantised(described, plan, asked))}"
         key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, forms)
-        most, sharers = config.model.packed_cache_bytes, shard.world.ranks_on_host
-        size = num_bytes if expert_memory else 0
-        cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), most, sharers, size)
+        sizes = config.model.packed_cache_bytes, shard.world.ranks_on_host, num_bytes if expert_memory else 0
+        cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), *sizes, ops.room)
         on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token) if expert_memory else None
         to_disk = on_disk.keep if on_disk else None
         ops, params_of = ops.packing_into(cache.room, to_disk), partial(CachedParams, cache)
@@ -183,6 +184,13 @@ def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
     if asked is None and ops.native and (large or config.model.expert_memory):
         return default_folder()
     return None if asked == "off" else asked
+
+
+def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Ops:
+    """Returns the table, which packs large weights into memory whose pages are made ahead."""
+    packed = replace(plan, params=tuple(param for param in plan.params if is_packed(param.name)))
+    num_bytes = weight_bytes(checkpoint, packed, ops, asked)
+    return ops.packing_into(FreshMemory(num_bytes).room) if ops.native and num_bytes >= LEAST else ops
 
 
 def _on_disk(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None, expert_memory: int | None) -> int:

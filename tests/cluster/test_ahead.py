@@ -1,0 +1,40 @@
+"""An engine's process that is begun before the server: whose it is, and its end where nobody takes it."""
+
+import psutil
+import pytest
+
+from moeserve.cluster.ahead import begun, take
+from moeserve.config import Config, DeviceConfig, ParallelConfig
+
+
+def test_a_process_that_nobody_takes_ends() -> None:
+    us = psutil.Process()
+    with begun(Config()):
+        (child,) = us.children()
+        assert "moeserve.cluster.engine_main" in child.cmdline()
+    assert not child.is_running()
+    assert take() is None
+
+
+def test_a_process_is_taken_once_and_lives_on() -> None:
+    with begun(Config()):
+        process = take()
+        assert process is not None
+        assert take() is None
+    assert process.poll() is None
+    with process:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(parallel=ParallelConfig(dp=2)),
+        Config(parallel=ParallelConfig(standby=True)),
+        Config(device=DeviceConfig(null_runner=True)),
+    ],
+    ids=["a fork server starts several", "the root process starts them", "no libraries needed"],
+)
+def test_others_begin_none(config: Config) -> None:
+    with begun(config):
+        assert take() is None

@@ -1,0 +1,42 @@
+"""Memory whose pages are made ahead of those that write: no byte of it changes, and pages are there before a write."""
+
+import resource
+import sys
+import threading
+
+import pytest
+
+from moeserve.loader.fresh_memory import FreshMemory
+from moeserve.ops.native import native
+from moeserve.ops.native_layer import HUGE
+
+pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels here")
+
+
+def test_parts_follow_each_other_until_the_memory_is_used_up() -> None:
+    memory = FreshMemory(4 * HUGE)
+    (first, there), (second, _), (third, _) = memory.room(100), memory.room(3 * HUGE), memory.room(HUGE)
+    assert not there
+    assert (first.nbytes, second.nbytes, third.nbytes) == (100, 3 * HUGE, HUGE)
+    assert second.data_ptr() - first.data_ptr() == 128
+    assert not 0 <= third.data_ptr() - first.data_ptr() < 4 * HUGE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="advice of Linux")
+def test_pages_are_made_ahead_and_keep_what_was_written() -> None:
+    memory = FreshMemory(16 * HUGE)
+    part, _ = memory.room(16 * HUGE)
+    part[::4096] = 7
+    for thread in threading.enumerate():
+        if thread.name == "fresh memory":
+            thread.join()
+    assert part[::4096].eq(7).all()
+    rest = FreshMemory(16 * HUGE)
+    rest.room(64)
+    for thread in threading.enumerate():
+        if thread.name == "fresh memory":
+            thread.join()
+    part, _ = rest.room(14 * HUGE)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    part.fill_(1)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 8
