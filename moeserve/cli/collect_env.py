@@ -107,7 +107,8 @@ def torch_facts() -> dict[str, Any]:
             for gpu in gpus
         ],
         "build": [line.strip(" -") for line in torch.__config__.show().splitlines() if "settings" not in line],
-        "kernels": pick_ops("cpu", torch.bfloat16).chosen,  # last: it changes the threads
+        "kernels": (ops := pick_ops("cpu", torch.bfloat16)).chosen,  # last: it changes the threads
+        "lossless_compression": ops.compresses,
     }
 
 

@@ -106,19 +106,24 @@ class Ops:
         pack_linear = partial(native_layer.NativeLinear, room=room, lossless=self.lossless == "all")
         return replace(self, room=room, to_disk=to_disk, pack_linear=pack_linear)
 
+    @property
+    def compresses(self) -> bool:
+        """Whether bf16 weights can be kept in 12 bits."""
+        module: Any = native()
+        return self.native and self.dtype == torch.bfloat16 and module.serving_isa() == "avx512_bf16"
+
     def compressing(self, which: Lossless) -> "Ops":
         """Returns the kernels with these bf16 weights in 12 bits. Raises ConfigError where there are none for it."""
         if which == "off":
             return self
-        module: Any = native()
-        if self.dtype != torch.bfloat16 or not self.native or module.serving_isa() != "avx512_bf16":
+        if not self.compresses:
             raise ConfigError(
                 f"lossless_compression={which} is for bfloat16 weights on CPUs with AVX512-BF16, and here {self.dtype} "
                 f"is served by {self.chosen}; use lossless_compression=off"
             )
         pack_linear = partial(native_layer.NativeLinear, lossless=which == "all")
-        chosen = f"{self.chosen}, weights of {'experts' if which == 'experts' else 'linear layers'} in 12 bits"
-        return replace(self, lossless=which, pack_linear=pack_linear, chosen=chosen)
+        log.info("bf16 weights of %s are kept in 12 bits", "experts" if which == "experts" else "all linear layers")
+        return replace(self, lossless=which, pack_linear=pack_linear)
 
 
 Choice = Literal["auto", "native", "torch", "triton", "deep_gemm", "flashinfer"]
