@@ -157,7 +157,8 @@ CLAIMS = [
 ]
 FACTS = (  # digits of the comparison that name a case or a format
     "1.29 billion parameters (0.38 active)", "Zen 5", "Zen 4", "in 12 bits", "of 16 bits", "with 16 bits",
-    "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99", "Q4_0", "Q4_K_M", "MXFP4", "Qwen3-30B-A3B", "gpt-oss-20b", "15 billion weights", "batch 1 |", "batch 8 |",
+    "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99", "Q4_0",
+    "Q4_K_M", "MXFP4", "Qwen3-30B-A3B", "gpt-oss-20b", "15 billion weights", "batch 1 |", "batch 8 |",
     "of 1,024 tokens", "`ATEN_CPU_CAPABILITY=avx2`",
     "16 and 64 streams", "256 / 1,024 running requests", "64 streams", "AVX2", "AVX-512", "AVX512-BF16",
 )  # fmt: skip
