@@ -128,12 +128,13 @@ CLAIMS = [
         _beside_vllm,
     ),
     *[
-        Claim(f"/{file}_intel-xeon-2c-{isa}_202611.json)) | {{}} | {{}} | {{}} |", file, _beside_llamacpp_gguf)
-        for file, isa in (
-            ("peers-15b-q4-0", "avx512bf16"),
-            ("peers-15b-q4-0", "avx2"),
-            ("peers-15b-q4-k-m", "avx512bf16"),
-            ("peers-gpt-oss-mxfp4", "avx512bf16"),
+        Claim(f"/{file}_{machine}_202611.json)) | {{}} | {{}} | {{}} |", file, _beside_llamacpp_gguf)
+        for file, machine in (
+            ("peers-15b-q4-0", "intel-xeon-2c-avx512bf16"),
+            ("peers-15b-q4-0", "intel-xeon-2c-avx2"),
+            ("peers-15b-q4-0", "amd-epyc-zen4-2c-avx512bf16"),
+            ("peers-15b-q4-k-m", "intel-xeon-2c-avx512bf16"),
+            ("peers-gpt-oss-mxfp4", "intel-xeon-2c-avx512bf16"),
         )
     ],
     Claim("| {} µs / {} µs |", "step", _step_us),
