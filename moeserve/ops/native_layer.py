@@ -83,6 +83,7 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
 
 class NativeLinear:
     """y = x W^T + b for x [M, K] of the weight's dtype; rows of x may be strided. The weight is packed, and not kept.
+    lossless: bf16 in 12 bits.
 
     x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
     """

@@ -49,12 +49,12 @@ class Ops:
     pad_rows(n): the number of rows that n rows of a step or of an expert are padded to; the padding may hold anything.
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout; pack_heads(weight): one
     per head. native, triton: whether these are the kernels of csrc/ or of kernels/, which have kernels for experts,
-    too. asked: the choice that led here. room: where native kernels pack. exact: whether a row's bits depend on nothing
-    but the row. attention_block, latent_block, recurrent_block, mlp_block: join the steps of such a block in one call,
-    where there is one. trace(function): the function, compiled where these kernels can be joined (ops/traced.py).
-    opaque(function): the function, hidden from any trace. weight_obstacle(kind, group, inputs): why quantised weights
-    with so many inputs in all and per scale (0: all) cannot be computed with; empty if they can. None: no quantised
-    weights can.
+    too. asked: the choice that led here. room: where native kernels pack. lossless: which bf16 weights they keep in 12
+    bits. exact: whether a row's bits depend on nothing but the row. attention_block, latent_block, recurrent_block,
+    mlp_block: join the steps of such a block in one call, where there is one. trace(function): the function, compiled
+    where these kernels can be joined (ops/traced.py). opaque(function): the function, hidden from any trace.
+    weight_obstacle(kind, group, inputs): why quantised weights with so many inputs in all and per scale (0: all) cannot
+    be computed with; empty if they can. None: no quantised weights can.
     """
 
     device: torch.device
