@@ -74,7 +74,7 @@ def test_combine_compiles_for_hopper() -> None:
         "width": "i32",
     }  # fmt: skip
     cases = [
-        Case("combine:combine_kernel", signature, {"K": top_k, "BLOCK": 512}, ("out_stride", "width"))
+        Case("align:combine_kernel", signature, {"K": top_k, "BLOCK": 512}, ("out_stride", "width"))
         for top_k in (8, 22)
     ]
     for report in compile_all(cases):
