@@ -327,7 +327,7 @@ def test_bitmask_rows_are_checked() -> None:
 @pytest.mark.full("aot")
 def test_bitmask_compiles_for_hopper() -> None:
     types = {"x_ptr": "*fp32", "rows_ptr": "*i64", "bits_ptr": "*i32", "stride": "i32", "width": "i32", "words": "i32"}
-    (report,) = compile_all([Case("bitmask:bitmask_kernel", types, {"BLOCK": 4096})])
+    (report,) = compile_all([Case("sampling:bitmask_kernel", types, {"BLOCK": 4096})])
     assert report.stack_bytes == 0, report
 
 
