@@ -70,9 +70,7 @@ def test_choice_compiles_for_hopper() -> None:
     }
     pointers |= {"positions_ptr": "*i64", "out_ptr": "*i64", "length": "i32", "table_stride": "i32"}
     sizes = {"D": 128, "BLOCK_SIZE": 64, "BLOCK_D": 128, "BLOCK_L": KEYS}
-    cases = [
-        Case("latent:order_kernel", pointers, sizes | {"HEADS": heads, "BLOCK_J": heads}) for heads in (64, 32)
-    ]
+    cases = [Case("latent:order_kernel", pointers, sizes | {"HEADS": heads, "BLOCK_J": heads}) for heads in (64, 32)]
     for report in compile_all(cases):
         assert report.stack_bytes == 0, report
         assert report.wgmma, report
