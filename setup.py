@@ -12,8 +12,9 @@ from typing import Any
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
-# A fused multiply-add rounds once where the reference rounds twice, so contraction is off. What is faster with newer
-# instructions picks them at run time: the module runs on any CPU of its architecture.
+# A fused multiply-add rounds once where the reference rounds twice, so contraction is off. What is
+# faster with newer instructions picks them at run time: the module runs on any CPU of its
+# architecture.
 FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # GCC 12 takes the undefined operands of its own AVX-512 intrinsics for mistakes.
@@ -33,8 +34,12 @@ class Build(build_ext):
     def build_extension(self, ext: Any) -> None:
         compile_one = self.compiler._compile
 
-        def compile_isa(obj: str, src: str, ext: str, cc_args: Any, postargs: list[str], pp_opts: Any) -> None:
-            compile_one(obj, src, ext, cc_args, [*postargs, *ISA_FLAGS.get(Path(src).stem, [])], pp_opts)
+        def compile_isa(
+            obj: str, src: str, ext: str, cc_args: Any, postargs: list[str], pp_opts: Any
+        ) -> None:
+            compile_one(
+                obj, src, ext, cc_args, [*postargs, *ISA_FLAGS.get(Path(src).stem, [])], pp_opts
+            )
 
         self.compiler._compile = compile_isa
         try:
@@ -43,7 +48,11 @@ class Build(build_ext):
             self.compiler._compile = compile_one
 
 
-sources = {path for folder in ("core", "pool", "kernels", "shm", "bindings") for path in glob(f"csrc/{folder}/*.cpp")}
+sources = {
+    path
+    for folder in ("core", "pool", "kernels", "shm", "bindings")
+    for path in glob(f"csrc/{folder}/*.cpp")
+}
 sources -= set().union(*ISAS.values()) - ISAS.get(platform.machine(), set())
 
 ParallelCompile().install()  # on all cores

@@ -2,9 +2,9 @@
 
     python -m benchmarks.all2all [--backends shm torch] [--ranks 2] [--samples 2000]
 
-Target: shm, 64 tokens x 1,024 x bf16, top 8, 2 ranks: <= 150 us at the median on two cores. Ranks are processes, each
-on a core of its own while there are cores. Between the two calls each rank writes its experts' results, which is not
-counted; waiting for a rank that is late with that is.
+Target: shm, 64 tokens x 1,024 x bf16, top 8, 2 ranks: <= 150 us at the median on two cores. Ranks
+are processes, each on a core of its own while there are cores. Between the two calls each rank
+writes its experts' results, which is not counted; waiting for a rank that is late with that is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ class Size:
     top_k: int
 
 
-SIZES = [Size(1, 1024, 8), Size(64, 1024, 8), Size(32, 4096, 8), Size(512, 1024, 8), Size(2048, 2048, 8)]
+SIZES = [
+    Size(1, 1024, 8),
+    Size(64, 1024, 8),
+    Size(32, 4096, 8),
+    Size(512, 1024, 8),
+    Size(2048, 2048, 8),
+]
 
 
 def main() -> None:
@@ -55,7 +61,9 @@ def main() -> None:
         help="which ones [%(default)s]",
     )
     flags.add_argument("--ranks", type=int, default=2, help="processes [2]")
-    flags.add_argument("--samples", type=int, default=500, help="round trips of the small sizes [500]")
+    flags.add_argument(
+        "--samples", type=int, default=500, help="round trips of the small sizes [500]"
+    )
     flags.add_argument("--as-rank", metavar="JSON", help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.as_rank:
@@ -65,7 +73,9 @@ def main() -> None:
     for size in SIZES:
         samples = max(25, min(args.samples, args.samples * 64 // size.tokens))
         for backend in args.backends:
-            results.append({"backend": backend, **asdict(size), **measure(backend, args.ranks, size, samples)})
+            results.append(
+                {"backend": backend, **asdict(size), **measure(backend, args.ranks, size, samples)}
+            )
             print(json.dumps(results[-1]), file=sys.stderr)
     save("all2all", args, {"ranks": args.ranks, "dtype": "bfloat16", "round_trips": results})
 
@@ -78,18 +88,32 @@ def measure(backend: str, ranks: int, size: Size, samples: int) -> dict[str, Any
         command = [sys.executable, "-m", "benchmarks.all2all", "--as-rank"]
         processes = [
             subprocess.Popen(
-                [*command, json.dumps({"rank": rank, **common, **meeting})], cwd=ROOT, stdout=subprocess.PIPE, text=True
+                [*command, json.dumps({"rank": rank, **common, **meeting})],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for rank in range(ranks)
         ]
         outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
-        raise SystemExit(f"{backend}: a rank ended with {[process.returncode for process in processes]}")
-    return max((json.loads(output) for output in outputs), key=lambda found: float(found["total_us"]["median"]))
+        raise SystemExit(
+            f"{backend}: a rank ended with {[process.returncode for process in processes]}"
+        )
+    return max(
+        (json.loads(output) for output in outputs),
+        key=lambda found: float(found["total_us"]["median"]),
+    )
 
 
 def one_rank(
-    rank: int, backend: str, ranks: int, size: dict[str, int], samples: int, directory: str, store: str
+    rank: int,
+    backend: str,
+    ranks: int,
+    size: dict[str, int],
+    samples: int,
+    directory: str,
+    store: str,
 ) -> dict[str, Any]:
     """Measures one case on one rank, pinned to a core, and returns its times."""
     torch.set_num_threads(1)
@@ -109,7 +133,15 @@ def one_rank(
         raise SystemExit(made.caps.obstacle)
     hosts = ("here",) * ranks
     made.join(
-        Members(epoch=1, rank=rank, tp_size=1, host_of=hosts, directory=directory, store=store, token="benchmark"),
+        Members(
+            epoch=1,
+            rank=rank,
+            tp_size=1,
+            host_of=hosts,
+            directory=directory,
+            store=store,
+            token="benchmark",
+        ),
         EXPERTS,
         1,
     )
@@ -123,13 +155,18 @@ def inputs(rank: int, num_experts: int, size: Size) -> tuple[Tensor, Routing]:
     """Every token goes to top_k slots, all equally likely."""
     generator = torch.Generator().manual_seed(rank)
     x_TD = torch.randn(size.tokens, size.hidden, generator=generator).bfloat16()
-    ids = [torch.randperm(num_experts, generator=generator)[: size.top_k] for _ in range(size.tokens)]
-    return x_TD, Routing(torch.stack(ids).int(), torch.rand(size.tokens, size.top_k, generator=generator))
+    ids = [
+        torch.randperm(num_experts, generator=generator)[: size.top_k] for _ in range(size.tokens)
+    ]
+    return x_TD, Routing(
+        torch.stack(ids).int(), torch.rand(size.tokens, size.top_k, generator=generator)
+    )
 
 
 def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) -> dict[str, Any]:
     """Returns the times of dispatch and combine on this rank, without warm-up."""
-    ubatch, out_TD = UBatch(), torch.empty_like(x_TD)
+    ubatch = UBatch()
+    out_TD = torch.empty_like(x_TD)
     marks_ns = []
     for _ in range(samples):
         begun = time.perf_counter_ns()
@@ -148,7 +185,10 @@ def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) 
     kept = marks_ns[int(samples * WARM_UP) :]
     names = ("dispatch_us", "dispatch_wait_us", "combine_us", "combine_wait_us")
     phases = dict(zip(names, zip(*kept, strict=True), strict=True))
-    return {"total_us": spread([sum(mark) for mark in kept]), **{name: spread(ns) for name, ns in phases.items()}}
+    return {
+        "total_us": spread([sum(mark) for mark in kept]),
+        **{name: spread(ns) for name, ns in phases.items()},
+    }
 
 
 def spread(times_ns: Any) -> dict[str, float]:

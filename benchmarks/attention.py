@@ -1,11 +1,13 @@
-"""The native attention kernel: bytes of KV per second at decode, arithmetic at prefill, microseconds of a plan.
+"""The native attention kernel: bytes of KV per second at decode, arithmetic at prefill,
+microseconds of a plan.
 
     python -m benchmarks.attention [--cores 0 1] [--int8]
 
-Targets: decode at 16k tokens of context within 1.3 times its byte floor, prefill of 1 x 1,024 tokens at half of what
-sgemm reaches or more, a plan for 32 rows within 30 us. The floor is the rate at which torch sums a large tensor with
-as many threads. Each layer has a cache of its own, so that nothing is still in the processor's cache. Best of several
-rounds; each rate is probed right beside what it is compared with.
+Targets: decode at 16k tokens of context within 1.3 times its byte floor, prefill of 1 x 1,024
+tokens at half of what sgemm reaches or more, a plan for 32 rows within 30 us. The floor is the rate
+at which torch sums a large tensor with as many threads. Each layer has a cache of its own, so that
+nothing is still in the processor's cache. Best of several rounds; each rate is probed right beside
+what it is compared with.
 """
 
 from __future__ import annotations
@@ -38,22 +40,38 @@ DECODES = [  # requests, context, heads, KV heads, head width
     (32, 128, 16, 8, 64),
 ]
 LATENT = 576, 512  # widths of DeepSeek's latent keys, and of their part that is the values
-DECODES += [(r, c, h, 1, 576) for h in (16, 128) for r, c in ((1, 1_024), (8, 1_024), (1, 16_384), (8, 16_384))]
-PREFILLS = [(1, 1_024, 16, 8, 64), (8, 512, 16, 8, 64), (1, 2_048, 32, 4, 128)]  # requests, tokens, ...
+DECODES += [
+    (r, c, h, 1, 576)
+    for h in (16, 128)
+    for r, c in ((1, 1_024), (8, 1_024), (1, 16_384), (8, 16_384))
+]
+PREFILLS = [
+    (1, 1_024, 16, 8, 64),
+    (8, 512, 16, 8, 64),
+    (1, 2_048, 32, 4, 128),
+]  # requests, tokens, ...
 PREFILLS += [(1, 1_024, 16, 1, 576), (1, 1_024, 128, 1, 576)]
 Size = tuple[int, int, int, int, int]
 
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--cores", nargs="+", type=int, default=sorted(os.sched_getaffinity(0)), help="one thread each")
+    flags.add_argument(
+        "--cores",
+        nargs="+",
+        type=int,
+        default=sorted(os.sched_getaffinity(0)),
+        help="one thread each",
+    )
     flags.add_argument("--int8", action="store_true", help="keys and values in int8")
     args = flags.parse_args()
     dtype = torch.int8 if args.int8 else torch.bfloat16
     module = native()
     if module is None or not module.supported_isas():
         raise SystemExit("no native kernels for this CPU")
-    decodes, prefills = ([s for s in sizes if s[4] != LATENT[0] or not args.int8] for sizes in (DECODES, PREFILLS))
+    decodes, prefills = (
+        [s for s in sizes if s[4] != LATENT[0] or not args.int8] for sizes in (DECODES, PREFILLS)
+    )
     results = []
     for count in sorted({1, len(args.cores)}):
         cores = args.cores[:count]
@@ -64,14 +82,19 @@ def main() -> None:
         results += [{"threads": count, **decode(size, dtype)} for size in decodes]
         results += [{"threads": count, **prefill(size, dtype)} for size in prefills]
         os.sched_setaffinity(0, set(args.cores))
-        results.append({"threads": count, "case": "read", "before_gb_s": read, "after_gb_s": probe_read()})
+        results.append(
+            {"threads": count, "case": "read", "before_gb_s": read, "after_gb_s": probe_read()}
+        )
     save("attention", args, {"isa": module.serving_isa(), "cases": results})
 
 
 def decode(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     requests, context, heads, kv_heads, dim = size
-    latent, v_dim = dim == LATENT[0], v_width(dim)
-    layer_bytes = (2 - latent) * requests * context * kv_heads * entry_width(dim, dtype) * dtype.itemsize
+    latent = dim == LATENT[0]
+    v_dim = v_width(dim)
+    layer_bytes = (
+        (2 - latent) * requests * context * kv_heads * entry_width(dim, dtype) * dtype.itemsize
+    )
     layers = max(2, min(64, CACHE_BYTES // layer_bytes))
     caches = [make_cache(requests, context, kv_heads, dim, dtype) for _ in range(layers)]
     q = torch.randn(requests, heads, dim).bfloat16() * dim**-0.5
@@ -79,7 +102,8 @@ def decode(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     planning = best(lambda: plan_attention(*step), 50)
     plan = plan_attention(*step)
     seconds = best(lambda: [attention(q, k, v, plan) for k, v in caches]) / layers
-    read, peak = probe_read(), probe_sgemm()
+    read = probe_read()
+    peak = probe_sgemm()
     rate = layer_bytes / seconds / 1e9
     flops = 2 * requests * context * heads * (dim + v_dim) / seconds / 1e9
     return {"case": "decode", "size": size, "us": 1e6 * seconds, "kv_gb_s": rate, "read_gb_s": read,
@@ -92,7 +116,9 @@ def prefill(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     q = torch.randn(requests * tokens, heads, dim).bfloat16() * dim**-0.5
     plan = plan_attention(*make_step(size, tokens))
     seconds = best(lambda: attention(q, k, v, plan))
-    rate = requests * tokens * (tokens + 1) * heads * (dim + v_width(dim)) / seconds / 1e9  # of what queries see
+    rate = (
+        requests * tokens * (tokens + 1) * heads * (dim + v_width(dim)) / seconds / 1e9
+    )  # of what queries see
     peak = probe_sgemm()
     return {"case": "prefill", "size": size, "us": 1e6 * seconds, "gflop_s": rate, "sgemm_gflop_s": peak,
             "share": rate / peak}  # fmt: skip
@@ -102,18 +128,25 @@ def v_width(dim: int) -> int:
     return LATENT[1] if dim == LATENT[0] else dim
 
 
-def make_cache(requests: int, context: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_cache(
+    requests: int, context: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     shape = (requests * -(-context // BLOCK) + 1, BLOCK, kv_heads, dim)
     one = to_entries(torch.randn(shape), dtype)
     return one, one[..., : v_width(dim)] if v_width(dim) < dim else one.clone()
 
 
 def make_step(size: Size, queries: int) -> tuple[Any, ...]:
-    """What plans take, for the last `queries` positions of each request, whose blocks are scattered."""
+    """What plans take, for the last `queries` positions of each request, whose blocks are
+    scattered.
+    """
     requests, context, heads, kv_heads, dim = size
     blocks = -(-context // BLOCK)
-    order = (torch.arange(requests * blocks) * 7919 % (requests * blocks) + 1).view(requests, blocks)
-    starts, offsets = [context - queries] * requests, range(0, (requests + 1) * queries, queries)
+    order = (torch.arange(requests * blocks) * 7919 % (requests * blocks) + 1).view(
+        requests, blocks
+    )
+    starts = [context - queries] * requests
+    offsets = range(0, (requests + 1) * queries, queries)
     return *host_step(order, BLOCK, starts, offsets), HeadShape(heads, kv_heads, dim, v_width(dim))
 
 

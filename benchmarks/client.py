@@ -1,4 +1,5 @@
-"""CPU time that a client needs per streamed chunk: ours beside the `openai` package, on the same bytes.
+"""CPU time that a client needs per streamed chunk: ours beside the `openai` package, on the same
+bytes.
 
 python -m benchmarks.client
 """
@@ -26,13 +27,20 @@ def main() -> None:
     flags.add_argument("--repeat", type=int, default=5, help="rounds, the two in turns [5]")
     args = flags.parse_args()
     listener = socket.create_server(("127.0.0.1", 0))
-    server = multiprocessing.get_context("fork").Process(target=answer, args=(listener, args.chunks), daemon=True)
+    server = multiprocessing.get_context("fork").Process(
+        target=answer, args=(listener, args.chunks), daemon=True
+    )
     server.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     rounds = asyncio.run(measure(url, args.chunks, args.repeat))
     server.terminate()
     save(
-        "client", args, {"chunks": args.chunks, **{f"{name}_us_per_chunk": summary(us) for name, us in rounds.items()}}
+        "client",
+        args,
+        {
+            "chunks": args.chunks,
+            **{f"{name}_us_per_chunk": summary(us) for name, us in rounds.items()},
+        },
     )
 
 
@@ -53,12 +61,14 @@ async def measure(url: str, chunks: int, repeat: int) -> dict[str, list[float]]:
     rounds: dict[str, list[float]] = {"moeserve": [], "openai": []}
     for number in range(repeat + 1):
         async with AsyncClient(url) as ours:
-            begun_s, count = time.process_time(), 0
+            begun_s = time.process_time()
+            count = 0
             async for _ in await ours.completions.create(prompt="x", stream=True):
                 count += 1
         rounds["moeserve"].append(1e6 * (time.process_time() - begun_s) / count)
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as theirs:
-            begun_s, count = time.process_time(), 0
+            begun_s = time.process_time()
+            count = 0
             async for _ in await theirs.completions.create(model="demo", prompt="x", stream=True):
                 count += 1
         rounds["openai"].append(1e6 * (time.process_time() - begun_s) / count)

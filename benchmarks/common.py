@@ -1,4 +1,6 @@
-"""What the benchmark scripts share: servers to measure, process trees, and one form of record for every result."""
+"""What the benchmark scripts share: servers to measure, process trees, and one form of record for
+every result.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,25 @@ AT_MOST_AVX2 = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"  # as torch's ker
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser with the flags that every script has."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--hardware", default=hardware_name(), help="name of this machine in the file name [%(default)s]")
-    made.add_argument("--note", default="", help="what a reader must know, such as what else ran meanwhile")
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--hardware",
+        default=hardware_name(),
+        help="name of this machine in the file name [%(default)s]",
+    )
+    made.add_argument(
+        "--note", default="", help="what a reader must know, such as what else ran meanwhile"
+    )
     made.add_argument("--no-save", action="store_true", help="print only")
     return made
 
 
 def save(what: str, args: argparse.Namespace, results: Any, shown: str | None = None) -> None:
-    """Prints the results, or `shown`; writes results/<what>_<hardware_name()>_<yyyymm>.json unless --no-save."""
+    """Prints the results, or `shown`; writes results/<what>_<hardware_name()>_<yyyymm>.json unless
+    --no-save.
+    """
     now = datetime.now(UTC)
     record = {
         "what": what,
@@ -63,14 +75,18 @@ def save(what: str, args: argparse.Namespace, results: Any, shown: str | None = 
 
 
 def end_as_asked() -> None:
-    """Lets SIGTERM end this process as Ctrl-C does, so that nothing it started and stopped stays behind."""
+    """Lets SIGTERM end this process as Ctrl-C does, so that nothing it started and stopped stays
+    behind.
+    """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def environment() -> dict[str, Any]:
     """Versions and hardware, without names and paths of this machine."""
     found = collect_env.collect()
-    found["platform"] = f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"
+    found["platform"] = (
+        f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"
+    )
     found["environment"] = {k: v for k, v in found["environment"].items() if "/" not in v}
     found["torch"].pop("build", None)
     found["cpu"] = may_use(found["cpu"])
@@ -78,13 +94,17 @@ def environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as a reader would type it: absolute paths, also behind NAME=, are cut to their last part."""
+    """The command as a reader would type it: absolute paths, also behind NAME=, are cut to their
+    last part.
+    """
     words = [re.sub(r"^(\w+=)?/.*/", r"\1", word) for word in sys.argv[1:]]
     return " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
 
 
 def hardware_name() -> str:
-    """Returns CPU, allowed cores and instruction set, such as amd-epyc-2c-avx512bf16: the part of a file's name."""
+    """Returns CPU, allowed cores and instruction set, such as amd-epyc-2c-avx512bf16: the part of a
+    file's name.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = may_use(collect_env.cpu())
     model = re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", "", cpu["model"].lower())
@@ -137,10 +157,14 @@ class Server:
             connection.close()
 
     def wait(self, path: str, pause_s: float = 0.002) -> float:
-        """Seconds from process start until `path` answers 200. Raises if the process dies or takes too long."""
+        """Seconds from process start until `path` answers 200. Raises if the process dies or takes
+        too long.
+        """
         while self.get(path) != 200:
             if self.process.poll() is not None:
-                raise SystemExit(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-3000:]}")
+                raise SystemExit(
+                    f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-3000:]}"
+                )
             if time.perf_counter() - self.started_s > START_TIMEOUT_S:
                 raise SystemExit(f"{path} did not answer 200 within {START_TIMEOUT_S:g} s")
             time.sleep(pause_s)
@@ -163,32 +187,58 @@ class Server:
         """The processes of this server by role: front_end, engine, and others by number."""
         roles = {"front_end": psutil.Process(self.process.pid)}
         for child in roles["front_end"].children(recursive=True):
-            is_engine = child.name() == "moeserve-engine" or any("engine_main" in word for word in child.cmdline())
-            roles["engine" if is_engine and "engine" not in roles else f"other_{len(roles)}"] = child
+            is_engine = child.name() == "moeserve-engine" or any(
+                "engine_main" in word for word in child.cmdline()
+            )
+            roles["engine" if is_engine and "engine" not in roles else f"other_{len(roles)}"] = (
+                child
+            )
         return roles
 
 
-NO_CACHE = 'model:\n  packed_cache: "off"\n'  # else the file is written while the first requests are measured
+# else the file is written while the first requests are measured
+NO_CACHE = 'model:\n  packed_cache: "off"\n'
 
 
 @contextmanager
 def running_server(
-    model: str, *flags: str, config: str = NO_CACHE, cores: set[int] | None = None, root: Path = ROOT
+    model: str,
+    *flags: str,
+    config: str = NO_CACHE,
+    cores: set[int] | None = None,
+    root: Path = ROOT,
 ) -> Iterator[Server]:
-    """`moeserve serve MODEL flags`, with a YAML config and pinned to `cores` (its children too); stopped at the end.
+    """`moeserve serve MODEL flags`, with a YAML config and pinned to `cores` (its children too);
+    stopped at the end.
 
     root: the checkout whose code serves.
     """
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
-        log, file = Path(folder, "log"), Path(folder, "config.yaml")
+        log = Path(folder, "log")
+        file = Path(folder, "config.yaml")
         file.write_text(config, "utf-8")
         port = free_port()
-        words = [sys.executable, "-m", "moeserve.cli.main", "serve", model, "--port", str(port), "--config", str(file)]
+        words = [
+            sys.executable,
+            "-m",
+            "moeserve.cli.main",
+            "serve",
+            model,
+            "--port",
+            str(port),
+            "--config",
+            str(file),
+        ]
         env = {**os.environ, "PYTHONPATH": str(root)}
         with log.open("wb") as out:
             started_s = time.perf_counter()
             process = psutil.Popen(
-                [*words, *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=root, env=env
+                [*words, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=root,
+                env=env,
             )
         if cores is not None:
             process.cpu_affinity(list(cores))  # before it starts a child; children inherit it
@@ -218,7 +268,9 @@ def free_port() -> int:
 
 
 def cpu_seconds(tree: Mapping[str, psutil.Process]) -> dict[str, float]:
-    """CPU time that each process has used, user and kernel, of all threads that live; in nanosecond steps on Linux."""
+    """CPU time that each process has used, user and kernel, of all threads that live; in nanosecond
+    steps on Linux.
+    """
     used = {}
     for role, process in tree.items():
         threads = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
@@ -227,7 +279,9 @@ def cpu_seconds(tree: Mapping[str, psutil.Process]) -> dict[str, float]:
 
 
 def peak_rss_bytes(process: psutil.Process) -> int:
-    """The most memory that the process ever had resident (Linux), file pages that it mapped included."""
+    """The most memory that the process ever had resident (Linux), file pages that it mapped
+    included.
+    """
     status = Path(f"/proc/{process.pid}/status").read_text("utf-8")
     match = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert match is not None, status

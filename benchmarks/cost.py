@@ -1,15 +1,17 @@
-"""What the model of kernels/cost.py predicts for experts' products, beside measured times of vLLM's Triton kernels; the
-predicted tables of `kernels/configs/`; and attention, see cost_attention.py.
+"""What the model of kernels/cost.py predicts for experts' products, beside measured times of vLLM's
+Triton kernels; the predicted tables of `kernels/configs/`; and attention, see cost_attention.py.
 
     python -m benchmarks.cost --tables FOLDER             # systems/data of aiconfigurator-core; without: the package
     python -m benchmarks.cost --vllm FOLDER               # its unpacked wheel: also the order, see below
     python -m benchmarks.cost --write                     # writes the predicted tables, too
 
-Needs no GPU: Triton compiles for Hopper. The measured rows are spread evenly over all experts, so the predicted ones
-are, too. vLLM's kernels are not ours, and are followed by an activation and a sum of their own: levels compare roughly.
+Needs no GPU: Triton compiles for Hopper. The measured rows are spread evenly over all experts, so
+the predicted ones are, too. vLLM's kernels are not ours, and are followed by an activation and a
+sum of their own: levels compare roughly.
 
-The order: vLLM's wheel has launch parameters that were found by measuring hundreds of them, for each shape and number
-of tokens. Its kernel is compiled with all that won anywhere; the model should think those fast that won for a shape.
+The order: vLLM's wheel has launch parameters that were found by measuring hundreds of them, for
+each shape and number of tokens. Its kernel is compiled with all that won anywhere; the model should
+think those fast that won for a shape.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ from moeserve.plan.tables import PACKAGE, read_tables
 from tools.gpu.peers import TILE_KEYS, load_kernel
 
 MEASURED_AS = {"plain": "bfloat16", "fp8": "fp8_block", "fp4": "w4a16_mxfp4"}
-NEAREST = {"plain": "E128 I768 D2048 K8", "fp8": "E256 I2048 D7168 K8", "fp4": "E128 I2880 D2880 K4"}
+NEAREST = {
+    "plain": "E128 I768 D2048 K8",
+    "fp8": "E256 I2048 D7168 K8",
+    "fp4": "E128 I2880 D2880 K4",
+}
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384)
 TUNED = {
     "E128 I768 D2048 K8": "E=128,N=768", "E8 I14336 D4096 K2": "E=8,N=14336", "E8 I7168 D4096 K2": "E=8,N=7168",
@@ -49,7 +55,9 @@ TUNED = {
 }  # fmt: skip
 PARAMETERS = (*TILE_KEYS[:3], "num_warps", "num_stages", TILE_KEYS[3])
 FACTS = cost_attention.FACTS
-CHECKED, FROM = ("plain",), 256  # weights, and tokens from which on the order is like a card's
+# weights, and tokens from which on the order is like a card's
+CHECKED = ("plain",)
+FROM = 256
 GAIN = 1.05  # predicted, from which on an entry of a table differs from the defaults
 
 
@@ -68,8 +76,8 @@ class Balanced(Product):
 
 @cache
 def facts_of(weights: str) -> Mapping[tuning.Key, Facts]:
-    """Facts about the kernels of such weights, which are the same for all shapes whose sizes are multiples of 16; kept
-    in FACTS, as they take minutes."""
+    """Facts about the kernels of such weights, which are the same for all shapes whose sizes are
+    multiples of 16; kept in FACTS, as they take minutes."""
     file = FACTS / f"{weights}-triton-{triton.__version__}.pickle"
     if not file.exists():
         FACTS.mkdir(parents=True, exist_ok=True)
@@ -93,7 +101,8 @@ def jobs(shape: ExpertShapes, weights: str, balanced: bool) -> list[tuning.Job]:
         replace(
             job,
             products={
-                name: Balanced(**{field: getattr(p, field) for field in names}) for name, p in job.products.items()
+                name: Balanced(**{field: getattr(p, field) for field in names})
+                for name, p in job.products.items()
             },
         )
         for job in made
@@ -101,7 +110,9 @@ def jobs(shape: ExpertShapes, weights: str, balanced: bool) -> list[tuning.Job]:
 
 
 def beside_tables(source: str, device: str) -> dict[str, Any]:
-    """Predicted over measured, for every shape of the tables, with the configuration that is predicted to be best."""
+    """Predicted over measured, for every shape of the tables, with the configuration that is
+    predicted to be best.
+    """
     card = CARDS[next(name for name in CARDS if device.upper() in name)]
     measured = read_tables(source, DEVICES[device]).experts
     found: dict[str, Any] = {}
@@ -124,7 +135,10 @@ def beside_tables(source: str, device: str) -> dict[str, Any]:
             shapes[f"E{experts} I{width} D{dim} K{top_k}"] = {
                 "predicted_over_measured": {str(t): round(r, 3) for t, r in ratios.items()},
                 "rank_correlation": round(
-                    cost_attention.spearman([*predicted.values()], [times.seconds(t) for t in predicted]), 3
+                    cost_attention.spearman(
+                        [*predicted.values()], [times.seconds(t) for t in predicted]
+                    ),
+                    3,
                 ),
             }
             predicted_all += predicted.values()
@@ -139,37 +153,60 @@ def beside_tables(source: str, device: str) -> dict[str, Any]:
 
 
 def compile_peer(kernel_file: Path, config: tuple[int, ...]) -> Facts | None:
-    """Facts about vLLM's kernel for 16-bit weights, after `cost.compile_only`; None if it cannot be compiled."""
+    """Facts about vLLM's kernel for 16-bit weights, after `cost.compile_only`; None if it cannot be
+    compiled.
+    """
     block_m, block_n, block_k, warps, stages = config
-    x, index = torch.empty((64, 2048), dtype=torch.bfloat16, device="meta"), torch.empty(64, dtype=torch.int32)
+    x = torch.empty((64, 2048), dtype=torch.bfloat16, device="meta")
+    index = torch.empty(64, dtype=torch.int32)
     kernel = load_kernel(kernel_file)
     known: dict[str, Any] = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (x, x, x), strict=True))
-    known |= dict.fromkeys(("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), index)
     known |= dict.fromkeys(
-        ("N", "K", "EM", "num_valid_tokens", "stride_am", "stride_be", "stride_bn", "stride_cm"), 2048
+        ("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), index
+    )
+    known |= dict.fromkeys(
+        ("N", "K", "EM", "num_valid_tokens", "stride_am", "stride_be", "stride_bn", "stride_cm"),
+        2048,
     )
     known |= dict.fromkeys(("stride_ak", "stride_bk", "stride_cn", "SPLIT_K"), 1)
-    known |= {"BLOCK_SIZE_M": block_m, "BLOCK_SIZE_N": block_n, "BLOCK_SIZE_K": block_k, "GROUP_SIZE_M": 1}
+    known |= {
+        "BLOCK_SIZE_M": block_m,
+        "BLOCK_SIZE_N": block_n,
+        "BLOCK_SIZE_K": block_k,
+        "GROUP_SIZE_M": 1,
+    }
     known |= {"top_k": 8, "compute_type": tl.bfloat16, "MUL_ROUTED_WEIGHT": False}
-    known |= {name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in known}
+    known |= {
+        name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in known
+    }
     values = {name: known.get(name, 0) for name in kernel.arg_names}
     for name in ("naive_block_assignment", "HAS_BIAS", "SWAP_AB", "USE_TD", "per_channel_quant"):
         values[name] = False
     values |= {name: False for name in kernel.arg_names if name.startswith("use_")}
     try:
-        return next(cost.compiled_by(lambda: kernel[(1,)](**values, num_warps=warps, num_stages=stages), 1))
+        return next(
+            cost.compiled_by(lambda: kernel[(1,)](**values, num_warps=warps, num_stages=stages), 1)
+        )
     except tuning.IMPOSSIBLE:
         return None
 
 
 def order(folder: Path) -> dict[str, Any]:
-    """Where the model puts what won on a card, among all that won anywhere, for each of vLLM's tables of TUNED."""
+    """Where the model puts what won on a card, among all that won anywhere, for each of vLLM's
+    tables of TUNED.
+    """
     [kernel_file] = folder.rglob("fused_moe/fused_moe.py")
     won: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for (shape, name), device in itertools.product(TUNED.items(), CARDS):
         for file in folder.rglob(f"{name},device_name={device.replace(' ', '_')}.json"):
-            table = {int(tokens): c for tokens, c in json.loads(file.read_text()).items() if tokens.isdecimal()}
-            won[device, shape] = {tokens: tuple(c[key] for key in PARAMETERS) for tokens, c in table.items()}
+            table = {
+                int(tokens): c
+                for tokens, c in json.loads(file.read_text()).items()
+                if tokens.isdecimal()
+            }
+            won[device, shape] = {
+                tokens: tuple(c[key] for key in PARAMETERS) for tokens, c in table.items()
+            }
     every = sorted({c[:5] for table in won.values() for c in table.values()})
     context = get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context, initializer=cost.compile_only) as pool:
@@ -177,7 +214,8 @@ def order(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"candidates": len(every)}
     for (device, shape), table in won.items():
         experts, width, dim, top_k = read_shape(shape)
-        places, losses = {}, {}
+        places = {}
+        losses = {}
         for tokens, (*best, group) in sorted(table.items()):
             times = {}
             for config, known in facts.items():
@@ -185,13 +223,23 @@ def order(folder: Path) -> dict[str, Any]:
                 up = Product(tokens * top_k, experts, 2 * width, dim, depth, 1, 2, 2)
                 both = up, replace(up, width=dim, inner=width)
                 launch = {"block_m": block_m, "block_n": block_n, "stages": stages, "group": group}
-                times[config] = sum(cost.seconds(known, p, CARDS[device], launch) for p in both) if known else math.inf
+                times[config] = (
+                    sum(cost.seconds(known, p, CARDS[device], launch) for p in both)
+                    if known
+                    else math.inf
+                )
             mine = times[tuple(best)]
             places[str(tokens)] = 1 + sum(took < mine for took in times.values())
             losses[str(tokens)] = round(100 * (mine / min(times.values()) - 1), 1)
-        found[f"{device}, {shape}"] = {"place_of_the_winner": places, "predicted_slower_than_best_percent": losses}
+        found[f"{device}, {shape}"] = {
+            "place_of_the_winner": places,
+            "predicted_slower_than_best_percent": losses,
+        }
     everywhere = [
-        place for table in found.values() if isinstance(table, dict) for place in table["place_of_the_winner"].values()
+        place
+        for table in found.values()
+        if isinstance(table, dict)
+        for place in table["place_of_the_winner"].values()
     ]
     found["winners"] = len(everywhere)
     found["among_the_ten_best_percent"] = round(100 * float(np.mean(np.array(everywhere) <= 10)), 1)
@@ -200,12 +248,14 @@ def order(folder: Path) -> dict[str, Any]:
 
 
 def tables(write: bool) -> dict[str, Any]:
-    """Predicted gains over the defaults, for the shapes of `moeserve tune --all`. Written are, of each shape with a
-    gain of GAIN at any size where the order is known, the best parameters; other sizes keep the defaults."""
+    """Predicted gains over the defaults, for the shapes of `moeserve tune --all`. Written are, of
+    each shape with a gain of GAIN at any size where the order is known, the best parameters; other
+    sizes keep the defaults."""
     found: dict[str, Any] = {}
     for device, card in CARDS.items():
         for model, (shape, weights) in COMMON.items():
-            entries, gains = {}, {}
+            entries = {}
+            gains = {}
             for job in jobs(read_shape(shape), weights, balanced=False):
                 predict = tuning.predictor(job, facts_of(weights), card)
                 best = min([*tuning.ranked(job, facts_of(weights), card), job.default], key=predict)
@@ -221,8 +271,12 @@ def tables(write: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--tables", default=PACKAGE, metavar="FOLDER", help="systems/data of aiconfigurator-core")
-    parser.add_argument("--write", action="store_true", help="write the predicted tables of kernels/configs/")
+    parser.add_argument(
+        "--tables", default=PACKAGE, metavar="FOLDER", help="systems/data of aiconfigurator-core"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the predicted tables of kernels/configs/"
+    )
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="its unpacked wheel")
     args = parser.parse_args()
     results: dict[str, Any] = {"predicted_gain_over_defaults": tables(args.write)}

@@ -1,8 +1,9 @@
 """What the model of kernels/cost.py says of attention: part of `python -m benchmarks.cost`.
 
-Its loop is over tiles of positions, and programs take work items from a list (kernels/attention_plan.py): here it is
-counted how many items a step has, how many tiles each of them, and which bytes come from DRAM. Of the measured kernels
-beside it most are FlashAttention-3, whose exponentials overlap products; SGLang's for heads of 512 are Triton's.
+Its loop is over tiles of positions, and programs take work items from a list
+(kernels/attention_plan.py): here it is counted how many items a step has, how many tiles each of
+them, and which bytes come from DRAM. Of the measured kernels beside it most are FlashAttention-3,
+whose exponentials overlap products; SGLang's for heads of 512 are Triton's.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ def shape(heads: int, kv_heads: int, dim: int, v_dim: int = 0) -> AttentionShape
 
 
 COMPILED = {
-    (s.dim, s.v_dim): s for s in (shape(32, 4, 128), shape(64, 8, 64), shape(16, 2, 512), shape(16, 1, 576, 512))
+    (s.dim, s.v_dim): s
+    for s in (shape(32, 4, 128), shape(64, 8, 64), shape(16, 2, 512), shape(16, 1, 576, 512))
 }
-USUAL = tuple(shape(*heads) for heads in ((32, 4, 128), (32, 8, 128), (64, 8, 128), (8, 1, 128), (64, 8, 64)))
+USUAL = tuple(
+    shape(*heads) for heads in ((32, 4, 128), (32, 8, 128), (64, 8, 128), (8, 1, 128), (64, 8, 64))
+)
 WIDE = tuple(shape(*heads) for heads in ((16, 2, 512), (8, 1, 512), (4, 1, 512)))
 LATENT = tuple(shape(heads, 1, 576, 512) for heads in (128, 64, 16))
 FA3 = ("kernel_source", "=", "vllm_flash_attn_fa3")
@@ -59,7 +63,9 @@ TABLES = {  # a table, which of its rows, and shapes
     "prefill, Triton (SGLang)": ("attention/sglang/*/context_attention", [TRITON], WIDE),
     "decode of latents, FlashAttention-3": ("mla/sglang/*/generation_mla", [], LATENT),
 }
-DECODE = [Step(rows, 1, context) for rows in (1, 8, 64, 256) for context in (512, 2048, 8192, 32_768)]
+DECODE = [
+    Step(rows, 1, context) for rows in (1, 8, 64, 256) for context in (512, 2048, 8192, 32_768)
+]
 PREFILL = [Step(rows, new, new) for rows in (1, 8) for new in (512, 1024, 2048, 4096, 8192)]
 
 
@@ -71,7 +77,9 @@ def facts_of(dim: int, v_dim: int) -> Mapping[Kernel, Facts]:
         FACTS.mkdir(parents=True, exist_ok=True)
         found: dict[Kernel, Facts] = {}
         with ProcessPoolExecutor(2, get_context("spawn"), cost.compile_only) as pool:
-            for facts in pool.map(partial(compile_kernels, COMPILED[dim, v_dim]), tuning.ATTENTION["num_stages"]):
+            for facts in pool.map(
+                partial(compile_kernels, COMPILED[dim, v_dim]), tuning.ATTENTION["num_stages"]
+            ):
                 found |= facts
         file.write_bytes(pickle.dumps(found))
     known: Mapping[Kernel, Facts] = pickle.loads(file.read_bytes())
@@ -83,26 +91,39 @@ def compile_kernels(of: AttentionShape, stages: int) -> dict[Kernel, Facts]:
     found: dict[Kernel, Facts] = {}
     for job in tuning.attention_jobs(of, torch.device("meta")):
         try:
-            attend, _ = cost.compiled_by(partial(job.run, {**job.default, "num_stages": stages}), 2)  # the other merges
+            attend, _ = cost.compiled_by(
+                partial(job.run, {**job.default, "num_stages": stages}), 2
+            )  # the other merges
         except tuning.IMPOSSIBLE:
             continue
         found[job.size, stages] = attend
     return found
 
 
-def seconds(facts: Facts, of: AttentionShape, step: Step, block_m: int, config: Mapping[str, int], card: Card) -> float:
+def seconds(
+    facts: Facts,
+    of: AttentionShape,
+    step: Step,
+    block_m: int,
+    config: Mapping[str, int],
+    card: Card,
+) -> float:
     """The predicted time of a step's attention in one layer; infinity if it cannot run."""
     resident = min(cost.occupancy(facts), config["programs"])
     if not resident:
         return math.inf
     rows, new, context = step
-    positions, tile = paged_attention.tile_positions(of, block_m), block_m // of.group
-    ends = context - new + np.minimum(tile * np.arange(1, -(-new // tile) + 1), new)  # of what each tile sees
+    positions = paged_attention.tile_positions(of, block_m)
+    tile = block_m // of.group
+    ends = (
+        context - new + np.minimum(tile * np.arange(1, -(-new // tile) + 1), new)
+    )  # of what each tile sees
     cut = len(ends) <= SPLIT_TILES and context > SPLIT
     splits = -(-context // SPLIT) if cut else 1
     items = rows * of.groups * len(ends) * splits
     steps = np.ceil(ends / positions)
-    mean, longest = float(steps.mean()) / splits, SPLIT / positions if cut else float(steps.max())
+    mean = float(steps.mean()) / splits
+    longest = SPLIT / positions if cut else float(steps.max())
     position = (of.dim + (0 if of.latent else of.v_dim)) * 2
     loaded = positions * position / cost.L2_BYTES
     wait = cost.LATENCY / max(1, config["num_stages"] // 2)
@@ -110,10 +131,15 @@ def seconds(facts: Facts, of: AttentionShape, step: Step, block_m: int, config: 
     beside = min(resident, math.ceil(each))
     cycles = max(
         cost.round_cycles(facts, 1, longest, loaded, wait),
-        cost.round_cycles(facts, beside, mean, loaded, wait) * each / beside,  # the longest items come first
+        cost.round_cycles(facts, beside, mean, loaded, wait)
+        * each
+        / beside,  # the longest items come first
     )
     sums = rows * new * of.heads * splits * (of.v_dim + 2) * 4.0 if cut else 0.0
-    num_bytes = rows * (of.kv_heads * context * position + new * of.heads * (of.dim + of.v_dim) * 2.0) + sums
+    num_bytes = (
+        rows * (of.kv_heads * context * position + new * of.heads * (of.dim + of.v_dim) * 2.0)
+        + sums
+    )
     took_s = cost.launch_s(cycles, num_bytes, card)
     return took_s + cost.launch_s(cost.PROLOGUE, sums, card) if cut else took_s
 
@@ -123,20 +149,28 @@ def predicted(of: AttentionShape, step: Step, block_m: int, card: Card) -> dict[
     default = paged_attention.launch_of(of, of.dtype, block_m, "")
     facts = facts_of(of.dim, of.v_dim)
     return {
-        stages: seconds(facts[block_m, stages], of, step, block_m, {**default, "num_stages": stages}, card)
+        stages: seconds(
+            facts[block_m, stages], of, step, block_m, {**default, "num_stages": stages}, card
+        )
         for stages in dict.fromkeys((default["num_stages"], *tuning.ATTENTION["num_stages"]))
         if (block_m, stages) in facts
     }
 
 
-def measured(folder: Path, device: str, table: str, rows: list[Any], of: AttentionShape) -> dict[Step, float]:
+def measured(
+    folder: Path, device: str, table: str, rows: list[Any], of: AttentionShape
+) -> dict[Step, float]:
     """Seconds of one shape in the newest version of a table."""
     from pyarrow import parquet
 
     [*_, newest] = sorted(folder.glob(f"{device}_sxm/{table}_perf.parquet"))
     wanted = [*rows, ("num_heads", "=", of.heads), ("kv_cache_dtype", "=", "bfloat16")]
     if not of.latent:
-        wanted += [("num_key_value_heads", "=", of.kv_heads), ("head_dim", "=", of.dim), ("window_size", "=", 0)]
+        wanted += [
+            ("num_key_value_heads", "=", of.kv_heads),
+            ("head_dim", "=", of.dim),
+            ("window_size", "=", 0),
+        ]
     found: dict[Step, float] = {}
     names = ("batch_size", "isl", "step", "latency")
     columns = parquet.read_table(newest, columns=list(names), filters=wanted).to_pydict()
@@ -147,22 +181,30 @@ def measured(folder: Path, device: str, table: str, rows: list[Any], of: Attenti
 
 
 def beside_tables(source: str, device: str) -> dict[str, Any]:
-    """Predicted, of the defaults without `batch`, over measured, by what was measured. source: as of `read_tables`."""
+    """Predicted, of the defaults without `batch`, over measured, by what was measured. source: as
+    of `read_tables`.
+    """
     package = find_spec("aiconfigurator_core") if source == PACKAGE else None
     places = package.submodule_search_locations if package else None
     folder = Path(places[0], "systems/data") if places else Path(source)
     card = CARDS[next(name for name in CARDS if device.upper() in name)]
     found: dict[str, Any] = {}
     for title, (table, rows, shapes) in TABLES.items():
-        decode, ratios, pairs = title.startswith("decode"), {}, []
+        decode = title.startswith("decode")
+        ratios = {}
+        pairs = []
         for of in shapes:
             times = measured(folder, device, table, rows, of)
             steps = [step for step in (DECODE if decode else PREFILL) if step in times]
             size = paged_attention.tile_rows(of, invariant=False)[0 if decode else -1]
-            mine = [(next(iter(predicted(of, step, size, card).values())), times[step]) for step in steps]
+            mine = [
+                (next(iter(predicted(of, step, size, card).values())), times[step])
+                for step in steps
+            ]
             name = f"H{of.heads} KV{of.kv_heads} D{of.dim}"
             ratios[name] = {
-                f"{step.rows} x {step.context}": round(p / m, 3) for step, (p, m) in zip(steps, mine, strict=True)
+                f"{step.rows} x {step.context}": round(p / m, 3)
+                for step, (p, m) in zip(steps, mine, strict=True)
             }
             pairs += mine
         found[title] = {"predicted_over_measured": ratios, **agreement(pairs)}
@@ -188,7 +230,9 @@ def agreement(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def gains() -> dict[str, Any]:
-    """Predicted times of the defaults over those of the best kernel, for steps as `moeserve tune` times them."""
+    """Predicted times of the defaults over those of the best kernel, for steps as `moeserve tune`
+    times them.
+    """
     found: dict[str, Any] = {}
     for device, card in CARDS.items():
         of_card = found.setdefault(device, {})

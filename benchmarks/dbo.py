@@ -1,23 +1,25 @@
-"""Dual-batch overlap on a slow link: two ranks in two network namespaces, joined by a veth pair behind token buckets.
+"""Dual-batch overlap on a slow link: two ranks in two network namespaces, joined by a veth pair
+behind token buckets.
 
     python -m benchmarks.dbo
 
-Prefill steps of a model with random weights, a narrow Mixtral whose experts are as wide as the model, so that attention
-has a third of the work; one thread and one core per rank, rows by the `torch` backend (Gloo). The link's rate is chosen
-so that communication takes `--ratio` of the time that computing takes. DBO off, on, auto, and on with rows encrypted
-run in turns. Then decode steps on the unlimited link, where overlap does not pay.
+Prefill steps of a model with random weights, a narrow Mixtral whose experts are as wide as the
+model, so that attention has a third of the work; one thread and one core per rank, rows by the
+`torch` backend (Gloo). The link's rate is chosen so that communication takes `--ratio` of the time
+that computing takes. DBO off, on, auto, and on with rows encrypted run in turns. Then decode steps
+on the unlimited link, where overlap does not pay.
 
-Computing is what the slower rank's step took in one micro-batch without standing still for rows; communication is the
-rest.
-The ideal is their sum over the longer of them.
+Computing is what the slower rank's step took in one micro-batch without standing still for rows;
+communication is the rest. The ideal is their sum over the longer of them.
 
-What can be reached depends on the model: of each layer's two transfers one is hidden by the other micro-batch's
-experts, one
-by its attention. The last transfer of a step hides behind nothing. Whatever moves the rows takes time of the same core,
-more of it the faster the link is beside the core.
+What can be reached depends on the model: of each layer's two transfers one is hidden by the other
+micro-batch's experts, one by its attention. The last transfer of a step hides behind nothing.
+Whatever moves the rows takes time of the same core, more of it the faster the link is beside the
+core.
 
-Targets: on >= 1.3 x off and >= 0.85 x ideal; auto loses <= 2 % where two micro-batches do not pay; encryption costs
-<= 10 % of what overlap gains. Needs root and two cores; says so and ends otherwise.
+Targets: on >= 1.3 x off and >= 0.85 x ideal; auto loses <= 2 % where two micro-batches do not pay;
+encryption costs <= 10 % of what overlap gains. Needs root and two cores; says so and ends
+otherwise.
 """
 
 from __future__ import annotations
@@ -49,16 +51,33 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--layers", type=int, default=4)
     made.add_argument("--hidden", type=int, default=1024)
-    made.add_argument("--heads", type=int, default=8, help="of 128, a quarter as many of keys and values [%(default)s]")
+    made.add_argument(
+        "--heads",
+        type=int,
+        default=8,
+        help="of 128, a quarter as many of keys and values [%(default)s]",
+    )
     made.add_argument("--experts", type=int, default=8)
     made.add_argument("--top-k", type=int, default=2)
     made.add_argument("--expert-size", type=int, default=1024)
-    made.add_argument("--tokens", type=int, default=1024, help="of each rank's prefill step [%(default)s]")
-    made.add_argument("--prompt", type=int, default=256, help="tokens of each request in it [%(default)s]")
-    made.add_argument("--batch", type=int, default=16, help="requests of each rank's decode step [%(default)s]")
-    made.add_argument("--ratio", type=float, default=0.6, help="communication time / compute time [%(default)s]")
-    made.add_argument("--rounds", type=int, default=12, help="prefill steps of each mode [%(default)s]")
-    made.add_argument("--auto-rounds", type=int, default=24, help=f"times {CHUNK} decode steps [%(default)s]")
+    made.add_argument(
+        "--tokens", type=int, default=1024, help="of each rank's prefill step [%(default)s]"
+    )
+    made.add_argument(
+        "--prompt", type=int, default=256, help="tokens of each request in it [%(default)s]"
+    )
+    made.add_argument(
+        "--batch", type=int, default=16, help="requests of each rank's decode step [%(default)s]"
+    )
+    made.add_argument(
+        "--ratio", type=float, default=0.6, help="communication time / compute time [%(default)s]"
+    )
+    made.add_argument(
+        "--rounds", type=int, default=12, help="prefill steps of each mode [%(default)s]"
+    )
+    made.add_argument(
+        "--auto-rounds", type=int, default=24, help=f"times {CHUNK} decode steps [%(default)s]"
+    )
     args = made.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -67,7 +86,11 @@ def main() -> None:
     sizes = _sizes(args)
     with slow_link() as link, contextlib.ExitStack() as stack:
         pair = _Pair(
-            stack.enter_context(_started(Setup(rank, sizes, args.tokens, args.prompt, args.batch), link, cores[rank]))
+            stack.enter_context(
+                _started(
+                    Setup(rank, sizes, args.tokens, args.prompt, args.batch), link, cores[rank]
+                )
+            )
             for rank in (0, 1)
         )
         results = {
@@ -111,7 +134,13 @@ class _Pair:
         self._ranks = tuple(ranks)
 
     def run(
-        self, phase: Phase, mode: Mode, steps: int = 1, *, trace: bool = False, encrypted: bool = False
+        self,
+        phase: Phase,
+        mode: Mode,
+        steps: int = 1,
+        *,
+        trace: bool = False,
+        encrypted: bool = False,
     ) -> list[tuple[Step, Step]]:
         """Each step on rank 0 and on rank 1."""
         line = msgspec.json.encode(Order(phase, mode, steps, trace, encrypted)).decode()
@@ -160,7 +189,8 @@ def _prefill(pair: _Pair, link: Link, ratio: float, rounds: int) -> dict[str, An
     hidden = [overlapped_us(rank.events) for rank in traced]
     if not all(work["experts"] and work["attention"] for work in hidden):
         sys.exit(f"no transfer ran beside the other micro-batch's work: {hidden}")
-    off_s, compute_s = median(map(_took_s, found["off"])), median(map(_compute_s, found["off"]))
+    off_s = median(map(_took_s, found["off"]))
+    compute_s = median(map(_compute_s, found["off"]))
     ideal = off_s / max(compute_s, off_s - compute_s)
     summaries = {mode: _summary(found[mode], found["off"]) for mode in MODES}
     sealed = _summary(encrypted, found["off"])
@@ -190,10 +220,16 @@ def _decode(pair: _Pair, link: Link, rounds: int) -> dict[str, Any]:
     for mode in MODES:
         pair.run("decode", mode, CHUNK)
     for number in range(rounds):
-        for mode in MODES[:: 1 if number % 2 else -1]:  # contexts grow: each mode comes first as often as last
+        for mode in MODES[
+            :: 1 if number % 2 else -1
+        ]:  # contexts grow: each mode comes first as often as last
             found[mode] += pair.run("decode", mode, LENGTHS[mode])
-    sums = {mode: np.array([*map(_took_s, found[mode])]).reshape(rounds, CHUNK).sum(1) for mode in ("off", "auto")}
-    # Of neighbouring rounds: what else the machine does cancels out. Sums, so that trials count in full.
+    sums = {
+        mode: np.array([*map(_took_s, found[mode])]).reshape(rounds, CHUNK).sum(1)
+        for mode in ("off", "auto")
+    }
+    # Of neighbouring rounds: what else the machine does cancels out. Sums, so that trials count in
+    # full.
     return {
         **{mode: _summary(found[mode], found["off"]) for mode in MODES},
         "auto_loss_percent": 100 * float(np.median(sums["auto"] / sums["off"]) - 1),
@@ -202,11 +238,16 @@ def _decode(pair: _Pair, link: Link, rounds: int) -> dict[str, Any]:
 
 
 def overlapped_us(events: Sequence[TraceEvent]) -> dict[str, int]:
-    """How long one micro-batch's rows travelled while the other micro-batch worked, by the work's name."""
+    """How long one micro-batch's rows travelled while the other micro-batch worked, by the work's
+    name.
+    """
     total: dict[str, int] = {"attention": 0, "experts": 0}
     for travel in events:
         for work in events:
-            if travel.track.startswith("transfer") and work.track == f"micro-batch {1 - int(travel.track[-1])}":
+            if (
+                travel.track.startswith("transfer")
+                and work.track == f"micro-batch {1 - int(travel.track[-1])}"
+            ):
                 shared_ns = min(travel.end_ns, work.end_ns) - max(travel.start_ns, work.start_ns)
                 total[work.name] = total.get(work.name, 0) + max(0, shared_ns) // 1000
     return total
@@ -214,13 +255,19 @@ def overlapped_us(events: Sequence[TraceEvent]) -> dict[str, int]:
 
 def _summary(steps: Steps, off: Steps) -> dict[str, Any]:
     """speedup: over one micro-batch, the median over rounds."""
-    took_s, off_s = [*map(_took_s, steps)], [*map(_took_s, off)]
+    took_s = [*map(_took_s, steps)]
+    off_s = [*map(_took_s, off)]
     both = [rank for step in steps for rank in step]
-    pairs = zip(off_s, took_s, strict=True) if len(off_s) == len(took_s) else [(median(off_s), median(took_s))]
+    pairs = (
+        zip(off_s, took_s, strict=True)
+        if len(off_s) == len(took_s)
+        else [(median(off_s), median(took_s))]
+    )
     return {
         "median_s": median(took_s),
         "speedup": median(one / other for one, other in pairs),
-        "overlap_efficiency": 1 - sum(rank.exposed_us for rank in both) / sum(rank.comm_us for rank in both),
+        "overlap_efficiency": 1
+        - sum(rank.exposed_us for rank in both) / sum(rank.comm_us for rank in both),
         "two_ubatches": sum(rank.ubatches == 2 for rank in both) / len(both),
         "samples_s": [round(one_s, 6) for one_s in took_s],
     }

@@ -1,4 +1,6 @@
-"""Two network namespaces joined by a veth pair whose rate can be changed any time: two machines on a slow network."""
+"""Two network namespaces joined by a veth pair whose rate can be changed any time: two machines on
+a slow network.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Link:
     def limit(self, bits_per_s: int) -> None:
         """In each direction; 0 lifts the limit. Connections stay."""
         for name, device in zip(self.names, self.devices, strict=True):
-            # A burst is what TCP hands down at once (64 KiB); more would be sent for nothing after every pause.
+            # A burst is what TCP hands down at once (64 KiB); more would be sent for nothing after
+            # every pause.
             what = ["root", "tbf", "rate", f"{bits_per_s}bit", "burst", "72kb", "latency", "50ms"]
             if bits_per_s:
                 _ip("netns", "exec", name, "tc", "qdisc", "replace", "dev", device, *what)
@@ -42,7 +45,9 @@ class Link:
 
 @contextlib.contextmanager
 def slow_link() -> Iterator[Link]:
-    """An unlimited link to begin with, gone at the end. Exits with the reason where none can be made."""
+    """An unlimited link to begin with, gone at the end. Exits with the reason where none can be
+    made.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         sys.exit("this needs root and the commands ip and tc: two namespaces play two machines")
     tag = f"ms{os.getpid()}"
@@ -59,7 +64,8 @@ def slow_link() -> Iterator[Link]:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
             _ip("-n", name, "link", "set", device, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            # Known everywhere. Some defaults send at the rate that they believe the link has, and that changes here.
+            # Known everywhere. Some defaults send at the rate that they believe the link has, and
+            # that changes here.
             _ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
         yield link
     finally:

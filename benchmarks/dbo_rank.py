@@ -1,4 +1,5 @@
-"""One of the two ranks that `benchmarks.dbo` drives: makes the steps that it is told to, and says how long they took.
+"""One of the two ranks that `benchmarks.dbo` drives: makes the steps that it is told to, and says
+how long they took.
 
     python -m benchmarks.dbo_rank SETUP
 
@@ -50,7 +51,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """tokens: of a rank's prefill step, in requests of `prompt`. batch: requests of its decode step."""
+    """tokens: of a rank's prefill step, in requests of `prompt`. batch: requests of its decode
+    step.
+    """
 
     rank: int
     sizes: Sizes
@@ -92,11 +95,19 @@ class Rank:
         counts = np.full(setup.tokens // setup.prompt, setup.prompt, np.int32)
         self.inputs = {
             "prefill": (step_inputs(counts, 0), counts),
-            "decode": (step_inputs(np.ones(setup.batch, np.int32), CONTEXT), np.ones(setup.batch, np.int32)),
+            "decode": (
+                step_inputs(np.ones(setup.batch, np.int32), CONTEXT),
+                np.ones(setup.batch, np.int32),
+            ),
         }
-        blocks = max(int(inputs.groups[0].blocks_RN.max()) + 1 for inputs, _ in self.inputs.values())
+        blocks = max(
+            int(inputs.groups[0].blocks_RN.max()) + 1 for inputs, _ in self.inputs.values()
+        )
         self.kv: list[LayerCache] = [
-            tuple(torch.zeros(blocks, BLOCK, tensor.heads, tensor.width) for tensor in layer.mixer.cache(1))
+            tuple(
+                torch.zeros(blocks, BLOCK, tensor.heads, tensor.width)
+                for tensor in layer.mixer.cache(1)
+            )
             for layer in spec.layers
         ]
         self.policies = {mode: OverlapPolicy(mode) for mode in MODES}
@@ -106,13 +117,19 @@ class Rank:
         inputs, counts = self.inputs[order.phase]
         self.mesh.seal = self.seal if order.encrypted else None
         with torch.inference_mode():
-            return [self._step(inputs, counts, self.policies[order.mode], order.trace) for _ in range(order.steps)]
+            return [
+                self._step(inputs, counts, self.policies[order.mode], order.trace)
+                for _ in range(order.steps)
+            ]
 
     def _step(self, inputs: StepInputs, counts: I32, policy: OverlapPolicy, trace: bool) -> Step:
         rows = np.arange(len(counts), dtype=np.int32)
-        plan = StepPlan(self.num_steps, rows, inputs.starts_R, counts, np.ones(len(counts), np.bool_), ())
+        plan = StepPlan(
+            self.num_steps, rows, inputs.starts_R, counts, np.ones(len(counts), np.bool_), ()
+        )
         agreed = dataclasses.replace(
-            self._agree([plan.num_tokens, best_split(counts), policy.ubatches_ok(plan)]), trace=trace
+            self._agree([plan.num_tokens, best_split(counts), policy.ubatches_ok(plan)]),
+            trace=trace,
         )
         self.num_steps += 1
         began_ns = time.perf_counter_ns()
@@ -121,14 +138,25 @@ class Rank:
         meter = self.ubatches.take_meter()
         nothing = np.zeros(0, np.int32)
         result = StepResult(
-            plan.step, nothing, device_us=took_us, comm_us=meter.comm_us, exposed_comm_us=meter.exposed_us
+            plan.step,
+            nothing,
+            device_us=took_us,
+            comm_us=meter.comm_us,
+            exposed_comm_us=meter.exposed_us,
         )
         policy.note(dataclasses.replace(plan, agreed=agreed), result)
         return Step(took_us, agreed.ubatches, meter.comm_us, meter.exposed_us, meter.events)
 
     def _agree(self, own: list[int]) -> Agreed:
         votes = [
-            Vote(self.num_steps, 1, has_work=True, tokens=tokens, split_at=split_at, ubatches_ok=bool(ubatches_ok))
+            Vote(
+                self.num_steps,
+                1,
+                has_work=True,
+                tokens=tokens,
+                split_at=split_at,
+                ubatches_ok=bool(ubatches_ok),
+            )
             for tokens, split_at, ubatches_ok in (own, self._swap(own))
         ]
         agreed = decide(votes).agreed
@@ -176,8 +204,11 @@ def _patiently(address: tuple[str, int]) -> socket.socket:
 
 
 def _build(setup: Setup) -> tuple[Decoder, Mesh]:
-    """The rank's part of a model with random weights, its experts joined with the other rank's, and what joins them."""
-    spec, world = setup.sizes.spec(), World(setup.rank, 2)
+    """The rank's part of a model with random weights, its experts joined with the other rank's, and
+    what joins them.
+    """
+    spec = setup.sizes.spec()
+    world = World(setup.rank, 2)
     placement = Placement.initial(spec.num_layers, spec.num_experts, 2)
     plan = load_plan(spec, (), world, placement)
     generator = torch.Generator().manual_seed(7)
@@ -202,7 +233,15 @@ def _build(setup: Setup) -> tuple[Decoder, Mesh]:
         max_tokens=setup.tokens,
     )
     store = f"{ADDRESSES[0]}:7001"
-    members = Members(epoch=1, rank=setup.rank, tp_size=1, host_of=("x", "y"), directory="", store=store, token="bench")
+    members = Members(
+        epoch=1,
+        rank=setup.rank,
+        tp_size=1,
+        host_of=("x", "y"),
+        directory="",
+        store=store,
+        token="bench",
+    )
     backend.join(members, placement.experts_per_rank, 2)
     return model, backend.mesh
 
@@ -219,7 +258,9 @@ def step_inputs(counts: I32, start: int) -> StepInputs:
     group = GroupInputs(torch.from_numpy(cells), torch.from_numpy(tables), BLOCK, None)
     ids = torch.randint(0, 4096, (len(rows),), generator=torch.Generator().manual_seed(1))
     on_device = torch.from_numpy(starts), torch.from_numpy(offsets)
-    return StepInputs(ids, torch.from_numpy(positions), (group,), torch.arange(0), offsets, starts, on_device)
+    return StepInputs(
+        ids, torch.from_numpy(positions), (group,), torch.arange(0), offsets, starts, on_device
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python -m benchmarks.dp --model DIR
 
-Both are loaded, and asked in turns for the same work, so that the ratio holds on a machine with other users. A round
-counts tokens from the moment when all streams have begun until the first one ends. all2all: share of a step's time in
-the model for which it stood still for rows. vote: time from a vote to the decision, as a share of the time from step to
-step; it passes while the step before still runs, so the sum of both is an upper bound.
+Both are loaded, and asked in turns for the same work, so that the ratio holds on a machine with
+other users. A round counts tokens from the moment when all streams have begun until the first one
+ends. all2all: share of a step's time in the model for which it stood still for rows. vote: time
+from a vote to the decision, as a share of the time from step to step; it passes while the step
+before still runs, so the sum of both is an upper bound.
 
 Targets with a model of about 1e9 parameters: ratio >= 0.85, all2all and vote together <= 0.12.
 """
@@ -51,10 +52,15 @@ def main() -> None:
     save("dp", asked, asyncio.run(compare(one, two, asked.batch, asked.tokens, asked.rounds)))
 
 
-async def compare(one: Config, two: Config, batch: int, num_tokens: int, num_rounds: int) -> dict[str, Any]:
+async def compare(
+    one: Config, two: Config, batch: int, num_tokens: int, num_rounds: int
+) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"one": [], "two": []}
     shares: dict[str, list[float]] = {"all2all": [], "vote": [], "both": []}
-    async with opening.open_front_end(one, child=True) as alone, opening.open_front_end(two, child=True) as pair:
+    async with (
+        opening.open_front_end(one, child=True) as alone,
+        opening.open_front_end(two, child=True) as pair,
+    ):
         for front in (alone, pair):
             await front.wait_ready()
             front.stats = Records()
@@ -91,7 +97,8 @@ async def one_round(front: FrontEnd, batch: int, num_tokens: int) -> tuple[float
             async for delta in deltas:
                 counts[i] += len(delta.token_ids)
                 if not began_s and all(counts):
-                    began_s, num_before = time.monotonic(), sum(counts)
+                    began_s = time.monotonic()
+                    num_before = sum(counts)
                 elif began_s and not ended_s and delta.finish_reason is not None:
                     ended_s = time.monotonic()
                     rate.append((sum(counts) - num_before) / (ended_s - began_s))
@@ -115,7 +122,8 @@ def shares_of(records: list[StepRecord]) -> dict[str, float]:
         exposed_us += sum(step.exposed_comm_us for step in steps)
         vote_us += sum(step.vote_us for step in steps[1:])
         step_us += (steps[-1].at_s - steps[0].at_s) * 1e6
-    all2all, vote = exposed_us / max(1.0, device_us), vote_us / max(1.0, step_us)
+    all2all = exposed_us / max(1.0, device_us)
+    vote = vote_us / max(1.0, step_us)
     return {"all2all": all2all, "vote": vote, "both": all2all + vote}
 
 

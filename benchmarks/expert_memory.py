@@ -1,16 +1,19 @@
-"""Decoding with a part of the experts in memory, beside the same model with all of them, and beside llama.cpp.
+"""Decoding with a part of the experts in memory, beside the same model with all of them, and beside
+llama.cpp.
 
     python -m benchmarks.expert_memory --llamacpp PYTHON
     python -m benchmarks.expert_memory --layers 4 --tokens 64    a trial
 
-One request, on a file of benchmarks.skewed_gguf. `skew`: the share of all choices that went to each layer's most chosen
-experts, as many as fit into the smaller memory, beside `zipf_skew`, what it should be. Each case is a process of its
-own; the first start of the smaller memory writes packed weights (`first`), so that the figures are those of a later
-one. As root, the smaller memory and llama.cpp, which maps its file, get a cgroup with `limit_bytes` for everything, the
-system's cache of their files included, of which nothing is there when they start.
+One request, on a file of benchmarks.skewed_gguf. `skew`: the share of all choices that went to each
+layer's most chosen experts, as many as fit into the smaller memory, beside `zipf_skew`, what it
+should be. Each case is a process of its own; the first start of the smaller memory writes packed
+weights (`first`), so that the figures are those of a later one. As root, the smaller memory and
+llama.cpp, which maps its file, get a cgroup with `limit_bytes` for everything, the system's cache
+of their files included, of which nothing is there when they start.
 
-tokens_per_s: of the tokens behind the first --warm ones, which fill caches. llama.cpp is given the tokens that moeserve
-chose. disk_gb_s: what O_DIRECT reads of 1 MiB, four at a time, get from the packed file.
+tokens_per_s: of the tokens behind the first --warm ones, which fill caches. llama.cpp is given the
+tokens that moeserve chose. disk_gb_s: what O_DIRECT reads of 1 MiB, four at a time, get from the
+packed file.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ from benchmarks import common, skewed_gguf
 from moeserve import LLM, SamplingParams
 
 BESIDE_EXPERTS = 9 * 2**28  # bytes of the limit for all that is not an expert
-CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))  # of v1, v2
+CGROUPS = (
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+    ("/sys/fs/cgroup", "memory.max"),
+)  # of v1, v2
 
 
 def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[str, Any]:
@@ -68,7 +74,9 @@ def measure(model: Path, args: argparse.Namespace, memory: int | None) -> dict[s
             "tokens": [*prompt, *tokens],
         }
         if memory:
-            hits, misses, stall_us, read = (b - a for a, b in zip(counts, llm.stats.expert_cache, strict=True))
+            hits, misses, stall_us, read = (
+                b - a for a, b in zip(counts, llm.stats.expert_cache, strict=True)
+            )
             found |= {"hit_rate": hits / (hits + misses), "misses_per_token": misses / args.tokens}
             found |= {"stall_s": stall_us / 1e6, "read_bytes_per_token": read / args.tokens}
             found["skew"] = skew(llm, args.share)
@@ -87,7 +95,8 @@ def skew(llm: LLM, share: float) -> float:
 
 def disk_gb_s(file: Path) -> float:
     """Reads of 1 MiB past the system's cache, four at a time, in any order."""
-    descriptor, size = os.open(file, os.O_RDONLY | os.O_DIRECT), 1 << 20
+    descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    size = 1 << 20
     places = list(range(0, file.stat().st_size - size, size))
     Random(3).shuffle(places)
     places = places[:512]
@@ -106,11 +115,15 @@ def disk_gb_s(file: Path) -> float:
 
 @contextmanager
 def cgroup(limit: int | None) -> Iterator[Path | None]:
-    """The file to which a process writes its number to have no more memory than `limit`; None without one."""
+    """The file to which a process writes its number to have no more memory than `limit`; None
+    without one.
+    """
     if limit is None:
         yield None
         return
-    root, file = next((Path(root), file) for root, file in CGROUPS if Path(root, "cgroup.procs").exists())
+    root, file = next(
+        (Path(root), file) for root, file in CGROUPS if Path(root, "cgroup.procs").exists()
+    )
     group = root / f"moeserve-bench-{os.getpid()}"
     group.mkdir()
     try:
@@ -120,8 +133,12 @@ def cgroup(limit: int | None) -> Iterator[Path | None]:
         group.rmdir()
 
 
-def run(words: Sequence[str], files: Sequence[Path], limit: int | None, asked: Any = None) -> dict[str, Any]:
-    """What a case's process prints last, as JSON. files: those to be forgotten by the system's cache before."""
+def run(
+    words: Sequence[str], files: Sequence[Path], limit: int | None, asked: Any = None
+) -> dict[str, Any]:
+    """What a case's process prints last, as JSON. files: those to be forgotten by the system's
+    cache before.
+    """
     os.sync()
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
@@ -138,14 +155,22 @@ def run(words: Sequence[str], files: Sequence[Path], limit: int | None, asked: A
 
 def cases(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All cases in turns."""
-    model, total = folder / "model.gguf", skewed_gguf.expert_bytes(args.layers, args.experts)
+    model = folder / "model.gguf"
+    total = skewed_gguf.expert_bytes(args.layers, args.experts)
     skewed_gguf.write(model, args.layers, args.experts, args.zipf)
     memory = int(args.share * total)
     limit = memory + BESIDE_EXPERTS if os.geteuid() == 0 else None
     options = [f"--{name}={getattr(args, name)}" for name in ("tokens", "warm", "threads", "share")]
 
     def ours(memory: int, limit: int | None) -> dict[str, Any]:
-        words = [sys.executable, "-m", "benchmarks.expert_memory", f"--case={model}", f"--memory={memory}", *options]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.expert_memory",
+            f"--case={model}",
+            f"--memory={memory}",
+            *options,
+        ]
         return run(words, [model, *folder.glob("packed/*")] if limit else [], limit)
 
     def theirs(tokens: list[int]) -> dict[str, Any]:
@@ -170,23 +195,35 @@ def cases(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "experts": args.experts, "disk_gb_s": disk_gb_s(next(folder.glob("packed/*"))), "first": first,
     }  # fmt: skip
     for name in list(rounds[0])[1:]:
-        ratios = [one["some_in_memory"]["tokens_per_s"] / one[name]["tokens_per_s"] for one in rounds]
+        ratios = [
+            one["some_in_memory"]["tokens_per_s"] / one[name]["tokens_per_s"] for one in rounds
+        ]
         results[f"over_{name}"] = common.summary(ratios)
     return results | {name: [one[name] for one in rounds] for name in rounds[0]}
 
 
 def main() -> None:
     flags = common.parser(__doc__)
-    flags.add_argument("--layers", type=int, default=24, help="[24, of 0.3 GiB each: 15 billion weights]")
+    flags.add_argument(
+        "--layers", type=int, default=24, help="[24, of 0.3 GiB each: 15 billion weights]"
+    )
     flags.add_argument("--experts", type=int, default=128, help="of a layer [128]")
-    flags.add_argument("--share", type=float, default=0.5, help="of the experts' bytes in the smaller memory [0.5]")
+    flags.add_argument(
+        "--share", type=float, default=0.5, help="of the experts' bytes in the smaller memory [0.5]"
+    )
     flags.add_argument("--zipf", type=float, default=1.0, help="[1.0]")
     flags.add_argument("--tokens", type=int, default=128, help="[128]")
     flags.add_argument("--warm", type=int, default=64, help="[64]")
     flags.add_argument("--rounds", type=int, default=3, help="[3]")
-    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
+    flags.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
+    )
     flags.add_argument("--folder", type=Path, help="on the disk to measure [a temporary folder]")
-    flags.add_argument("--llamacpp", metavar="PYTHON", help="an interpreter with llama-cpp-python, to be measured too")
+    flags.add_argument(
+        "--llamacpp",
+        metavar="PYTHON",
+        help="an interpreter with llama-cpp-python, to be measured too",
+    )
     flags.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     flags.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     args = flags.parse_args()

@@ -1,13 +1,16 @@
-"""GGUF files served beside llama.cpp: the same greedy tokens, and how far log-probabilities lie apart.
+"""GGUF files served beside llama.cpp: the same greedy tokens, and how far log-probabilities lie
+apart.
 
     python -m benchmarks.gguf_beside_llama_cpp DIR --llamacpp PYTHON
 
-DIR gets the demo model as GGUF in F32 (experts filled up with zeros to the 256s that K-quants take), what llama.cpp
-quantises it to, and what each of these means, in F32 again. llama.cpp runs that meaning: with floats for rows there is
-only the rounding of fp32 in it. PYTHON has llama-cpp-python, whose rows become int8 before quantised weights, as ours.
+DIR gets the demo model as GGUF in F32 (experts filled up with zeros to the 256s that K-quants
+take), what llama.cpp quantises it to, and what each of these means, in F32 again. llama.cpp runs
+that meaning: with floats for rows there is only the rounding of fp32 in it. PYTHON has
+llama-cpp-python, whose rows become int8 before quantised weights, as ours.
 
-Differences are of the log-probabilities of the meaning's 5 most likely tokens, at every place of the prompts and of the
-meaning's greedy answers. greedy: answers of which all tokens are the meaning's. Needs the package gguf.
+Differences are of the log-probabilities of the meaning's 5 most likely tokens, at every place of
+the prompts and of the meaning's greedy answers. greedy: answers of which all tokens are the
+meaning's. Needs the package gguf.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.text.tokenizer import Tokenizer
 from tests.gguf_files import write_gguf
 
-TOP, COMPARED, MAX_TOKENS = 20, 5, 48
+TOP = 20
+COMPARED = 5
+MAX_TOKENS = 48
 PROMPTS = (
     "Tell me a story about a fox and a lantern.", "What is the weather in Paris?", "Hello!", "Once upon a time",
     "Write a short story about a girl who finds a key in the garden.", "Who are you?", "The little dog ran to",
@@ -42,7 +47,9 @@ PROMPTS = (
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("dir", type=Path, metavar="DIR")
-    flags.add_argument("--llamacpp", required=True, metavar="PYTHON", help="an interpreter with llama-cpp-python")
+    flags.add_argument(
+        "--llamacpp", required=True, metavar="PYTHON", help="an interpreter with llama-cpp-python"
+    )
     flags.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
     flags.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     save("gguf-beside-llama-cpp", asked := flags.parse_args(), run(asked))
@@ -57,7 +64,8 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     results: dict[str, Any] = {}
     for kind in asked.types:
-        file, meaning = asked.dir / f"{kind}.gguf", asked.dir / f"{kind}-meaning.gguf"
+        file = asked.dir / f"{kind}.gguf"
+        meaning = asked.dir / f"{kind}-meaning.gguf"
         if not file.exists():
             llama_cpp(asked.llamacpp, "quantise", plain, file, kind)
         if not meaning.exists():
@@ -83,7 +91,9 @@ def llama_cpp(python: str, *words: Any, case: dict[str, Any] | None = None) -> A
         input=json.dumps(case), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, words))}: exit status {done.returncode}\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(map(str, words))}: exit status {done.returncode}\n{done.stderr[-2000:]}"
+        )
     return json.loads(done.stdout) if case else None
 
 
@@ -94,17 +104,23 @@ def moeserve(file: Path, case: dict[str, Any], dtype: str, activations: str) -> 
     with LLM(str(file), dtype=dtype, activations=activations, max_model_len=512, threads=2) as llm:
         answers = llm.generate([{"prompt_token_ids": prompt} for prompt in case["prompts"]], greedy)
         scored = llm.generate([{"prompt_token_ids": text} for text in case["texts"]], score)
-    places = [[*(one.prompt_logprobs or [])[1:], *(one.outputs[0].logprobs or [])] for one in scored]
+    places = [
+        [*(one.prompt_logprobs or [])[1:], *(one.outputs[0].logprobs or [])] for one in scored
+    ]
     tops = [[dict(zip(row.ids, row.values, strict=True)) for row in rows if row] for rows in places]
     return {"greedy": [list(one.outputs[0].token_ids) for one in answers], "tops": tops}
 
 
 def compared(exact: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Differences from the meaning."""
-    differences, first, places = [], 0, 0
+    differences = []
+    first = 0
+    places = 0
     for wanted, have in zip(exact["tops"], found["tops"], strict=True):
         for one, other in zip(wanted, have, strict=True):
-            one, other = ({int(token): value for token, value in row.items()} for row in (one, other))
+            one, other = (
+                {int(token): value for token, value in row.items()} for row in (one, other)
+            )
             places += 1
             first += max(one, key=one.__getitem__) == max(other, key=other.__getitem__)
             for token in sorted(one, key=one.__getitem__)[-COMPARED:]:
@@ -125,14 +141,19 @@ def write_demo(path: Path) -> None:
     folder = resolve_model_dir("demo")
     config = json.loads((folder / "config.json").read_text())
     wide = -(-config["moe_intermediate_size"] // 256) * 256
-    more, tensors = wide - config["moe_intermediate_size"], {}
+    more = wide - config["moe_intermediate_size"]
+    tensors = {}
     for file in folder.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             padding = (0, more) if "down_proj" in name else (0, 0, 0, more)
             if not name.startswith("mtp."):
-                tensors[name] = torch.nn.functional.pad(tensor, padding) if ".experts." in name else tensor
+                tensors[name] = (
+                    torch.nn.functional.pad(tensor, padding) if ".experts." in name else tensor
+                )
     with tempfile.TemporaryDirectory() as padded:
-        (Path(padded) / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": wide}))
+        (Path(padded) / "config.json").write_text(
+            json.dumps(config | {"moe_intermediate_size": wide})
+        )
         save_file(tensors, Path(padded) / "model.safetensors")
         write_gguf("qwen3_moe", Path(padded), path, tokenizer=folder)
 
@@ -143,8 +164,11 @@ def write_meaning(source: Path, out: Path) -> None:
     writer = gguf.GGUFWriter(out, "qwen3moe")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind, of = field.types[0], field.types[-1]
-            writer.add_key_value(field.name, field.contents(), kind, of if kind == gguf.GGUFValueType.ARRAY else None)
+            kind = field.types[0]
+            of = field.types[-1]
+            writer.add_key_value(
+                field.name, field.contents(), kind, of if kind == gguf.GGUFValueType.ARRAY else None
+            )
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
     writer.write_header_to_file()

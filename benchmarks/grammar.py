@@ -1,10 +1,12 @@
-"""Cost of structured output: compiling grammars, and filling the mask of one row of a large vocabulary.
+"""Cost of structured output: compiling grammars, and filling the mask of one row of a large
+vocabulary.
 
     python -m benchmarks.grammar [--tokenizer DIR]
 
-Targets: a mask in 50 us (median over the steps of random answers), 32 tools compiled in 20 ms. Without a tokenizer the
-vocabulary is synthetic: 128,256 tokens of random words, signs and characters. "check" is what the front end spends on
-a grammar that it has not seen, "drafts" one call for a row and three drafts after it.
+Targets: a mask in 50 us (median over the steps of random answers), 32 tools compiled in 20 ms.
+Without a tokenizer the vocabulary is synthetic: 128,256 tokens of random words, signs and
+characters. "check" is what the front end spends on a grammar that it has not seen, "drafts" one
+call for a row and three drafts after it.
 """
 
 from __future__ import annotations
@@ -33,27 +35,44 @@ END = "<|end|>"
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--tokenizer", type=Path, help="a model directory; its first special token ends answers")
-    args.add_argument("--answers", type=int, default=6, help="random answers per grammar [%(default)s]")
+    args.add_argument(
+        "--tokenizer", type=Path, help="a model directory; its first special token ends answers"
+    )
+    args.add_argument(
+        "--answers", type=int, default=6, help="random answers per grammar [%(default)s]"
+    )
     asked = args.parse_args()
     tokenizer = Tokenizer.load(asked.tokenizer) if asked.tokenizer else Tokenizer(synthetic(), {})
     added = tokenizer.backend.get_added_tokens_decoder()
-    end, size = min(i for i, token in added.items() if token.special), tokenizer.backend.get_vocab_size()
+    end = min(i for i, token in added.items() if token.special)
+    size = tokenizer.backend.get_vocab_size()
     began = perf_counter()
-    grammars, checker = Grammars(tokenizer, size, [end], 2), GrammarChecker(tokenizer, size, [end])
+    grammars = Grammars(tokenizer, size, [end], 2)
+    checker = GrammarChecker(tokenizer, size, [end])
     vocabulary_s = perf_counter() - began
     checker.check(GrammarSpec("json_object"), "")  # starts its process
-    results = {name: measure(spec, grammars, checker, end, asked.answers) for name, spec in specs().items()}
+    results = {
+        name: measure(spec, grammars, checker, end, asked.answers) for name, spec in specs().items()
+    }
     checker.close()
-    save("grammar", asked, {"vocab_size": size, "vocabulary_s": round(vocabulary_s, 2), "grammars": results})
+    save(
+        "grammar",
+        asked,
+        {"vocab_size": size, "vocabulary_s": round(vocabulary_s, 2), "grammars": results},
+    )
 
 
-def measure(spec: GrammarSpec, grammars: Grammars, checker: GrammarChecker, end: int, answers: int) -> dict[str, Any]:
-    times: dict[str, list[float]] = {name: [] for name in ("check", "compile", "fill", "accept", "drafts")}
+def measure(
+    spec: GrammarSpec, grammars: Grammars, checker: GrammarChecker, end: int, answers: int
+) -> dict[str, Any]:
+    times: dict[str, list[float]] = {
+        name: [] for name in ("check", "compile", "fill", "accept", "drafts")
+    }
     timed(times["check"], lambda: checker.check(spec, ""))
     for _ in range(5):
         timed(times["compile"], lambda: grammars.compile(spec))
-    rng, mask_RW = random.Random(0), np.zeros((4, grammars.mask_words), np.int32)
+    rng = random.Random(0)
+    mask_RW = np.zeros((4, grammars.mask_words), np.int32)
     num_tokens = 0
     for _ in range(answers):
         matcher = grammars.matcher(spec)
@@ -62,14 +81,23 @@ def measure(spec: GrammarSpec, grammars: Grammars, checker: GrammarChecker, end:
             allowed = np.flatnonzero(np.unpackbits(mask_RW[0].view(np.uint8), bitorder="little"))
             ids = set(allowed[:256].tolist())
             closing = [end] if end in allowed else [byte for byte in b'"}],' if byte in ids]
-            token = rng.choice(closing) if closing and (step > 100 or rng.random() < 0.15) else int(rng.choice(allowed))
+            token = (
+                rng.choice(closing)
+                if closing and (step > 100 or rng.random() < 0.15)
+                else int(rng.choice(allowed))
+            )
             drafts = [token, *rng.choices(range(256), k=2)]
-            timed(times["drafts"], lambda matcher=matcher, drafts=drafts: matcher.fill(mask_RW, drafts))
+            timed(
+                times["drafts"],
+                lambda matcher=matcher, drafts=drafts: matcher.fill(mask_RW, drafts),
+            )
             timed(times["accept"], lambda matcher=matcher, token=token: matcher.accept([token]))
             num_tokens += 1
             if token == end:
                 break
-    return {"tokens": num_tokens} | {f"{name}_us": percentiles(spent) for name, spent in times.items()}
+    return {"tokens": num_tokens} | {
+        f"{name}_us": percentiles(spent) for name, spent in times.items()
+    }
 
 
 def timed(spent: list[float], call: Any) -> None:
@@ -81,18 +109,26 @@ def timed(spent: list[float], call: Any) -> None:
 def percentiles(times: list[float]) -> dict[str, float]:
     """Returns median, p90 and the largest in microseconds."""
     ordered = sorted(times)
-    named = {"p50": ordered[len(ordered) // 2], "p90": ordered[len(ordered) * 9 // 10], "max": ordered[-1]}
+    named = {
+        "p50": ordered[len(ordered) // 2],
+        "p90": ordered[len(ordered) * 9 // 10],
+        "max": ordered[-1],
+    }
     return {name: round(seconds * 1e6, 1) for name, seconds in named.items()}
 
 
 def specs() -> dict[str, GrammarSpec]:
     """Returns the grammars that are measured, by name."""
-    text, integer = {"type": "string"}, {"type": "integer"}
+    text = {"type": "string"}
+    integer = {"type": "integer"}
     person = record(name=text, age=integer, tags={"type": "array", "items": text})
     node = record(value=text, children={"type": "array", "items": {"$ref": "#/$defs/node"}})
     kinds = (text, integer, {"type": "boolean"})
     calls = [
-        record(name={"const": f"tool_{i}"}, arguments=record(**{f"argument_{i}_{j}": kinds[j % 3] for j in range(6)}))
+        record(
+            name={"const": f"tool_{i}"},
+            arguments=record(**{f"argument_{i}_{j}": kinds[j % 3] for j in range(6)}),
+        )
         for i in range(32)
     ]
     schemas: dict[str, Any] = {
@@ -103,21 +139,34 @@ def specs() -> dict[str, GrammarSpec]:
         "100 optional properties": record(**{f"p{i}": text for i in range(100)}) | {"required": []},
         "string of 100,000": record(s=text | {"maxLength": 100_000}),
     }
-    made = {name: GrammarSpec("json_schema", json.dumps(schema)) for name, schema in schemas.items()}
+    made = {
+        name: GrammarSpec("json_schema", json.dumps(schema)) for name, schema in schemas.items()
+    }
     made["any object"] = GrammarSpec("json_object")
     made["regex"] = GrammarSpec("regex", r"([a-z]+ ){3,20}[0-9]{2}")
-    made["choice of 500"] = GrammarSpec("choice", json.dumps([f"choice number {i}" for i in range(500)]))
+    made["choice of 500"] = GrammarSpec(
+        "choice", json.dumps([f"choice number {i}" for i in range(500)])
+    )
     return made
 
 
 def record(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def synthetic() -> Backend:
-    """Returns a byte-level tokenizer of random tokens with the lengths and signs that real ones have."""
-    rng, tokens = random.Random(0), [bytes([byte]) for byte in range(256)]
-    letters, weights = "etaoinshrdlucmfwypvbgkjqxz", [1 / (i + 2) for i in range(26)]
+    """Returns a byte-level tokenizer of random tokens with the lengths and signs that real ones
+    have.
+    """
+    rng = random.Random(0)
+    tokens = [bytes([byte]) for byte in range(256)]
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    weights = [1 / (i + 2) for i in range(26)]
     seen = set(tokens)
     while len(tokens) < NUM_TOKENS:
         word = rng.choice(SEPARATORS) + "".join(rng.choices(letters, weights, k=rng.randint(1, 9)))
@@ -131,7 +180,9 @@ def synthetic() -> Backend:
         if (token := word.encode()) not in seen:
             seen.add(token)
             tokens.append(token)
-    names = {"".join(ALPHABET_OF_BYTES[byte] for byte in token): i for i, token in enumerate(tokens)}
+    names = {
+        "".join(ALPHABET_OF_BYTES[byte] for byte in token): i for i, token in enumerate(tokens)
+    }
     backend = Backend(models.BPE(vocab=names, merges=[], ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()

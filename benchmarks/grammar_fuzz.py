@@ -2,9 +2,10 @@
 
     python -m benchmarks.grammar_fuzz [--seconds 300]
 
-Targets: no crash, nothing that takes longer than a second, bounded memory. Each grammar is checked as a server does;
-one that is accepted is followed for some random tokens as an engine does, with drafts. hypothesis makes most of them,
-and mixes in pieces of ones that were written by hand. A worker process does the work, so that its death is a result.
+Targets: no crash, nothing that takes longer than a second, bounded memory. Each grammar is checked
+as a server does; one that is accepted is followed for some random tokens as an engine does, with
+drafts. hypothesis makes most of them, and mixes in pieces of ones that were written by hand. A
+worker process does the work, so that its death is a result.
 """
 
 from __future__ import annotations
@@ -45,7 +46,17 @@ KEYWORDS = (
     "$id", "$anchor", "definitions", "uniqueItems", "x-guidance", "default", "title",
 )  # fmt: skip
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
-REFERENCES = ("#", "#/$defs/a", "#/$defs/b", "#/properties/a", "#/anyOf/0", "#a", "http://x", "#/$defs/a~1~0", "##")
+REFERENCES = (
+    "#",
+    "#/$defs/a",
+    "#/$defs/b",
+    "#/properties/a",
+    "#/anyOf/0",
+    "#a",
+    "http://x",
+    "#/$defs/a~1~0",
+    "##",
+)
 REGEXES = (
     "(a+)+$", "(a|aa)+", "(a{1,30}){1,30}", "[^a]*b{0,400}", r"\p{L}{1,200}", "(?=a)b", "(?!a)", r"(a)\1", "a{1000}",
     "((((((((((a?){9}){9}){9}){9}){9}){9})", "[\\s\\S]*[\\s\\S]*x", "^$", "\\b", "(?i)straße", "[z-a]", "a**", "(", ")",
@@ -69,13 +80,18 @@ def main() -> None:
     if asked.worker:
         work(asked.seconds, asked.seed)
         return
-    until, results, crashes, seed = monotonic() + asked.seconds, Counter[str](), [], asked.seed
+    until = monotonic() + asked.seconds
+    results = Counter[str]()
+    crashes = []
+    seed = asked.seed
     longest: dict[str, Any] = {}
     slow: list[str] = []
     while (left := until - monotonic()) > 1:
         flags = ["--worker", "--seconds", str(left), "--seed", str(seed)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.grammar_fuzz", *flags], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "benchmarks.grammar_fuzz", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         last = ""
@@ -101,10 +117,12 @@ def work(seconds: float, seed: int) -> None:
     tokenizer = Tokenizer.load(resolve_model_dir("demo"))
     size = tokenizer.backend.get_vocab_size()
     end = tokenizer.encode("<|im_end|>", special=False)[0]
-    grammars, checker = Grammars(tokenizer, size, [end]), GrammarChecker(tokenizer, size, [end])
+    grammars = Grammars(tokenizer, size, [end])
+    checker = GrammarChecker(tokenizer, size, [end])
     checker.check(GrammarSpec("json_object"), "")
     fuzzer = Fuzzer(grammars, checker, random.Random(seed))
-    until, turn = monotonic() + seconds, 0
+    until = monotonic() + seconds
+    turn = 0
     for kind, text in by_hand():
         fuzzer.one(GrammarSpec(kind, text))  # type: ignore[arg-type]
     while monotonic() < until:
@@ -122,7 +140,9 @@ class Fuzzer:
     """Tries grammars, and counts."""
 
     def __init__(self, grammars: Grammars, checker: GrammarChecker, rng: random.Random) -> None:
-        self._grammars, self._checker, self._rng = grammars, checker, rng
+        self._grammars = grammars
+        self._checker = checker
+        self._rng = rng
         self._counts: Counter[str] = Counter()
         self._most: dict[str, float] = {}
 
@@ -150,7 +170,8 @@ class Fuzzer:
 
     def _timed(self, what: str, spec: GrammarSpec, call: Callable[..., object], *args: Any) -> bool:
         """Returns whether a call succeeded."""
-        began, error = perf_counter(), ""
+        began = perf_counter()
+        error = ""
         try:
             call(*args)
         except (InvalidRequest, RequestFailed) as caught:
@@ -159,15 +180,24 @@ class Fuzzer:
         spent = perf_counter() - began
         if spent > HANG_S:
             self._counts["longer than a second"] += 1
-            say(slow=[f"{what} {spent:.1f} s {spec.kind} {spec.text[:500]} ({len(spec.text):,}): {error}"])
-        self._most[f"longest {what} in ms"] = max(self._most.get(f"longest {what} in ms", 0), round(spent * 1e3, 1))
+            say(
+                slow=[
+                    f"{what} {spent:.1f} s {spec.kind} {spec.text[:500]} ({len(spec.text):,}): {error}"
+                ]
+            )
+        self._most[f"longest {what} in ms"] = max(
+            self._most.get(f"longest {what} in ms", 0), round(spent * 1e3, 1)
+        )
         return not error
 
     def tell(self) -> None:
         """Says what has been found since the last time, and how much memory there is."""
         mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         children = [child.memory_info().rss >> 20 for child in psutil.Process().children()]
-        say(counts=self._counts, most=self._most | {"peak MiB": mib, "checker's MiB": max(children, default=0)})
+        say(
+            counts=self._counts,
+            most=self._most | {"peak MiB": mib, "checker's MiB": max(children, default=0)},
+        )
         self._counts = Counter()
 
 
@@ -176,19 +206,39 @@ def say(**what: Any) -> None:
 
 
 def by_hand() -> list[tuple[str, str]]:
-    found = [("regex", text) for text in REGEXES] + [("lark", text) for text in GRAMMARS if "::=" not in text]
+    found = [("regex", text) for text in REGEXES] + [
+        ("lark", text) for text in GRAMMARS if "::=" not in text
+    ]
     found += [("gbnf", text) for text in GRAMMARS if "::=" in text]
     found += [("json_schema", json.dumps(schema)) for schema in generated(24)]
     deep = '{"anyOf":[' * 30 + "{}" + "]}" * 30
-    wide = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"enum": list(range(i))}}} for i in range(120)]}
-    chain = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)} | {"3000": {}}}
+    wide = {
+        "anyOf": [
+            {"type": "object", "properties": {f"p{i}": {"enum": list(range(i))}}}
+            for i in range(120)
+        ]
+    }
+    chain = {
+        "$ref": "#/$defs/0",
+        "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)} | {"3000": {}},
+    }
     optional = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
-    return [*found, ("json_schema", deep), *(("json_schema", json.dumps(s)) for s in (wide, chain, optional))]
+    return [
+        *found,
+        ("json_schema", deep),
+        *(("json_schema", json.dumps(s)) for s in (wide, chain, optional)),
+    ]
 
 
 def schemas() -> st.SearchStrategy[Any]:
-    numbers = st.integers(-(2**66), 2**66) | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-3, 9)
-    words = st.sampled_from((*TYPES, *REFERENCES, *REGEXES, *KEYWORDS, "date", "ipv6", "a", "b")) | st.text(max_size=9)
+    numbers = (
+        st.integers(-(2**66), 2**66)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.integers(-3, 9)
+    )
+    words = st.sampled_from(
+        (*TYPES, *REFERENCES, *REGEXES, *KEYWORDS, "date", "ipv6", "a", "b")
+    ) | st.text(max_size=9)
     leaves = st.none() | st.booleans() | numbers | words
     names = st.sampled_from((*KEYWORDS, "a", "b")) | st.text(max_size=3)
 
@@ -226,38 +276,65 @@ def schemas() -> st.SearchStrategy[Any]:
 
 
 def regexes() -> st.SearchStrategy[str]:
-    pieces = st.sampled_from((*REGEXES, "a", "b", "[^a]", ".", "\\d", "\\w", "é", "(?:", ")", "[", "]", "^", "$"))
-    counts = st.sampled_from(("", "*", "+", "?", "{2}", "{0,9}", "{3,}", "{99}", "{0,3000}", "??", "*+"))
+    pieces = st.sampled_from(
+        (*REGEXES, "a", "b", "[^a]", ".", "\\d", "\\w", "é", "(?:", ")", "[", "]", "^", "$")
+    )
+    counts = st.sampled_from(
+        ("", "*", "+", "?", "{2}", "{0,9}", "{3,}", "{99}", "{0,3000}", "??", "*+")
+    )
     repeated = st.tuples(pieces, counts).map("".join)
 
     def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         several = st.lists(inner, min_size=1, max_size=4)
-        return several.map("".join) | several.map("|".join) | st.tuples(inner, counts).map(lambda x: f"({x[0]}){x[1]}")
+        return (
+            several.map("".join)
+            | several.map("|".join)
+            | st.tuples(inner, counts).map(lambda x: f"({x[0]}){x[1]}")
+        )
 
     return st.recursive(repeated, joined, max_leaves=10) | st.text(max_size=30)
 
 
 def larks() -> st.SearchStrategy[str]:
     names = st.sampled_from(("start", "a", "b", "A", "B", "nothing"))
-    atoms = names | st.sampled_from(('"x"', '""', "/y*/", '"é"', "<|im_end|>", "<[3-9]>", "%json {}", "(", ")", '"'))
+    atoms = names | st.sampled_from(
+        ('"x"', '""', "/y*/", '"é"', "<|im_end|>", "<[3-9]>", "%json {}", "(", ")", '"')
+    )
     counts = st.sampled_from(("", "*", "+", "?", "{2,5}", "{0,2000}"))
     bodies = st.lists(st.tuples(atoms, counts).map("".join), max_size=5).map(" ".join)
-    rules = st.tuples(names, st.lists(bodies, min_size=1, max_size=4).map(" | ".join)).map(": ".join)
-    made = st.lists(rules, min_size=1, max_size=6).map(lambda lines: "\n".join(["start: a", *lines]))
-    return made | st.lists(st.sampled_from(GRAMMARS), min_size=1, max_size=3).map("\n".join) | st.text(max_size=60)
+    rules = st.tuples(names, st.lists(bodies, min_size=1, max_size=4).map(" | ".join)).map(
+        ": ".join
+    )
+    made = st.lists(rules, min_size=1, max_size=6).map(
+        lambda lines: "\n".join(["start: a", *lines])
+    )
+    return (
+        made
+        | st.lists(st.sampled_from(GRAMMARS), min_size=1, max_size=3).map("\n".join)
+        | st.text(max_size=60)
+    )
 
 
 SPECS: st.SearchStrategy[GrammarSpec] = st.one_of(
     *([schemas().map(lambda schema: GrammarSpec("json_schema", json.dumps(schema)))] * 3),
-    schemas().map(lambda schema: GrammarSpec("json_schema", json.dumps(schema), any_whitespace=False)),
+    schemas().map(
+        lambda schema: GrammarSpec("json_schema", json.dumps(schema), any_whitespace=False)
+    ),
     *([regexes().map(lambda text: GrammarSpec("regex", text))] * 2),
     larks().map(lambda text: GrammarSpec("lark", text)),
     larks().map(lambda text: GrammarSpec("gbnf", text.replace(": ", " ::= "))),
-    st.lists(st.text(), min_size=1, max_size=20).map(lambda texts: GrammarSpec("choice", json.dumps(texts))),
+    st.lists(st.text(), min_size=1, max_size=20).map(
+        lambda texts: GrammarSpec("choice", json.dumps(texts))
+    ),
     st.tuples(schemas(), st.text(max_size=9), st.text(max_size=9)).map(
         lambda x: GrammarSpec(
             "structural_tag",
-            json.dumps({"structures": [{"begin": x[1], "schema": x[0], "end": x[2]}], "triggers": [x[1][:3]]}),
+            json.dumps(
+                {
+                    "structures": [{"begin": x[1], "schema": x[0], "end": x[2]}],
+                    "triggers": [x[1][:3]],
+                }
+            ),
         )
     ),
 )

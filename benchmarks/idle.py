@@ -1,4 +1,5 @@
-"""What a server that waits for work costs: CPU time of its processes over 20 s, as a share of one core.
+"""What a server that waits for work costs: CPU time of its processes over 20 s, as a share of one
+core.
 
     python -m benchmarks.idle
 
@@ -25,15 +26,21 @@ def main() -> None:
         samples = [shares(server, args.seconds) for _ in range(args.repeat)]
     roles = {role: summary([sample[role] for sample in samples]) for role in samples[0]}
     total = summary([sum(sample.values()) for sample in samples])
-    save("idle", args, {"seconds": args.seconds, "core_share_total": total, "core_share_by_process": roles})
+    save(
+        "idle",
+        args,
+        {"seconds": args.seconds, "core_share_total": total, "core_share_by_process": roles},
+    )
 
 
 def shares(server: Server, seconds: float) -> dict[str, float]:
     """CPU seconds per second of each process, kernel time included."""
     tree = server.tree()
-    before, begun_s = cpu_seconds(tree), time.perf_counter()
+    before = cpu_seconds(tree)
+    begun_s = time.perf_counter()
     time.sleep(seconds)
-    after, passed_s = cpu_seconds(tree), time.perf_counter() - begun_s
+    after = cpu_seconds(tree)
+    passed_s = time.perf_counter() - begun_s
     return {role: (after[role] - before[role]) / passed_s for role in tree}
 
 

@@ -1,9 +1,11 @@
-"""Products of few rows and weights of 16, 8 and 4 bits, with rows as they are or rounded to int8; by instruction set.
+"""Products of few rows and weights of 16, 8 and 4 bits, with rows as they are or rounded to int8;
+by instruction set.
 
     python -m benchmarks.int8_activations
 
-All forms in turn, round by round: between two runs of one, the others pass through the caches. speed_of_bf16: the
-median of bfloat16's time in a round, divided by the form's. read: bytes that torch sums on every thread.
+All forms in turn, round by round: between two runs of one, the others pass through the caches.
+speed_of_bf16: the median of bfloat16's time in a round, divided by the form's. read: bytes that
+torch sums on every thread.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ ROWS = (1, 8)
 
 def weights() -> dict[str, Any]:
     """One matrix of each form."""
-    bf16, fp16, shape = torch.bfloat16, torch.float16, (SIZE, SIZE)
+    bf16 = torch.bfloat16
+    fp16 = torch.float16
+    shape = (SIZE, SIZE)
     int4 = torch.randint(0, 16, shape, dtype=torch.uint8)
     int8 = torch.randint(-127, 128, shape, dtype=torch.int8)
     scales = torch.rand(SIZE, SIZE // 32).half().float() / 100
@@ -70,7 +74,9 @@ def main() -> None:
     flags = common.parser(__doc__)
     flags.add_argument("--rounds", type=int, default=5, help="[5]")
     flags.add_argument("--megabytes", type=int, default=500, help="of each form [500]")
-    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
+    flags.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
+    )
     args: argparse.Namespace = flags.parse_args()
     cpus = sorted(os.sched_getaffinity(0))[: args.threads]
     module: Any = native()
@@ -79,7 +85,10 @@ def main() -> None:
     module.set_threads(cpus)
     os.sched_setaffinity(0, cpus[:1])  # left alone, it may share a CPU with one of them
     torch.manual_seed(0)
-    made = {name: copies(NativeLinear(weight), weight, args.megabytes * 10**6) for name, weight in weights().items()}
+    made = {
+        name: copies(NativeLinear(weight), weight, args.megabytes * 10**6)
+        for name, weight in weights().items()
+    }
     seconds: dict[tuple[str, int, str], list[float]] = {}
     reads = []
     for _ in range(args.rounds):
@@ -91,15 +100,23 @@ def main() -> None:
                     start = time.perf_counter()
                     for linear in linears:
                         linear(x)
-                    seconds.setdefault((isa, rows, name), []).append((time.perf_counter() - start) / len(linears))
+                    seconds.setdefault((isa, rows, name), []).append(
+                        (time.perf_counter() - start) / len(linears)
+                    )
         start = time.perf_counter()
         for linear in made["bf16"]:
             linear.packed.view(torch.int64).sum()
-        reads.append(sum(linear.packed.nbytes for linear in made["bf16"]) / (time.perf_counter() - start) / 1e9)
+        reads.append(
+            sum(linear.packed.nbytes for linear in made["bf16"])
+            / (time.perf_counter() - start)
+            / 1e9
+        )
     cases = []
     for (isa, rows, name), times in seconds.items():
         num_bytes = made[name][0].packed.nbytes
-        ratio = statistics.median(b / t for b, t in zip(seconds[isa, rows, "bf16"], times, strict=True))
+        ratio = statistics.median(
+            b / t for b, t in zip(seconds[isa, rows, "bf16"], times, strict=True)
+        )
         cases.append(
             {
                 "isa": isa,
@@ -110,9 +127,14 @@ def main() -> None:
                 "speed_of_bf16": round(ratio, 2),
             }
         )
-    results = {"read_gb_s": round(statistics.median(reads), 2), "threads": len(cpus), "cases": cases}
+    results = {
+        "read_gb_s": round(statistics.median(reads), 2),
+        "threads": len(cpus),
+        "cases": cases,
+    }
     lines = [
-        f"{c['isa']:12} {c['rows']} {c['form']:11} {c['bits']:6} {c['gb_s']:7} {c['speed_of_bf16']:6}" for c in cases
+        f"{c['isa']:12} {c['rows']} {c['form']:11} {c['bits']:6} {c['gb_s']:7} {c['speed_of_bf16']:6}"
+        for c in cases
     ]
     common.save("int8-activations", args, results, "\n".join([str(results["read_gb_s"]), *lines]))
 

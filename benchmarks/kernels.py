@@ -1,10 +1,11 @@
-"""Native matrix products: bytes of weights and floating-point operations per second, by shape; the best of some rounds.
+"""Native matrix products: bytes of weights and floating-point operations per second, by shape; the
+best of some rounds.
 
     python -m benchmarks.kernels                  # all CPUs that this process may use
     python -m benchmarks.kernels --threads 1
 
-Weights of a shape take more memory than caches hold. The calling thread is pinned like the others: left alone it may
-share a CPU with one of them.
+Weights of a shape take more memory than caches hold. The calling thread is pinned like the others:
+left alone it may share a CPU with one of them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,20 @@ from moeserve.moe.experts.native import NativeExperts
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 
-WIDTH, HIDDEN, SLOTS = 1024, 512, 32
-EXPERTS = ((1, 1), (8, 1), (32, 1), (32, 2), (32, 4), (32, 8), (32, 32), (32, 128), (32, 256))  # experts, rows of each
+WIDTH = 1024
+HIDDEN = 512
+SLOTS = 32
+EXPERTS = (
+    (1, 1),
+    (8, 1),
+    (32, 1),
+    (32, 2),
+    (32, 4),
+    (32, 8),
+    (32, 32),
+    (32, 128),
+    (32, 256),
+)  # experts, rows of each
 LINEAR = ((1024, 2048), (1024, 4096))  # inputs, outputs
 ROWS = (1, 8, 32, 128, 1024)
 
@@ -52,14 +65,18 @@ def figures(run: Callable[[], Any], num_bytes: int, flops: int, rounds: int) -> 
 
 def expert_cases(rounds: int) -> list[dict[str, Any]]:
     kernel = NativeExperts()
-    w13, w2 = torch.randn(SLOTS, 2 * HIDDEN, WIDTH).bfloat16(), torch.randn(SLOTS, WIDTH, HIDDEN).bfloat16()
-    layers = [kernel.pack(ExpertWeights(w13, w2)) for _ in range(4)]  # 400 MB: no layer is still in a cache
+    w13 = torch.randn(SLOTS, 2 * HIDDEN, WIDTH).bfloat16()
+    w2 = torch.randn(SLOTS, WIDTH, HIDDEN).bfloat16()
+    layers = [
+        kernel.pack(ExpertWeights(w13, w2)) for _ in range(4)
+    ]  # 400 MB: no layer is still in a cache
     cases = []
     for experts, rows in EXPERTS:
         counts = np.zeros(SLOTS, np.int64)
         counts[:: SLOTS // experts] = rows
         x = torch.randn(experts * rows, WIDTH).bfloat16()
-        out, inbound = torch.empty_like(x), Inbound(Layout.GROUPED, x, counts, counts.cumsum())
+        out = torch.empty_like(x)
+        inbound = Inbound(Layout.GROUPED, x, counts, counts.cumsum())
 
         def run(inbound: Inbound = inbound, out: torch.Tensor = out) -> None:
             for packed in layers:
@@ -89,15 +106,21 @@ def linear_cases(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
+    )
     flags.add_argument("--rounds", type=int, default=5, help="runs of each shape [5]")
     flags.add_argument("--only", choices=["experts", "linear"], help="one kernel")
     args = flags.parse_args()
     cpus = sorted(os.sched_getaffinity(0))[: args.threads]
     module: Any = native()
     if module is None or not module.serving_isa():
-        raise SystemExit("the native extension is not built, or this CPU has no instruction set that it serves")
+        raise SystemExit(
+            "the native extension is not built, or this CPU has no instruction set that it serves"
+        )
     module.set_threads(cpus)
     os.sched_setaffinity(0, cpus[:1])
     torch.set_num_threads(1)

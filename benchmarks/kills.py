@@ -1,9 +1,11 @@
-"""kill -9 of ranks under many streams: how soon it is noticed, how soon all streams move again, and what it cost.
+"""kill -9 of ranks under many streams: how soon it is noticed, how soon all streams move again, and
+what it cost.
 
     python -m benchmarks.kills
 
-Targets with the demo model: noticed within 0.2 s, all streams moving 3 s after the kill, no request lost, no token
-different, over 20 kills at random moments: idle, at the start of the prompts, while tokens come, while experts move.
+Targets with the demo model: noticed within 0.2 s, all streams moving 3 s after the kill, no request
+lost, no token different, over 20 kills at random moments: idle, at the start of the prompts, while
+tokens come, while experts move.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def main() -> None:
     args.add_argument("--dp", type=int, default=2)
     args.add_argument("--tp", type=int, default=1)
     args.add_argument("--fork-server", choices=("on", "off"), default="on")
-    args.add_argument("--rest-s", type=float, default=4.0, help="between kills, at random around this")
+    args.add_argument(
+        "--rest-s", type=float, default=4.0, help="between kills, at random around this"
+    )
     args.add_argument("--streams", type=int, default=32)
     args.add_argument("--tokens", type=int, default=150)
     args.add_argument("--kills", type=int, default=20)
@@ -44,7 +48,12 @@ def main() -> None:
     asked = args.parse_args()
     # So many deaths are no crash loop, because we cause them.
     fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
-    parallel: dict[str, Any] = {"dp": asked.dp, "tp": asked.tp, "fork_server": asked.fork_server, "rebalance": "off"}
+    parallel: dict[str, Any] = {
+        "dp": asked.dp,
+        "tp": asked.tp,
+        "fork_server": asked.fork_server,
+        "rebalance": "off",
+    }
     config = config_of("demo", threads=1, max_model_len=1024, kv_cache_bytes=2**26, **parallel)
     save("kills", asked, asyncio.run(run(config, asked)))
 
@@ -59,7 +68,9 @@ async def run(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
             await until(lambda: complete(front))
             await asyncio.sleep(rng.uniform(0, 2 * asked.rest_s))
             kills.append(await kill(front, MOMENTS[number % 4], undisturbed, asked.tokens, rng))
-            print(kills[-1], file=sys.stderr, flush=True)  # a run that is cut short leaves something
+            print(
+                kills[-1], file=sys.stderr, flush=True
+            )  # a run that is cut short leaves something
     marks = ("noticed", "process", "ready", "joined", "half of the streams", "moving")
     reached = {name: [kill["at_s"][name] for kill in kills] for name in marks}
     return {
@@ -92,16 +103,26 @@ class Streams:
 
     def going(self, counts: list[int]) -> list[bool]:
         """Of each, whether it has more tokens than that, or is over."""
-        return [len(seen) > n or task.done() for seen, n, task in zip(self.seen, counts, self.tasks, strict=True)]
+        return [
+            len(seen) > n or task.done()
+            for seen, n, task in zip(self.seen, counts, self.tasks, strict=True)
+        ]
 
     async def end(self) -> list[list[int] | str]:
         """Tokens of each, or the error that ended it."""
         ends = await asyncio.gather(*self.tasks, return_exceptions=True)
-        return [str(end) if isinstance(end, MoeserveError) else seen for end, seen in zip(ends, self.seen, strict=True)]
+        return [
+            str(end) if isinstance(end, MoeserveError) else seen
+            for end, seen in zip(ends, self.seen, strict=True)
+        ]
 
 
 async def kill(
-    front: FrontEnd, moment: str, undisturbed: list[list[int] | str], num_tokens: int, rng: random.Random
+    front: FrontEnd,
+    moment: str,
+    undisturbed: list[list[int] | str],
+    num_tokens: int,
+    rng: random.Random,
 ) -> dict[str, Any]:
     assert front.fleet is not None
     streams = Streams(front, 0 if moment == "idle" else len(undisturbed), num_tokens)
@@ -125,15 +146,21 @@ async def kill(
         "warm": warm,
         "at_s": at_s,
         "lost": sum(isinstance(end, str) for end in ends),
-        "different": sum(end != want for end, want in zip(ends, expected, strict=True) if not isinstance(end, str)),
+        "different": sum(
+            end != want
+            for end, want in zip(ends, expected, strict=True)
+            if not isinstance(end, str)
+        ),
     }
 
 
 class Timeline:
-    """What happens after a kill, in seconds since then: noticed, the new process and the phases of its start, ready,
-    joined, half of the streams, moving (all of them have a new token)."""
+    """What happens after a kill, in seconds since then: noticed, the new process and the phases of
+    its start, ready, joined, half of the streams, moving (all of them have a new token)."""
 
-    def __init__(self, front: FrontEnd, victim: EngineHandle, streams: Streams, rank: psutil.Process) -> None:
+    def __init__(
+        self, front: FrontEnd, victim: EngineHandle, streams: Streams, rank: psutil.Process
+    ) -> None:
         self._front = front
         self._victim = victim
         self._streams = streams
@@ -141,8 +168,11 @@ class Timeline:
         self._at_s: dict[str, float] = {}
 
     async def run(self) -> dict[str, float]:
-        stats, process = self._front.stats, self._victim
-        deaths, pid, phase = stats.total.restarts, process.pid, process.phase
+        stats = self._front.stats
+        process = self._victim
+        deaths = stats.total.restarts
+        pid = process.pid
+        phase = process.phase
         killed_s = time.monotonic()
         self._rank.kill()
         counts: list[int] | None = None

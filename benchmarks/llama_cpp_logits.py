@@ -1,13 +1,15 @@
-"""What llama.cpp computes: run by an interpreter with llama-cpp-python, for gguf_beside_llama_cpp and expert_memory.
+"""What llama.cpp computes: run by an interpreter with llama-cpp-python, for gguf_beside_llama_cpp
+and expert_memory.
 
     PYTHON benchmarks/llama_cpp_logits.py quantise IN OUT TYPE
     PYTHON benchmarks/llama_cpp_logits.py run MODEL
     PYTHON benchmarks/llama_cpp_logits.py decode MODEL
 
-run reads {"prompts": [[5, 6]], "texts": [[5, 6, 7]], "max_tokens": 2, "top": 20} and prints JSON: the greedy tokens
-after each prompt, and at each place of each text the most likely tokens with their log-probabilities. Keys and values
-are fp32. decode reads {"tokens": [5, 6, 7], "timed": 2, "threads": 2} and prints the seconds of each of the last ones,
-decoded one by one from a file that is mapped.
+run reads {"prompts": [[5, 6]], "texts": [[5, 6, 7]], "max_tokens": 2, "top": 20} and prints JSON:
+the greedy tokens after each prompt, and at each place of each text the most likely tokens with
+their log-probabilities. Keys and values are fp32. decode reads {"tokens": [5, 6, 7], "timed": 2,
+"threads": 2} and prints the seconds of each of the last ones, decoded one by one from a file that
+is mapped.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def quantise(source: str, out: str, kind: str) -> None:
     import llama_cpp  # type: ignore[import-not-found]
 
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread = TYPES[kind], 2
+    params.ftype = TYPES[kind]
+    params.nthread = 2
     if llama_cpp.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(params)):
         sys.exit(f"llama.cpp does not quantise {source} to {kind}")
 
@@ -52,9 +55,16 @@ def decode(model: str, asked: dict[str, Any]) -> dict[str, Any]:
     import llama_cpp
 
     plain_buffers()
-    tokens, threads, seconds = asked["tokens"], asked["threads"], []
+    tokens = asked["tokens"]
+    threads = asked["threads"]
+    seconds = []
     llm = llama_cpp.Llama(
-        model, n_ctx=len(tokens) + 8, n_batch=64, n_threads=threads, n_threads_batch=threads, verbose=False
+        model,
+        n_ctx=len(tokens) + 8,
+        n_batch=64,
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=False,
     )
     llm.eval(tokens[: -asked["timed"]])
     for token in tokens[-asked["timed"] :]:
@@ -71,7 +81,14 @@ def run(model: str, asked: dict[str, Any]) -> dict[str, Any]:
     plain_buffers()
     longest = max(len(text) for text in asked["texts"] + asked["prompts"]) + asked["max_tokens"]
     llm = llama_cpp.Llama(
-        model, n_ctx=longest + 8, n_batch=512, n_threads=2, logits_all=True, verbose=False, type_k=F32, type_v=F32
+        model,
+        n_ctx=longest + 8,
+        n_batch=512,
+        n_threads=2,
+        logits_all=True,
+        verbose=False,
+        type_k=F32,
+        type_v=F32,
     )
 
     def logits(tokens: list[int]) -> Any:
@@ -79,9 +96,11 @@ def run(model: str, asked: dict[str, Any]) -> dict[str, Any]:
         llm.eval(tokens)
         return llm.scores[: len(tokens)].astype(np.float64)
 
-    greedy, tops = [], []
+    greedy = []
+    tops = []
     for prompt in asked["prompts"]:
-        tokens, rows = [], logits(prompt)
+        tokens = []
+        rows = logits(prompt)
         for _ in range(asked["max_tokens"]):
             tokens.append(int(rows[-1].argmax()))
             llm.eval(tokens[-1:])
@@ -95,7 +114,12 @@ def run(model: str, asked: dict[str, Any]) -> dict[str, Any]:
             - rows.max(-1, keepdims=True)
         )
         best = np.argsort(-rows, -1)[:, : asked["top"]]
-        tops.append([{int(token): float(row[token]) for token in ids} for row, ids in zip(rows, best, strict=True)])
+        tops.append(
+            [
+                {int(token): float(row[token]) for token in ids}
+                for row, ids in zip(rows, best, strict=True)
+            ]
+        )
     return {"version": llama_cpp.__version__, "greedy": greedy, "tops": tops}
 
 
@@ -103,4 +127,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "quantise":
         quantise(*sys.argv[2:])
     else:
-        print(json.dumps({"run": run, "decode": decode}[sys.argv[1]](sys.argv[2], json.load(sys.stdin))))
+        print(
+            json.dumps(
+                {"run": run, "decode": decode}[sys.argv[1]](sys.argv[2], json.load(sys.stdin))
+            )
+        )

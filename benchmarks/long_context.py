@@ -3,13 +3,14 @@
     python -m benchmarks.long_context MODEL                       # decode at 16,384; 8,192 tokens beside 16 streams
     python -m benchmarks.long_context MODEL --short 1024 --context 32768 --decode-only --what hybrid-context
 
-decode: tokens per second of one request after a short and after a long prompt, with the floor of the machine for each;
-how many times as long a step takes after the long one, how many times as long the floor (the bytes) says, and the ratio
-of the two. Target for a recurrent hybrid, 32,768 tokens beside 1,024: 1.2.
-beside: 16 requests decode; a long prompt joins. Times from token to token of the 16: alone, from the prompt's arrival
-to its first token, and both together. Target, with --itl-target-ms: p99 from the prompt's arrival to its first token
-within 4 times the median alone.
-A model whose positions end sooner is served with more of them: what it says is then worthless, its speed is not.
+decode: tokens per second of one request after a short and after a long prompt, with the floor of
+the machine for each; how many times as long a step takes after the long one, how many times as long
+the floor (the bytes) says, and the ratio of the two. Target for a recurrent hybrid, 32,768 tokens
+beside 1,024: 1.2. beside: 16 requests decode; a long prompt joins. Times from token to token of the
+16: alone, from the prompt's arrival to its first token, and both together. Target, with
+--itl-target-ms: p99 from the prompt's arrival to its first token within 4 times the median alone. A
+model whose positions end sooner is served with more of them: what it says is then worthless, its
+speed is not.
 """
 
 from __future__ import annotations
@@ -43,20 +44,34 @@ ALONE_TOKENS = 32  # that each stream gives before the long prompt comes
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
-    flags.add_argument("--context", type=int, default=16_384, help="prompt tokens before the decode [16384]")
+    flags.add_argument(
+        "--context", type=int, default=16_384, help="prompt tokens before the decode [16384]"
+    )
     flags.add_argument("--short", type=int, default=32, help="of the short prompt [32]")
-    flags.add_argument("--prefill", type=int, default=8_192, help="prompt tokens beside the streams [8192]")
+    flags.add_argument(
+        "--prefill", type=int, default=8_192, help="prompt tokens beside the streams [8192]"
+    )
     flags.add_argument("--streams", type=int, default=16, help="[16]")
     flags.add_argument("--rounds", type=int, default=3, help="[3]")
-    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
+    flags.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
+    )
     flags.add_argument("--quantization", help="as of `moeserve serve`")
     flags.add_argument("--kv-cache-dtype", default="auto", help="auto or int8 [auto]")
     flags.add_argument(
-        "--kv-cache-bytes", type=int, help="as of `moeserve serve`; half of it is for states, if there are any"
+        "--kv-cache-bytes",
+        type=int,
+        help="as of `moeserve serve`; half of it is for states, if there are any",
     )
-    flags.add_argument("--itl-target-ms", type=float, default=0.0, help="scheduler.itl_target_ms [0]")
-    flags.add_argument("--what", default="long-context", help="first part of the result's name [%(default)s]")
-    flags.add_argument("--decode-only", action="store_true", help="no long prompt beside the streams")
+    flags.add_argument(
+        "--itl-target-ms", type=float, default=0.0, help="scheduler.itl_target_ms [0]"
+    )
+    flags.add_argument(
+        "--what", default="long-context", help="first part of the result's name [%(default)s]"
+    )
+    flags.add_argument(
+        "--decode-only", action="store_true", help="no long prompt beside the streams"
+    )
     args = flags.parse_args()
     end_as_asked()
     args.prefill = 0 if args.decode_only else args.prefill
@@ -66,7 +81,9 @@ def main() -> None:
 
 @contextmanager
 def long_enough(model: Path, positions: int) -> Iterator[Path]:
-    """The model's folder, or one beside it of hard links to its files whose configuration has so many positions."""
+    """The model's folder, or one beside it of hard links to its files whose configuration has so
+    many positions.
+    """
     config = json.loads((model / "config.json").read_text())
     if config["max_position_embeddings"] >= positions:
         yield model
@@ -75,19 +92,29 @@ def long_enough(model: Path, positions: int) -> Iterator[Path]:
         for file in model.iterdir():
             if file.name != "config.json":
                 Path(folder, file.name).hardlink_to(file.resolve())
-        Path(folder, "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+        Path(folder, "config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": positions})
+        )
         yield Path(folder)
 
 
 async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
     settings |= {"kv_cache_bytes": args.kv_cache_bytes} if args.kv_cache_bytes else {}
-    settings |= {"kv_cache_dtype": args.kv_cache_dtype, "max_model_len": max(args.context, args.prefill) + NEW_TOKENS}
+    settings |= {
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "max_model_len": max(args.context, args.prefill) + NEW_TOKENS,
+    }
     settings |= {"itl_target_ms": args.itl_target_ms}
     settings |= {"threads": args.threads, "skip_tokenizer_init": True}
-    spec, rng = read_model_spec(model), random.Random(0)
-    width = next(layer.mixer.cache(1)[0].width for layer in spec.layers if not layer.mixer.rule.tile)
-    kv_bytes = 1 + 4 / width if args.kv_cache_dtype == "int8" else 2  # int8 entries of a head share a scale
+    spec = read_model_spec(model)
+    rng = random.Random(0)
+    width = next(
+        layer.mixer.cache(1)[0].width for layer in spec.layers if not layer.mixer.rule.tile
+    )
+    kv_bytes = (
+        1 + 4 / width if args.kv_cache_dtype == "int8" else 2
+    )  # int8 entries of a head share a scale
     rounds: dict[str, list[float]] = {}
     with compiled_machine(args.threads) as machine:
         async with AsyncEngine(model, **settings) as engine:
@@ -98,7 +125,9 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
                 rates = machine.rates()
                 both = []
                 for length, prompt in prompts.items():
-                    floor = floor_tokens_per_s(spec, Case("decode", 1, length, NEW_TOKENS), rates, kv_bytes=kv_bytes)
+                    floor = floor_tokens_per_s(
+                        spec, Case("decode", 1, length, NEW_TOKENS), rates, kv_bytes=kv_bytes
+                    )
                     speed = await decode(engine, prompt)
                     both.append((speed, floor))
                     rounds.setdefault(f"decode_{length}_tokens_per_s", []).append(speed)
@@ -143,17 +172,26 @@ async def decode(engine: AsyncEngine, prompt: list[int]) -> float:
 async def beside(
     engine: AsyncEngine, args: argparse.Namespace, spec: ModelSpec, rng: random.Random
 ) -> dict[str, float]:
-    """Milliseconds from token to token of the streams, and how long the long prompt took to its first token."""
-    others, joining = [Stream() for _ in range(args.streams)], Stream()
-    tasks = [asyncio.create_task(s.run(engine, random_prompt(rng, spec, BESIDE_TOKENS), args.prefill)) for s in others]
+    """Milliseconds from token to token of the streams, and how long the long prompt took to its
+    first token.
+    """
+    others = [Stream() for _ in range(args.streams)]
+    joining = Stream()
+    tasks = [
+        asyncio.create_task(s.run(engine, random_prompt(rng, spec, BESIDE_TOKENS), args.prefill))
+        for s in others
+    ]
     await asyncio.gather(*[stream.under_way.wait() for stream in others])
     joined_s = time.perf_counter()
     await joining.run(engine, random_prompt(rng, spec, args.prefill), 1)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    begun_s, ended_s = max(stream.times_s[0] for stream in others), joining.times_s[0]
-    streams = [[t for t in stream.times_s if begun_s <= t <= ended_s] for stream in others]  # without their prefills
+    begun_s = max(stream.times_s[0] for stream in others)
+    ended_s = joining.times_s[0]
+    streams = [
+        [t for t in stream.times_s if begun_s <= t <= ended_s] for stream in others
+    ]  # without their prefills
     gaps = {
         "alone": gaps_ms(streams, begun_s, joined_s),
         "during": gaps_ms(streams, joined_s, ended_s),
@@ -162,8 +200,14 @@ async def beside(
     found = {"first_token_s": ended_s - joined_s}
     for name, values in gaps.items():
         median, p99 = (float(np.percentile(values, q)) for q in (50, 99))
-        found |= {f"{name}_median_ms": median, f"{name}_p99_ms": p99, f"{name}_p99_over_median": p99 / median}
-    return found | {"during_p99_over_alone_median": found["during_p99_ms"] / found["alone_median_ms"]}
+        found |= {
+            f"{name}_median_ms": median,
+            f"{name}_p99_ms": p99,
+            f"{name}_p99_over_median": p99 / median,
+        }
+    return found | {
+        "during_p99_over_alone_median": found["during_p99_ms"] / found["alone_median_ms"]
+    }
 
 
 def gaps_ms(streams: list[list[float]], after_s: float, until_s: float) -> list[float]:

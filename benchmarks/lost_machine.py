@@ -1,10 +1,12 @@
-"""A machine of several is lost under load and comes back: requests lost, tokens that differ, and how long it took.
+"""A machine of several is lost under load and comes back: requests lost, tokens that differ, and
+how long it took.
 
     python -m benchmarks.lost_machine --start ./start.sh --lose ./lose.sh --back ./back.sh --url http://10.77.0.1:8000
 
-start.sh starts the server by any launcher and stays (SIGTERM ends it), lose.sh kills everything on one machine, and
-back.sh makes it reachable again. The reference is what the same server says while nothing is lost. `outage_s` is from
-the kill, and `return_s` from the end of back.sh, until every stream goes on.
+start.sh starts the server by any launcher and stays (SIGTERM ends it), lose.sh kills everything on
+one machine, and back.sh makes it reachable again. The reference is what the same server says while
+nothing is lost. `outage_s` is from the kill, and `return_s` from the end of back.sh, until every
+stream goes on.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def bodies(streams: int, max_tokens: int) -> list[dict[str, Any]]:
         "stream": True,
         "return_token_ids": True,
     }
-    return [{"prompt": f"Once upon a time, {i} little foxes", "seed": i, **common} for i in range(streams)]
+    return [
+        {"prompt": f"Once upon a time, {i} little foxes", "seed": i, **common}
+        for i in range(streams)
+    ]
 
 
 class Stream:
@@ -102,10 +107,14 @@ async def lose_once(args: argparse.Namespace, expected: list[Stream]) -> dict[st
     resumed = [min((at for at in stream.times if at > back_at), default=None) for stream in streams]
     late = [at for at in resumed if at is not None]
     if not late:
-        raise SystemExit("all streams had ended before the machine was back: give more --max-tokens")
+        raise SystemExit(
+            "all streams had ended before the machine was back: give more --max-tokens"
+        )
     return {
         "lost_requests": sum(bool(stream.error) for stream in streams),
-        "different": sum(mine.tokens != other.tokens for mine, other in zip(streams, expected, strict=True)),
+        "different": sum(
+            mine.tokens != other.tokens for mine, other in zip(streams, expected, strict=True)
+        ),
         "tokens_before_the_loss": [min(before), max(before)],
         "streams_that_waited": len(late),
         "return_s": round(max(late) - back_at, 2),
@@ -119,9 +128,16 @@ async def measure(args: argparse.Namespace, server: subprocess.Popen[bytes]) -> 
     await ready(args.url, server)
     expected = [Stream(body) for body in bodies(args.streams, args.max_tokens)]
     await answers(args.url, expected)
-    assert all(len(stream.tokens) == args.max_tokens for stream in expected), [it.error for it in expected]
+    assert all(len(stream.tokens) == args.max_tokens for stream in expected), [
+        it.error for it in expected
+    ]
     rounds = [await lose_once(args, expected) for _ in range(args.rounds)]
-    return {"streams": args.streams, "max_tokens": args.max_tokens, "away_s": args.away, "rounds": rounds}
+    return {
+        "streams": args.streams,
+        "max_tokens": args.max_tokens,
+        "away_s": args.away,
+        "rounds": rounds,
+    }
 
 
 def main() -> int:
@@ -130,10 +146,14 @@ def main() -> int:
     made.add_argument("--lose", required=True)
     made.add_argument("--back", required=True)
     made.add_argument("--url", required=True)
-    made.add_argument("--with", dest="launcher", default="ssh", help="its name, in the file's name [%(default)s]")
+    made.add_argument(
+        "--with", dest="launcher", default="ssh", help="its name, in the file's name [%(default)s]"
+    )
     made.add_argument("--streams", type=int, default=16)
     made.add_argument("--max-tokens", type=int, default=400)
-    made.add_argument("--away", type=float, default=3.0, help="seconds that the machine is gone [%(default)s]")
+    made.add_argument(
+        "--away", type=float, default=3.0, help="seconds that the machine is gone [%(default)s]"
+    )
     made.add_argument("--rounds", type=int, default=3)
     args = made.parse_args()
     server = subprocess.Popen(args.start)

@@ -3,13 +3,14 @@
 python -m benchmarks.overload             # the demo on one core, the clients on another
 python -m benchmarks.overload --url http://127.0.0.1:8000 --places 8 --pid PID
 
-The first form pins the server's processes to one core and the clients to another in every phase, so that what clients
-cost is never taken from the server. places: its --max-num-seqs. First as many clients as places ask without a pause, so
-that nothing waits: that is its capacity. Then requests come a tenth faster than that, whether or not earlier ones are
-answered: that is saturation, with the queue that the server allows. Then they come at ten times that rate; a tenth is
-malformed, a tenth leaves after a tenth of a second. At the end the first two once more, since machines change their
-speed by the minute. pid: of the server; of its processes, in the order of their starts, the memory is read before and
-after, and the CPU time. Goodput: tokens of answers that came to an end.
+The first form pins the server's processes to one core and the clients to another in every phase, so
+that what clients cost is never taken from the server. places: its --max-num-seqs. First as many
+clients as places ask without a pause, so that nothing waits: that is its capacity. Then requests
+come a tenth faster than that, whether or not earlier ones are answered: that is saturation, with
+the queue that the server allows. Then they come at ten times that rate; a tenth is malformed, a
+tenth leaves after a tenth of a second. At the end the first two once more, since machines change
+their speed by the minute. pid: of the server; of its processes, in the order of their starts, the
+memory is read before and after, and the CPU time. Goodput: tokens of answers that came to an end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,22 @@ import psutil
 
 from benchmarks.common import parser, running_server, save
 
-WORDS = ["the", "fox", "found", "a", "lantern", "in", "old", "harbour", "and", "nobody", "knew", "why", "it", "was"]
+WORDS = [
+    "the",
+    "fox",
+    "found",
+    "a",
+    "lantern",
+    "in",
+    "old",
+    "harbour",
+    "and",
+    "nobody",
+    "knew",
+    "why",
+    "it",
+    "was",
+]
 
 
 @dataclass
@@ -48,30 +64,51 @@ class Phase:
     def summary(self) -> dict[str, Any]:
         """Returns the numbers to print."""
         ordered = sorted(self.ttft_s)
-        percentile = {f"ttft_p{p}_ms": round(1e3 * ordered[len(ordered) * p // 100], 1) for p in (50, 99)}
-        rate = {"answers_per_s": self.ends["200"] / self.seconds, "tokens_per_s": self.tokens / self.seconds}
-        cores = [round((after - before) / self.seconds, 3) for before, after in zip(*self.cpu_s, strict=True)]
-        more = {"rss_mib": self.rss_mib, "cores": cores, "median_retry_after_s": median(self.retry_after_s or [0.0])}
+        percentile = {
+            f"ttft_p{p}_ms": round(1e3 * ordered[len(ordered) * p // 100], 1) for p in (50, 99)
+        }
+        rate = {
+            "answers_per_s": self.ends["200"] / self.seconds,
+            "tokens_per_s": self.tokens / self.seconds,
+        }
+        cores = [
+            round((after - before) / self.seconds, 3)
+            for before, after in zip(*self.cpu_s, strict=True)
+        ]
+        more = {
+            "rss_mib": self.rss_mib,
+            "cores": cores,
+            "median_retry_after_s": median(self.retry_after_s or [0.0]),
+        }
         return {"sent": self.sent, "ends": dict(self.ends)} | rate | percentile | more
 
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--url", default="", help="of a server that runs already; as it is, not pinned [start one]")
+    flags.add_argument(
+        "--url", default="", help="of a server that runs already; as it is, not pinned [start one]"
+    )
     flags.add_argument("--places", type=int, default=8, help="the server's --max-num-seqs [8]")
     flags.add_argument("--pid", type=int, default=0, help="the process of --url, for its memory")
-    flags.add_argument("--seconds", type=float, default=60.0, help="of overload; the others take an eighth each [60]")
+    flags.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="of overload; the others take an eighth each [60]",
+    )
     flags.add_argument("--times", type=float, default=10.0, help="overload over saturation [10]")
     args = flags.parse_args()
     with ExitStack() as stack:
-        url, pid = args.url, args.pid
+        url = args.url
+        pid = args.pid
         if not url:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[-1]})
             flag = "--max-num-seqs", str(args.places)
             server = stack.enter_context(running_server("demo", *flag, cores={cores[0]}))
             server.wait("/readyz")
-            url, pid = f"http://127.0.0.1:{server.port}", server.process.pid
+            url = f"http://127.0.0.1:{server.port}"
+            pid = server.process.pid
         phases = asyncio.run(measure(url, args.places, args.seconds, args.times, pid))
     found = {name: phase.summary() for name, phase in phases.items()}
     over = found["overload"]
@@ -84,7 +121,9 @@ def main() -> None:
     save("overload", args, found)
 
 
-async def measure(url: str, places: int, seconds: float, times: float, pid: int) -> dict[str, Phase]:
+async def measure(
+    url: str, places: int, seconds: float, times: float, pid: int
+) -> dict[str, Phase]:
     """Returns the phases by name."""
     random.seed(1)
     process = psutil.Process(pid) if pid else None
@@ -96,13 +135,26 @@ async def measure(url: str, places: int, seconds: float, times: float, pid: int)
             full = phases["capacity" + again] = Phase(seconds / 8)
             await closed(session, full, places, process)
             rate = rate or full.ends["200"] / full.seconds
-            await opened(session, phases.setdefault("saturation" + again, Phase(seconds / 8)), 1.1 * rate, process)
+            await opened(
+                session,
+                phases.setdefault("saturation" + again, Phase(seconds / 8)),
+                1.1 * rate,
+                process,
+            )
             if not again:
-                await opened(session, phases.setdefault("overload", Phase(seconds)), times * rate, process, good=8)
+                await opened(
+                    session,
+                    phases.setdefault("overload", Phase(seconds)),
+                    times * rate,
+                    process,
+                    good=8,
+                )
     return phases
 
 
-async def closed(session: aiohttp.ClientSession, phase: Phase, places: int, process: psutil.Process | None) -> None:
+async def closed(
+    session: aiohttp.ClientSession, phase: Phase, places: int, process: psutil.Process | None
+) -> None:
     """Keeps every place taken, and no more."""
     note(phase, process)
     end_s = time.monotonic() + phase.seconds
@@ -116,11 +168,16 @@ async def closed(session: aiohttp.ClientSession, phase: Phase, places: int, proc
 
 
 async def opened(
-    session: aiohttp.ClientSession, phase: Phase, rate: float, process: psutil.Process | None, good: int = 10
+    session: aiohttp.ClientSession,
+    phase: Phase,
+    rate: float,
+    process: psutil.Process | None,
+    good: int = 10,
 ) -> None:
     """Sends requests at a rate, at random times; `good` of ten want their whole answer."""
     note(phase, process)
-    begun_s, due_s = time.monotonic(), 0.0
+    begun_s = time.monotonic()
+    due_s = 0.0
     end_s = begun_s + phase.seconds
     async with asyncio.TaskGroup() as group:
         while due_s < phase.seconds:
@@ -144,10 +201,16 @@ async def ask(session: aiohttp.ClientSession, phase: Phase, kind: str, end_s: fl
     phase.sent += 1
     prompt = " ".join(random.choices(WORDS, k=random.randint(20, 200)))
     num_tokens = random.randint(64, 192)
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
     if kind == "malformed":
         body["temperature"] = "warm"
-    begun_s, tokens = time.monotonic(), 0
+    begun_s = time.monotonic()
+    tokens = 0
     try:
         async with asyncio.timeout(0.1 if kind == "leaves" else None):
             async with session.post("/v1/completions", json=body) as response:

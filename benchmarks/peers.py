@@ -3,11 +3,13 @@
     python -m benchmarks.peers MODEL --engine moeserve --engine vllm=PYTHON --engine llamacpp=PYTHON --gguf FILE
     python -m benchmarks.peers MODEL --engine moeserve --engine moeserve-int8 --case decode-1 --what quantized
 
-PYTHON is the interpreter of an environment that has the engine (peers.md says how to make one); without it, this one.
-Each engine loads once and is stopped (SIGSTOP) while another one runs. Every case and round begins with the machine's
-read and flop rates, which give the floor. A decode rate is that of the tokens after the first: the time of the same
-prompts with one token is subtracted. Samples go to a file as they come; the same command again goes on where the last
-one ended (--minutes ends it early). Nothing else may run: engines whose threads spin collapse beside other work.
+PYTHON is the interpreter of an environment that has the engine (peers.md says how to make one);
+without it, this one. Each engine loads once and is stopped (SIGSTOP) while another one runs. Every
+case and round begins with the machine's read and flop rates, which give the floor. A decode rate is
+that of the tokens after the first: the time of the same prompts with one token is subtracted.
+Samples go to a file as they come; the same command again goes on where the last one ended
+(--minutes ends it early). Nothing else may run: engines whose threads spin collapse beside other
+work.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ USUAL = list(CASES)[:5]
 OF_GGUF = ("llamacpp", "moeserve-gguf")
 START = "start"  # the case of the seconds from a new process to its first answer
 WARM_UP = Case("warm-up", 4, 512, 8)  # touches every weight: mapped files, buffers that grow
-BUSY_S, BUSY_PERCENT = 0.3, 10.0  # how long to look for others' work before a case, and how much of it matters
+# how long to look for others' work before a case, and how much of it matters
+BUSY_S = 0.3
+BUSY_PERCENT = 10.0
 Sample = dict[str, Any]
 
 
@@ -87,20 +91,38 @@ def environment_of(name: str, python: str, threads: int) -> dict[str, str]:
     """The environment in which an engine is fastest on so many CPUs."""
     if name != "vllm":
         return os.environ | {"OMP_NUM_THREADS": str(threads)}
-    preload = [*Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"), *Path(python).parents[1].rglob("libiomp5.so")]
+    preload = [
+        *Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"),
+        *Path(python).parents[1].rglob("libiomp5.so"),
+    ]
     own = {
         "LD_PRELOAD": ":".join(map(str, preload)),  # its own advice for CPUs
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",  # left alone it keeps a core for itself
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "HF_HUB_OFFLINE": "1",
     }
-    return {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONPATH")} | own
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("OMP_NUM_THREADS", "PYTHONPATH")
+    } | own
 
 
 @contextmanager
-def started(name: str, python: str, model: Path, threads: int, log: Path, **env: str) -> Iterator[tuple[Engine, float]]:
-    """An engine that has given a first answer, and the seconds that this took from the start of its process."""
-    command = [python, str(ROOT / "benchmarks/peers_engine.py"), name, str(model), "--threads", str(threads)]
+def started(
+    name: str, python: str, model: Path, threads: int, log: Path, **env: str
+) -> Iterator[tuple[Engine, float]]:
+    """An engine that has given a first answer, and the seconds that this took from the start of its
+    process.
+    """
+    command = [
+        python,
+        str(ROOT / "benchmarks/peers_engine.py"),
+        name,
+        str(model),
+        "--threads",
+        str(threads),
+    ]
     begun_s = time.perf_counter()
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -127,22 +149,38 @@ def main() -> None:
     end_as_asked()
     names = [pair.partition("=")[0] for pair in args.engine]
     samples_file = args.samples or RESULTS / f"{args.what}.jsonl"
-    samples = [json.loads(line) for line in samples_file.read_text().splitlines()] if samples_file.exists() else []
+    samples = (
+        [json.loads(line) for line in samples_file.read_text().splitlines()]
+        if samples_file.exists()
+        else []
+    )
     if (others := {x["engine"] for x in samples}) - set(names):
-        raise SystemExit(f"{samples_file} has samples of {sorted(others)}: delete it, or name another with --samples")
+        raise SystemExit(
+            f"{samples_file} has samples of {sorted(others)}: delete it, or name another with --samples"
+        )
     until_s = time.perf_counter() + 60 * args.minutes
     with ExitStack() as stack, samples_file.open("a") as out:
         for sample in measure(args, stack, samples, until_s):
             samples.append(sample)
             print(json.dumps(sample), file=out, flush=True)
-    rows = [row_of(case, names, samples) for case in args.case if len(of(samples, case, names[0])) > 0]
-    starts = {name: statistics.median(x["seconds"] for x in of(samples, START, name)) for name in names}
+    rows = [
+        row_of(case, names, samples) for case in args.case if len(of(samples, case, names[0])) > 0
+    ]
+    starts = {
+        name: statistics.median(x["seconds"] for x in of(samples, START, name)) for name in names
+    }
     shown = table(rows, starts, names)
     if len(of(samples, args.case[-1], names[-1])) < args.rounds:
         print(shown)
         raise SystemExit(f"not finished: the same command goes on ({samples_file})")
     versions = {x["engine"]: x["version"] for x in samples if x["case"] == START}
-    found = {"model": args.model.name, "engines": versions, "cases": rows, "start_s": starts, "samples": samples}
+    found = {
+        "model": args.model.name,
+        "engines": versions,
+        "cases": rows,
+        "start_s": starts,
+        "samples": samples,
+    }
     save(args.what, args, found, shown)
     if not args.no_save:
         samples_file.unlink()
@@ -152,14 +190,24 @@ def arguments() -> argparse.Namespace:
     """Returns the parsed flags."""
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
-    flags.add_argument("--engine", action="append", required=True, metavar="NAME[=PYTHON]", help=", ".join(ENGINES))
+    flags.add_argument(
+        "--engine", action="append", required=True, metavar="NAME[=PYTHON]", help=", ".join(ENGINES)
+    )
     flags.add_argument("--gguf", type=Path, help="the same weights for llamacpp and moeserve-gguf")
-    flags.add_argument("--weight-bytes", type=float, default=2, help="of a parameter, for the floor [2]")
-    flags.add_argument("--case", action="append", choices=CASES, help=f"{', '.join(CASES)} [the first five]")
+    flags.add_argument(
+        "--weight-bytes", type=float, default=2, help="of a parameter, for the floor [2]"
+    )
+    flags.add_argument(
+        "--case", action="append", choices=CASES, help=f"{', '.join(CASES)} [the first five]"
+    )
     flags.add_argument("--rounds", type=int, default=3, help="of each case [3]")
-    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
+    flags.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
+    )
     flags.add_argument("--what", default="peers", help="first part of the result's name [peers]")
-    flags.add_argument("--samples", type=Path, help="samples so far, a line each [results/WHAT.jsonl]")
+    flags.add_argument(
+        "--samples", type=Path, help="samples so far, a line each [results/WHAT.jsonl]"
+    )
     flags.add_argument("--minutes", type=float, default=1e9, help="begin no case after that")
     args = flags.parse_args()
     args.case = args.case or USUAL
@@ -171,10 +219,16 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample], until_s: float) -> Iterator[Sample]:
-    """The samples that are not there yet. Engines are started once there is something to do, and stopped by `stack`."""
+def measure(
+    args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample], until_s: float
+) -> Iterator[Sample]:
+    """The samples that are not there yet. Engines are started once there is something to do, and
+    stopped by `stack`.
+    """
     known = {(x["case"], x["round"]) for x in samples}
-    todo = [(CASES[name], i) for i in range(args.rounds) for name in args.case if (name, i) not in known]
+    todo = [
+        (CASES[name], i) for i in range(args.rounds) for name in args.case if (name, i) not in known
+    ]
     if not todo:
         return
     spec = read_model_spec(args.model)
@@ -182,10 +236,19 @@ def measure(args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample
     engines = []
     for pair in args.engine:
         name, _, python = pair.partition("=")
-        target, log = args.gguf if name in OF_GGUF else args.model, RESULTS / f"{name}.log"
-        engine, seconds = stack.enter_context(started(name, python or sys.executable, target, args.threads, log))
+        target = args.gguf if name in OF_GGUF else args.model
+        log = RESULTS / f"{name}.log"
+        engine, seconds = stack.enter_context(
+            started(name, python or sys.executable, target, args.threads, log)
+        )
         engines.append(engine)
-        yield {"case": START, "round": -1, "engine": name, "version": engine.version, "seconds": seconds}
+        yield {
+            "case": START,
+            "round": -1,
+            "engine": name,
+            "version": engine.version,
+            "seconds": seconds,
+        }
         print(f"{name} {engine.version}: first answer after {seconds:.1f} s", file=sys.stderr)
     for engine in engines:
         engine.ask(prompts_of(WARM_UP, spec.vocab_size, -1), WARM_UP.new_tokens)
@@ -195,21 +258,33 @@ def measure(args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample
         first = number % len(engines)
         rates = machine.rates()
         floor = floor_tokens_per_s(spec, case, rates, args.weight_bytes)
-        yield from one_case(case, number, engines[first:] + engines[:first], rates, floor, spec.vocab_size)
+        yield from one_case(
+            case, number, engines[first:] + engines[:first], rates, floor, spec.vocab_size
+        )
 
 
 def one_case(
     case: Case, number: int, engines: Sequence[Engine], rates: Rates, floor: float, vocab_size: int
 ) -> list[Sample]:
     """A sample of each engine, all with the same prompts. Nothing is kept if one of them fails."""
-    prompts, busy = prompts_of(case, vocab_size, number), psutil.cpu_percent(BUSY_S)
+    prompts = prompts_of(case, vocab_size, number)
+    busy = psutil.cpu_percent(BUSY_S)
     if busy > BUSY_PERCENT:
         print(f"others use {busy:.0f} % of the CPUs: this round says little", file=sys.stderr)
     samples = []
     for engine in engines:
         speed, _ = speed_of(engine, case, prompts)
-        print(f"{case.name} round {number}: {engine.name} {speed:.1f} tokens/s, floor {floor:.0f}", file=sys.stderr)
-        sample = {"case": case.name, "round": number, "engine": engine.name, "tokens_per_s": speed, "floor": floor}
+        print(
+            f"{case.name} round {number}: {engine.name} {speed:.1f} tokens/s, floor {floor:.0f}",
+            file=sys.stderr,
+        )
+        sample = {
+            "case": case.name,
+            "round": number,
+            "engine": engine.name,
+            "tokens_per_s": speed,
+            "floor": floor,
+        }
         samples.append(sample | asdict(rates) | {"others_percent": busy})
     return samples
 
@@ -226,12 +301,16 @@ def speed_of(engine: Engine, case: Case, prompts: list[list[int]]) -> tuple[floa
 def prompts_of(case: Case, vocab_size: int, number: int) -> list[list[int]]:
     """Random ids, others in every round."""
     rng = random.Random(f"{case.name} {number}")
-    return [[rng.randrange(3, vocab_size) for _ in range(case.prompt_tokens)] for _ in range(case.batch)]
+    return [
+        [rng.randrange(3, vocab_size) for _ in range(case.prompt_tokens)] for _ in range(case.batch)
+    ]
 
 
 def of(samples: Sequence[Sample], case: str, engine: str) -> list[Sample]:
     """In the order of rounds."""
-    return sorted((x for x in samples if (x["case"], x["engine"]) == (case, engine)), key=lambda x: x["round"])
+    return sorted(
+        (x for x in samples if (x["case"], x["engine"]) == (case, engine)), key=lambda x: x["round"]
+    )
 
 
 def row_of(case: str, names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
@@ -240,7 +319,9 @@ def row_of(case: str, names: Sequence[str], samples: Sequence[Sample]) -> dict[s
     ours = each[names[0]]
     return {
         "case": case,
-        "tokens_per_s": {name: statistics.median(x["tokens_per_s"] for x in each[name]) for name in names},
+        "tokens_per_s": {
+            name: statistics.median(x["tokens_per_s"] for x in each[name]) for name in names
+        },
         "ratio": {
             name: statistics.median(
                 a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, each[name], strict=True)
@@ -249,20 +330,43 @@ def row_of(case: str, names: Sequence[str], samples: Sequence[Sample]) -> dict[s
         },
         "floor": statistics.median(x["floor"] for x in ours),
         "share_of_floor": {
-            name: statistics.median(x["tokens_per_s"] / x["floor"] for x in each[name]) for name in names
+            name: statistics.median(x["tokens_per_s"] / x["floor"] for x in each[name])
+            for name in names
         },
     }
 
 
 def table(rows: Sequence[dict[str, Any]], starts: dict[str, float], names: Sequence[str]) -> str:
-    """Markdown: tokens per second, what the first engine is times each other one, and its share of the floor."""
-    heads = ["tokens per second", *names, *[f"{names[0]} / {name}" for name in names[1:]], "floor", "share of floor"]
+    """Markdown: tokens per second, what the first engine is times each other one, and its share of
+    the floor.
+    """
+    heads = [
+        "tokens per second",
+        *names,
+        *[f"{names[0]} / {name}" for name in names[1:]],
+        "floor",
+        "share of floor",
+    ]
     lines = [heads, ["---"] * len(heads)]
     for row in rows:
         speeds = [f"{row['tokens_per_s'][name]:.1f}" for name in names]
         ratios = [f"{row['ratio'][name]:.2f}" for name in names[1:]]
-        lines.append([row["case"], *speeds, *ratios, f"{row['floor']:.0f}", f"{row['share_of_floor'][names[0]]:.2f}"])
-    lines.append(["seconds to first answer", *[f"{starts[name]:.1f}" for name in names], *[""] * (len(names) + 1)])
+        lines.append(
+            [
+                row["case"],
+                *speeds,
+                *ratios,
+                f"{row['floor']:.0f}",
+                f"{row['share_of_floor'][names[0]]:.2f}",
+            ]
+        )
+    lines.append(
+        [
+            "seconds to first answer",
+            *[f"{starts[name]:.1f}" for name in names],
+            *[""] * (len(names) + 1),
+        ]
+    )
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 

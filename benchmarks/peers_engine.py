@@ -1,4 +1,5 @@
-"""One engine in a process of its own: cases come as JSON lines on stdin, each is answered by a line on stdout.
+"""One engine in a process of its own: cases come as JSON lines on stdin, each is answered by a line
+on stdout.
 
     PYTHON benchmarks/peers_engine.py ENGINE MODEL --threads 2      run by the interpreter that has the engine
 
@@ -20,21 +21,35 @@ from typing import Any
 
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], Prompts]
-MAX_LEN, MAX_SEQS = 2048, 256
-DUMMY: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "kv_cache_bytes": 2**30}
+MAX_LEN = 2048
+MAX_SEQS = 256
+DUMMY: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "kv_cache_bytes": 2**30,
+}
 
 
 def moeserve(model: str, threads: int, **options: Any) -> Run:
     from moeserve import LLM, SamplingParams
 
-    options.setdefault("skip_tokenizer_init", not os.path.exists(os.path.join(model, "tokenizer.json")))
+    options.setdefault(
+        "skip_tokenizer_init", not os.path.exists(os.path.join(model, "tokenizer.json"))
+    )
     llm = LLM(
-        model, threads=threads, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, enable_prefix_caching=False, **options
+        model,
+        threads=threads,
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        enable_prefix_caching=False,
+        **options,
     )
 
     def run(prompts: Prompts, max_tokens: int) -> Prompts:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        done = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
         return [list(answer.outputs[0].token_ids) for answer in done]
 
     return run
@@ -43,11 +58,19 @@ def moeserve(model: str, threads: int, **options: Any) -> Run:
 def vllm(model: str, threads: int) -> Run:  # its environment says how many threads
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    llm = LLM(model, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, enable_prefix_caching=False)
+    llm = LLM(
+        model,
+        dtype="bfloat16",
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        enable_prefix_caching=False,
+    )
 
     def run(prompts: Prompts, max_tokens: int) -> Prompts:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        done = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
         return [list(answer.outputs[0].token_ids) for answer in done]
 
     return run
@@ -84,17 +107,25 @@ def llamacpp(model: str, threads: int) -> Run:
     cpp.llama_backend_init()
     lm = cpp.llama_model_load_from_file(model.encode(), cpp.llama_model_default_params())
     options = cpp.llama_context_default_params()
-    options.n_ctx, options.n_batch, options.n_seq_max, options.kv_unified = 8 * MAX_LEN, MAX_LEN, 64, True
+    options.n_ctx = 8 * MAX_LEN
+    options.n_batch = MAX_LEN
+    options.n_seq_max = 64
+    options.kv_unified = True
     options.n_threads = options.n_threads_batch = threads
     context = cpp.llama_init_from_model(lm, options)
     vocab_size = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(lm))
 
     def forward(rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Rows (token, position, sequence, wanted); the likeliest next token of those that are wanted."""
+        """Rows (token, position, sequence, wanted); the likeliest next token of those that are
+        wanted.
+        """
         batch = cpp.llama_batch_init(len(rows), 0, 1)
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.logits[i] = wanted
             batch.seq_id[i][0] = sequence
         if cpp.llama_decode(context, batch) != 0:
             raise RuntimeError(f"llama_decode failed for {len(rows)} tokens")
@@ -110,7 +141,9 @@ def llamacpp(model: str, threads: int) -> Run:
             for sequence, prompt in enumerate(prompts)
         ]
         for position in range(last + 1, last + max_tokens):
-            step = forward([(answer[-1], position, sequence, True) for sequence, answer in enumerate(answers)])
+            step = forward(
+                [(answer[-1], position, sequence, True) for sequence, answer in enumerate(answers)]
+            )
             for answer, token in zip(answers, step, strict=True):
                 answer.append(token)
         return answers
@@ -118,16 +151,30 @@ def llamacpp(model: str, threads: int) -> Run:
     return run
 
 
-ENGINES: dict[str, tuple[str, Callable[[str, int], Run]]] = {  # by name: the module, and what starts it
+ENGINES: dict[
+    str, tuple[str, Callable[[str, int], Run]]
+] = {  # by name: the module, and what starts it
     "moeserve": ("moeserve", moeserve),
-    "moeserve-int8": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int8")),
-    "moeserve-int4": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int4")),
-    "moeserve-12-bit": ("moeserve", lambda model, threads: moeserve(model, threads, lossless_compression="all")),
+    "moeserve-int8": (
+        "moeserve",
+        lambda model, threads: moeserve(model, threads, quantization="int8"),
+    ),
+    "moeserve-int4": (
+        "moeserve",
+        lambda model, threads: moeserve(model, threads, quantization="int4"),
+    ),
+    "moeserve-12-bit": (
+        "moeserve",
+        lambda model, threads: moeserve(model, threads, lossless_compression="all"),
+    ),
     "moeserve-12-bit-experts": (
         "moeserve",
         lambda model, threads: moeserve(model, threads, lossless_compression="experts"),
     ),
-    "moeserve-gguf": ("moeserve", lambda model, threads: moeserve(model, threads, kv_cache_bytes=3 * 2**27)),
+    "moeserve-gguf": (
+        "moeserve",
+        lambda model, threads: moeserve(model, threads, kv_cache_bytes=3 * 2**27),
+    ),
     "moeserve-dummy": ("moeserve", lambda model, threads: moeserve(model, threads, **DUMMY)),
     "vllm": ("vllm", vllm),
     "llamacpp": ("llama_cpp", llamacpp),
@@ -136,7 +183,9 @@ ENGINES: dict[str, tuple[str, Callable[[str, int], Run]]] = {  # by name: the mo
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("engine", choices=ENGINES)
     flags.add_argument("model")
     flags.add_argument("--threads", type=int, required=True)
@@ -152,7 +201,11 @@ def main() -> None:
         case = json.loads(line)
         begun_s = time.perf_counter()
         tokens = run(case["prompts"], case["max_tokens"])
-        print(json.dumps({"seconds": time.perf_counter() - begun_s, "tokens": tokens}), file=answers, flush=True)
+        print(
+            json.dumps({"seconds": time.perf_counter() - begun_s, "tokens": tokens}),
+            file=answers,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

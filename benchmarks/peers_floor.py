@@ -1,7 +1,8 @@
-"""The most tokens per second that this machine allows at this moment: every weight read once a step, every unit busy.
+"""The most tokens per second that this machine allows at this moment: every weight read once a
+step, every unit busy.
 
-A decode step takes at least the longer of bytes / read rate and operations / their rate, a prefill the latter. Both
-rates are measured by machine.cpp beside each case: on a shared machine they move.
+A decode step takes at least the longer of bytes / read rate and operations / their rate, a prefill
+the latter. Both rates are measured by machine.cpp beside each case: on a shared machine they move.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from moeserve.models.spec import ModelSpec, model_size
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """batch prompts of prompt_tokens each, new_tokens answers; one with a single new token measures the prefill."""
+    """batch prompts of prompt_tokens each, new_tokens answers; one with a single new token measures
+    the prefill.
+    """
 
     name: str
     batch: int
@@ -52,7 +55,9 @@ class Machine:
         self._command = [str(program), str(threads)]
 
     def rates(self) -> Rates:
-        return Rates(**json.loads(subprocess.run(self._command, capture_output=True, check=True).stdout))
+        return Rates(
+            **json.loads(subprocess.run(self._command, capture_output=True, check=True).stdout)
+        )
 
 
 @contextmanager
@@ -63,7 +68,9 @@ def compiled_machine(threads: int) -> Iterator[Machine]:
         program = Path(folder, "machine")
         compiler = os.environ.get("CXX", "c++")
         march = "x86-64-v3" if AT_MOST_AVX2 else "native"
-        subprocess.run([compiler, "-O3", f"-march={march}", "-pthread", source, "-o", program], check=True)
+        subprocess.run(
+            [compiler, "-O3", f"-march={march}", "-pthread", source, "-o", program], check=True
+        )
         yield Machine(program, threads)
 
 
@@ -72,11 +79,12 @@ def floor_tokens_per_s(
 ) -> float:
     """Tokens per second that `rates` allow for a model with any mixers and feed-forward blocks.
 
-    Experts are taken as chosen evenly: a step of `batch` tokens reads E (1 - (1 - k/E)^batch) of a layer's E experts.
-    weight_bytes: of one parameter; kv_bytes: of one element of the cache. Not counted: operations of recurrences and
-    of index selectors, and states that are written.
+    Experts are taken as chosen evenly: a step of `batch` tokens reads E (1 - (1 - k/E)^batch) of a
+    layer's E experts. weight_bytes: of one parameter; kv_bytes: of one element of the cache. Not
+    counted: operations of recurrences and of index selectors, and states that are written.
     """
-    size, head = model_size(spec), spec.vocab_size * spec.hidden_size
+    size = model_size(spec)
+    head = spec.vocab_size * spec.hidden_size
     layers = [layer.mixer for layer in spec.layers]
     if case.is_prefill:
         positions = range(case.prompt_tokens)
@@ -85,12 +93,18 @@ def floor_tokens_per_s(
         return 1e9 * rates.gflop_s / (2 * (size.active - head) + attended)
     position = case.prompt_tokens + case.new_tokens // 2
     pairs = [attended_to(mixer, position) for mixer in layers]
-    touched = spec.num_experts * (1 - (1 - spec.experts_per_token / max(spec.num_experts, 1)) ** case.batch)
+    touched = spec.num_experts * (
+        1 - (1 - spec.experts_per_token / max(spec.num_experts, 1)) ** case.batch
+    )
     experts = (touched - spec.experts_per_token) * len(spec.moe_layers) * spec.expert_weights
     step_bytes: float = weight_bytes * (size.active + experts)
     step_bytes += case.batch * sum(cache_bytes(mixer, position, kv_bytes) for mixer in layers)
-    step_flops: float = case.batch * (2 * size.active + sum(map(mul, map(decode_operations, layers), pairs)))
-    return case.batch / max(step_bytes / (1e9 * rates.read_gb_s), step_flops / (1e9 * rates.gflop_s))
+    step_flops: float = case.batch * (
+        2 * size.active + sum(map(mul, map(decode_operations, layers), pairs))
+    )
+    return case.batch / max(
+        step_bytes / (1e9 * rates.read_gb_s), step_flops / (1e9 * rates.gflop_s)
+    )
 
 
 def seen(mixer: Mixer, position: int) -> int:
@@ -99,19 +113,26 @@ def seen(mixer: Mixer, position: int) -> int:
 
 
 def attended_to(mixer: Mixer, position: int) -> int:
-    """Tokens that the query at `position` attends to; an index selector chooses some of those that it sees."""
+    """Tokens that the query at `position` attends to; an index selector chooses some of those that
+    it sees.
+    """
     indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
     return min(seen(mixer, position), indexer.top_k) if indexer else seen(mixer, position)
 
 
 def cache_bytes(mixer: Mixer, position: int, kv_bytes: float) -> float:
-    """Bytes that a decode step must read of a layer's cache; of recurrent layers the fp32 state at one border."""
+    """Bytes that a decode step must read of a layer's cache; of recurrent layers the fp32 state at
+    one border.
+    """
     tensors = mixer.cache(1)
     if mixer.rule.tile:
         return 4 * sum(tensor.heads * tensor.width for tensor in tensors if tensor.per_tile)
-    chosen, of_index = attended_to(mixer, position), seen(mixer, position)
+    chosen = attended_to(mixer, position)
+    of_index = seen(mixer, position)
     tokens = [of_index if tensor.name == "index" else chosen for tensor in tensors]
-    return kv_bytes * sum(count * tensor.heads * tensor.width for count, tensor in zip(tokens, tensors, strict=True))
+    return kv_bytes * sum(
+        count * tensor.heads * tensor.width for count, tensor in zip(tokens, tensors, strict=True)
+    )
 
 
 def decode_operations(mixer: Mixer) -> int:
@@ -121,7 +142,9 @@ def decode_operations(mixer: Mixer) -> int:
 
 
 def prefill_operations(mixer: Mixer) -> int:
-    """As decode_operations; keys and values of latents are made once for all queries, by no absorbed weights."""
+    """As decode_operations; keys and values of latents are made once for all queries, by no
+    absorbed weights.
+    """
     if isinstance(mixer, LatentAttention):
         return 2 * mixer.num_heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)
     return decode_operations(mixer)

@@ -3,9 +3,10 @@
     python -m benchmarks.peers_models DIR --shape deepseek-v2-lite
     python -m benchmarks.peers_models DIR --shape gpt-oss --gguf FILE --llamacpp SOURCES
 
-DIR becomes a Hugging Face directory in bf16 as transformers saves it, without a tokenizer and with the published words
-for the kinds of layers: llama.cpp's converter knows no others. With --gguf that converter writes the same weights;
-SOURCES is a folder with its convert_hf_to_gguf.py and conversion/, and the package gguf has to be there.
+DIR becomes a Hugging Face directory in bf16 as transformers saves it, without a tokenizer and with
+the published words for the kinds of layers: llama.cpp's converter knows no others. With --gguf that
+converter writes the same weights; SOURCES is a folder with its convert_hf_to_gguf.py and
+conversion/, and the package gguf has to be there.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 
 from benchmarks.common import parser
 
-# The published widths of heads and latents, choices of experts and kinds of layers; half as wide or less, fewer heads
-# in proportion, fewer experts.
+# The published widths of heads and latents, choices of experts and kinds of layers; half as wide or
+# less, fewer heads in proportion, fewer experts.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-lite": (
         "DeepseekV2",
@@ -102,7 +103,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 CONVERTER_FLAGS = {"qwen3-next": ["--no-mtp"]}  # which it expects in the checkpoint otherwise
-COMMON = {"vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False, "bos_token_id": 0}
+COMMON = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+}
 ENDS = {"eos_token_id": 1, "pad_token_id": 1}
 
 
@@ -111,7 +117,9 @@ def main() -> None:
     flags.add_argument("out", type=Path, metavar="DIR")
     flags.add_argument("--shape", choices=SHAPES, required=True)
     flags.add_argument("--gguf", type=Path, metavar="FILE", help="the same weights for llama.cpp")
-    flags.add_argument("--llamacpp", type=Path, metavar="SOURCES", help="where its convert_hf_to_gguf.py is")
+    flags.add_argument(
+        "--llamacpp", type=Path, metavar="SOURCES", help="where its convert_hf_to_gguf.py is"
+    )
     args = flags.parse_args()
     if (args.gguf is None) != (args.llamacpp is None):
         flags.error("--gguf FILE and --llamacpp SOURCES go together")
@@ -131,12 +139,18 @@ def write_checkpoint(shape: str, out: Path) -> int:
     model.save_pretrained(out)
     if "layer_types" in options:
         file = out / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": options["layer_types"]}, indent=2))
+        file.write_text(
+            json.dumps(
+                json.loads(file.read_text()) | {"layer_types": options["layer_types"]}, indent=2
+            )
+        )
     return sum(weight.numel() for weight in model.parameters())
 
 
 def write_gguf(checkpoint: Path, out: Path, sources: Path, flags: Sequence[str] = ()) -> None:
-    """Runs llama.cpp's converter, with a vocabulary that has a size and no strings. flags: more of its own."""
+    """Runs llama.cpp's converter, with a vocabulary that has a size and no strings. flags: more of
+    its own.
+    """
     sys.path.insert(0, str(sources))
     from conversion.base import TextModel  # type: ignore[import-not-found]
 
@@ -145,7 +159,15 @@ def write_gguf(checkpoint: Path, out: Path, sources: Path, flags: Sequence[str] 
         model.gguf_writer.add_vocab_size(model.hparams["vocab_size"])
 
     TextModel._set_vocab_gpt2 = TextModel._set_vocab_builtin = sized
-    sys.argv = ["convert_hf_to_gguf.py", str(checkpoint), "--outfile", str(out), "--outtype", "bf16", *flags]
+    sys.argv = [
+        "convert_hf_to_gguf.py",
+        str(checkpoint),
+        "--outfile",
+        str(out),
+        "--outtype",
+        "bf16",
+        *flags,
+    ]
     runpy.run_path(str(sources / "convert_hf_to_gguf.py"), run_name="__main__")
 
 

@@ -1,11 +1,12 @@
-"""Prefix hits of models with recurrent layers: how much of the prompts is found in the cache, beside full attention
-alone, in a trace of conversations.
+"""Prefix hits of models with recurrent layers: how much of the prompts is found in the cache,
+beside full attention alone, in a trace of conversations.
 
     python -m benchmarks.prefix_hits
 
-Conversations begin with one of a few system prompts, go on for several turns, and branch: an answer is asked for again,
-or a message is replaced. A null runner makes up the answers, so only the scheduler's choices are measured. "states" is
-the number of blocks of states as a multiple of those that running requests need at once.
+Conversations begin with one of a few system prompts, go on for several turns, and branch: an answer
+is asked for again, or a message is replaced. A null runner makes up the answers, so only the
+scheduler's choices are measured. "states" is the number of blocks of states as a multiple of those
+that running requests need at once.
 
 Target: within 1 % of full attention alone with 16 times the blocks that running requests need.
 """
@@ -29,8 +30,13 @@ from moeserve.messages import Submit
 from moeserve.ops.rules import TILE
 from moeserve.sampling import TokenSampling
 
-VOCAB, BLOCK, SLOTS, MAX_LEN, BLOCKS = 1000, 16, 16, 8192, 16_000
-SYSTEM_PROMPTS, TURNS = 4, 6
+VOCAB = 1000
+BLOCK = 16
+SLOTS = 16
+MAX_LEN = 8192
+BLOCKS = 16_000
+SYSTEM_PROMPTS = 4
+TURNS = 6
 MULTIPLES = [1, 2, 4, 8, 16, 32, 64]
 FULL = groups_of([KVRule()], BLOCK)
 WITH_STATES = groups_of([KVRule(), KVRule(tile=TILE)], BLOCK)
@@ -54,13 +60,23 @@ def main() -> None:
 
 
 def measure(conversations: int, multiples: list[int]) -> dict[str, Any]:
-    """Returns the share of prompt tokens that were found, with full attention alone and beside states."""
+    """Returns the share of prompt tokens that were found, with full attention alone and beside
+    states.
+    """
     alone = asyncio.run(share_found(FULL, 0, conversations))
     rows = []
     for multiple in multiples:
-        found = asyncio.run(share_found(WITH_STATES, multiple * STATES_HELD * SLOTS + 1, conversations))
-        rows.append({"states": multiple, "found": round(found, 4), "of_full": round(found / alone, 4)})
-    return {"conversations": conversations, "full_attention": round(alone, 4), "beside_states": rows}
+        found = asyncio.run(
+            share_found(WITH_STATES, multiple * STATES_HELD * SLOTS + 1, conversations)
+        )
+        rows.append(
+            {"states": multiple, "found": round(found, 4), "of_full": round(found / alone, 4)}
+        )
+    return {
+        "conversations": conversations,
+        "full_attention": round(alone, 4),
+        "beside_states": rows,
+    }
 
 
 async def share_found(groups: tuple[KVGroup, ...], num_states: int, count: int) -> float:
@@ -74,13 +90,18 @@ async def share_found(groups: tuple[KVGroup, ...], num_states: int, count: int) 
         num_blocks=BLOCKS,
         num_states=num_states,
     )
-    scheduler, runner, rng = Scheduler(limits, groups, vocab_size=VOCAB), NullRunner(VOCAB), random.Random(0)
+    scheduler = Scheduler(limits, groups, vocab_size=VOCAB)
+    runner = NullRunner(VOCAB)
+    rng = random.Random(0)
     stems = [words(rng, rng.randint(400, 2000)) for _ in range(SYSTEM_PROMPTS)]
-    idle = [Conversation(rng.choice(stems) + words(rng, rng.randint(20, 300))) for _ in range(count)]
+    idle = [
+        Conversation(rng.choice(stems) + words(rng, rng.randint(20, 300))) for _ in range(count)
+    ]
     waiting: dict[int, Conversation] = {}
     rid = prompt_tokens = cached_tokens = 0
     while idle or waiting:
-        # Most turns follow soon on the answer before: conversations are taken from the first few in line.
+        # Most turns follow soon on the answer before: conversations are taken from the first few in
+        # line.
         while idle and len(waiting) < SLOTS + 4:
             talk = idle.pop(rng.randrange(min(len(idle), 2 * SLOTS)))
             talk.asked = talk.tokens.copy()
@@ -93,7 +114,8 @@ async def share_found(groups: tuple[KVGroup, ...], num_states: int, count: int) 
         assert output.record is not None
         prompt_tokens += output.record.prompt_tokens
         cached_tokens += output.record.cached_tokens
-        rids, tokens = np.frombuffer(output.rids, "<i8").tolist(), np.frombuffer(output.tokens, "<i4").tolist()
+        rids = np.frombuffer(output.rids, "<i8").tolist()
+        tokens = np.frombuffer(output.tokens, "<i4").tolist()
         for done, token, finish in zip(rids, tokens, output.finish, strict=True):
             waiting[done].tokens.append(token)
             if finish:
@@ -109,7 +131,9 @@ def go_on(rng: random.Random, talk: Conversation, idle: list[Conversation]) -> N
     if rng.random() < 0.2:
         talk.tokens = talk.asked.copy()  # asks again
         if rng.random() < 0.5:
-            talk.tokens[-rng.randint(1, 20) :] = words(rng, rng.randint(20, 200))  # says it otherwise
+            talk.tokens[-rng.randint(1, 20) :] = words(
+                rng, rng.randint(20, 200)
+            )  # says it otherwise
     else:
         talk.tokens += words(rng, rng.randint(20, 300))
     idle.insert(rng.randint(0, min(len(idle), 2 * SLOTS)), talk)
@@ -121,7 +145,9 @@ def words(rng: random.Random, count: int) -> list[int]:
 
 def submit_of(rid: int, tokens: list[int], max_tokens: int) -> Submit:
     sampling = TokenSampling(seed=rid, max_tokens=max_tokens)
-    return Submit(rid=rid, tokens=np.array(tokens, "<i4").tobytes(), num_prompt=len(tokens), sampling=sampling)
+    return Submit(
+        rid=rid, tokens=np.array(tokens, "<i4").tobytes(), num_prompt=len(tokens), sampling=sampling
+    )
 
 
 if __name__ == "__main__":

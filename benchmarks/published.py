@@ -1,12 +1,15 @@
-"""Predicted beside published: throughput and times that others measured on GPUs, and the roofline's for the same.
+"""Predicted beside published: throughput and times that others measured on GPUs, and the roofline's
+for the same.
 
     python -m benchmarks.published [--tables DIR]
 
-Only the two rows marked as fitted set a number of the model (`in_situ` in moeserve/plan/hardware.py). Sources are named
-in each row. Layouts that share experts by columns (TP) are left out: this engine does not run them. Where their engines
-multiply latents out for prompts, the model does so as well; moeserve attends to latents themselves (docs/planning.md).
-The share of operations that 16-bit expert kernels reach is the one with which the roofline is right at the median of
-other shapes in aiconfigurator-core's tables of H100 and H200: --tables computes that again.
+Only the two rows marked as fitted set a number of the model (`in_situ` in
+moeserve/plan/hardware.py). Sources are named in each row. Layouts that share experts by columns
+(TP) are left out: this engine does not run them. Where their engines multiply latents out for
+prompts, the model does so as well; moeserve attends to latents themselves (docs/planning.md). The
+share of operations that 16-bit expert kernels reach is the one with which the roofline is right at
+the median of other shapes in aiconfigurator-core's tables of H100 and H200: --tables computes that
+again.
 """
 
 from __future__ import annotations
@@ -45,8 +48,12 @@ QWEN3_30B: dict[str, Any] = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
     "max_position_embeddings": 40960, "torch_dtype": "bfloat16", "tie_word_embeddings": False, "eos_token_id": 151645,
 }  # fmt: skip
-H100_NVL = replace(DEVICES["h100"], name="H100 NVL", memory=94 * 10**9, bytes_per_s=3.9e12, flops=835e12)
-MEASURED: dict[str, KernelTables] = {}  # by device: with --tables, for a second prediction of each row
+H100_NVL = replace(
+    DEVICES["h100"], name="H100 NVL", memory=94 * 10**9, bytes_per_s=3.9e12, flops=835e12
+)
+MEASURED: dict[
+    str, KernelTables
+] = {}  # by device: with --tables, for a second prediction of each row
 BLOG = "lm-sys blog, 2025-05-05"
 PROFILE = "deepseek-ai profile-data, in the " + BLOG
 PREFILLS = ((1024, 57_700), (2048, 54_500), (4096, 50_300))
@@ -54,23 +61,37 @@ PREFILLS = ((1024, 57_700), (2048, 54_500), (4096, 50_300))
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--tables", help="systems/data of aiconfigurator-core, or aiconfigurator for the installed one")
+    args.add_argument(
+        "--tables",
+        help="systems/data of aiconfigurator-core, or aiconfigurator for the installed one",
+    )
     asked = args.parse_args()
     rows = list(table())
     errors = [abs(row["error"]) for row in rows if not row["fitted"]]
-    result: dict[str, Any] = {"rows": rows, "median_error": median(errors), "worst_error": max(errors)}
+    result: dict[str, Any] = {
+        "rows": rows,
+        "median_error": median(errors),
+        "worst_error": max(errors),
+    }
     if asked.tables:
         result["other_shapes"] = [other_shapes(asked.tables, name) for name in ("h100", "h200")]
-        MEASURED.update({name: read_tables(asked.tables, DEVICES[name]) for name in ("h100", "h200")})
+        MEASURED.update(
+            {name: read_tables(asked.tables, DEVICES[name]) for name in ("h100", "h200")}
+        )
         for row, measured in zip(rows, table(), strict=True):
-            row |= {"predicted_with_tables": measured["predicted"], "error_with_tables": measured["error"]}
+            row |= {
+                "predicted_with_tables": measured["predicted"],
+                "error_with_tables": measured["error"],
+            }
     save("published", asked, result)
 
 
 def table() -> list[dict[str, Any]]:
     """Returns each row with its error."""
-    v3, qwen = spec_of(DEEPSEEK_V3), spec_of(QWEN3_30B)
-    h100, h200 = DEVICES["h100"], DEVICES["h200"]
+    v3 = spec_of(DEEPSEEK_V3)
+    qwen = spec_of(QWEN3_30B)
+    h100 = DEVICES["h100"]
+    h200 = DEVICES["h200"]
     rows = [
         row("DeepSeek profile, H800, prefill EP32, 4k prompts, tokens/s/node", PROFILE, 62_713,
             8 * prefill(v3, h100, 32, 16_384, 4096)),
@@ -103,7 +124,9 @@ def table() -> list[dict[str, Any]]:
     return rows
 
 
-def row(what: str, source: str, published: float, predicted: float, *, fitted: bool = False) -> dict[str, Any]:
+def row(
+    what: str, source: str, published: float, predicted: float, *, fitted: bool = False
+) -> dict[str, Any]:
     """Returns a row of the table."""
     return {
         "what": what, "source": source, "published": published, "predicted": round(predicted, 3), "fitted": fitted,
@@ -118,9 +141,13 @@ def spec_of(values: dict[str, Any]) -> ModelSpec:
         return read_model_spec(Path(folder))
 
 
-def cost_of(spec: ModelSpec, device: Device, dp: int, tp: int = 1, **settings: Any) -> tuple[Config, Roofline]:
+def cost_of(
+    spec: ModelSpec, device: Device, dp: int, tp: int = 1, **settings: Any
+) -> tuple[Config, Roofline]:
     config = config_of("model", dp=dp, tp=tp, max_model_len=8192, **settings)
-    return config, Roofline(spec, config, device, LINKS["ib400"], 8, tables=MEASURED.get(device.name.lower()))
+    return config, Roofline(
+        spec, config, device, LINKS["ib400"], 8, tables=MEASURED.get(device.name.lower())
+    )
 
 
 def prefill(spec: ModelSpec, device: Device, dp: int, tokens: int, length: int) -> float:
@@ -158,29 +185,43 @@ def served(
     tokens: int = 8192,
     kv_tokens: int = 0,
 ) -> float:
-    """Returns the most requests per second of all engines, of at most so many rows each, in closed form."""
+    """Returns the most requests per second of all engines, of at most so many rows each, in closed
+    form.
+    """
     config, cost = cost_of(spec, device, dp, tp, max_num_seqs=rows, max_num_batched_tokens=tokens)
     memory = rank_memory(spec, config, device)
     if kv_tokens:
-        memory = replace(memory, limits=replace(memory.limits, num_blocks=kv_tokens // memory.limits.block_size))
-    return Candidate(config, memory=memory, cost=cost).capacity(Workload(1.0, num_input, num_output))
+        memory = replace(
+            memory, limits=replace(memory.limits, num_blocks=kv_tokens // memory.limits.block_size)
+        )
+    return Candidate(config, memory=memory, cost=cost).capacity(
+        Workload(1.0, num_input, num_output)
+    )
 
 
 def expert_ms(spec: ModelSpec, device: Device, tokens: int) -> float:
     """Returns the milliseconds of one layer's experts alone."""
     _, cost = cost_of(spec, replace(device, in_situ=1.0), 1)
-    return 1e3 * cost.terms([Shape(tokens, 1, 0, (0.0,), (0.0,))])["experts"] / cost.weights.moe_layers
+    return (
+        1e3 * cost.terms([Shape(tokens, 1, 0, (0.0,), (0.0,))])["experts"] / cost.weights.moe_layers
+    )
 
 
 def other_shapes(source: str, name: str) -> dict[str, Any]:
-    """Returns the errors of the roofline for 16-bit experts that the rows above do not have, where operations take
-    longest. Experts that would be read faster than memory is have two matrices, not three, and are left out."""
-    device, errors = DEVICES[name], []
+    """Returns the errors of the roofline for 16-bit experts that the rows above do not have, where
+    operations take longest. Experts that would be read faster than memory is have two matrices, not
+    three, and are left out."""
+    device = DEVICES[name]
+    errors = []
     shares: list[float] = []
     for (dtype, width, inner, experts, top_k), times in read_tables(source, device).experts.items():
         weights = 3 * width * inner
         own = (width, inner, experts, top_k) == (2048, 768, 128, 8)
-        if dtype != "bfloat16" or own or 2 * weights * experts / times.seconds(1024) > device.bytes_per_s:
+        if (
+            dtype != "bfloat16"
+            or own
+            or 2 * weights * experts / times.seconds(1024) > device.bytes_per_s
+        ):
             continue
         for tokens in (4096, 8192, 16384):
             reads_s = 2 * weights * experts / (device.reads * device.bytes_per_s)
@@ -188,7 +229,9 @@ def other_shapes(source: str, name: str) -> dict[str, Any]:
             if computes_s > reads_s:
                 took_s = times.seconds(tokens)
                 errors.append((computes_s + (1 - device.overlap) * reads_s) / took_s - 1)
-                shares.append(device.expert * computes_s / (took_s - (1 - device.overlap) * reads_s))
+                shares.append(
+                    device.expert * computes_s / (took_s - (1 - device.overlap) * reads_s)
+                )
     return {"device": name, "points": len(errors), "median_error": round(median(errors), 4),
             "median_size": round(median(map(abs, errors)), 4), "share": round(median(shares), 3)}  # fmt: skip
 

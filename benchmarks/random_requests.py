@@ -1,4 +1,6 @@
-"""Random requests for benchmarks.same_tokens: prompts of many kinds, every sampling parameter, grammars, aborts."""
+"""Random requests for benchmarks.same_tokens: prompts of many kinds, every sampling parameter,
+grammars, aborts.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,25 @@ STORIES = (
     "{name} was sad because the {thing} was lost. The {animal} said,",
     "The little {animal} liked to play with a big {thing} every day.",
 )
-QUESTIONS = ("Where is the {thing}?", "Tell me a story about {name} and a {animal}.", "Why did the {animal} cry?")
-CODE = ("def f{i}(x):\n    return x + {i}\n", "x{i} = f{i}(x{i}) + 1\n", '{{"id": {i}, "name": "{name}"}},\n')
+QUESTIONS = (
+    "Where is the {thing}?",
+    "Tell me a story about {name} and a {animal}.",
+    "Why did the {animal} cry?",
+)
+CODE = (
+    "def f{i}(x):\n    return x + {i}\n",
+    "x{i} = f{i}(x{i}) + 1\n",
+    '{{"id": {i}, "name": "{name}"}},\n',
+)
 STOPS = (".", "the", "e", " was", "\n", "!", " and ", "you", "said", "zz")
 BAD = ("the", " was", " a", "and", "said", ".", "He", " little")
 
 
 @dataclass(frozen=True)
 class Request:
-    """abort_after: tokens of all its sequences after which the reader leaves; None: it reads to the end."""
+    """abort_after: tokens of all its sequences after which the reader leaves; None: it reads to the
+    end.
+    """
 
     kind: str
     prompt: list[int]
@@ -42,7 +54,9 @@ class Request:
 class RandomRequests:
     """Makes request number i of a seed, the same in every process. vocab_size: of the model."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int, seed: int
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.vocab_size = vocab_size
@@ -51,12 +65,18 @@ class RandomRequests:
             "story": lambda rng: tokenizer.encode(self.story(rng)),
             "question": lambda rng: self.chat([rng.choice(QUESTIONS)], rng),
             "code": self.code,
-            "random": lambda rng: [rng.randrange(vocab_size) for _ in range(rng.choice((1, 5, 30, 120)))],
+            "random": lambda rng: [
+                rng.randrange(vocab_size) for _ in range(rng.choice((1, 5, 30, 120)))
+            ],
             "shared": lambda rng: self.stems[rng.randrange(4)] + self.random_tail(rng),
-            "turns": lambda rng: self.chat([self.story(rng) for _ in range(rng.choice((3, 5)))], rng),
+            "turns": lambda rng: self.chat(
+                [self.story(rng) for _ in range(rng.choice((3, 5)))], rng
+            ),
         }
         stem = random.Random(f"{seed} stems")
-        self.stems = [tokenizer.encode(" ".join(self.story(stem) for _ in range(5)))[:100] for _ in range(4)]
+        self.stems = [
+            tokenizer.encode(" ".join(self.story(stem) for _ in range(5)))[:100] for _ in range(4)
+        ]
 
     def request(self, i: int) -> Request:
         """Returns request i."""
@@ -73,8 +93,11 @@ class RandomRequests:
         return filled(rng, rng.choice(STORIES))
 
     def code(self, rng: random.Random) -> list[int]:
-        line, most = rng.choice(CODE), rng.choice((2, 3, 30))
-        return self.tokenizer.encode("".join(filled(rng, line, i % most) for i in range(rng.randint(4, 16))))
+        line = rng.choice(CODE)
+        most = rng.choice((2, 3, 30))
+        return self.tokenizer.encode(
+            "".join(filled(rng, line, i % most) for i in range(rng.randint(4, 16)))
+        )
 
     def random_tail(self, rng: random.Random) -> list[int]:
         return [rng.randrange(self.vocab_size) for _ in range(rng.randint(1, 12))]
@@ -84,13 +107,17 @@ class RandomRequests:
         if self.template is None:
             return self.tokenizer.encode("\n".join(contents))
         roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+        messages = [
+            {"role": roles[i % 2], "content": content} for i, content in enumerate(contents)
+        ]
         return self.template.encode(self.tokenizer, messages, add_generation_prompt=True)
 
     # ---- parameters
 
     def params(self, rng: random.Random) -> dict[str, Any]:
-        """Each parameter is at its default for most requests, so that pairs and triples of them occur."""
+        """Each parameter is at its default for most requests, so that pairs and triples of them
+        occur.
+        """
         max_tokens = rng.randint(1, MAX_TOKENS)
         ids = [rng.randrange(self.vocab_size) for _ in range(60)]
         choices: dict[str, tuple[float, Callable[[], Any]]] = {
@@ -102,7 +129,10 @@ class RandomRequests:
             "frequency_penalty": (0.1, lambda: rng.uniform(-1, 1)),
             "repetition_penalty": (0.1, lambda: rng.uniform(0.7, 1.6)),
             "min_tokens": (0.15, lambda: rng.randint(0, max_tokens)),
-            "logit_bias": (0.1, lambda: {token: rng.uniform(-5, 5) for token in ids[: rng.randint(1, 8)]}),
+            "logit_bias": (
+                0.1,
+                lambda: {token: rng.uniform(-5, 5) for token in ids[: rng.randint(1, 8)]},
+            ),
             "bad_words": (0.1, lambda: rng.sample(BAD, rng.randint(1, 3))),
             "stop": (0.15, lambda: rng.sample(STOPS, rng.randint(1, 2))),
             "stop_token_ids": (0.1, lambda: ids[:20]),
@@ -122,18 +152,31 @@ class RandomRequests:
 
 
 def filled(rng: random.Random, text: str, i: int = 0) -> str:
-    return text.format(animal=rng.choice(ANIMALS), name=rng.choice(NAMES), thing=rng.choice(THINGS), i=i)
+    return text.format(
+        animal=rng.choice(ANIMALS), name=rng.choice(NAMES), thing=rng.choice(THINGS), i=i
+    )
 
 
 def grammar(rng: random.Random) -> dict[str, Any]:
     """Returns one of a hundred constraints."""
-    kind, n = rng.choice(("regex", "choice", "json")), rng.randint(3, 30)
+    kind = rng.choice(("regex", "choice", "json"))
+    n = rng.randint(3, 30)
     if kind == "regex":
-        return {"regex": rng.choice((r"([a-z]+ ){%d}", r"[0-9]{1,%d}(\.[0-9]+)?", r"(The|A) [a-z ]{2,%d}\.")) % n}
+        return {
+            "regex": rng.choice(
+                (r"([a-z]+ ){%d}", r"[0-9]{1,%d}(\.[0-9]+)?", r"(The|A) [a-z ]{2,%d}\.")
+            )
+            % n
+        }
     if kind == "choice":
         return {"choice": [f"{name} has a {thing}" for name in NAMES for thing in THINGS][: 3 * n]}
     text = {"type": "string", "maxLength": n}
-    properties = {"name": text, "age": {"type": "integer"}, "kind": {"enum": ANIMALS}, "tags": {"items": text}}
+    properties = {
+        "name": text,
+        "age": {"type": "integer"},
+        "kind": {"enum": ANIMALS},
+        "tags": {"items": text},
+    }
     names = rng.sample(list(properties), 3)
     properties["tags"] = {"type": "array", "items": text, "maxItems": 3}
     schema = {

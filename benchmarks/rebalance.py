@@ -1,14 +1,17 @@
-"""Rebalancing of skewed experts: how even 8 simulated ranks become, and what a step notices while weights move.
+"""Rebalancing of skewed experts: how even 8 simulated ranks become, and what a step notices while
+weights move.
 
     python -m benchmarks.rebalance
 
-Placement: experts are chosen with Zipf probabilities (128 experts in 48 layers, another order in each); a placement is
-computed from 50,000 counted choices per layer and judged on 50,000 others. makespan: sum over layers of the fullest
-rank's load. Targets: mean/fullest >= 0.9, makespan >= 1.4 times shorter than experts in order, solved in < 0.5 s.
+Placement: experts are chosen with Zipf probabilities (128 experts in 48 layers, another order in
+each); a placement is computed from 50,000 counted choices per layer and judged on 50,000 others.
+makespan: sum over layers of the fullest rank's load. Targets: mean/fullest >= 0.9, makespan >= 1.4
+times shorter than experts in order, solved in < 0.5 s.
 
-Moving: one process computes decode steps of a small MoE model over and over; half of its experts are then replaced from
-a checkpoint on disk. Target: p99 of the time of a step <= 1.3 times that before. Run it pinned to one core
-(`taskset -c 0`) for the hard case, in which steps and background share it.
+Moving: one process computes decode steps of a small MoE model over and over; half of its experts
+are then replaced from a checkpoint on disk. Target: p99 of the time of a step <= 1.3 times that
+before. Run it pinned to one core (`taskset -c 0`) for the hard case, in which steps and background
+share it.
 """
 
 from __future__ import annotations
@@ -43,13 +46,21 @@ from moeserve.ops.table import pick_ops
 from moeserve.runner.experts import ExpertStore
 
 CHOICES = 50_000
-RANKS, LAYERS, EXPERTS = 8, 48, 128
-TOKENS, TOP_K = 8, 4
+RANKS = 8
+LAYERS = 48
+EXPERTS = 128
+TOKENS = 8
+TOP_K = 4
 
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--steps", type=int, default=1500, help="steps measured before and while weights move [1500]")
+    args.add_argument(
+        "--steps",
+        type=int,
+        default=1500,
+        help="steps measured before and while weights move [1500]",
+    )
     asked = args.parse_args()
     torch.set_num_threads(1)
     results = {
@@ -73,12 +84,14 @@ def counted(share_LE: NDArray[np.float64], rng: np.random.Generator) -> NDArray[
 def placed(s: float, redundant: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     share_LE = zipf(LAYERS, EXPERTS, s, rng)
-    seen_LE, later_LE = counted(share_LE, rng), counted(share_LE, rng)
+    seen_LE = counted(share_LE, rng)
+    later_LE = counted(share_LE, rng)
     start = Placement.initial(LAYERS, EXPERTS, RANKS, redundant)
     began_s = time.perf_counter()
     new = solve(seen_LE, start, 1)
     took_s = time.perf_counter() - began_s
-    before, after = rank_loads(later_LE, start), rank_loads(later_LE, new)
+    before = rank_loads(later_LE, start)
+    after = rank_loads(later_LE, new)
     again = solve(later_LE, new, 2)
     return {
         "zipf_s": s,
@@ -88,7 +101,9 @@ def placed(s: float, redundant: int) -> dict[str, Any]:
         "worst_layer_after": round(float(balance(after).min()), 4),
         "makespan_ratio": round(float(before.max(1).sum() / after.max(1).sum()), 3),
         "experts_fetched_share": round(float(moved(start, new).sum() / start.experts_LS.size), 4),
-        "fetched_share_when_nothing_changed": round(float(moved(new, again).sum() / start.experts_LS.size), 4),
+        "fetched_share_when_nothing_changed": round(
+            float(moved(new, again).sum() / start.experts_LS.size), 4
+        ),
         "solve_s": round(took_s, 4),
     }
 
@@ -133,7 +148,9 @@ def moving(num_steps: int) -> dict[str, Any]:
         while not notices:
             during.append(_step(layers, store, x_TD, commits))
         store.close()
-    p50, p99 = (round(float(np.percentile(during, p) / np.percentile(before, p)), 3) for p in (50, 99))
+    p50, p99 = (
+        round(float(np.percentile(during, p) / np.percentile(before, p)), 3) for p in (50, 99)
+    )
     return {
         "moved_mb": round(notices[0].moved_bytes / 1e6, 1),
         "took_s": round(notices[0].took_s, 2),
@@ -161,30 +178,49 @@ def _write(folder: Path, spec: ModelSpec) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def _rank(folder: Path, spec: ModelSpec, placement: Placement) -> tuple[list[MoELayer], ExpertStore]:
-    """Rank 0 with its experts; rows for the other rank's slots are computed by its own, as in warm-up."""
+def _rank(
+    folder: Path, spec: ModelSpec, placement: Placement
+) -> tuple[list[MoELayer], ExpertStore]:
+    """Rank 0 with its experts; rows for the other rank's slots are computed by its own, as in
+    warm-up.
+    """
     checkpoint = open_checkpoint(folder)
     names = checkpoint.tensors.keys()
-    files = ExpertFiles(checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), torch.float32)
+    files = ExpertFiles(
+        checkpoint,
+        lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
+        torch.float32,
+    )
     ops = pick_ops("cpu", torch.float32)
     kernel = ReferenceExperts(ops)
     layers = []
     for layer in range(placement.num_layers):
-        packed = kernel.stack([kernel.pack_expert(*files.read(layer, expert)) for expert in placement.local(layer, 0)])
+        packed = kernel.stack(
+            [kernel.pack_expert(*files.read(layer, expert)) for expert in placement.local(layer, 0)]
+        )
         gate = ops.pack_linear(torch.randn(placement.experts_per_rank, spec.hidden_size), None)
         router = Router(
             gate, spec.experts_per_token, RouterRule(renormalize=True), ops
         )  # chooses among the slots that are here
         layers.append(
             MoELayer(
-                router, LocalAll2All(placement.experts_per_rank), kernel, packed, LogicalToPhysical(placement, layer)
+                router,
+                LocalAll2All(placement.experts_per_rank),
+                kernel,
+                packed,
+                LogicalToPhysical(placement, layer),
             )
         )
     return layers, ExpertStore(layers, files.read, 0, placement)
 
 
 @torch.inference_mode()
-def _step(layers: list[MoELayer], store: ExpertStore, x_TD: torch.Tensor, commits: list[float] | None = None) -> float:
+def _step(
+    layers: list[MoELayer],
+    store: ExpertStore,
+    x_TD: torch.Tensor,
+    commits: list[float] | None = None,
+) -> float:
     began_s = time.perf_counter()
     placed = store.placed
     store.commit(placed)
@@ -192,7 +228,8 @@ def _step(layers: list[MoELayer], store: ExpertStore, x_TD: torch.Tensor, commit
         commits.append(time.perf_counter() - began_s)
     ubatch = UBatch()
     for layer in layers:
-        # The maps send rows to the other rank after the move; the cost of a step must not depend on that here.
+        # The maps send rows to the other rank after the move; the cost of a step must not depend on
+        # that here.
         layer.to_physical = _HERE
         x_TD = layer(x_TD, len(x_TD), ubatch)
     return time.perf_counter() - began_s

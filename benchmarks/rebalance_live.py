@@ -1,10 +1,12 @@
-"""What streams notice while experts move between engines: time from token to token, before and meanwhile.
+"""What streams notice while experts move between engines: time from token to token, before and
+meanwhile.
 
     python -m benchmarks.rebalance_live [--model DIR]
 
-Streams run on two engines. In turns, nothing moves for some seconds, and then one random placement after the other is
-put in force, so that nearly every expert is read and moved each time. Both kinds of time take turns on the same
-streams, because a shared machine's speed changes; moves are counted over all layers and ranks.
+Streams run on two engines. In turns, nothing moves for some seconds, and then one random placement
+after the other is put in force, so that nearly every expert is read and moved each time. Both kinds
+of time take turns on the same streams, because a shared machine's speed changes; moves are counted
+over all layers and ranks.
 
 Target: p99 of the time from token to token <= 1.3 times that without moves.
 """
@@ -38,8 +40,12 @@ def main() -> None:
     args.add_argument("--dp", type=int, default=2)
     args.add_argument("--streams", type=int, default=16)
     args.add_argument("--rounds", type=int, default=5)
-    args.add_argument("--seconds", type=float, default=6.0, help="of each kind of time per round [6]")
-    args.add_argument("--pause", type=float, default=0.0, help="seconds between one placement and the next [0]")
+    args.add_argument(
+        "--seconds", type=float, default=6.0, help="of each kind of time per round [6]"
+    )
+    args.add_argument(
+        "--pause", type=float, default=0.0, help="seconds between one placement and the next [0]"
+    )
     asked = args.parse_args()
     config = config_of(
         asked.model, dp=asked.dp, threads=1, max_model_len=1024, kv_cache_bytes=2**28, rebalance="off",
@@ -93,7 +99,8 @@ class Gaps:
         for task in self._tasks:
             if task.done():
                 task.result()
-        taken, self.seen = self.seen, []
+        taken = self.seen
+        self.seen = []
         return taken
 
     async def stop(self) -> None:
@@ -102,7 +109,9 @@ class Gaps:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def measure(front: FrontEnd, num_streams: int, num_rounds: int, seconds: float, pause_s: float) -> dict[str, Any]:
+async def measure(
+    front: FrontEnd, num_streams: int, num_rounds: int, seconds: float, pause_s: float
+) -> dict[str, Any]:
     fleet = front.fleet
     assert fleet is not None
     gaps = Gaps(front, num_streams)

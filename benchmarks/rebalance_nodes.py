@@ -1,16 +1,18 @@
-"""Experts on several machines: what it gives, and costs, that router groups stay on one, or replicas spread over them.
+"""Experts on several machines: what it gives, and costs, that router groups stay on one, or
+replicas spread over them.
 
     python -m benchmarks.rebalance_nodes
 
-Pure computation with simulated ranks. The router is DeepSeek-V3's (256 experts in 8 groups, of which a token's 8
-experts come from the best 4), and the same without groups. Experts have Zipf weights, in another order in each layer; a
-token draws its experts by weight. Placements are computed from one half of the tokens and judged on the other half:
+Pure computation with simulated ranks. The router is DeepSeek-V3's (256 experts in 8 groups, of
+which a token's 8 experts come from the best 4), and the same without groups. Experts have Zipf
+weights, in another order in each layer; a token draws its experts by weight. Placements are
+computed from one half of the tokens and judged on the other half:
 
-flat: nodes unknown. spread: an expert's replicas on different nodes. groups: each router group on one node, always.
-auto: what the engine does, which is groups in layers whose nodes that leaves even enough, and spread in all others.
-copies_per_token: to nodes other than the token's own, one for each node that has an expert of it.
-experts_lost: share of the experts that lie on one node alone, where that is most. replicated_lost: how many of a node's
-have replicas, on average of all nodes.
+flat: nodes unknown. spread: an expert's replicas on different nodes. groups: each router group on
+one node, always. auto: what the engine does, which is groups in layers whose nodes that leaves even
+enough, and spread in all others. copies_per_token: to nodes other than the token's own, one for
+each node that has an expert of it. experts_lost: share of the experts that lie on one node alone,
+where that is most. replicated_lost: how many of a node's have replicas, on average of all nodes.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ from benchmarks.rebalance import zipf
 from moeserve.moe.placement.placement import Nodes, Placement
 from moeserve.moe.placement.solve import balance, moved, rank_loads, solve
 
-LAYERS, TOKENS = 8, 8192
-EXPERTS, GROUPS, KEPT, TOP_K = 256, 8, 4, 8
+LAYERS = 8
+TOKENS = 8192
+EXPERTS = 256
+GROUPS = 8
+KEPT = 4
+TOP_K = 8
 SHAPES = ((8, 2, 32), (8, 4, 32), (64, 8, 64))  # ranks, nodes, redundant experts
 
 
@@ -49,14 +55,27 @@ def compared(s: float, groups: int) -> list[dict[str, Any]]:
         if groups > 1:
             policies |= {"groups": Nodes(nodes, groups, even=0), "auto": Nodes(nodes, groups)}
         results.append(
-            {"zipf_s": s, "router_groups": groups, "ranks": ranks, "nodes": nodes, "redundant": redundant}
-            | {name: judged(policy, ranks, nodes, redundant, seen, later) for name, policy in policies.items()}
+            {
+                "zipf_s": s,
+                "router_groups": groups,
+                "ranks": ranks,
+                "nodes": nodes,
+                "redundant": redundant,
+            }
+            | {
+                name: judged(policy, ranks, nodes, redundant, seen, later)
+                for name, policy in policies.items()
+            }
         )
     return results
 
 
-def chosen(share_E: NDArray[np.float64], groups: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Experts of each token, [T, K]: by weight, without repetition, from the groups with the best two scores."""
+def chosen(
+    share_E: NDArray[np.float64], groups: int, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Experts of each token, [T, K]: by weight, without repetition, from the groups with the best
+    two scores.
+    """
     score_TE = np.log(share_E) + rng.gumbel(size=(TOKENS, EXPERTS))
     if groups > 1:
         score_TGe = score_TE.reshape(TOKENS, groups, -1)
@@ -67,7 +86,12 @@ def chosen(share_E: NDArray[np.float64], groups: int, rng: np.random.Generator) 
 
 
 def judged(
-    policy: Nodes, ranks: int, nodes: int, redundant: int, seen: list[NDArray[np.int64]], later: list[NDArray[np.int64]]
+    policy: Nodes,
+    ranks: int,
+    nodes: int,
+    redundant: int,
+    seen: list[NDArray[np.int64]],
+    later: list[NDArray[np.int64]],
 ) -> dict[str, Any]:
     seen_LE, later_LE = (
         np.stack([np.bincount(ids.ravel(), minlength=EXPERTS) for ids in tokens]).astype(np.float64)
@@ -86,19 +110,25 @@ def judged(
     lost_LN = (on_LNE == counts_LNE).sum(2)
     return {
         "mean_over_fullest_rank": round(float(balance(load_LR).mean()), 4),
-        "mean_over_fullest_node": round(float(balance(load_LR.reshape(LAYERS, nodes, -1).sum(2)).mean()), 4),
+        "mean_over_fullest_node": round(
+            float(balance(load_LR.reshape(LAYERS, nodes, -1).sum(2)).mean()), 4
+        ),
         "copies_per_token": round(
             float(np.mean([copies(new, layer, later[layer], nodes) for layer in range(LAYERS)])), 3
         ),
         "experts_lost": round(float(lost_LN.max(1).mean()) / EXPERTS, 4),
-        "replicated_lost": round(float(((on_LNE == counts_LNE) & (counts_LNE > 1)).sum(2).mean()), 2),
+        "replicated_lost": round(
+            float(((on_LNE == counts_LNE) & (counts_LNE > 1)).sum(2).mean()), 2
+        ),
         "experts_fetched_share": round(float(moved(start, new).sum() / new.experts_LS.size), 4),
         "solve_s": round(took_s, 4),
     }
 
 
 def copies(placement: Placement, layer: int, ids_TK: NDArray[np.int64], nodes: int) -> float:
-    """Copies of a token's row that leave its node, on average; replicas take turns as in the engine."""
+    """Copies of a token's row that leave its node, on average; replicas take turns as in the
+    engine.
+    """
     physical_EN, counts_E = placement.replicas(layer)
     turn_T1 = np.arange(len(ids_TK))[:, None] // nodes + layer  # index on its own node
     place_TK = physical_EN[ids_TK, turn_T1 % counts_E[ids_TK]]

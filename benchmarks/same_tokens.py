@@ -1,12 +1,14 @@
-"""Speculation under random traffic: does any token, logprob, text or reason differ from those without it?
+"""Speculation under random traffic: does any token, logprob, text or reason differ from those
+without it?
 
     python -m benchmarks.same_tokens --requests 10000 --speculate ngram:4 suffix auto mtp:3
 
-All requests (benchmarks/random_requests.py) run once on one engine with room for all and without drafts and prefix
-cache; then with each proposer on two engines whose micro-batches overlap, whose KV cache is too small (preemptions),
-and which are killed now and then. What comes is compared to the bit: token ids, logprobs (of prompts too), texts,
-finish and stop reasons, and of a request that is refused, its error. Of one that its reader aborts, as many tokens as
-both have seen. A proposer that the model has no head for is left out, which is told.
+All requests (benchmarks/random_requests.py) run once on one engine with room for all and without
+drafts and prefix cache; then with each proposer on two engines whose micro-batches overlap, whose
+KV cache is too small (preemptions), and which are killed now and then. What comes is compared to
+the bit: token ids, logprobs (of prompts too), texts, finish and stop reasons, and of a request that
+is refused, its error. Of one that its reader aborts, as many tokens as both have seen. A proposer
+that the model has no head for is left out, which is told.
 
 Answers have 1 to 64 tokens, 20 on average, and prompts 240 at most.
 
@@ -72,7 +74,9 @@ def main() -> None:
     args.add_argument("--dp", type=int, default=2)
     args.add_argument("--dbo", choices=["auto", "on", "off"], default="on")
     args.add_argument("--kills", type=int, default=4, help="with each proposer [%(default)s]")
-    args.add_argument("--kv-cache-bytes", type=int, default=3 << 20, help="of each disturbed engine [%(default)s]")
+    args.add_argument(
+        "--kv-cache-bytes", type=int, default=3 << 20, help="of each disturbed engine [%(default)s]"
+    )
     args.add_argument("--seed", type=int, default=1)
     asked = args.parse_args()
     end_as_asked()
@@ -84,11 +88,21 @@ def main() -> None:
 async def run(asked: argparse.Namespace) -> dict[str, Any]:
     folder = resolve_model_dir(asked.model)
     spec = read_model_spec(folder)
-    source = RandomRequests(Tokenizer.load(folder), ChatTemplate.load(folder), spec.vocab_size, asked.seed)
+    source = RandomRequests(
+        Tokenizer.load(folder), ChatTemplate.load(folder), spec.vocab_size, asked.seed
+    )
     requests = [source.request(i) for i in range(asked.requests)]
     shared: dict[str, Any] = {"max_model_len": MAX_PROMPT + MAX_TOKENS + 16, "max_num_seqs": 64}
-    quiet: dict[str, Any] = {"enable_prefix_caching": False, "threads": min(2, len(os.sched_getaffinity(0)))}
-    disturbed: dict[str, Any] = {"dp": asked.dp, "dbo": asked.dbo, "threads": 1, "kv_cache_bytes": asked.kv_cache_bytes}
+    quiet: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "threads": min(2, len(os.sched_getaffinity(0))),
+    }
+    disturbed: dict[str, Any] = {
+        "dp": asked.dp,
+        "dbo": asked.dbo,
+        "threads": 1,
+        "kv_cache_bytes": asked.kv_cache_bytes,
+    }
     async with AsyncEngine(asked.model, **shared, **quiet) as engine:
         expected, seconds = await Load(engine, requests, 0, random.Random(asked.seed)).run()
     gc.collect()
@@ -97,7 +111,9 @@ async def run(asked: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {
         "requests": len(requests),
         "kinds": Counter(request.kind for request in requests),
-        "with a grammar": sum(request.params.structured_outputs is not None for request in requests),
+        "with a grammar": sum(
+            request.params.structured_outputs is not None for request in requests
+        ),
         "aborted by the reader": sum(request.abort_after is not None for request in requests),
         "refused": Counter(answers.error for answers in expected if answers.error),
         "without speculation": {"tokens": tokens, "seconds": round(seconds, 1)},
@@ -125,14 +141,20 @@ async def run(asked: argparse.Namespace) -> dict[str, Any]:
                 "deaths_not_ours": stats.total.restarts - load.killed,
                 "seconds": round(seconds, 1),
             }
-        print(speculate, results[speculate], file=sys.stderr, flush=True)  # a run that is cut leaves something
+        print(
+            speculate, results[speculate], file=sys.stderr, flush=True
+        )  # a run that is cut leaves something
     return results
 
 
 class Load:
-    """Runs all requests, so many at once, and kills an engine now and then: kills are spread over the requests."""
+    """Runs all requests, so many at once, and kills an engine now and then: kills are spread over
+    the requests.
+    """
 
-    def __init__(self, engine: AsyncEngine, requests: Sequence[Request], kills: int, rng: random.Random) -> None:
+    def __init__(
+        self, engine: AsyncEngine, requests: Sequence[Request], kills: int, rng: random.Random
+    ) -> None:
         self.engine = engine
         self.requests = requests
         self.rng = rng
@@ -150,11 +172,17 @@ class Load:
                 found[i] = await self.one(self.requests[i])
                 self.done += 1
                 if self.done % 1000 == 0:
-                    print(f"{self.done} after {time.monotonic() - self.began_s:.0f} s", file=sys.stderr, flush=True)
+                    print(
+                        f"{self.done} after {time.monotonic() - self.began_s:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
         async with asyncio.TaskGroup() as group:
             killer = group.create_task(self.kill())
-            clients = [group.create_task(client()) for _ in range(min(CONCURRENT, len(self.requests)))]
+            clients = [
+                group.create_task(client()) for _ in range(min(CONCURRENT, len(self.requests)))
+            ]
             await asyncio.wait(clients)
             killer.cancel()
         return [found[i] for i in range(len(self.requests))], time.monotonic() - self.began_s
@@ -163,7 +191,9 @@ class Load:
         answers = Answers([Answer() for _ in range(request.params.n)])
         left = request.abort_after
         try:
-            generation = await self.engine.front.generate(request.prompt, request.params, priority=request.priority)
+            generation = await self.engine.front.generate(
+                request.prompt, request.params, priority=request.priority
+            )
             async with generation as deltas:
                 async for delta in deltas:
                     answer = answers.sequences[delta.index]
@@ -191,9 +221,13 @@ class Load:
                 await asyncio.sleep(0.001)
 
 
-def compared(requests: Sequence[Request], expected: Sequence[Answers], found: Sequence[Answers]) -> dict[str, Any]:
+def compared(
+    requests: Sequence[Request], expected: Sequence[Answers], found: Sequence[Answers]
+) -> dict[str, Any]:
     """Counts sequences, and requests that were lost."""
-    counts = dict.fromkeys(("tokens", "lost", "different_tokens", "different_logprobs", "different_otherwise"), 0)
+    counts = dict.fromkeys(
+        ("tokens", "lost", "different_tokens", "different_logprobs", "different_otherwise"), 0
+    )
     examples: list[str] = []
     for i, (request, want, got) in enumerate(zip(requests, expected, found, strict=True)):
         counts["tokens"] += sum(len(answer.tokens) for answer in got.sequences)
@@ -201,7 +235,9 @@ def compared(requests: Sequence[Request], expected: Sequence[Answers], found: Se
         for fault in faults:
             counts[fault] += 1
         if faults and len(examples) < MOST_EXAMPLES:
-            examples.append(f"request {i} ({request.kind}): {sorted(set(faults))} {got.error} {request.params}")
+            examples.append(
+                f"request {i} ({request.kind}): {sorted(set(faults))} {got.error} {request.params}"
+            )
     return counts | {"examples": examples}
 
 

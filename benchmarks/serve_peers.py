@@ -1,12 +1,13 @@
-"""Whole servers beside each other: `moeserve bench serve` against `moeserve serve` and `vllm serve`, in turns.
+"""Whole servers beside each other: `moeserve bench serve` against `moeserve serve` and `vllm
+serve`, in turns.
 
     python -m benchmarks.serve_peers MODEL --vllm PYTHON
 
-PYTHON is the interpreter of an environment with vLLM (peers.md). Both servers and the client share the CPUs; the server
-whose turn it is not is stopped (SIGSTOP). Lengths are random about the means of ShareGPT conversations, the same
-requests for both. Samples go to a file as they come; the same command again goes on where the last one ended
-(--minutes ends it early).
-Targets at 16 and 64 streams: 1.5 times the output tokens per second, 0.6 times the p99 time to first token.
+PYTHON is the interpreter of an environment with vLLM (peers.md). Both servers and the client share
+the CPUs; the server whose turn it is not is stopped (SIGSTOP). Lengths are random about the means
+of ShareGPT conversations, the same requests for both. Samples go to a file as they come; the same
+command again goes on where the last one ended (--minutes ends it early). Targets at 16 and 64
+streams: 1.5 times the output tokens per second, 0.6 times the p99 time to first token.
 """
 
 from __future__ import annotations
@@ -31,8 +32,15 @@ from benchmarks.common import RESULTS, ROOT, START_TIMEOUT_S, end_as_asked, free
 from benchmarks.peers import environment_of
 
 NAMES = ("moeserve", "vllm")
-INPUT_TOKENS, OUTPUT_TOKENS, SPREAD = 224, 160, 0.8  # means, and how far from them: 45 .. 403 and 32 .. 288
-FIGURES = {"output_throughput": "output tokens/s", "p99_ttft_ms": "p99 TTFT, ms", "p99_itl_ms": "p99 ITL, ms"}
+# means, and how far from them: 45 .. 403 and 32 .. 288
+INPUT_TOKENS = 224
+OUTPUT_TOKENS = 160
+SPREAD = 0.8
+FIGURES = {
+    "output_throughput": "output tokens/s",
+    "p99_ttft_ms": "p99 TTFT, ms",
+    "p99_itl_ms": "p99 ITL, ms",
+}
 Sample = dict[str, Any]
 
 
@@ -50,7 +58,9 @@ class Server:
         os.killpg(self.process.pid, number)
 
     def wait_ready(self) -> None:
-        """Waits until /health answers 200. Raises SystemExit with the end of the log if it does not."""
+        """Waits until /health answers 200. Raises SystemExit with the end of the log if it does
+        not.
+        """
         deadline_s = time.perf_counter() + START_TIMEOUT_S
         while self._status() != 200:
             if self.process.poll() is not None or time.perf_counter() > deadline_s:
@@ -69,7 +79,11 @@ def main() -> None:
     args = arguments()
     end_as_asked()
     samples_file = args.samples or RESULTS / "serve-peers.jsonl"
-    samples = [json.loads(line) for line in samples_file.read_text().splitlines()] if samples_file.exists() else []
+    samples = (
+        [json.loads(line) for line in samples_file.read_text().splitlines()]
+        if samples_file.exists()
+        else []
+    )
     known = {(x["streams"], x["round"]) for x in samples}
     todo = [(n, i) for i in range(args.rounds) for n in args.streams if (n, i) not in known]
     until_s = time.perf_counter() + 60 * args.minutes
@@ -95,11 +109,17 @@ def arguments() -> argparse.Namespace:
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
     flags.add_argument("--vllm", required=True, metavar="PYTHON", help="interpreter with vLLM")
-    flags.add_argument("--streams", type=int, nargs="+", default=[16, 64], help="requests at once [16 64]")
+    flags.add_argument(
+        "--streams", type=int, nargs="+", default=[16, 64], help="requests at once [16 64]"
+    )
     flags.add_argument("--requests", type=int, default=3, help="of each stream [3]")
     flags.add_argument("--rounds", type=int, default=2, help="[2]")
-    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
-    flags.add_argument("--samples", type=Path, help="samples so far, a line each [results/serve-peers.jsonl]")
+    flags.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]"
+    )
+    flags.add_argument(
+        "--samples", type=Path, help="samples so far, a line each [results/serve-peers.jsonl]"
+    )
     flags.add_argument("--minutes", type=float, default=1e9, help="begin nothing after that")
     return flags.parse_args()
 
@@ -108,10 +128,19 @@ def arguments() -> argparse.Namespace:
 def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
     """Yields a server that is warm and stopped by SIGSTOP; kills it at the end."""
     port = free_port()
-    common = ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "256", "--no-enable-prefix-caching"]
+    common = [
+        "--port",
+        str(port),
+        "--max-model-len",
+        "2048",
+        "--max-num-seqs",
+        "256",
+        "--no-enable-prefix-caching",
+    ]
     if name == "vllm":
         python = args.vllm
-        module = "vllm.entrypoints.openai.api_server"  # `vllm serve`, which its package for CPUs cannot start
+        # `vllm serve`, which its package for CPUs cannot start
+        module = "vllm.entrypoints.openai.api_server"
         command = [python, "-m", module, "--model", args.model, "--dtype", "bfloat16", *common]
     else:
         python = sys.executable
@@ -138,16 +167,28 @@ def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
 def measured(server: Server, args: argparse.Namespace, streams: int, number: int) -> Sample:
     """The figures of one load: `requests` for each stream, the same for every server in one round."""
     server.signal(signal.SIGCONT)
-    found = bench(server, args, streams, requests=streams * args.requests, seed=1000 * number + streams)
+    found = bench(
+        server, args, streams, requests=streams * args.requests, seed=1000 * number + streams
+    )
     server.signal(signal.SIGSTOP)
     figures = {name: found[name] for name in FIGURES}
     shown = ", ".join(f"{title} {figures[name]:.1f}" for name, title in FIGURES.items())
     print(f"{streams} streams, round {number}: {server.name}: {shown}", file=sys.stderr)
-    return {"engine": server.name, "streams": streams, "round": number, "failed": found["failed"], **figures}
+    return {
+        "engine": server.name,
+        "streams": streams,
+        "round": number,
+        "failed": found["failed"],
+        **figures,
+    }
 
 
-def bench(server: Server, args: argparse.Namespace, streams: int, requests: int, seed: int) -> dict[str, Any]:
-    """What `moeserve bench serve` reports. Prompts are token ids, so that nobody's tokenizer is measured."""
+def bench(
+    server: Server, args: argparse.Namespace, streams: int, requests: int, seed: int
+) -> dict[str, Any]:
+    """What `moeserve bench serve` reports. Prompts are token ids, so that nobody's tokenizer is
+    measured.
+    """
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
         flags = {
@@ -164,13 +205,25 @@ def bench(server: Server, args: argparse.Namespace, streams: int, requests: int,
             "result-filename": "result.json",
         }
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "moeserve.cli.main", "bench", "serve", "--save-result", "--disable-tqdm"]
-        done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "moeserve.cli.main",
+            "bench",
+            "serve",
+            "--save-result",
+            "--disable-tqdm",
+        ]
+        done = subprocess.run(
+            [*command, *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         if done.returncode != 0:
             raise SystemExit(f"{server.name}: {done.stderr[-3000:]}")
         found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
     if found["failed"]:
-        raise SystemExit(f"{server.name}: {found['failed']} of {requests} requests failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{server.name}: {found['failed']} of {requests} requests failed:\n{done.stderr[-3000:]}"
+        )
     return found
 
 
@@ -178,11 +231,16 @@ def table(samples: Sequence[Sample], streams: Sequence[int]) -> str:
     """Markdown: medians over the rounds, and the median of the ratios round by round."""
     lines = ["| figure | " + " | ".join(NAMES) + " | ratio |", "|---|---|---|---|"]
     for count in streams:
-        rounds = {name: [x for x in samples if (x["engine"], x["streams"]) == (name, count)] for name in NAMES}
+        rounds = {
+            name: [x for x in samples if (x["engine"], x["streams"]) == (name, count)]
+            for name in NAMES
+        }
         if not rounds[NAMES[0]]:
             continue
         for key, title in FIGURES.items():
-            ours, theirs = ([x[key] for x in sorted(rounds[name], key=lambda x: x["round"])] for name in NAMES)
+            ours, theirs = (
+                [x[key] for x in sorted(rounds[name], key=lambda x: x["round"])] for name in NAMES
+            )
             ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
             medians = f"{statistics.median(ours):.1f} | {statistics.median(theirs):.1f}"
             lines.append(f"| {title}, {count} streams | {medians} | {ratio:.2f} |")

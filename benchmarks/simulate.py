@@ -1,14 +1,16 @@
-"""Predicted beside measured: real engines under three loads, and the simulator with the same requests at equal times.
+"""Predicted beside measured: real engines under three loads, and the simulator with the same
+requests at equal times.
 
     python -m benchmarks.simulate --dp 1
     python -m benchmarks.simulate --dp 2
     python -m benchmarks.simulate --model MODEL --input 32 --output 16 --max-num-seqs 16 --seconds 30
 
-The engines are calibrated first, by streams of requests and single prompts; then each load runs twice on the same
-engines, all loads before any comes again: Poisson arrivals at these shares of the rate at which the simulator serves
-all requests that come at once. Errors are against the mean of both runs; how far these lie apart (their difference over
-their mean) says what no prediction can beat. Client and front end share the machine with the engines, as they did in
-the calibration. A part during which other programs took more than --foreign of the machine is repeated, up to --tries
+The engines are calibrated first, by streams of requests and single prompts; then each load runs
+twice on the same engines, all loads before any comes again: Poisson arrivals at these shares of the
+rate at which the simulator serves all requests that come at once. Errors are against the mean of
+both runs; how far these lie apart (their difference over their mean) says what no prediction can
+beat. Client and front end share the machine with the engines, as they did in the calibration. A
+part during which other programs took more than --foreign of the machine is repeated, up to --tries
 parts in all. Goals: errors within 10 % at the median, and 20 % at worst.
 """
 
@@ -45,7 +47,15 @@ from moeserve.sampling import SamplingParams
 
 T = TypeVar("T")
 LOADS = (0.3, 0.6, 0.85)
-COMPARED = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "p50_e2el_ms", "p99_e2el_ms")
+COMPARED = (
+    "output_throughput",
+    "p50_ttft_ms",
+    "p99_ttft_ms",
+    "p50_itl_ms",
+    "p99_itl_ms",
+    "p50_e2el_ms",
+    "p99_e2el_ms",
+)
 SPREAD = 0.5
 
 
@@ -58,7 +68,9 @@ def main() -> None:
     args.add_argument("--max-num-seqs", type=int, default=64, help="of each engine [64]")
     args.add_argument("--seconds", type=float, default=20.0, help="of each load [20]")
     args.add_argument("--foreign", type=float, default=0.04, help="share of all cores' time [0.04]")
-    args.add_argument("--tries", type=int, default=10, help="of all parts together, of which there are seven [10]")
+    args.add_argument(
+        "--tries", type=int, default=10, help="of all parts together, of which there are seven [10]"
+    )
     asked = args.parse_args()
     threads = {"threads": 1} if asked.dp > 1 else {}
     config = config_of(
@@ -66,7 +78,10 @@ def main() -> None:
         rebalance="off", enable_prefix_caching=False, skip_tokenizer_init=True, dbo="off", fork_server="off", **threads,
     )  # fmt: skip
     found = asyncio.run(compare(config, asked))
-    sizes, apart = (sorted(abs(x) for load in found["loads"] for x in load[key].values()) for key in ("error", "apart"))
+    sizes, apart = (
+        sorted(abs(x) for load in found["loads"] for x in load[key].values())
+        for key in ("error", "apart")
+    )
     result = {
         "model": found["calibration"]["model"], "dp": asked.dp, "input": asked.input, "output": asked.output,
         "median_error": median(sizes), "worst_error": sizes[-1], "median_apart": median(apart),
@@ -77,19 +92,28 @@ def main() -> None:
 
 
 class Alone:
-    """Repeats what other programs disturbed. shares: of the machine's time that they had, in each part that counts."""
+    """Repeats what other programs disturbed. shares: of the machine's time that they had, in each
+    part that counts.
+    """
 
     def __init__(self, most: float, tries: int) -> None:
-        self._most, self._tries = most, tries
+        self._most = most
+        self._tries = tries
         self.shares: list[float] = []
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Returns the result of the first undisturbed try, or of the last one."""
         while True:
-            begin_s, busy_s, own_s = time.monotonic(), busy_seconds(), own_seconds()
+            begin_s = time.monotonic()
+            busy_s = busy_seconds()
+            own_s = own_seconds()
             result = await work()
             took_s = time.monotonic() - begin_s
-            share = (busy_seconds() - busy_s - (own_seconds() - own_s)) / took_s / (psutil.cpu_count() or 1)
+            share = (
+                (busy_seconds() - busy_s - (own_seconds() - own_s))
+                / took_s
+                / (psutil.cpu_count() or 1)
+            )
             self._tries -= 1
             if share <= self._most or self._tries <= 0:
                 self.shares.append(round(share, 4))
@@ -111,7 +135,8 @@ def own_seconds() -> float:
 
 
 async def compare(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
-    alone, lengths = Alone(asked.foreign, asked.tries), (asked.input, asked.output)
+    alone = Alone(asked.foreign, asked.tries)
+    lengths = (asked.input, asked.output)
     calibration = await alone.run(partial(measure, config))
     spec = read_model_spec(resolve_model_dir(config.model.model))
     groups = groups_of(spec.kv_rules, config.cache.block_size)
@@ -120,15 +145,21 @@ async def compare(config: Config, asked: argparse.Namespace) -> dict[str, Any]:
         done = simulate(limits_of(calibration), groups, MeasuredCost(calibration), trace, config)
         return summarise(done.clients, done.steps, calibration.delay_s)
 
-    capacity = predict(synthetic([0.0] * 8 * asked.max_num_seqs, *lengths, SPREAD))["request_throughput"]
+    capacity = predict(synthetic([0.0] * 8 * asked.max_num_seqs, *lengths, SPREAD))[
+        "request_throughput"
+    ]
     traces = []
     for load in LOADS:
-        times = arrival_times(max(20, round(load * capacity * asked.seconds)), load * capacity, 1.0, 0)
+        times = arrival_times(
+            max(20, round(load * capacity * asked.seconds)), load * capacity, 1.0, 0
+        )
         traces.append(synthetic(times, *lengths, SPREAD))
     async with opening.open_front_end(config, child=True) as front:
         await front.wait_ready()
         await serve(front, synthetic([0.0] * 16, *lengths))
-        turns = [[await alone.run(partial(serve, front, trace)) for trace in traces] for _ in range(2)]
+        turns = [
+            [await alone.run(partial(serve, front, trace)) for trace in traces] for _ in range(2)
+        ]
     return {
         "capacity": capacity,
         "calibration": msgspec.to_builtins(msgspec.structs.replace(calibration, residuals=[])),

@@ -1,8 +1,10 @@
-"""Writes a GGUF file in Q4_0 with random weights whose routers choose by Zipf's law, for benchmarks.expert_memory.
+"""Writes a GGUF file in Q4_0 with random weights whose routers choose by Zipf's law, for
+benchmarks.expert_memory.
 
-The shape is MiniMax-M2's, as its routers have a bias for each expert: an expert of rank r is chosen with a probability
-like r ** -s, if tokens' scores are normal and independent. Every expert has bytes of its own. Embeddings are large, or
-tokens would be lost in what layers add, and all choose alike.
+The shape is MiniMax-M2's, as its routers have a bias for each expert: an expert of rank r is chosen
+with a probability like r ** -s, if tokens' scores are normal and independent. Every expert has
+bytes of its own. Embeddings are large, or tokens would be lost in what layers add, and all choose
+alike.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from tests.gguf_files import add_tokenizer
 TOP_K = 8
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
 BLOCK, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[Q4_0]
-HIDDEN, EXPERT, HEADS, KV_HEADS, HEAD = 2048, 768, 16, 4, 128
+HIDDEN = 2048
+EXPERT = 768
+HEADS = 16
+KV_HEADS = 4
+HEAD = 128
 UINTS = {
     "context_length": 4096, "embedding_length": HIDDEN, "feed_forward_length": EXPERT, "attention.head_count": HEADS,
     "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD, "attention.value_length": HEAD,
@@ -50,8 +56,12 @@ def write(path: Path, layers: int, experts: int, zipf: float) -> None:
     rng = np.random.default_rng(0)
 
     def matrix(name: str, *shape: int, scale: float = 0.005) -> None:
-        """Of whole numbers from -7 to 7 times the scale: with -8 they would have a mean, and all rows be alike."""
-        nibbles = rng.integers(1, 16, (2, *shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES), dtype=np.uint8)
+        """Of whole numbers from -7 to 7 times the scale: with -8 they would have a mean, and all
+        rows be alike.
+        """
+        nibbles = rng.integers(
+            1, 16, (2, *shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES), dtype=np.uint8
+        )
         blocks = nibbles[0] | nibbles[1] << 4
         blocks[..., :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
         writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=Q4_0)
@@ -64,7 +74,12 @@ def write(path: Path, layers: int, experts: int, zipf: float) -> None:
     plain("output_norm.weight", np.ones(HIDDEN))
     for layer in range(layers):
         name = f"blk.{layer}.{{}}.weight".format
-        for part, width in (("attn", HIDDEN), ("attn_q", HEADS * HEAD), ("attn_k", KV_HEADS * HEAD), ("ffn", HIDDEN)):
+        for part, width in (
+            ("attn", HIDDEN),
+            ("attn_q", HEADS * HEAD),
+            ("attn_k", KV_HEADS * HEAD),
+            ("ffn", HIDDEN),
+        ):
             plain(name(f"{part}_norm"), np.ones(width))
         matrix(name("attn_q"), HEADS * HEAD, HIDDEN)
         for part in ("attn_k", "attn_v"):
@@ -84,18 +99,25 @@ def write(path: Path, layers: int, experts: int, zipf: float) -> None:
 
 
 def law(experts: int, zipf: float) -> NDArray[np.float64]:
-    """The probability of being one of a token's experts, by rank: like Zipf's law, but none above 1."""
-    weights, low, high = np.arange(1, experts + 1) ** -zipf, 0.0, float(experts) ** (zipf + 1)
+    """The probability of being one of a token's experts, by rank: like Zipf's law, but none above
+    1.
+    """
+    weights = np.arange(1, experts + 1) ** -zipf
+    low = 0.0
+    high = float(experts) ** (zipf + 1)
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if np.minimum(1, middle * weights).sum() < TOP_K else (low, middle)
+        low, high = (
+            (middle, high) if np.minimum(1, middle * weights).sum() < TOP_K else (low, middle)
+        )
     return np.asarray(np.minimum(1, high * weights), np.float64)
 
 
 def biases(experts: int, zipf: float) -> NDArray[np.float32]:
     """What added to sigmoids of normal scores makes choices follow the law, found by trial."""
     scores = 1 / (1 + np.exp(-np.random.default_rng(0).standard_normal((4000, experts))))
-    wanted, found = law(experts, zipf), np.zeros(experts)
+    wanted = law(experts, zipf)
+    found = np.zeros(experts)
     for step in range(200):
         chosen = np.argpartition(-(scores + found), TOP_K, axis=1)[:, :TOP_K]
         share = np.bincount(chosen.ravel(), minlength=experts) / len(scores)

@@ -2,18 +2,19 @@
 
     python -m benchmarks.soak --minutes 30
 
-Bursts and pauses (all engines idle, or some of them) of requests of all lengths, with aborts, priorities, shared
-prefixes and logprobs; experts move now and then; in the first third engines are killed. Every hundredth request has an
-answer that is known beforehand. At the end all must come to rest: then each engine checks its books, and one that finds
-a fault in them dies.
+Bursts and pauses (all engines idle, or some of them) of requests of all lengths, with aborts,
+priorities, shared prefixes and logprobs; experts move now and then; in the first third engines are
+killed. Every hundredth request has an answer that is known beforehand. At the end all must come to
+rest: then each engine checks its books, and one that finds a fault in them dies.
 
-Memory is sampled once a second; the slope is taken over the second half of the time, for every process that lived
-through it. An engine keeps the heap that its largest step took (moeserve/ops/table.py), which is planned for and no
-leak. So before that half all engines get the largest steps that there can be (the slope begins after them, if they take
-so long), and how much a process has grown since it was first seen is told beside the slope.
+Memory is sampled once a second; the slope is taken over the second half of the time, for every
+process that lived through it. An engine keeps the heap that its largest step took
+(moeserve/ops/table.py), which is planned for and no leak. So before that half all engines get the
+largest steps that there can be (the slope begins after them, if they take so long), and how much a
+process has grown since it was first seen is told beside the slope.
 
-A watchdog ends the run when requests wait and no token comes for --patience seconds, with the state of each engine and
-what its threads wait for.
+A watchdog ends the run when requests wait and no token comes for --patience seconds, with the state
+of each engine and what its threads wait for.
 
 Targets: no hang, no request lost, no token different, slope <= 1 MB per minute in every process.
 """
@@ -41,7 +42,8 @@ from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.sampling import SamplingParams
 
-MAX_LEN, MAX_SEQS = 1024, 32
+MAX_LEN = 1024
+MAX_SEQS = 32
 FILL_AT = 0.35  # of the time: the largest steps
 KNOWN = (([5, 6, 7, 8] * 12, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)),
          ([9, 10, 11] * 5, SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)))  # fmt: skip
@@ -57,8 +59,12 @@ def main() -> None:
     args.add_argument("--all2all", default="auto")
     args.add_argument("--kills", type=int, default=4)
     args.add_argument("--seed", type=int, default=1)
-    args.add_argument("--rate", type=float, default=40.0, help="requests per second in a burst [40]; pauses fit")
-    args.add_argument("--patience", type=float, default=60.0, help="seconds without a token that are a hang [60]")
+    args.add_argument(
+        "--rate", type=float, default=40.0, help="requests per second in a burst [40]; pauses fit"
+    )
+    args.add_argument(
+        "--patience", type=float, default=60.0, help="seconds without a token that are a hang [60]"
+    )
     asked = args.parse_args()
     # So many deaths are no crash loop, because we cause them.
     fleet.POLICY = RestartPolicy(first_pause_s=0.0, max_deaths=asked.kills + 1)
@@ -70,21 +76,27 @@ def main() -> None:
     async def run() -> dict[str, Any]:
         async with opening.open_front_end(config, child=True) as front:
             await front.wait_ready()
-            soak = Soak(front, 60 * asked.minutes, random.Random(asked.seed), asked.patience, asked.rate)
+            soak = Soak(
+                front, 60 * asked.minutes, random.Random(asked.seed), asked.patience, asked.rate
+            )
             return await soak.run(asked.kills, asked.dp)
 
     save("soak", asked, asyncio.run(run()))
 
 
 class Soak:
-    def __init__(self, front: FrontEnd, seconds: float, rng: random.Random, patience_s: float, rate: float) -> None:
+    def __init__(
+        self, front: FrontEnd, seconds: float, rng: random.Random, patience_s: float, rate: float
+    ) -> None:
         self.front = front
         self.rate = rate
         self.rng = rng
         self.patience_s = patience_s
         self.began_s = time.monotonic()
         self.seconds = seconds
-        self.counts = dict.fromkeys(("done", "aborted", "lost", "different", "killed", "moved", "tokens"), 0)
+        self.counts = dict.fromkeys(
+            ("done", "aborted", "lost", "different", "killed", "moved", "tokens"), 0
+        )
         self.causes: set[str] = set()
         self.live: set[asyncio.Task[None]] = set()
         self.slope_from = 1.0  # on the scale of `at`; 1 until the largest steps are done
@@ -161,7 +173,9 @@ class Soak:
         )  # fmt: skip
         patience = rng.randrange(60) if rng.random() < 0.2 else None
         try:
-            async with await self.front.generate(prompt, params, priority=rng.choice((0, 0, 0, -1, 1))) as deltas:
+            async with await self.front.generate(
+                prompt, params, priority=rng.choice((0, 0, 0, -1, 1))
+            ) as deltas:
                 async for delta in deltas:
                     self.note(len(delta.token_ids))
                     if patience is not None and (patience := patience - 1) < 0:
@@ -172,7 +186,9 @@ class Soak:
             self.lost(error)
 
     async def fill(self, num_engines: int) -> None:
-        """The largest steps: long prompts at once for all engine processes of all engines, each with all its logits."""
+        """The largest steps: long prompts at once for all engine processes of all engines, each
+        with all its logits.
+        """
         await asyncio.sleep(max(0.0, FILL_AT - self.at) * self.seconds)
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=1)
 
@@ -232,7 +248,9 @@ class Soak:
             if not self.live:
                 self.token_s = time.monotonic()
             if (silent_s := time.monotonic() - self.token_s) > self.patience_s:
-                raise SystemExit(f"{len(self.live)} requests and no token for {silent_s:.0f} s\n{self.states()}")
+                raise SystemExit(
+                    f"{len(self.live)} requests and no token for {silent_s:.0f} s\n{self.states()}"
+                )
 
     def states(self) -> str:
         """Of all engines, and what their threads wait for in the kernel."""
@@ -242,7 +260,9 @@ class Soak:
             lines.append(str(engine))
             for process in family(engine.pid) if engine.pid else []:
                 for thread in sorted(Path(f"/proc/{process.pid}/task").iterdir()):
-                    words = [(thread / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
+                    words = [
+                        (thread / name).read_text().strip() for name in ("comm", "wchan", "syscall")
+                    ]
                     lines.append(f"  {process.pid} {thread.name}: {' '.join(words)}")
         return "\n".join(lines)
 
@@ -259,7 +279,9 @@ class Soak:
 
     def remember(self, role: str, process: psutil.Process) -> None:
         try:
-            self.rss.setdefault((role, process.pid), []).append((self.at, process.memory_info().rss))
+            self.rss.setdefault((role, process.pid), []).append(
+                (self.at, process.memory_info().rss)
+            )
         except psutil.NoSuchProcess:
             return  # killed this moment
 
@@ -275,7 +297,9 @@ class Soak:
                 "slope_mb_per_minute": round(slope, 3),
                 "first_mb": mib[0],
                 "last_mb": mib[-1],
-                "minutes_of_life_before": round((self.slope_from - samples[0][0]) * self.seconds / 60, 1),
+                "minutes_of_life_before": round(
+                    (self.slope_from - samples[0][0]) * self.seconds / 60, 1
+                ),
                 "grown_since_first_seen_mb": (samples[-1][1] - samples[0][1]) * 2.0**-20,
             }
         return found

@@ -1,4 +1,6 @@
-"""Models for benchmarks that need no config.json: every layer alike, grouped-query attention and experts."""
+"""Models for benchmarks that need no config.json: every layer alike, grouped-query attention and
+experts.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     def spec(self) -> ModelSpec:
         """Returns the model, in fp32."""
         mixer = Attention(
-            num_heads=self.heads, num_kv_heads=max(1, self.heads // 4), head_dim=self.head_dim, rope=RopeSpec()
+            num_heads=self.heads,
+            num_kv_heads=max(1, self.heads // 4),
+            head_dim=self.head_dim,
+            rope=RopeSpec(),
         )
         experts = MoE(
-            num_experts=self.experts, top_k=self.top_k, size=self.expert_size, router=RouterRule(renormalize=True)
+            num_experts=self.experts,
+            top_k=self.top_k,
+            size=self.expert_size,
+            router=RouterRule(renormalize=True),
         )
         return ModelSpec(
             architecture=self.architecture,

@@ -15,9 +15,10 @@ grammar  the same model, batch 32, a JSON schema of its own for each request bes
 demo     the demo model, batch 1: answers to people who ask for stories, at temperature 0.8 and greedy, by its MTP head
          (goal: 1.4 with the best), n-grams and suffixes. Answers end where the model ends them.
 
-All engines of a model are loaded at once; those that wait use no CPU. All answer the same requests in every round and
-must give the same tokens. Prompts are in the prefix cache before the time is taken. Ratios are to the engine without
-speculation in the same round, the median over the rounds. acceptance: right drafts / verified ones, by place.
+All engines of a model are loaded at once; those that wait use no CPU. All answer the same requests
+in every round and must give the same tokens. Prompts are in the prefix cache before the time is
+taken. Ratios are to the engine without speculation in the same round, the median over the rounds.
+acceptance: right drafts / verified ones, by place.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ WHAT = ("edits", "plain", "batches", "grammar", "demo")
 
 @dataclass(frozen=True)
 class Case:
-    """make: prompt and parameters of each request of a round. engines: names of those compared, the base first."""
+    """make: prompt and parameters of each request of a round. engines: names of those compared, the
+    base first.
+    """
 
     name: str
     engines: Sequence[str]
@@ -64,8 +67,15 @@ class Case:
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
-    args.add_argument("--model", type=Path, help="where the 1.5b model is or will be [a temporary folder]")
-    args.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer for a trial [%(default)s]")
+    args.add_argument(
+        "--model", type=Path, help="where the 1.5b model is or will be [a temporary folder]"
+    )
+    args.add_argument(
+        "--layers",
+        type=int,
+        default=CONFIG["num_hidden_layers"],
+        help="fewer for a trial [%(default)s]",
+    )
     args.add_argument("--rounds", type=int, default=5)
     args.add_argument("--tokens", type=int, default=128, help="of each answer [%(default)s]")
     asked = args.parse_args()
@@ -76,8 +86,18 @@ def main() -> None:
             model = asked.model or Path(folder, "model")
             if not (model / "model.safetensors").is_file():
                 write_model(model, asked.layers)
-            cases = [case for what in asked.what if what != "demo" for case in cases_of(what, asked.tokens)]
-            settings = {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_bytes": 3 << 30, "packed_cache": folder}
+            cases = [
+                case
+                for what in asked.what
+                if what != "demo"
+                for case in cases_of(what, asked.tokens)
+            ]
+            settings = {
+                "max_model_len": 2048,
+                "max_num_seqs": 32,
+                "kv_cache_bytes": 3 << 30,
+                "packed_cache": folder,
+            }
             results |= measure(str(model), cases, asked, settings)
         if "demo" in asked.what:
             results |= measure("demo", demo_cases(asked.tokens), asked, {})
@@ -87,7 +107,10 @@ def main() -> None:
 def cases_of(what: str, tokens: int) -> list[Case]:
     if what == "edits":
         engines: tuple[str, ...] = (OFF, "ngram:4", "ngram:8", "suffix", "auto")
-        return [Case(f"edits: {name}", engines, edits(right, 1, tokens)) for name, right in EDITS.items()]
+        return [
+            Case(f"edits: {name}", engines, edits(right, 1, tokens))
+            for name, right in EDITS.items()
+        ]
     if what == "plain":
         engines = (OFF, "ngram:4", "auto")
         return [
@@ -99,14 +122,18 @@ def cases_of(what: str, tokens: int) -> list[Case]:
             case
             for batch in (8, 32)
             for case in (
-                Case(f"batch {batch}: 1 edit in 20", (OFF, "auto"), edits(0.95, batch, tokens // 2)),
+                Case(
+                    f"batch {batch}: 1 edit in 20", (OFF, "auto"), edits(0.95, batch, tokens // 2)
+                ),
                 Case(f"batch {batch}: random", (OFF, "auto"), plain(batch, tokens // 2)),
             )
         ]
     return [Case("grammar: batch 32", (OFF,), with_schemas(32, tokens // 2), twice=True)]
 
 
-def edits(right: float, batch: int, tokens: int) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
+def edits(
+    right: float, batch: int, tokens: int
+) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
     """Prompts that hold the whole loop, from another token on each."""
 
     def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
@@ -116,7 +143,12 @@ def edits(right: float, batch: int, tokens: int) -> Callable[[int], list[tuple[l
         return [
             (
                 [(start + i) % LOOP for i in range(LOOP)],
-                SamplingParams(temperature=temperature, seed=rng.randrange(2**40), max_tokens=tokens, ignore_eos=True),
+                SamplingParams(
+                    temperature=temperature,
+                    seed=rng.randrange(2**40),
+                    max_tokens=tokens,
+                    ignore_eos=True,
+                ),
             )
             for start in starts
         ]
@@ -127,7 +159,9 @@ def edits(right: float, batch: int, tokens: int) -> Callable[[int], list[tuple[l
 def plain(
     batch: int, tokens: int, allowed: int | None = None
 ) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
-    """Random prompts of 512 tokens; at temperature 2 answers are random too. allowed: of how many tokens both are."""
+    """Random prompts of 512 tokens; at temperature 2 answers are random too. allowed: of how many
+    tokens both are.
+    """
 
     def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
         rng = random.Random(f"plain {number}")
@@ -144,7 +178,9 @@ def plain(
     return make
 
 
-def with_schemas(batch: int, tokens: int) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
+def with_schemas(
+    batch: int, tokens: int
+) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
     """Arrays too long to end in so many tokens, of records with a string, a number and a choice."""
 
     def make(number: int) -> list[tuple[list[int] | str, SamplingParams]]:
@@ -156,7 +192,12 @@ def with_schemas(batch: int, tokens: int) -> Callable[[int], list[tuple[list[int
                 "count": {"type": "integer"},
                 "kind": {"enum": ["a", "b"]},
             }
-            record = {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
+            record = {
+                "type": "object",
+                "properties": names,
+                "required": list(names),
+                "additionalProperties": False,
+            }
             schema = {"type": "array", "items": record, "minItems": tokens}
             params = SamplingParams(
                 temperature=2.0, seed=rng.randrange(2**40), max_tokens=tokens, ignore_eos=True,
@@ -171,7 +212,9 @@ def with_schemas(batch: int, tokens: int) -> Callable[[int], list[tuple[list[int
 def demo_cases(tokens: int) -> list[Case]:
     """Each round asks for all stories, one after the other; a batch of one."""
 
-    def stories(temperature: float) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
+    def stories(
+        temperature: float,
+    ) -> Callable[[int], list[tuple[list[int] | str, SamplingParams]]]:
         return lambda number: [
             (
                 f"<|im_start|>user\n{story}<|im_end|>\n<|im_start|>assistant\n",
@@ -211,11 +254,16 @@ def one_case(case: Case, engines: Mapping[str, LLM], rounds: int) -> dict[str, A
     before = {name: drafts_of(engines[name]) for name in case.engines}
     same = True
     for number in range(-1, rounds):  # the first one warms up
-        requests, answers = case.make(number), {}
+        requests = case.make(number)
+        answers = {}
         first = (number + 1) % len(names)
         for name in names[first:] + names[:first]:
             llm = engines[OFF if case.twice else name]
-            mine = [(prompt, without_grammar(params)) for prompt, params in requests] if name == OFF else requests
+            mine = (
+                [(prompt, without_grammar(params)) for prompt, params in requests]
+                if name == OFF
+                else requests
+            )
             rate, answers[name] = rate_of(llm, mine, case.alone)
             if number >= 0:
                 rates[name].append(rate)
@@ -223,7 +271,10 @@ def one_case(case: Case, engines: Mapping[str, LLM], rounds: int) -> dict[str, A
     found: dict[str, Any] = {}
     for name in names:
         ratios = [rate / base for rate, base in zip(rates[name], rates[OFF], strict=True)]
-        found[name] = {"tokens_per_s": round(median(rates[name]), 1), "ratio": round(median(ratios), 3)}
+        found[name] = {
+            "tokens_per_s": round(median(rates[name]), 1),
+            "ratio": round(median(ratios), 3),
+        }
         found[name] |= {"ratios": [round(ratio, 3) for ratio in ratios], "samples": rates[name]}
         if not case.twice and name != OFF:
             found[name] |= acceptance(before[name], drafts_of(engines[name]))
@@ -234,21 +285,35 @@ def without_grammar(params: SamplingParams) -> SamplingParams:
     if params.structured_outputs is None:
         return params
     return SamplingParams(
-        temperature=params.temperature, seed=params.seed, max_tokens=params.max_tokens, ignore_eos=True
+        temperature=params.temperature,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        ignore_eos=True,
     )
 
 
 def rate_of(
     llm: LLM, requests: Sequence[tuple[list[int] | str, SamplingParams]], alone: bool
 ) -> tuple[float, list[list[int]]]:
-    """Returns tokens per second, and the tokens. The prompts are computed before, and grammars compiled."""
-    prompts: list[Any] = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt, _ in requests]
+    """Returns tokens per second, and the tokens. The prompts are computed before, and grammars
+    compiled.
+    """
+    prompts: list[Any] = [
+        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        for prompt, _ in requests
+    ]
     asked = [params for _, params in requests]
-    first = [SamplingParams(max_tokens=1, seed=0, structured_outputs=params.structured_outputs) for params in asked]
+    first = [
+        SamplingParams(max_tokens=1, seed=0, structured_outputs=params.structured_outputs)
+        for params in asked
+    ]
     llm.generate(prompts, first, use_tqdm=False)
     began = time.perf_counter()
     if alone:
-        done = [llm.generate([p], [params], use_tqdm=False)[0] for p, params in zip(prompts, asked, strict=True)]
+        done = [
+            llm.generate([p], [params], use_tqdm=False)[0]
+            for p, params in zip(prompts, asked, strict=True)
+        ]
     else:
         done = llm.generate(prompts, asked, use_tqdm=False)
     seconds = time.perf_counter() - began
@@ -260,14 +325,23 @@ def drafts_of(llm: LLM) -> tuple[list[int], list[int]]:
     return list(llm.stats.drafts), list(llm.stats.accepted_drafts)
 
 
-def acceptance(before: tuple[list[int], list[int]], after: tuple[list[int], list[int]]) -> dict[str, Any]:
-    """Returns what the case itself added: how many drafts were verified, and which share of them was right."""
+def acceptance(
+    before: tuple[list[int], list[int]], after: tuple[list[int], list[int]]
+) -> dict[str, Any]:
+    """Returns what the case itself added: how many drafts were verified, and which share of them
+    was right.
+    """
     verified, right = (
-        [a - b for a, b in zip_longest(new, old, fillvalue=0)] for old, new in zip(before, after, strict=True)
+        [a - b for a, b in zip_longest(new, old, fillvalue=0)]
+        for old, new in zip(before, after, strict=True)
     )
     shares = [round(r / v, 3) if v else None for r, v in zip(right, verified, strict=True)]
     total = sum(verified)
-    return {"drafts": total, "acceptance": round(sum(right) / total, 3) if total else None, "by_place": shares}
+    return {
+        "drafts": total,
+        "acceptance": round(sum(right) / total, 3) if total else None,
+        "by_place": shares,
+    }
 
 
 if __name__ == "__main__":

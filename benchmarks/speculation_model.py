@@ -1,9 +1,10 @@
-"""A model of 1.5 billion random parameters whose text repeats, so that drafts are right as often as is asked.
+"""A model of 1.5 billion random parameters whose text repeats, so that drafts are right as often as
+is asked.
 
-Its blocks compute like any others and add next to nothing to the residual stream. So the next token is a function of
-the last one: behind token t comes t + 1 on a loop of LOOP tokens, with a probability that the temperature sets, and
-otherwise any of all others, behind which the loop goes on somewhere else. A prompt that holds the loop is a file, and
-the answer is that file with edits.
+Its blocks compute like any others and add next to nothing to the residual stream. So the next token
+is a function of the last one: behind token t comes t + 1 on a loop of LOOP tokens, with a
+probability that the temperature sets, and otherwise any of all others, behind which the loop goes
+on somewhere else. A prompt that holds the loop is a file, and the answer is that file with edits.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def write_model(folder: Path, layers: int = CONFIG["num_hidden_layers"]) -> Path
     def random(*shape: int, std: float) -> Tensor:
         return torch.randn(*shape, generator=generator).mul_(std).bfloat16()
 
-    hidden, head_dim, size = config["hidden_size"], config["head_dim"], config["moe_intermediate_size"]
+    hidden = config["hidden_size"]
+    head_dim = config["head_dim"]
+    size = config["moe_intermediate_size"]
     base_LH = torch.randn(LOOP, hidden, generator=generator)
     base_LH /= base_LH.square().mean(1, keepdim=True).sqrt()
     head_VH = torch.zeros(config["vocab_size"], hidden)
@@ -87,10 +90,14 @@ def write_model(folder: Path, layers: int = CONFIG["num_hidden_layers"]) -> Path
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{layer}{name}.weight"] = torch.ones(hidden).bfloat16()
         for name, heads in widths.items():
-            weights[f"{layer}self_attn.{name}_proj.weight"] = random(heads * head_dim, hidden, std=hidden**-0.5)
+            weights[f"{layer}self_attn.{name}_proj.weight"] = random(
+                heads * head_dim, hidden, std=hidden**-0.5
+            )
         for name in ("q_norm", "k_norm"):
             weights[f"{layer}self_attn.{name}.weight"] = torch.ones(head_dim).bfloat16()
-        weights[f"{layer}self_attn.o_proj.weight"] = random(hidden, widths["q"] * head_dim, std=_NOTHING)
+        weights[f"{layer}self_attn.o_proj.weight"] = random(
+            hidden, widths["q"] * head_dim, std=_NOTHING
+        )
         weights[f"{layer}mlp.gate.weight"] = random(config["num_experts"], hidden, std=hidden**-0.5)
         for expert in (f"{layer}mlp.experts.{i}." for i in range(config["num_experts"])):
             weights[f"{expert}gate_proj.weight"] = random(size, hidden, std=hidden**-0.5)

@@ -1,8 +1,10 @@
-"""kill -9 of the front end under many streams: how soon the next one serves, and what the clients that come back get.
+"""kill -9 of the front end under many streams: how soon the next one serves, and what the clients
+that come back get.
 
     python -m benchmarks.standby
 
-Targets with the demo model: /readyz says 200 within 2 s, no stream lost, no token different, and none that comes twice.
+Targets with the demo model: /readyz says 200 within 2 s, no stream lost, no token different, and
+none that comes twice.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Stream:
         while not self._ended and not self.error and time.monotonic() < deadline:
             headers = {"Last-Event-ID": self.ids[-1]} if self.ids else {}
             try:
-                async with session.post(f"{url}/v1/completions", json=self.body, headers=headers) as answer:
+                async with session.post(
+                    f"{url}/v1/completions", json=self.body, headers=headers
+                ) as answer:
                     if answer.status == 200:
                         await self._read(answer)
                     elif answer.status != 503:
@@ -50,7 +54,8 @@ class Stream:
             except (aiohttp.ClientError, OSError):
                 pass
             if not self._ended:
-                self.returns, self.moved_at = self.returns + 1, 0.0
+                self.returns = self.returns + 1
+                self.moved_at = 0.0
                 await asyncio.sleep(AGAIN_S)
         self.error = self.error or ("" if self._ended else "it did not end")
 
@@ -74,11 +79,15 @@ class Stream:
 async def answers(url: str, streams: list[Stream]) -> None:
     """Reads all streams at once."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(READY_S)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(READY_S)
+    ) as session:
         await asyncio.gather(*(stream.run(session, url) for stream in streams))
 
 
-async def kill_once(url: str, root: psutil.Process, expected: list[Stream], at_tokens: int) -> dict[str, Any]:
+async def kill_once(
+    url: str, root: psutil.Process, expected: list[Stream], at_tokens: int
+) -> dict[str, Any]:
     """One kill, once every stream has so many tokens."""
     streams = [Stream(stream.body) for stream in expected]
     running = asyncio.create_task(answers(url, streams))
@@ -95,9 +104,13 @@ async def kill_once(url: str, root: psutil.Process, expected: list[Stream], at_t
         "all_streams_moving_s": round(max(moved, default=0.0), 3),
         "returned": len(moved),
         "lost": sum(bool(stream.error) for stream in streams),
-        "different": sum(mine.tokens != other.tokens for mine, other in zip(streams, expected, strict=True)),
+        "different": sum(
+            mine.tokens != other.tokens for mine, other in zip(streams, expected, strict=True)
+        ),
         "repeated_events": sum(len(stream.ids) - len(set(stream.ids)) for stream in streams),
-        "surplus_tokens": sum(max(0, len(stream.tokens) - stream.body["max_tokens"]) for stream in streams),
+        "surplus_tokens": sum(
+            max(0, len(stream.tokens) - stream.body["max_tokens"]) for stream in streams
+        ),
         "tokens_before_the_kill": [min(before), max(before)],
         "errors": sorted({stream.error for stream in streams if stream.error}),
     }
@@ -119,7 +132,9 @@ async def served(url: str, killed_at: float) -> float:
 
 def front_ends(root: psutil.Process) -> list[psutil.Process]:
     """The front ends, the one that serves first."""
-    found = [child for child in root.children() if "moeserve.server.standby" in " ".join(child.cmdline())]
+    found = [
+        child for child in root.children() if "moeserve.server.standby" in " ".join(child.cmdline())
+    ]
     return sorted(found, key=psutil.Process.create_time)
 
 
@@ -127,7 +142,9 @@ async def measure(args: argparse.Namespace, url: str, root: psutil.Process) -> d
     """All kills, on a server that runs."""
     expected = [Stream(body) for body in bodies(args.streams, args.max_tokens)]
     await answers(url, expected)
-    assert all(len(stream.tokens) == args.max_tokens for stream in expected), [it.error for it in expected]
+    assert all(len(stream.tokens) == args.max_tokens for stream in expected), [
+        it.error for it in expected
+    ]
     kills = []
     for number in range(args.kills):
         await asyncio.sleep(args.rest_s)  # for the next front end to be prepared
@@ -150,7 +167,9 @@ def main() -> int:
     made.add_argument("--dp", type=int, default=2)
     made.add_argument("--streams", type=int, default=32)
     made.add_argument("--max-tokens", type=int, default=300)
-    made.add_argument("--kills", type=int, default=4, help="more than 5 within five minutes end the server")
+    made.add_argument(
+        "--kills", type=int, default=4, help="more than 5 within five minutes end the server"
+    )
     made.add_argument("--rest-s", type=float, default=4.0, help="between kills [%(default)s]")
     args = made.parse_args()
     flags = ("--standby", "--dp", str(args.dp), "--threads", "1", "--max-model-len", "1024")

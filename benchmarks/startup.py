@@ -1,10 +1,12 @@
-"""From process start to answers: HTTP listening, ready, first token, peak memory of the engine, and --version.
+"""From process start to answers: HTTP listening, ready, first token, peak memory of the engine, and
+--version.
 
     python -m benchmarks.startup                      # the demo model
     python -m benchmarks.startup --model DIR          # any model; run twice, the second time its files are warm
     python -m benchmarks.startup --packed-cache DIR   # without and with packed weights in that folder, in turns
 
-Targets: listening <= 0.5 s, demo ready <= 3 s, --version <= 0.15 s, peak <= 1.15 x weights + 0.6 GB.
+Targets: listening <= 0.5 s, demo ready <= 3 s, --version <= 0.15 s, peak <= 1.15 x weights + 0.6
+GB.
 """
 
 from __future__ import annotations
@@ -24,16 +26,25 @@ def main() -> None:
     flags.add_argument("--model", default="demo", help="model directory [demo]")
     flags.add_argument("--repeat", type=int, default=5, help="starts [5]")
     flags.add_argument("--max-model-len", help="as of `moeserve serve`")
-    flags.add_argument("--packed-cache", help="folder for packed weights: measure starts that map them, too")
-    flags.add_argument("--settings", default="{}", help="JSON of settings under `model:`, e.g. of load_format")
+    flags.add_argument(
+        "--packed-cache", help="folder for packed weights: measure starts that map them, too"
+    )
+    flags.add_argument(
+        "--settings", default="{}", help="JSON of settings under `model:`, e.g. of load_format"
+    )
     args = flags.parse_args()
     limit = ["--max-model-len", args.max_model_len] if args.max_model_len else []
     settings = json.loads(args.settings)
     configs = {"": json.dumps({"model": {"packed_cache": "off", **settings}})}
     if args.packed_cache:
-        configs["packed_cache_"] = json.dumps({"model": {"packed_cache": args.packed_cache, **settings}})
+        configs["packed_cache_"] = json.dumps(
+            {"model": {"packed_cache": args.packed_cache, **settings}}
+        )
         one_start(args.model, limit, configs["packed_cache_"], Path(args.packed_cache))
-    rounds = [[one_start(args.model, limit, config) for config in configs.values()] for _ in range(args.repeat)]
+    rounds = [
+        [one_start(args.model, limit, config) for config in configs.values()]
+        for _ in range(args.repeat)
+    ]
     weights = weight_bytes(args.model)  # 0: made up
     peak = max(run["engine_peak_bytes"] for run, *_ in rounds)
     result = {
@@ -51,8 +62,11 @@ def main() -> None:
     save(f"startup-{Path(args.model).name}", args, result)
 
 
-def one_start(model: str, limit: list[str], config: str, kept: Path | None = None) -> dict[str, Any]:
-    """Seconds since the process was started, and the engine's peak resident memory until ready and after an answer.
+def one_start(
+    model: str, limit: list[str], config: str, kept: Path | None = None
+) -> dict[str, Any]:
+    """Seconds since the process was started, and the engine's peak resident memory until ready and
+    after an answer.
 
     kept: the server runs on until packed weights are in this folder.
     """
@@ -77,7 +91,11 @@ def one_start(model: str, limit: list[str], config: str, kept: Path | None = Non
 def version_s() -> float:
     """Wall time of the installed `moeserve --version`, interpreter start included."""
     begun_s = time.perf_counter()
-    subprocess.run([Path(sys.executable).with_name("moeserve"), "--version"], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        [Path(sys.executable).with_name("moeserve"), "--version"],
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
     return time.perf_counter() - begun_s
 
 

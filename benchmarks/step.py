@@ -1,8 +1,10 @@
-"""Host time per decode step at 1, 64, 256 and 1,024 running requests, runner tables and inputs included.
+"""Host time per decode step at 1, 64, 256 and 1,024 running requests, runner tables and inputs
+included.
 
     python -m benchmarks.step
 
-The real core, scheduler and encoder run around a runner without a model. Phases, in microseconds per step:
+The real core, scheduler and encoder run around a runner without a model. Phases, in microseconds
+per step:
 
     plan      Scheduler.plan
     tables    a runner's work on the host
@@ -10,8 +12,9 @@ The real core, scheduler and encoder run around a runner without a model. Phases
     loop      the rest: core loop, inbox, event loop
     update_from_output    Scheduler.update_from_output
 
-Target: <= 300 us at 256 running and <= 1.2 ms at 1,024, p99 <= 2 x median. On a machine that others use too,
-`--clock cpu` leaves out what they take from it, though not what their traffic costs its caches.
+Target: <= 300 us at 256 running and <= 1.2 ms at 1,024, p99 <= 2 x median. On a machine that others
+use too, `--clock cpu` leaves out what they take from it, though not what their traffic costs its
+caches.
 """
 
 from __future__ import annotations
@@ -45,21 +48,36 @@ Clock = Literal["wall", "cpu"]
 TablesWork = Callable[[StepPlan], None]
 _CLOCKS: dict[Clock, Callable[[], int]] = {"wall": perf_counter_ns, "cpu": thread_time_ns}
 BLOCK_SIZE = 16
-PROMPT_LENGTHS = (128, 384)  # spread over a block, so that rows cross into new ones at different steps
+PROMPT_LENGTHS = (
+    128,
+    384,
+)  # spread over a block, so that rows cross into new ones at different steps
 WARM_UP_STEPS = 200
 VOCAB_SIZE = 32_000
 END_ID = VOCAB_SIZE  # each request stops at an id that never comes
 
 
 def measure(
-    num_running: list[int], *, steps: int = 1000, tables: TablesWork | None = None, clock: Clock = "wall"
+    num_running: list[int],
+    *,
+    steps: int = 1000,
+    tables: TablesWork | None = None,
+    clock: Clock = "wall",
 ) -> dict[str, Any]:
-    """Measures host time per decode step at each num_running: {"results": [{num_running, step_us, phases_us}]}.
+    """Measures host time per decode step at each num_running: {"results": [{num_running, step_us,
+    phases_us}]}.
 
-    Each time is {"p50", "p99", "mean"} over `steps` steps after a warm-up. clock "cpu" counts this thread's time only.
+    Each time is {"p50", "p99", "mean"} over `steps` steps after a warm-up. clock "cpu" counts this
+    thread's time only.
     """
     results = [asyncio.run(_Bench(n, steps, tables, _CLOCKS[clock]).run()) for n in num_running]
-    facts = {"block_size": BLOCK_SIZE, "depth": 2, "steps": steps, "tables": tables is not None, "clock": clock}
+    facts = {
+        "block_size": BLOCK_SIZE,
+        "depth": 2,
+        "steps": steps,
+        "tables": tables is not None,
+        "clock": clock,
+    }
     return {**facts, "results": results}
 
 
@@ -96,11 +114,15 @@ class _BenchRunner(NullRunner):
 
 
 class _Bench:
-    def __init__(self, num_running: int, steps: int, tables: TablesWork | None, clock: Callable[[], int]) -> None:
+    def __init__(
+        self, num_running: int, steps: int, tables: TablesWork | None, clock: Callable[[], int]
+    ) -> None:
         self.num_running = num_running
         self.steps = steps
         self.clock = clock
-        self.phases = {name: _Timed(clock) for name in ("plan", "tables", "update_from_output", "encode")}
+        self.phases = {
+            name: _Timed(clock) for name in ("plan", "tables", "update_from_output", "encode")
+        }
         max_len = PROMPT_LENGTHS[1] + 2 * (WARM_UP_STEPS + steps)
         limits = Limits(
             max_num_seqs=num_running,
@@ -110,9 +132,13 @@ class _Bench:
             block_size=BLOCK_SIZE,
             num_blocks=2 + num_running * -(-max_len // BLOCK_SIZE),
         )
-        self.scheduler = Scheduler(limits, (KVGroup(KVRule(), BLOCK_SIZE, (0,)),), vocab_size=VOCAB_SIZE + 1)
+        self.scheduler = Scheduler(
+            limits, (KVGroup(KVRule(), BLOCK_SIZE, (0,)),), vocab_size=VOCAB_SIZE + 1
+        )
         self.scheduler.plan = self.phases["plan"].wrap(self.scheduler.plan)  # type: ignore[method-assign]
-        self.scheduler.update_from_output = self.phases["update_from_output"].wrap(self.scheduler.update_from_output)  # type: ignore[method-assign]
+        self.scheduler.update_from_output = self.phases["update_from_output"].wrap(
+            self.scheduler.update_from_output
+        )  # type: ignore[method-assign]
         timed_tables = None if tables is None else self.phases["tables"].wrap(tables)
         self.runner = _BenchRunner(timed_tables)
         self.inbox: Inbox[EngineIn] = Inbox("bench", limit=num_running + 10)
@@ -120,12 +146,20 @@ class _Bench:
         self.ends: list[int] = []
 
     async def run(self) -> dict[str, Any]:
-        """Submits all requests, runs the core until enough steps are timed, and returns the summary."""
+        """Submits all requests, runs the core until enough steps are timed, and returns the
+        summary.
+        """
         rng = random.Random(self.num_running)
         for rid in range(self.num_running):
-            tokens = np.array([rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(*PROMPT_LENGTHS))], "<i4")
-            sampling = TokenSampling(seed=rid, max_tokens=2 * (WARM_UP_STEPS + self.steps), stop_ids=(END_ID,))
-            self.inbox.put(Submit(rid=rid, tokens=tokens.tobytes(), num_prompt=len(tokens), sampling=sampling))
+            tokens = np.array(
+                [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(*PROMPT_LENGTHS))], "<i4"
+            )
+            sampling = TokenSampling(
+                seed=rid, max_tokens=2 * (WARM_UP_STEPS + self.steps), stop_ids=(END_ID,)
+            )
+            self.inbox.put(
+                Submit(rid=rid, tokens=tokens.tobytes(), num_prompt=len(tokens), sampling=sampling)
+            )
         gc.collect()
         gc.freeze()
         try:
@@ -136,7 +170,11 @@ class _Bench:
 
     def emit(self, msg: EngineOut) -> None:
         """Encodes a step's output and notes its end; drains the core after the last step."""
-        if not isinstance(msg, StepOutput) or msg.record is None or len(self.ends) > WARM_UP_STEPS + self.steps:
+        if (
+            not isinstance(msg, StepOutput)
+            or msg.record is None
+            or len(self.ends) > WARM_UP_STEPS + self.steps
+        ):
             return
         self.encode(msg)
         if not self.ends:
@@ -151,8 +189,12 @@ class _Bench:
     def summary(self) -> dict[str, Any]:
         """Returns the times of the steps after the warm-up, in microseconds."""
         whole = np.diff(self.ends)[WARM_UP_STEPS:] / 1e3
-        spent = {name: np.array(phase.spent) / 1e3 for name, phase in self.phases.items() if phase.spent}
-        spent = {name: times[WARM_UP_STEPS : WARM_UP_STEPS + self.steps] for name, times in spent.items()}
+        spent = {
+            name: np.array(phase.spent) / 1e3 for name, phase in self.phases.items() if phase.spent
+        }
+        spent = {
+            name: times[WARM_UP_STEPS : WARM_UP_STEPS + self.steps] for name, times in spent.items()
+        }
         spent["loop"] = whole - sum(spent.values())
         return {
             "num_running": self.num_running,
@@ -163,13 +205,20 @@ class _Bench:
 
 def _summary(times: np.ndarray) -> dict[str, float]:
     p50, p99 = np.percentile(times, [50, 99])
-    return {"p50": round(float(p50), 1), "p99": round(float(p99), 1), "mean": round(float(times.mean()), 1)}
+    return {
+        "p50": round(float(p50), 1),
+        "p99": round(float(p99), 1),
+        "mean": round(float(times.mean()), 1),
+    }
 
 
 def runner_tables(num_slots: int, steps: int) -> TablesWork:
-    """Returns what a model runner's host side does with a step plan, on CPU, for up to num_slots running requests."""
+    """Returns what a model runner's host side does with a step plan, on CPU, for up to num_slots
+    running requests.
+    """
     torch.set_num_threads(1)
-    groups, upload = (KVGroup(KVRule(), BLOCK_SIZE, (0,)),), host_upload
+    groups = (KVGroup(KVRule(), BLOCK_SIZE, (0,)),)
+    upload = host_upload
     max_len = PROMPT_LENGTHS[1] + 2 * (WARM_UP_STEPS + steps)
     tables = Tables(num_slots, max_len, groups, torch.device("cpu"), upload)
 

@@ -1,13 +1,15 @@
 """Token events per second through the real server, with a runner that makes tokens up at no cost.
 
-Everything is real but the model: HTTP, JSON, scheduler, detokenizer, SSE. The server's processes are pinned to one core
-(--spread: only the front end; the engine shares the reader's core), the reader of the streams to another.
+Everything is real but the model: HTTP, JSON, scheduler, detokenizer, SSE. The server's processes
+are pinned to one core (--spread: only the front end; the engine shares the reader's core), the
+reader of the streams to another.
 
     python -m benchmarks.streaming                    # 64 streams of 1,500 tokens, a step every 2.5 ms
     python -m benchmarks.streaming --step-ms 0        # as fast as it goes
 
-With a step every 2.5 ms, 64 streams offer 25,600 tokens per second. A front end that falls behind puts several tokens
-into one event, so that tokens_per_event stays at 1 only while it keeps up; unpaced, more tokens come in fewer events.
+With a step every 2.5 ms, 64 streams offer 25,600 tokens per second. A front end that falls behind
+puts several tokens into one event, so that tokens_per_event stays at 1 only while it keeps up;
+unpaced, more tokens come in fewer events.
 
 Target: >= 20,000 token events per second at 64 streams on one core.
 """
@@ -27,23 +29,37 @@ from typing import Any
 
 from benchmarks.common import ROOT, Server, cpu_seconds, parser, running_server, save, summary
 
-TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 TEMPLATE = """{% for tool in tools or [] %}<tools>{{ tool | tojson }}</tools>
 {% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}
 {% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
 {% endfor %}{% endfor %}assistant: """
-EVENT, END = b"data: {", b"data: [DONE]"
+EVENT = b"data: {"
+END = b"data: [DONE]"
 
 
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--streams", type=int, default=64, help="concurrent SSE streams [64]")
     flags.add_argument("--tokens", type=int, default=1500, help="tokens of each [1500]")
-    flags.add_argument("--step-ms", type=float, default=2.5, help="time between steps; 0: none [2.5]")
+    flags.add_argument(
+        "--step-ms", type=float, default=2.5, help="time between steps; 0: none [2.5]"
+    )
     flags.add_argument("--repeat", type=int, default=5, help="rounds [5]")
-    flags.add_argument("--chat", action="store_true", help="chat completions instead of completions")
-    flags.add_argument("--tools", action="store_true", help="chat completions with tools, read by the format's parser")
-    flags.add_argument("--beside", type=Path, help="another checkout, whose rounds come in turns with this one's")
+    flags.add_argument(
+        "--chat", action="store_true", help="chat completions instead of completions"
+    )
+    flags.add_argument(
+        "--tools",
+        action="store_true",
+        help="chat completions with tools, read by the format's parser",
+    )
+    flags.add_argument(
+        "--beside", type=Path, help="another checkout, whose rounds come in turns with this one's"
+    )
     flags.add_argument("--spread", action="store_true", help="the engine may use the reader's core")
     args = flags.parse_args()
     api = "tools" if args.tools else "chat" if args.chat else ""
@@ -59,13 +75,19 @@ def main() -> None:
             template.flush()
             config += f"model: {{chat_template: {template.name}, tool_format: hermes}}\n"
         roots = [ROOT, *filter(None, [args.beside])]
-        servers = [stack.enter_context(running_server("demo", config=config, cores={cores[0]}, root=r)) for r in roots]
+        servers = [
+            stack.enter_context(running_server("demo", config=config, cores={cores[0]}, root=r))
+            for r in roots
+        ]
         for server in servers:
             server.wait("/readyz")
             if args.spread:
                 server.tree()["engine"].cpu_affinity([cores[1]])
             one_round(server, args.streams, 50, api)
-        turns = [[one_round(server, args.streams, args.tokens, api) for server in servers] for _ in range(args.repeat)]
+        turns = [
+            [one_round(server, args.streams, args.tokens, api) for server in servers]
+            for _ in range(args.repeat)
+        ]
     ways = (api, "spread" if args.spread else "", "" if args.step_ms else "unpaced")
     save(
         "-".join(["streaming", *filter(None, ways)]),
@@ -74,8 +96,14 @@ def main() -> None:
             "streams": args.streams,
             "tokens_per_stream": args.tokens,
             "step_ms": args.step_ms,
-            "api": {"": "completions", "chat": "chat completions", "tools": "chat completions with tools"}[api],
-            "pinning": "front end alone on one core" if args.spread else "front end and engine on one core",
+            "api": {
+                "": "completions",
+                "chat": "chat completions",
+                "tools": "chat completions with tools",
+            }[api],
+            "pinning": "front end alone on one core"
+            if args.spread
+            else "front end and engine on one core",
             **summaries([turn[0] for turn in turns]),
             **({"beside": summaries([turn[1] for turn in turns])} if args.beside else {}),
         },
@@ -89,7 +117,9 @@ def summaries(rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Reader:
-    """One connection. `tail` keeps the end of the last piece, so that a mark that was cut is counted once."""
+    """One connection. `tail` keeps the end of the last piece, so that a mark that was cut is
+    counted once.
+    """
 
     socket: socket.socket
     tail: bytes = b""
@@ -141,7 +171,12 @@ def one_round(server: Server, streams: int, tokens: int, api: str) -> dict[str, 
 
 
 def _ask(port: int, tokens: int, api: str, number: int) -> socket.socket:
-    body: dict[str, Any] = {"stream": True, "max_tokens": tokens, "ignore_eos": True, "seed": number}
+    body: dict[str, Any] = {
+        "stream": True,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "seed": number,
+    }
     if api:
         body["messages"] = [{"role": "user", "content": f"Tell story number {number}."}]
         if api == "tools":

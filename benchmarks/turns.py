@@ -1,12 +1,14 @@
-"""A change beside what it changed: two checkouts measured in turns on one machine, so that their ratios hold.
+"""A change beside what it changed: two checkouts measured in turns on one machine, so that their
+ratios hold.
 
     git worktree add ../before COMMIT && (cd ../before && python setup.py build_ext --inplace)
     python -m benchmarks.turns ../before                 # this checkout is "after"
     python -m benchmarks.turns ../before --what model step
 
-model: offline decode and prefill of a Qwen3-MoE with random weights, both engines loaded at once; all tokens must be
-the same. step, vote, streaming, kills: the scripts of those names, with the figures below. Ratios are after / before
-of neighbouring runs, the median over the rounds: above 1 is better for rates, below 1 for times.
+model: offline decode and prefill of a Qwen3-MoE with random weights, both engines loaded at once;
+all tokens must be the same. step, vote, streaming, kills: the scripts of those names, with the
+figures below. Ratios are after / before of neighbouring runs, the median over the rounds: above 1
+is better for rates, below 1 for times.
 """
 
 from __future__ import annotations
@@ -75,8 +77,15 @@ def main() -> None:
         args.error(f"BEFORE is a checkout of moeserve, not {asked.before}")
     end_as_asked()
     checkouts = {"before": asked.before.resolve(), "after": ROOT}
-    compared = {what: compare_models if what == "model" else partial(compare_scripts, what) for what in asked.what}
-    save("turns", asked, {what: compare(checkouts, asked.rounds) for what, compare in compared.items()})
+    compared = {
+        what: compare_models if what == "model" else partial(compare_scripts, what)
+        for what in asked.what
+    }
+    save(
+        "turns",
+        asked,
+        {what: compare(checkouts, asked.rounds) for what, compare in compared.items()},
+    )
 
 
 def compare_scripts(what: str, checkouts: Mapping[str, Path], rounds: int) -> dict[str, Any]:
@@ -87,7 +96,9 @@ def compare_scripts(what: str, checkouts: Mapping[str, Path], rounds: int) -> di
     def measure(name: str, number: int) -> Figures:
         cwd = checkouts[name]
         env = os.environ | {"PYTHONPATH": str(cwd)}
-        done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=True
+        )
         return figures(json.loads(done.stdout))
 
     return in_turns(measure, rounds)
@@ -102,7 +113,8 @@ def compare_models(checkouts: Mapping[str, Path], rounds: int) -> dict[str, Any]
         (folder / "config.json").write_text(json.dumps(MODEL))
         engines = {}
         for name, checkout in checkouts.items():
-            log, path = folder / f"{name}.log", str(checkout)
+            log = folder / f"{name}.log"
+            path = str(checkout)
             start = started("moeserve-dummy", sys.executable, folder, threads, log, PYTHONPATH=path)
             engines[name], _ = stack.enter_context(start)
 
@@ -118,18 +130,29 @@ def compare_models(checkouts: Mapping[str, Path], rounds: int) -> dict[str, Any]
     return compared | {"same_tokens": tokens["before"] == tokens["after"]}
 
 
-def in_turns(measure: Callable[[str, int], Figures], rounds: int, warm_up: bool = False) -> dict[str, Any]:
-    """Measures before and after `rounds` times, each of them first in every second round. measure: gets the name of
-    the checkout and the number of the round, below 0 in the warm-up, whose figures do not count."""
+def in_turns(
+    measure: Callable[[str, int], Figures], rounds: int, warm_up: bool = False
+) -> dict[str, Any]:
+    """Measures before and after `rounds` times, each of them first in every second round. measure:
+    gets the name of the checkout and the number of the round, below 0 in the warm-up, whose figures
+    do not count."""
     samples: dict[str, list[Figures]] = {"before": [], "after": []}
     for number in range(-warm_up, rounds):
         for name in sorted(samples, reverse=number % 2 == 0):
             found = measure(name, number)
-            print(name, {case: round(figure, 3) for case, figure in found.items()}, file=sys.stderr, flush=True)
+            print(
+                name,
+                {case: round(figure, 3) for case, figure in found.items()},
+                file=sys.stderr,
+                flush=True,
+            )
             if number >= 0:
                 samples[name].append(found)
     pairs = list(zip(samples["before"], samples["after"], strict=True))
-    ratios = {case: round(median(after[case] / before[case] for before, after in pairs), 3) for case in pairs[0][0]}
+    ratios = {
+        case: round(median(after[case] / before[case] for before, after in pairs), 3)
+        for case in pairs[0][0]
+    }
     return {"after_over_before": ratios, "samples": samples}
 
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.valid_json [--speculate SPEC]
 
-Targets: 0 of 2,000, over the 200 schemas of tests/text/schemas.py (recursive, enums of 500, patterns, unions, $ref,
-unicode), ten requests each at temperatures from 0 to 1.5, by the demo model. An answer that max_tokens cuts is no
-invalid one; such are counted apart. Every answer is also asked for alone, a few of them, to see that a batch changes
-nothing. With --speculate, answers are compared with those without.
+Targets: 0 of 2,000, over the 200 schemas of tests/text/schemas.py (recursive, enums of 500,
+patterns, unions, $ref, unicode), ten requests each at temperatures from 0 to 1.5, by the demo
+model. An answer that max_tokens cuts is no invalid one; such are counted apart. Every answer is
+also asked for alone, a few of them, to see that a batch changes nothing. With --speculate, answers
+are compared with those without.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def main() -> None:
     args.add_argument("--speculate", default="", help="as for `moeserve serve`")
     asked = args.parse_args()
     requests = [
-        (schema, request(schema, n, asked.max_tokens)) for schema in generated() for n in range(asked.per_schema)
+        (schema, request(schema, n, asked.max_tokens))
+        for schema in generated()
+        for n in range(asked.per_schema)
     ]
     settings = {"speculate": asked.speculate} if asked.speculate else {}
     texts, results = measure(requests, settings)
@@ -44,21 +47,33 @@ def main() -> None:
 
 def request(schema: dict[str, Any], n: int, max_tokens: int) -> tuple[str, SamplingParams]:
     rng = random.Random(f"{json.dumps(schema)} {n}")
-    whitespace: dict[str, Any] = {"disable_any_whitespace": True} if n % 5 else {"whitespace_pattern": " ?"}
+    whitespace: dict[str, Any] = (
+        {"disable_any_whitespace": True} if n % 5 else {"whitespace_pattern": " ?"}
+    )
     constraint = StructuredOutputsParams(json=schema, **whitespace)
-    extra: dict[str, Any] = {"top_p": 0.9} if n % 3 == 0 else {"repetition_penalty": 1.1} if n % 3 == 1 else {}
+    extra: dict[str, Any] = (
+        {"top_p": 0.9} if n % 3 == 0 else {"repetition_penalty": 1.1} if n % 3 == 1 else {}
+    )
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=rng.choice(TEMPERATURES), seed=n, structured_outputs=constraint, **extra
+        max_tokens=max_tokens,
+        temperature=rng.choice(TEMPERATURES),
+        seed=n,
+        structured_outputs=constraint,
+        **extra,
     )
     return rng.choice(PROMPTS), params
 
 
-def measure(requests: list[tuple[Any, tuple[str, SamplingParams]]], settings: dict[str, Any]) -> Any:
+def measure(
+    requests: list[tuple[Any, tuple[str, SamplingParams]]], settings: dict[str, Any]
+) -> Any:
     """Returns the answers and what became of them."""
     prompts, params = zip(*(asked for _, asked in requests), strict=True)
     with LLM("demo", max_model_len=512, **settings) as llm:
         began = perf_counter()
-        answers = [out.outputs[0] for out in llm.generate(list(prompts), list(params), use_tqdm=False)]
+        answers = [
+            out.outputs[0] for out in llm.generate(list(prompts), list(params), use_tqdm=False)
+        ]
         seconds = perf_counter() - began
         few = range(0, len(requests), 97)
         alone = [llm.generate(prompts[i], params[i], use_tqdm=False)[0].outputs[0] for i in few]

@@ -1,10 +1,11 @@
-"""Latency of the step vote: N processes that do nothing but vote, on one host, over the real DP coordinator.
+"""Latency of the step vote: N processes that do nothing but vote, on one host, over the real DP
+coordinator.
 
     python -m benchmarks.vote [--tcp]
 
---tcp: as between machines, encrypted.
-Target: median <= 120 us with 4 processes on two cores. "vote" is the time that an engine waits when all vote at once
-(the slowest engine's median counts), "wake" the time from a vote of one engine to the decision when all others sleep.
+--tcp: as between machines, encrypted. Target: median <= 120 us with 4 processes on two cores.
+"vote" is the time that an engine waits when all vote at once (the slowest engine's median counts),
+"wake" the time from a vote of one engine to the decision when all others sleep.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ def main() -> None:
         print(json.dumps(run(asked.loop, members, asked.votes)))
         return
     results = [measure(count, asked) for count in asked.engines]
-    save("vote", asked, {"cores": len(os.sched_getaffinity(0)), "loop": asked.loop, "results": results})
+    save(
+        "vote",
+        asked,
+        {"cores": len(os.sched_getaffinity(0)), "loop": asked.loop, "results": results},
+    )
 
 
 def measure(num_engines: int, asked: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +65,14 @@ def measure(num_engines: int, asked: argparse.Namespace) -> dict[str, Any]:
                 "token": "benchmark",
                 "vote": vote,
             }
-            words = ["--member", json.dumps(member), "--votes", str(asked.votes), "--loop", asked.loop]
+            words = [
+                "--member",
+                json.dumps(member),
+                "--votes",
+                str(asked.votes),
+                "--loop",
+                asked.loop,
+            ]
             command = [sys.executable, "-m", "benchmarks.vote", *words]
             started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
         told = [json.loads(process.communicate(timeout=300)[0]) for process in started]
@@ -92,7 +104,9 @@ async def vote(members: Members, votes: int) -> dict[str, Any]:
     return {f"{name}_us": percentiles(times[len(times) // 10 :]) for name, times in spent.items()}
 
 
-async def sleep_and_wake(coordinator: DPCoordinator, members: Members, wakes: list[int], step: int) -> None:
+async def sleep_and_wake(
+    coordinator: DPCoordinator, members: Members, wakes: list[int], step: int
+) -> None:
     """All park; then the last engine wakes the others, again and again."""
     wakes_others = members.rank == members.size - 1
     for turn in range(300):

@@ -1,4 +1,5 @@
-"""Two engines share the experts of one model; a lopsided load makes one of them slow, until experts move.
+"""Two engines share the experts of one model; a lopsided load makes one of them slow, until experts
+move.
 
 python examples/expert_parallel.py
 """
@@ -24,7 +25,9 @@ async def ask(engine: AsyncEngine, prompts: list[str]) -> list[tuple[int, ...]]:
 
 
 def share_of_ranks(engine: AsyncEngine, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows per expert since the start [layers, experts], and each rank's share of those since `before`, per layer."""
+    """Rows per expert since the start [layers, experts], and each rank's share of those since
+    `before`, per layer.
+    """
     view = engine.fleet.view.experts
     assert view is not None
     loads = np.frombuffer(view.counts, "<i8").reshape(view.num_layers, -1)
@@ -40,7 +43,9 @@ def share_of_ranks(engine: AsyncEngine, before: np.ndarray) -> tuple[np.ndarray,
 
 
 async def main() -> None:
-    async with AsyncEngine("demo", dp=2, redundant_experts=4, rebalance="off", enable_prefix_caching=False) as engine:
+    async with AsyncEngine(
+        "demo", dp=2, redundant_experts=4, rebalance="off", enable_prefix_caching=False
+    ) as engine:
         first = await ask(engine, LOPSIDED)
         await asyncio.sleep(1.5)  # engines report their load once a second
         loads, before = share_of_ranks(engine, np.zeros(1, np.int64))
@@ -50,9 +55,13 @@ async def main() -> None:
         second = await ask(engine, LOPSIDED)
         await asyncio.sleep(1.5)
         _, after = share_of_ranks(engine, loads)
-    print(f"experts moved: {decision.moved_bytes / 1e6:.1f} MB in {decision.took_s:.2f} s; share of the busier rank:")
+    print(
+        f"experts moved: {decision.moved_bytes / 1e6:.1f} MB in {decision.took_s:.2f} s; share of the busier rank:"
+    )
     for layer, (a, b) in enumerate(zip(before.max(1), after.max(1), strict=True)):
-        print(f"  layer {layer}: {a:4.0%} {'#' * round(40 * a):<40}  then {b:4.0%} {'#' * round(40 * b)}")
+        print(
+            f"  layer {layer}: {a:4.0%} {'#' * round(40 * a):<40}  then {b:4.0%} {'#' * round(40 * b)}"
+        )
     assert after.max(1).mean() < before.max(1).mean()
     assert first == second
     print(f"{sum(map(len, first))} tokens, the same before and after")

@@ -1,4 +1,5 @@
-"""A request's tokens depend on nothing but itself: alone, in a crowd, cached, they are the same, logprobs to the bit.
+"""A request's tokens depend on nothing but itself: alone, in a crowd, cached, they are the same,
+logprobs to the bit.
 
 python examples/same_tokens.py
 """
@@ -15,7 +16,9 @@ def main() -> None:
         among = llm.generate([*crowd, prompt], params)[-1].outputs[0]
     assert among.token_ids == alone.token_ids
     assert among.cumulative_logprob == alone.cumulative_logprob
-    print(f"{len(alone.token_ids)} tokens, the same alone and among {len(crowd)} others:\n{prompt}{alone.text}")
+    print(
+        f"{len(alone.token_ids)} tokens, the same alone and among {len(crowd)} others:\n{prompt}{alone.text}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Five tokens at temperature 1, guessed by a small model and verified by equality: the tables of docs/speculation.md.
+"""Five tokens at temperature 1, guessed by a small model and verified by equality: the tables of
+docs/speculation.md.
 
-A target and a drafter of six words, whose logits depend on the last word alone, and the noise that moeserve samples
-with. Everything that speculation does is in `speculate`.
+A target and a drafter of six words, whose logits depend on the last word alone, and the noise that
+moeserve samples with. Everything that speculation does is in `speculate`.
 
 python examples/speculation_by_hand.py
 """
@@ -23,7 +24,9 @@ TARGET: dict[str, tuple[float, ...]] = {  # logits of the next word
     "hid": (0.5, -0.9, -1.0, -1.4, -2.0, 2.6),
     ".": (2.7, 0.9, 0.8, -1.0, -1.2, -2.0),
 }
-DRAFTER: dict[str, tuple[float, ...]] = {  # of a smaller model, which has learned the same less well
+DRAFTER: dict[
+    str, tuple[float, ...]
+] = {  # of a smaller model, which has learned the same less well
     "the": (-0.5, 2.0, 2.3, 0.5, 0.4, -1.0),
     "fox": (0.0, -1.0, -1.0, 1.6, 1.8, 0.9),
     "owl": (0.0, -1.0, -1.0, 1.9, 1.7, 0.9),
@@ -31,7 +34,11 @@ DRAFTER: dict[str, tuple[float, ...]] = {  # of a smaller model, which has learn
     "hid": (0.9, -0.5, -0.5, -1.0, -1.0, 2.0),
     ".": (2.2, 1.1, 1.0, -0.5, -0.5, -1.0),
 }
-SEED, FIRST, LAST, NUM_DRAFTS = 6, 10, "the", 3  # position 9 has the last known word, "the"
+# position 9 has the last known word, "the"
+SEED = 6
+FIRST = 10
+LAST = "the"
+NUM_DRAFTS = 3
 
 
 def noise(position: int, seed: int = SEED) -> list[float]:
@@ -60,19 +67,33 @@ def speculate(count: int) -> tuple[list[str], list[str]]:
     """Returns the next words, and the lines of a table that shows how they came about."""
     words: list[str] = []
     lines: list[str] = []
-    last, step = LAST, 0
+    last = LAST
+    step = 0
     while len(words) < count:
         step += 1
         start = FIRST + len(words)
         drafts: list[str] = []
-        for i in range(min(NUM_DRAFTS, count - len(words) - 1)):  # the drafter goes over its own guesses
+        for i in range(
+            min(NUM_DRAFTS, count - len(words) - 1)
+        ):  # the drafter goes over its own guesses
             behind = drafts[-1] if drafts else last
             drafts.append(choose(DRAFTER[behind], start + i))
             lines.append(line(step, "drafter", behind, DRAFTER, start + i, f"draft {drafts[-1]}"))
         right = True
-        for i, behind in enumerate([last, *drafts]):  # one forward pass of the target computes all of these
+        for i, behind in enumerate(
+            [last, *drafts]
+        ):  # one forward pass of the target computes all of these
             word = choose(TARGET[behind], start + i)
-            lines.append(line(step, "target", behind, TARGET, start + i, verdict(word, drafts[i : i + 1], right)))
+            lines.append(
+                line(
+                    step,
+                    "target",
+                    behind,
+                    TARGET,
+                    start + i,
+                    verdict(word, drafts[i : i + 1], right),
+                )
+            )
             if right:
                 words.append(word)
                 right = drafts[i : i + 1] == [word]
@@ -89,19 +110,34 @@ def verdict(word: str, draft: list[str], right: bool) -> str:
     return f"**{word}**, kept: draft {draft[0]} is {'right' if draft[0] == word else 'wrong'}"
 
 
-def line(step: int, who: str, behind: str, model: dict[str, tuple[float, ...]], position: int, outcome: str) -> str:
+def line(
+    step: int,
+    who: str,
+    behind: str,
+    model: dict[str, tuple[float, ...]],
+    position: int,
+    outcome: str,
+) -> str:
     """Returns a line of the table: logit + noise = sum for each word."""
-    cells = [f"{x:.1f} {g:+.2f} = {x + g:.2f}" for x, g in zip(model[behind], noise(position), strict=True)]
+    cells = [
+        f"{x:.1f} {g:+.2f} = {x + g:.2f}"
+        for x, g in zip(model[behind], noise(position), strict=True)
+    ]
     best = cells[WORDS.index(choose(model[behind], position))]
     shown = [f"**{cell}**" if cell is best else cell for cell in cells]
     return f"| {step} | {who} | {position} | {behind} | {' | '.join(shown)} | {outcome} |"
 
 
 def agreement(behind: str) -> tuple[float, float, float]:
-    """Returns how often a draft behind a word is right: at least, with equal noise, and by rejection sampling."""
+    """Returns how often a draft behind a word is right: at least, with equal noise, and by
+    rejection sampling.
+    """
     p, q = (softmax(model[behind]) for model in (TARGET, DRAFTER))
     distance = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
-    same = sum(1 / sum(max(pj / pi, qj / qi) for pj, qj in zip(p, q, strict=True)) for pi, qi in zip(p, q, strict=True))
+    same = sum(
+        1 / sum(max(pj / pi, qj / qi) for pj, qj in zip(p, q, strict=True))
+        for pi, qi in zip(p, q, strict=True)
+    )
     return (1 - distance) / (1 + distance), same, 1 - distance
 
 
@@ -118,7 +154,9 @@ def main() -> None:
     print("\n".join(lines))
     print(f"\nWith drafts: {' '.join(words)}\nOne by one:  {' '.join(one_by_one(5))}")
     assert words == one_by_one(5)
-    print("\n| behind | at least (1 - TV) / (1 + TV) | equal noise | rejection sampling, 1 - TV |\n|---|---|---|---|")
+    print(
+        "\n| behind | at least (1 - TV) / (1 + TV) | equal noise | rejection sampling, 1 - TV |\n|---|---|---|---|"
+    )
     for behind in WORDS:
         print(f"| {behind} | " + " | ".join(f"{share:.3f}" for share in agreement(behind)) + " |")
 

@@ -8,9 +8,12 @@ from moeserve import AsyncEngine, SamplingParams
 
 async def tell(engine: AsyncEngine, hero: str) -> tuple[str, int]:
     """Streams one story; returns its text and the number of tokens."""
-    text, tokens = "", 0
+    text = ""
+    tokens = 0
     messages = [{"role": "user", "content": f"Tell me a short story about a {hero}."}]
-    async for piece in engine.chat(messages, SamplingParams(temperature=0.7, seed=1, max_tokens=120)):
+    async for piece in engine.chat(
+        messages, SamplingParams(temperature=0.7, seed=1, max_tokens=120)
+    ):
         text += piece.outputs[0].text
         tokens += len(piece.outputs[0].token_ids)
     return text, tokens
@@ -23,7 +26,9 @@ async def main() -> None:
         stories = await asyncio.gather(*(tell(engine, hero) for hero in heroes))
         seconds = time.perf_counter() - began
     tokens = sum(count for _, count in stories)
-    print(f"{len(stories)} stories, {tokens} tokens, {tokens / seconds:.0f} tokens per second; the first one:")
+    print(
+        f"{len(stories)} stories, {tokens} tokens, {tokens / seconds:.0f} tokens per second; the first one:"
+    )
     print(stories[0][0])
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from moeserve.ops.rules import Activation
 
-# A kernel's constant: kind, alpha, limits of gate, of act(gate) and of up's magnitude, and what is added to up.
+# A kernel's constant: kind, alpha, limits of gate, of act(gate) and of up's magnitude, and what is
+# added to up.
 Act = tuple[str, float, float, float, float, float]
 SWIGLU_ACT: Act = ("swiglu", 1.0, math.inf, math.inf, math.inf, 0.0)
 UP_FIRST_ACT: Act = ("up first", *SWIGLU_ACT[1:])  # the same where up lies in the place of gate
@@ -25,12 +26,16 @@ ACT_BLOCK = 1024  # outputs of one program
 def act_of(activation: "Activation") -> Act:
     """Returns an activation as kernels take it."""
     a = activation
-    return SWIGLU_ACT if a.plain else (a.kind, a.alpha, a.gate_limit, a.act_limit, a.limit, a.up_shift)
+    return (
+        SWIGLU_ACT if a.plain else (a.kind, a.alpha, a.gate_limit, a.act_limit, a.limit, a.up_shift)
+    )
 
 
 @triton.jit
 def gated(gate, up, ACT: tl.constexpr):
-    """act(gate) * up, in fp32. GELU's 0.5 (1 + tanh(u)) is sigmoid(2u), for u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """act(gate) * up, in fp32. GELU's 0.5 (1 + tanh(u)) is sigmoid(2u), for u = sqrt(2 / pi) (x +
+    0.044715 x^3).
+    """
     if ACT[0] == "swiglu":
         return gate * tl.sigmoid(gate) * up
     if ACT[0] == "up first":
@@ -56,8 +61,14 @@ def act_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, ACT: tl.constexpr, B
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + columns, gated(gate, up, ACT).to(out_ptr.dtype.element_ty), mask=inside)
+    up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    tl.store(
+        out_ptr + row * width + columns,
+        gated(gate, up, ACT).to(out_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def act_mul(gate_up_MI: Tensor, activation: "Activation") -> Tensor:
@@ -65,10 +76,14 @@ def act_mul(gate_up_MI: Tensor, activation: "Activation") -> Tensor:
 
     [[1, 2]], SwiGLU -> [[1 / (1 + e^-1) * 2]] = [[1.4621]]
     """
-    rows, width, act = gate_up_MI.shape[0], gate_up_MI.shape[1] // 2, act_of(activation)
+    rows = gate_up_MI.shape[0]
+    width = gate_up_MI.shape[1] // 2
+    act = act_of(activation)
     assert gate_up_MI.stride(1) == 1, gate_up_MI.stride()
     out = gate_up_MI.new_empty((rows, width))
     if rows:
         grid = (rows, triton.cdiv(width, ACT_BLOCK))
-        act_mul_kernel[grid](gate_up_MI, out, gate_up_MI.stride(0), width, ACT=act, BLOCK=ACT_BLOCK, num_warps=4)
+        act_mul_kernel[grid](
+            gate_up_MI, out, gate_up_MI.stride(0), width, ACT=act, BLOCK=ACT_BLOCK, num_warps=4
+        )
     return out

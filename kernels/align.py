@@ -1,7 +1,9 @@
-"""Alignment of the router's choices for a grouped product: pairs sorted by expert, cut into tiles of rows. And the
-owner's sum: what the experts made of a token's row, weighted and added in the order of the token's choices.
+"""Alignment of the router's choices for a grouped product: pairs sorted by expert, cut into tiles
+of rows. And the owner's sum: what the experts made of a token's row, weighted and added in the
+order of the token's choices.
 
-T tokens, K experts per token, N = T * K (token, k) pairs, e local experts, C chunks of pairs, Z tiles, D width.
+T tokens, K experts per token, N = T * K (token, k) pairs, e local experts, C chunks of pairs, Z
+tiles, D width.
 """
 
 from dataclasses import dataclass
@@ -20,12 +22,13 @@ COLUMNS = 32  # experts that one program adds up over the chunks
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Pairs sorted by expert, in tiles of rows. All tensors are int32 on the device, so no host waits for them.
+    """Pairs sorted by expert, in tiles of rows. All tensors are int32 on the device, so no host
+    waits for them.
 
-    order_N: the pair t * K + k of each sorted row; stable, undefined from the last end on. None: rows came sorted.
-    counts_e, ends_e: how many rows each expert has, and where they end. expert_Z, row_Z: the expert and the first row
-    of each tile of block_m rows, in the order of rows; expert -1 marks tiles that the bound on their number left over.
-    room: as `align_groups` was told.
+    order_N: the pair t * K + k of each sorted row; stable, undefined from the last end on. None:
+    rows came sorted. counts_e, ends_e: how many rows each expert has, and where they end. expert_Z,
+    row_Z: the expert and the first row of each tile of block_m rows, in the order of rows; expert
+    -1 marks tiles that the bound on their number left over. room: as `align_groups` was told.
     """
 
     block_m: int
@@ -42,8 +45,9 @@ def _describe(
     expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr,
     ROOM: tl.constexpr = 0,
 ):  # fmt: skip
-    """Writes the tables of one expert; for the expert after the last, marks the tiles that are left over. An expert's
-    rows follow those of the experts before, or, if there is ROOM, that many rows for each of them."""
+    """Writes the tables of one expert; for the expert after the last, marks the tiles that are left
+    over. An expert's rows follow those of the experts before, or, if there is ROOM, that many rows
+    for each of them."""
     experts = tl.arange(0, EXPERTS)
     tiles = tl.cdiv(counts, block_m)
     first = tl.sum(tl.where(experts < expert, tiles, 0), 0)
@@ -52,8 +56,14 @@ def _describe(
     end = tl.where(expert < num_experts, first + tl.cdiv(count, block_m), num_tiles)
     mark = tl.where(expert < num_experts, expert, -1)
     for tile in range(first, end, EXPERTS):
-        tl.store(expert_ptr + tile + experts, mark + tl.zeros_like(experts), mask=tile + experts < end)
-        tl.store(row_ptr + tile + experts, start + (tile - first + experts) * block_m, mask=tile + experts < end)
+        tl.store(
+            expert_ptr + tile + experts, mark + tl.zeros_like(experts), mask=tile + experts < end
+        )
+        tl.store(
+            row_ptr + tile + experts,
+            start + (tile - first + experts) * block_m,
+            mask=tile + experts < end,
+        )
     if expert < num_experts:
         tl.store(counts_ptr + expert, count)
         tl.store(ends_ptr + expert, start + count)
@@ -65,14 +75,25 @@ def few_kernel(
     ids_ptr, order_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_pairs, num_experts, num_tiles, block_m,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: an expert, for which it reads all ids; the program after the last marks what is left over."""
+    """One program: an expert, for which it reads all ids; the program after the last marks what is
+    left over.
+    """
     expert = tl.program_id(0)
     pairs = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
     ids = tl.where(ids < num_experts, ids, -1)
     counts = tl.histogram(ids, EXPERTS, mask=ids >= 0)
     start = _describe(
-        expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS=EXPERTS
+        expert,
+        counts,
+        counts_ptr,
+        ends_ptr,
+        expert_ptr,
+        row_ptr,
+        num_experts,
+        num_tiles,
+        block_m,
+        EXPERTS=EXPERTS,
     )
     mine = ids == expert
     tl.store(order_ptr + start + tl.cumsum(mine.to(tl.int32), 0) - 1, pairs, mask=mine)
@@ -88,7 +109,9 @@ def _chunk(ids_ptr, chunk, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS:
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def count_kernel(ids_ptr, counts_ptr, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
+def count_kernel(
+    ids_ptr, counts_ptr, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr
+):
     """One program: how many pairs of a chunk go to each expert."""
     chunk = tl.program_id(0)
     _, counts = _chunk(ids_ptr, chunk, num_pairs, num_experts, CHUNK, EXPERTS)
@@ -97,14 +120,20 @@ def count_kernel(ids_ptr, counts_ptr, num_pairs, num_experts, CHUNK: tl.constexp
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def scan_kernel(counts_ptr, totals_ptr, num_chunks, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr):
-    """One program: for some experts, turns the counts of chunks into the counts of all chunks before."""
+    """One program: for some experts, turns the counts of chunks into the counts of all chunks
+    before.
+    """
     experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, num_chunks, 64):
         chunks = start + tl.arange(0, 64)
         places = counts_ptr + chunks[:, None] * EXPERTS + experts[None, :]
         counts = tl.load(places, mask=chunks[:, None] < num_chunks, other=0)
-        tl.store(places, total[None, :] + tl.cumsum(counts, 0) - counts, mask=chunks[:, None] < num_chunks)
+        tl.store(
+            places,
+            total[None, :] + tl.cumsum(counts, 0) - counts,
+            mask=chunks[:, None] < num_chunks,
+        )
         total += tl.sum(counts, 0)
     tl.store(totals_ptr + experts, total)
 
@@ -114,7 +143,9 @@ def place_kernel(
     ids_ptr, before_ptr, totals_ptr, order_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_pairs, num_chunks,
     num_experts, num_tiles, block_m, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: sorts a chunk's pairs and puts them where they belong; or, after the chunks, describes an expert."""
+    """One program: sorts a chunk's pairs and puts them where they belong; or, after the chunks,
+    describes an expert.
+    """
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(totals_ptr + experts)
@@ -130,7 +161,18 @@ def place_kernel(
         tl.store(order_ptr + rows, program * CHUNK + keys % CHUNK, mask=valid)
     else:
         expert = program - num_chunks
-        _describe(expert, totals, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS)
+        _describe(
+            expert,
+            totals,
+            counts_ptr,
+            ends_ptr,
+            expert_ptr,
+            row_ptr,
+            num_experts,
+            num_tiles,
+            block_m,
+            EXPERTS,
+        )
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -138,53 +180,91 @@ def groups_kernel(
     given_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
-    """One program: an expert, or, after the last, what is left over; rows are sorted, and their ends given, or their
-    counts if there is ROOM for each expert's."""
-    experts, expert = tl.arange(0, EXPERTS), tl.program_id(0)
+    """One program: an expert, or, after the last, what is left over; rows are sorted, and their
+    ends given, or their counts if there is ROOM for each expert's."""
+    experts = tl.arange(0, EXPERTS)
+    expert = tl.program_id(0)
     counts = tl.load(given_ptr + experts, mask=experts < num_experts, other=0)
     if not ROOM:
-        counts -= tl.load(given_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
-    _describe(expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS, ROOM)
+        counts -= tl.load(
+            given_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0
+        )
+    _describe(
+        expert,
+        counts,
+        counts_ptr,
+        ends_ptr,
+        expert_ptr,
+        row_ptr,
+        num_experts,
+        num_tiles,
+        block_m,
+        EXPERTS,
+        ROOM,
+    )
 
 
 def tile_bound(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Returns the most tiles that so many rows can make. 5 rows, 3 experts, tiles of 4 -> 3, as for counts [3, 1, 1]"""
+    """Returns the most tiles that so many rows can make. 5 rows, 3 experts, tiles of 4 -> 3, as for
+    counts [3, 1, 1]
+    """
     return min(num_rows, (num_rows + min(num_rows, num_experts) * (block_m - 1)) // block_m)
 
 
 def _empty(
-    order_N: Tensor | None, like: Tensor, num_rows: int, num_experts: int, block_m: int, room: int = 0
+    order_N: Tensor | None,
+    like: Tensor,
+    num_rows: int,
+    num_experts: int,
+    block_m: int,
+    room: int = 0,
 ) -> Alignment:
     num_tiles = tile_bound(num_rows, num_experts, block_m)
-    # Each has memory of its own, not a part of one: a kernel is compiled anew where alignment differs.
+    # Each has memory of its own, not a part of one: a kernel is compiled anew where alignment
+    # differs.
     sizes = (num_experts, num_experts, num_tiles, num_tiles)
     counts_e, ends_e, expert_Z, row_Z = (like.new_empty(size) for size in sizes)
     return Alignment(block_m, order_N, counts_e, ends_e, expert_Z, row_Z, room)
 
 
 def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """Sorts the pairs by expert and cuts each expert's rows into tiles. Ids outside 0..num_experts-1 go nowhere.
+    """Sorts the pairs by expert and cuts each expert's rows into tiles. Ids outside
+    0..num_experts-1 go nowhere.
 
-    One launch for up to 4,096 pairs, else three.
-    ids [[1], [0], [-1], [1]], 2 experts, tiles of 1 -> order [1, 0, 3], counts [1, 2], ends [1, 3], tiles: experts
-    [0, 1, 1, -1], first rows [0, 1, 2]
+    One launch for up to 4,096 pairs, else three. ids [[1], [0], [-1], [1]], 2 experts, tiles of 1
+    -> order [1, 0, 3], counts [1, 2], ends [1, 3], tiles: experts [0, 1, 1, -1], first rows [0, 1,
+    2]
     """
     assert ids_TK.dtype == torch.int32, ids_TK.dtype
     assert ids_TK.is_contiguous(), ids_TK.stride()
-    pairs, experts = ids_TK.numel(), max(32, triton.next_power_of_2(num_experts))
+    pairs = ids_TK.numel()
+    experts = max(32, triton.next_power_of_2(num_experts))
     found = _empty(torch.empty_like(ids_TK).flatten(), ids_TK, pairs, num_experts, block_m)
     tables = (found.order_N, found.counts_e, found.ends_e, found.expert_Z, found.row_Z)
     num_tiles = len(found.expert_Z)
     if pairs <= FEW:
         room = max(64, triton.next_power_of_2(pairs))
         few_kernel[(num_experts + 1,)](
-            ids_TK, *tables, pairs, num_experts, num_tiles, block_m, PAIRS=room, EXPERTS=experts, num_warps=4
+            ids_TK,
+            *tables,
+            pairs,
+            num_experts,
+            num_tiles,
+            block_m,
+            PAIRS=room,
+            EXPERTS=experts,
+            num_warps=4,
         )
         return found
     chunks = triton.cdiv(pairs, CHUNK)
-    before_Ce, totals_e = ids_TK.new_empty((chunks, experts)), ids_TK.new_empty(experts)
-    count_kernel[(chunks,)](ids_TK, before_Ce, pairs, num_experts, CHUNK=CHUNK, EXPERTS=experts, num_warps=4)
-    scan_kernel[(experts // COLUMNS,)](before_Ce, totals_e, chunks, COLUMNS=COLUMNS, EXPERTS=experts, num_warps=4)
+    before_Ce = ids_TK.new_empty((chunks, experts))
+    totals_e = ids_TK.new_empty(experts)
+    count_kernel[(chunks,)](
+        ids_TK, before_Ce, pairs, num_experts, CHUNK=CHUNK, EXPERTS=experts, num_warps=4
+    )
+    scan_kernel[(experts // COLUMNS,)](
+        before_Ce, totals_e, chunks, COLUMNS=COLUMNS, EXPERTS=experts, num_warps=4
+    )
     place_kernel[(chunks + num_experts + 1,)](
         ids_TK, before_Ce, totals_e, *tables, pairs, chunks, num_experts, num_tiles, block_m,
         CHUNK=CHUNK, EXPERTS=experts, num_warps=4,
@@ -193,11 +273,13 @@ def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
 
 
 def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> Alignment:
-    """Aligns rows that are sorted already, with their ends on the device. num_rows: an upper bound of the rows. room:
-    rows from the begin of one expert's to the next one's, each with an end of its own; 0: they follow each other.
+    """Aligns rows that are sorted already, with their ends on the device. num_rows: an upper bound
+    of the rows. room: rows from the begin of one expert's to the next one's, each with an end of
+    its own; 0: they follow each other.
 
     ends [1, 3], 4 rows, tiles of 2 -> counts [1, 2], tiles: experts [0, 1, -1], first rows [0, 1]
-    ends [1, 3], 4 rows, tiles of 2, room 8 -> ends [1, 11], tiles: experts [0, 1, 1], first rows [0, 8, 10]
+    ends [1, 3], 4 rows, tiles of 2, room 8 -> ends [1, 11], tiles: experts [0, 1, 1], first rows
+    [0, 8, 10]
     """
     assert ends_e.dtype == torch.int32, ends_e.dtype
     num_experts = len(ends_e)
@@ -210,29 +292,36 @@ def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> 
 
 
 def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
-    """Aligns all rows for a dense product, as one expert. The tables are parts of cached ones, so nothing runs.
+    """Aligns all rows for a dense product, as one expert. The tables are parts of cached ones, so
+    nothing runs.
 
     3 rows, tiles of 2 -> ends [3], tiles: experts [0, 0], first rows [0, 2]
     """
     most = max(MOST_ROWS, triton.next_power_of_2(num_rows))
-    end, tiles = _table(most + 1, 1, 4, device)[num_rows, :1], triton.cdiv(num_rows, block_m)
-    experts, first = (_table(triton.cdiv(most, block_m), step, 1, device)[:tiles, 0] for step in (0, block_m))
+    end = _table(most + 1, 1, 4, device)[num_rows, :1]
+    tiles = triton.cdiv(num_rows, block_m)
+    experts, first = (
+        _table(triton.cdiv(most, block_m), step, 1, device)[:tiles, 0] for step in (0, block_m)
+    )
     return Alignment(block_m, None, end, end, experts, first)
 
 
 @cache
 def _table(rows: int, step: int, columns: int, device: torch.device) -> Tensor:
-    """Row i is i * step, in each column. Four columns: all rows are aligned to 16 bytes, and a kernel is compiled anew
-    where alignment differs."""
+    """Row i is i * step, in each column. Four columns: all rows are aligned to 16 bytes, and a
+    kernel is compiled anew where alignment differs."""
     numbers = torch.arange(rows, dtype=torch.int32, device=device) * step
     return numbers[:, None].expand(-1, columns).contiguous()
 
 
 @triton.jit
-def combine_kernel(y_ptr, weights_ptr, ids_ptr, out_ptr, out_stride, width, K: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    y_ptr, weights_ptr, ids_ptr, out_ptr, out_stride, width, K: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program: BLOCK outputs of a token. Products and partial sums are each rounded to fp32.
 
-    Four outputs of a thread leave the compiler registers to load all K rows before it adds the first.
+    Four outputs of a thread leave the compiler registers to load all K rows before it adds the
+    first.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -244,15 +333,23 @@ def combine_kernel(y_ptr, weights_ptr, ids_ptr, out_ptr, out_stride, width, K: t
         y = tl.load(y_ptr + pair * width + columns, mask=readable, other=0.0).to(tl.float32)
         term = y * tl.where(is_there, tl.load(weights_ptr + pair), 0.0)
         total = term if k == 0 else total + term  # 0 + -0 would lose the sign
-    tl.store(out_ptr + token * out_stride + columns, total.to(out_ptr.dtype.element_ty), mask=columns < width)
+    tl.store(
+        out_ptr + token * out_stride + columns,
+        total.to(out_ptr.dtype.element_ty),
+        mask=columns < width,
+    )
 
 
-def combine(y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor, out_TD: Tensor | None = None) -> Tensor:
-    """The sum over k = 0..K-1, in this order, of weights[t, k] * y[t, k], in fp32; one rounding at the end.
+def combine(
+    y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor, out_TD: Tensor | None = None
+) -> Tensor:
+    """The sum over k = 0..K-1, in this order, of weights[t, k] * y[t, k], in fp32; one rounding at
+    the end.
 
-    Where an id is -1, y is not read, the weight may be anything, and zero is added. Multiplication and addition round
-    one after the other, never fused, as in the native sum of the CPU's ranks: the bits are the same.
-    y [[[1, 2], [3, 4]]], weights [[0.5, 2]], ids [[7, 0]] -> [[6.5, 9]]; ids [[7, -1]] -> [[0.5, 1]]
+    Where an id is -1, y is not read, the weight may be anything, and zero is added. Multiplication
+    and addition round one after the other, never fused, as in the native sum of the CPU's ranks:
+    the bits are the same. y [[[1, 2], [3, 4]]], weights [[0.5, 2]], ids [[7, 0]] -> [[6.5, 9]]; ids
+    [[7, -1]] -> [[0.5, 1]]
     """
     tokens, top_k, width = y_TKD.shape
     assert y_TKD.is_contiguous(), y_TKD.stride()

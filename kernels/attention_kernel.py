@@ -1,4 +1,5 @@
-"""The kernel of attention over a paged cache: what a program does with one work item of attention_plan.py.
+"""The kernel of attention over a paged cache: what a program does with one work item of
+attention_plan.py.
 
 N positions of a KV tile, M query rows of a program: h query heads of one KV head for some neighbouring tokens, so that
 keys and values are read once for all of them; together they are a group. KV tiles have a fixed size and are counted
@@ -10,7 +11,15 @@ import triton.language as tl
 
 from moeserve.kernels.attention_plan import EVERYTHING as ALL
 from moeserve.kernels.attention_plan import first_seen
-from moeserve.kernels.attention_sums import LOG2E, LOWEST, fold, normalised, padded, within, zero_padding
+from moeserve.kernels.attention_sums import (
+    LOG2E,
+    LOWEST,
+    fold,
+    normalised,
+    padded,
+    within,
+    zero_padding,
+)
 
 EVERYTHING = tl.constexpr(ALL)
 SCALE_BYTES = tl.constexpr(4)  # behind an int8 head in its entry: its fp32 scale
@@ -18,8 +27,8 @@ SCALE_BYTES = tl.constexpr(4)  # behind an int8 head in its entry: its fp32 scal
 
 @triton.constexpr_function
 def first_part(D, V_D, SHARED):
-    """The key elements of the first of two products: the values', if those are the keys' first; else a power of two, if
-    what is left is a product, too; else all.
+    """The key elements of the first of two products: the values', if those are the keys' first;
+    else a power of two, if what is left is a product, too; else all.
 
     192 -> 128; 80 -> 64; 24 -> 24; 576 whose first 512 are the values -> 512
     """
@@ -32,7 +41,11 @@ def _load_columns(at, WIDTH: tl.constexpr):
     """[N, WIDTH, padded] from the addresses `at` [N] on."""
     columns = tl.arange(0, padded(WIDTH))
     ptrs = at[:, None] + columns[None, :]
-    return tl.load(ptrs) if columns.shape[0] == WIDTH else tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0)
+    return (
+        tl.load(ptrs)
+        if columns.shape[0] == WIDTH
+        else tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0)
+    )
 
 
 @triton.jit
@@ -48,21 +61,26 @@ def _attend_split(
     KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sum over positions begin .. end-1 (multiples of BLOCK_N) that lie between low and high; no others are read.
-    seen [M]: the last that a row sees. sure: where positions begin that some row does not see."""
+    """The sum over positions begin .. end-1 (multiples of BLOCK_N) that lie between low and high;
+    no others are read. seen [M]: the last that a row sees. sure: where positions begin that some
+    row does not see."""
     FIRST: tl.constexpr = first_part(D, V_D, v_ptr is None)
     PAST: tl.constexpr = 0 if k_scales_ptr is None else SCALE_BYTES
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     values = tl.zeros((BLOCK_M, padded(V_D)), tl.float32)
-    for at in range(tl.maximum(begin, low // BLOCK_N * BLOCK_N), tl.minimum(end, high + 1), BLOCK_N):
+    for at in range(
+        tl.maximum(begin, low // BLOCK_N * BLOCK_N), tl.minimum(end, high + 1), BLOCK_N
+    ):
         positions = at + tl.arange(0, BLOCK_N)
         near = tl.minimum(tl.maximum(positions, low), high)  # what lies elsewhere may be NaN
         block = tl.load(table_ptr + near // BLOCK_SIZE).to(tl.int32)
         rows = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * KV_HEADS + kv_head
         k = _load_columns(k_ptr + rows * (D + PAST), FIRST).to(q.dtype)
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if q_rest is not None:  # first: of two products in a row, Triton has all warps of 64 rows repeat the first one
+        if (
+            q_rest is not None
+        ):  # first: of two products in a row, Triton has all warps of 64 rows repeat the first one
             k_rest = _load_columns(k_ptr + rows * (D + PAST) + FIRST, D - FIRST).to(q.dtype)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
@@ -97,8 +115,8 @@ def _attend_item(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """One work item of one group: its token rows' results, or the sums of one split. FLAT: splits that are not cut run
-    into each other, which is faster and rounds otherwise."""
+    """One work item of one group: its token rows' results, or the sums of one split. FLAT: splits
+    that are not cut run into each other, which is faster and rounds otherwise."""
     row = tl.load(items_ptr + item * 4).to(tl.int64)
     tile = tl.load(items_ptr + item * 4 + 1)
     split = tl.load(items_ptr + item * 4 + 2)
@@ -140,7 +158,9 @@ def _attend_item(
                 low, high, sure, part * SPLIT, part * SPLIT + SPLIT,
                 KV_HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            largest, weight, values = fold(largest, weight, values, next_largest, next_weight, next_values)
+            largest, weight, values = fold(
+                largest, weight, values, next_largest, next_weight, next_values
+            )
 
     columns = tl.arange(0, padded(V_D))
     wanted = within(valid, columns, V_D)
@@ -163,8 +183,8 @@ def attend_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the items of all groups: how many there are, only the device knows. HEADS: of one group. v_ptr
-    None: the values are the first V_D elements of the keys."""
+    """Programs share the items of all groups: how many there are, only the device knows. HEADS: of
+    one group. v_ptr None: the values are the first V_D elements of the keys."""
     zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, GROUPS * HEADS * V_D, 1024)
     for i in range(tl.program_id(0), tl.load(counts_ptr) * GROUPS, tl.num_programs(0)):
         _attend_item(

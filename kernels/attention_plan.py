@@ -1,8 +1,10 @@
-"""Cuts the queries of one step into work items of attention, on the device: nothing waits for it, graphs replay it.
+"""Cuts the queries of one step into work items of attention, on the device: nothing waits for it,
+graphs replay it.
 
-R rows (requests), T tokens. A tile is some neighbouring queries of one row. Splits are SPLIT absolute positions of a
-context. A tile that sees much is cut: one item per split, whose sums attention_sums.py adds in order. Any other tile is
-one item, which adds its splits in the same order itself. So what is cut never shows in the result.
+R rows (requests), T tokens. A tile is some neighbouring queries of one row. Splits are SPLIT
+absolute positions of a context. A tile that sees much is cut: one item per split, whose sums
+attention_sums.py adds in order. Any other tile is one item, which adds its splits in the same order
+itself. So what is cut never shows in the result.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ FIELDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Upper bounds of a step that the host knows. A graph's bounds hold for every step that replays it."""
+    """Upper bounds of a step that the host knows. A graph's bounds hold for every step that replays
+    it.
+    """
 
     rows: int
     tokens: int
@@ -33,8 +37,9 @@ class Bounds:
 class WorkList:
     """Items and merges of the rows that have `least` to `most` new tokens.
 
-    items: int32 (row, tile, split, slot), split and slot -1 where the tile is not cut. merges: int32 (row, tile, first
-    slot, number of splits) of each tile that is. counts: how many items and merges there are.
+    items: int32 (row, tile, split, slot), split and slot -1 where the tile is not cut. merges:
+    int32 (row, tile, first slot, number of splits) of each tile that is. counts: how many items and
+    merges there are.
     """
 
     items_I4: Tensor
@@ -49,10 +54,14 @@ def first_seen(position, window, chunk):
 
 
 @triton.jit
-def _cut(starts_ptr, offsets_ptr, row, inside, least, most, window, chunk, TILE, SPLIT, SPLIT_TILES):
+def _cut(
+    starts_ptr, offsets_ptr, row, inside, least, most, window, chunk, TILE, SPLIT, SPLIT_TILES
+):
     """(tiles, first split, splits) of each row; 1 split: not to be cut."""
     start = tl.load(starts_ptr + row, mask=inside, other=0)
-    new = tl.load(offsets_ptr + row + 1, mask=inside, other=0) - tl.load(offsets_ptr + row, mask=inside, other=0)
+    new = tl.load(offsets_ptr + row + 1, mask=inside, other=0) - tl.load(
+        offsets_ptr + row, mask=inside, other=0
+    )
     tiles = tl.where((new >= least) & (new <= most), (new + TILE - 1) // TILE, 0)
     begin = first_seen(start, window, chunk)
     first = begin // SPLIT
@@ -70,11 +79,23 @@ def plan_kernel(
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_R)
     tiles, first, splits = _cut(
-        starts_ptr, offsets_ptr, rows, rows < num_rows, least, most, window, chunk, TILE, SPLIT, SPLIT_TILES
+        starts_ptr,
+        offsets_ptr,
+        rows,
+        rows < num_rows,
+        least,
+        most,
+        window,
+        chunk,
+        TILE,
+        SPLIT,
+        SPLIT_TILES,
     )
     slots = tl.where(splits > 1, tiles * splits, 0)
     slots_end = tl.cumsum(slots, 0)
-    splits = tl.where(slots_end <= capacity, splits, 1)  # no room: not cut, which is slower but the same
+    splits = tl.where(
+        slots_end <= capacity, splits, 1
+    )  # no room: not cut, which is slower but the same
     items = tiles * splits
     merges = tl.where(splits > 1, tiles, 0)
     if row == 0:
@@ -97,7 +118,11 @@ def plan_kernel(
         tl.store(to, row + tl.zeros_like(i), mask=inside)
         tl.store(to + 1, tile, mask=inside)
         tl.store(to + 2, tl.where(splits_here > 1, first_here + i % splits_here, -1), mask=inside)
-        tl.store(to + 3, tl.where(splits_here > 1, slot + tile * splits_here + i % splits_here, -1), mask=inside)
+        tl.store(
+            to + 3,
+            tl.where(splits_here > 1, slot + tile * splits_here + i % splits_here, -1),
+            mask=inside,
+        )
     tile = tl.arange(0, SPLIT_TILES)
     cut = tile < tl.where(splits_here > 1, tiles_here, 0)
     to = merges_ptr + (merge_base + tile) * 4
@@ -108,7 +133,8 @@ def plan_kernel(
 
 
 def most_splits(bounds: Bounds, reach: int, tile: int) -> int:
-    """Splits that a cut row may have; 1: no row is cut. reach: positions that a query sees, at most.
+    """Splits that a cut row may have; 1: no row is cut. reach: positions that a query sees, at
+    most.
 
     contexts up to 512: 1; up to 513: 2; reach 1000, one new token: 1000 positions touch up to 3
     """
@@ -120,7 +146,11 @@ def most_splits(bounds: Bounds, reach: int, tile: int) -> int:
 
 def most_tiles(bounds: Bounds, tile: int) -> int:
     """Tiles that all rows together may have."""
-    return min(bounds.tokens, bounds.tokens // tile + bounds.rows, bounds.rows * -(-bounds.new_tokens // tile))
+    return min(
+        bounds.tokens,
+        bounds.tokens // tile + bounds.rows,
+        bounds.rows * -(-bounds.new_tokens // tile),
+    )
 
 
 def most_slots(bounds: Bounds, reach: int, tile: int) -> int:
@@ -140,11 +170,12 @@ def list_work(
     least: int = 1,
     most: int = ANY,
 ) -> WorkList:
-    """The work of rows with `least` to `most` new tokens, in tiles of `tile` tokens; capacity: slots there are.
+    """The work of rows with `least` to `most` new tokens, in tiles of `tile` tokens; capacity:
+    slots there are.
 
-    starts_R, offsets_R1: int32, on the device. Row i owns tokens offsets[i] .. offsets[i+1]-1, from starts[i] on.
-    starts [600, 5], offsets [0, 1, 4], tile 2: items (0, 0, 0, 0), (0, 0, 1, 1), (1, 1, -1, -1), (1, 0, -1, -1) and the
-    merge (0, 0, 0, 2)
+    starts_R, offsets_R1: int32, on the device. Row i owns tokens offsets[i] .. offsets[i+1]-1, from
+    starts[i] on. starts [600, 5], offsets [0, 1, 4], tile 2: items (0, 0, 0, 0), (0, 0, 1, 1), (1,
+    1, -1, -1), (1, 0, -1, -1) and the merge (0, 0, 0, 2)
     """
     rows = starts_R.shape[0]
     assert starts_R.dtype == offsets_R1.dtype == torch.int32, (starts_R.dtype, offsets_R1.dtype)

@@ -1,8 +1,9 @@
-"""Sums of attention: how those of two stretches of a context become one, and the kernel that adds a cut tile's splits.
+"""Sums of attention: how those of two stretches of a context become one, and the kernel that adds a
+cut tile's splits.
 
-A sum is (largest score, weight, values): scores in powers of two, the weight the sum of 2^(score - largest), values
-weighted by the same. G groups of heads that a tile's items share, M query rows of a tile: those of one token, head
-by head, then the next token's.
+A sum is (largest score, weight, values): scores in powers of two, the weight the sum of 2^(score -
+largest), values weighted by the same. G groups of heads that a tile's items share, M query rows of
+a tile: those of one token, head by head, then the next token's.
 """
 
 from typing import TYPE_CHECKING
@@ -21,13 +22,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.constexpr_function
 def padded(width):
-    """Columns of a block that holds `width` of them. 80 -> 128; 1 -> 16, the least that products take"""
+    """Columns of a block that holds `width` of them. 80 -> 128; 1 -> 16, the least that products
+    take
+    """
     return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit
 def within(rows, columns, WIDTH: tl.constexpr):
-    """The mask of a block whose rows are wanted where `rows` says so, and whose columns end at WIDTH."""
+    """The mask of a block whose rows are wanted where `rows` says so, and whose columns end at
+    WIDTH.
+    """
     mask = rows[:, None]
     if columns.shape[0] != WIDTH:
         mask = mask & (columns < WIDTH)[None, :]
@@ -57,17 +62,25 @@ def normalised(largest, weight, values, sinks_ptr, heads, valid):
         old = tl.exp2(largest - most)
         weight = tl.fma(weight, old, tl.exp2(sink - most))
         values = values * old[:, None]
-    return values / tl.where(weight == 0, 1.0, weight)[:, None]  # 0: a row of the tile that is no query
+    return (
+        values / tl.where(weight == 0, 1.0, weight)[:, None]
+    )  # 0: a row of the tile that is no query
 
 
 @triton.jit
-def zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def zero_padding(
+    out_ptr, offsets_ptr, num_rows, num_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """Tokens that no row owns, shared by all programs."""
-    for token in range(tl.load(offsets_ptr + num_rows) + tl.program_id(0), num_tokens, tl.num_programs(0)):
+    for token in range(
+        tl.load(offsets_ptr + num_rows) + tl.program_id(0), num_tokens, tl.num_programs(0)
+    ):
         for at in range(0, WIDTH, BLOCK):
             columns = at + tl.arange(0, BLOCK)
             zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
-            tl.store(out_ptr + tl.cast(token, tl.int64) * WIDTH + columns, zeros, mask=columns < WIDTH)
+            tl.store(
+                out_ptr + tl.cast(token, tl.int64) * WIDTH + columns, zeros, mask=columns < WIDTH
+            )
 
 
 @triton.jit
@@ -100,14 +113,18 @@ def merge_kernel(
     weight = tl.zeros((ROWS,), tl.float32)
     values = tl.zeros((ROWS, padded(D)), tl.float32)
     for at in range(0, count, UNROLL):
-        for i in tl.static_range(UNROLL):  # loads of several splits at once; those beyond the last add nothing
+        for i in tl.static_range(
+            UNROLL
+        ):  # loads of several splits at once; those beyond the last add nothing
             at_row = ((slot + at + i) * GROUPS + group) * BLOCK_M + m
             real = splits > at + i
             next_largest = tl.load(stats_ptr + at_row * 2, mask=real, other=float("-inf"))
             next_weight = tl.load(stats_ptr + at_row * 2 + 1, mask=real, other=0.0)
             at_values = values_ptr + at_row[:, None] * D + columns[None, :]
             next_values = tl.load(at_values, mask=within(real, columns, D), other=0.0)
-            largest, weight, values = fold(largest, weight, values, next_largest, next_weight, next_values)
+            largest, weight, values = fold(
+                largest, weight, values, next_largest, next_weight, next_values
+            )
     heads = group * HEADS + m % HEADS
     y = normalised(largest, weight, values, sinks_ptr, heads, valid)
     to = out_ptr + (token.to(tl.int64) * (GROUPS * HEADS) + heads)[:, None] * D + columns[None, :]
@@ -127,10 +144,17 @@ def split_space(space: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def merge(
-    values: Tensor, stats: Tensor, sinks_H: Tensor | None, out: Tensor, plan: "AttentionMetadata", part: "Pass"
+    values: Tensor,
+    stats: Tensor,
+    sinks_H: Tensor | None,
+    out: Tensor,
+    plan: "AttentionMetadata",
+    part: "Pass",
 ) -> None:
     """Writes the tokens of all tiles that a pass has cut to out [T, H * v]."""
-    shape, work, rows = plan.shape, part.work, 4
+    shape = plan.shape
+    work = part.work
+    rows = 4
     if not work.merges_M4.shape[0]:
         return
     merge_kernel[(work.merges_M4.shape[0], shape.groups * part.block_m // rows)](

@@ -1,9 +1,11 @@
-"""Launch parameters per device and shape, measured or predicted, with those of the nearest size as fallback.
+"""Launch parameters per device and shape, measured or predicted, with those of the nearest size as
+fallback.
 
-A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is fixed by the weights (such
-as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of rows). Beside the parameters, "by" says where
-they are from: "predicted" by kernels/cost.py, or what measured them. Added folders take precedence over
-`kernels/configs/`, the folder of the package, whose tables are all predicted.
+A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is fixed
+by the weights (such as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of
+rows). Beside the parameters, "by" says where they are from: "predicted" by kernels/cost.py, or what
+measured them. Added folders take precedence over `kernels/configs/`, the folder of the package,
+whose tables are all predicted.
 """
 
 import json
@@ -31,7 +33,9 @@ class DeviceFacts(NamedTuple):
 
 @cache
 def facts_of(device: torch.device) -> DeviceFacts:
-    """Returns facts about a device, cached: asking CUDA takes longer than a launch. cpu -> ("cpu", 1)"""
+    """Returns facts about a device, cached: asking CUDA takes longer than a launch. cpu -> ("cpu",
+    1)
+    """
     if device.type != "cuda":
         return DeviceFacts(device.type, 1)
     properties = torch.cuda.get_device_properties(device)
@@ -49,23 +53,32 @@ def user_folder() -> Path:
 
 
 def add_folder(folder: Path) -> None:
-    """Looks in `folder` first from now on. Call it before the first launch: launches remember what they found."""
+    """Looks in `folder` first from now on. Call it before the first launch: launches remember what
+    they found.
+    """
     if folder not in _folders:
         _folders.insert(0, folder)
 
 
 def path_of(family: str, device: str, folder: Path) -> Path:
-    """The file of a kernel family's table for a device. linear, NVIDIA H200 -> linear-nvidia-h200.json"""
+    """The file of a kernel family's table for a device. linear, NVIDIA H200 ->
+    linear-nvidia-h200.json
+    """
     return folder / f"{family}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 @cache
 def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mapping[int, Config]]:
-    """Returns the known configurations of a kernel family on a device, with their "by"; empty where there are none."""
+    """Returns the known configurations of a kernel family on a device, with their "by"; empty where
+    there are none.
+    """
     path = path_of(family, device, folder)
     if not path.exists():
         return {}
-    return {shape: {int(size): c for size, c in sizes.items()} for shape, sizes in json.loads(path.read_text()).items()}
+    return {
+        shape: {int(size): c for size, c in sizes.items()}
+        for shape, sizes in json.loads(path.read_text()).items()
+    }
 
 
 def listing(folder: Path) -> Iterator[str]:
@@ -87,7 +100,9 @@ def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
 
 
 def tuned(family: str, device: str, shape: str, size: int, default: Config) -> Config:
-    """Returns `default`, changed by what the tables know of the shape at the nearest size, if they do."""
+    """Returns `default`, changed by what the tables know of the shape at the nearest size, if they
+    do.
+    """
     found = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
     changes = next((config for config in found if config), {})
     return {**default, **{name: value for name, value in changes.items() if name != "by"}}
@@ -95,17 +110,30 @@ def tuned(family: str, device: str, shape: str, size: int, default: Config) -> C
 
 def known(family: str, device: str, shape: str) -> list[Config]:
     """Returns all configurations in tables for a shape, whatever the size."""
-    return [config for folder in _folders for config in table(family, device, folder).get(shape, {}).values()]
+    return [
+        config
+        for folder in _folders
+        for config in table(family, device, folder).get(shape, {}).values()
+    ]
 
 
-def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path, by: str = "measured") -> Path:
+def keep(
+    family: str,
+    device: str,
+    shape: str,
+    found: Mapping[int, Config],
+    folder: Path,
+    by: str = "measured",
+) -> Path:
     """Adds configurations by size to a shape's in a folder's table, and where they are from.
 
     The file is replaced atomically: readers find the old table or the new one.
     """
     path = path_of(family, device, folder)
     whole = json.loads(path.read_text()) if path.exists() else {}
-    sizes = whole.get(shape, {}) | {str(size): {**config, "by": by} for size, config in found.items()}
+    sizes = whole.get(shape, {}) | {
+        str(size): {**config, "by": by} for size, config in found.items()
+    }
     whole[shape] = {size: sizes[size] for size in sorted(sizes, key=int)}
     folder.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}")

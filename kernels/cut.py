@@ -1,10 +1,10 @@
 """Top-k and top-p by search, without sorting: how far from its likeliest token a row may draw.
 
-A token's distance is (the row's largest logit - its own) / temperature; exp(-distance) is its weight. Distances are not
-negative, so they order as their bits do, and both filters keep what is no farther than some key: top-k the last key
-that fewer than k tokens lie before, top-p the last one before which lies less than top_p of the weight. Such a key is
-found two bits at a time. Weights are summed as integers, so the order of a sum does not matter. Equal logits stay or
-go together.
+A token's distance is (the row's largest logit - its own) / temperature; exp(-distance) is its
+weight. Distances are not negative, so they order as their bits do, and both filters keep what is no
+farther than some key: top-k the last key that fewer than k tokens lie before, top-p the last one
+before which lies less than top_p of the weight. Such a key is found two bits at a time. Weights are
+summed as integers, so the order of a sum does not matter. Equal logits stay or go together.
 
 S rows, V vocabulary, C candidates: tokens that are near enough to matter, gathered first.
 """
@@ -51,8 +51,9 @@ def kth_distance(d, k):
 def near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles, width):
     """Returns a distance within which everything lies that top-k or top-p can keep.
 
-    Each of the k best tiles has a token within the k-th best tile's distance. And if top-k is off, the tokens lighter
-    than (1 - top_p) / 2V of the whole are together too light to be needed; the tiles' best are part of the whole.
+    Each of the k best tiles has a token within the k-th best tile's distance. And if top-k is off,
+    the tokens lighter than (1 - top_p) / 2V of the whole are together too light to be needed; the
+    tiles' best are part of the whole.
     """
     near = tl.full((), float("inf"), tl.float32)
     d = distance(tile_peaks, peak, temperature)
@@ -60,7 +61,9 @@ def near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles
         if top_k <= num_tiles:
             near = kth_distance(d, top_k)
     elif top_p < 1:
-        near = tl.log(2.0 * width / ((1 - top_p) * tl.sum(tl.where(d <= farthest, tl.exp(-d), 0.0), axis=0)))
+        near = tl.log(
+            2.0 * width / ((1 - top_p) * tl.sum(tl.where(d <= farthest, tl.exp(-d), 0.0), axis=0))
+        )
     return near
 
 
@@ -69,12 +72,15 @@ def gather_kernel(
     logits_ptr, peaks_ptr, temperature_ptr, farthest_ptr, near_ptr, candidates_ptr, count_ptr, weight_ptr,
     stride, width, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK tokens of a row. Appends those that are near enough, in any order, and adds up all weight."""
+    """One program: BLOCK tokens of a row. Appends those that are near enough, in any order, and
+    adds up all weight.
+    """
     row = tl.program_id(0).to(tl.int64)
     near = tl.load(near_ptr + row)
     if near < 0:
         return
-    peak, temperature = tl.load(peaks_ptr + row), tl.load(temperature_ptr + row)
+    peak = tl.load(peaks_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
     farthest = tl.load(farthest_ptr + row)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * stride + column, mask=column < width, other=float("-inf"))
@@ -89,7 +95,18 @@ def gather_kernel(
 
 
 @triton.jit
-def sums_before(x_ptr, n, peak, temperature, farthest, key1, key2, key3, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def sums_before(
+    x_ptr,
+    n,
+    peak,
+    temperature,
+    farthest,
+    key1,
+    key2,
+    key3,
+    BY_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Returns how many of n tokens, or how much of their weight, lie before each of three keys."""
     sum1 = tl.zeros((BLOCK,), tl.int64)
     sum2 = tl.zeros((BLOCK,), tl.int64)
@@ -107,29 +124,43 @@ def sums_before(x_ptr, n, peak, temperature, farthest, key1, key2, key3, BY_WEIG
 
 
 @triton.jit
-def last_key(x_ptr, n, peak, temperature, farthest, limit, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def last_key(
+    x_ptr, n, peak, temperature, farthest, limit, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Returns the last key before which less than `limit` lies."""
     found = tl.full((), 0, tl.uint32)
     step = tl.full((), 1 << 30, tl.uint32)
     for _ in range(16):
-        one, two, three = found + step, found + 2 * step, found + 3 * step
-        sum1, sum2, sum3 = sums_before(x_ptr, n, peak, temperature, farthest, one, two, three, BY_WEIGHT, BLOCK)
-        found = tl.where(sum3 < limit, three, tl.where(sum2 < limit, two, tl.where(sum1 < limit, one, found)))
+        one = found + step
+        two = found + 2 * step
+        three = found + 3 * step
+        sum1, sum2, sum3 = sums_before(
+            x_ptr, n, peak, temperature, farthest, one, two, three, BY_WEIGHT, BLOCK
+        )
+        found = tl.where(
+            sum3 < limit, three, tl.where(sum2 < limit, two, tl.where(sum1 < limit, one, found))
+        )
         step = step >> 2
     return found
 
 
 @triton.jit
-def kept_key(x_ptr, n, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK: tl.constexpr):
+def kept_key(
+    x_ptr, n, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK: tl.constexpr
+):
     """Returns the last key that top-k keeps, and then top-p of the weight that is left."""
     found = tl.full((), NO_KEY, tl.uint32)
     if top_k < width:
         found = last_key(x_ptr, n, peak, temperature, farthest, top_k.to(tl.int64), False, BLOCK)
         end = tl.minimum(found, NO_KEY - 1) + 1
-        weight, _, _ = sums_before(x_ptr, n, peak, temperature, farthest, end, end, end, True, BLOCK)
+        weight, _, _ = sums_before(
+            x_ptr, n, peak, temperature, farthest, end, end, end, True, BLOCK
+        )
     if top_p < 1:
         limit = tl.ceil(weight.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
-        found = tl.minimum(found, last_key(x_ptr, n, peak, temperature, farthest, limit, True, BLOCK))
+        found = tl.minimum(
+            found, last_key(x_ptr, n, peak, temperature, farthest, limit, True, BLOCK)
+        )
     return found
 
 
@@ -142,13 +173,17 @@ def cut_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(near_ptr + row) < 0:
         return
-    peak, temperature = tl.load(peaks_ptr + row), tl.load(temperature_ptr + row)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    farthest, weight = tl.load(farthest_ptr + row), tl.load(weight_ptr + row)
+    peak = tl.load(peaks_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    farthest = tl.load(farthest_ptr + row)
+    weight = tl.load(weight_ptr + row)
     count = tl.load(count_ptr + row)
     x_ptr = candidates_ptr + row * ROOM
     if count > ROOM:
-        x_ptr, count = logits_ptr + row * stride, width
+        x_ptr = logits_ptr + row * stride
+        count = width
     found = kept_key(x_ptr, count, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK)
     kept = tl.minimum(found, INFINITE_KEY).to(tl.float32, bitcast=True)
     tl.store(farthest_ptr + row, tl.minimum(farthest, kept))
@@ -163,10 +198,12 @@ def cut(
     near_S: Tensor,
     farthest_S: Tensor,
 ) -> None:
-    """Lowers farthest_S to the distance of the last token that top-k and top-p leave of those within it.
+    """Lowers farthest_S to the distance of the last token that top-k and top-p leave of those
+    within it.
 
     near_S: from `near_enough`; negative in rows that have neither, which stay as they are.
-    distances [0, 1, 1, 3], top_k 2, top_p 1, farthest inf -> 1; top_k off, top_p 0.5 -> 0 (of weights 1, .37, .37, .05)
+    distances [0, 1, 1, 3], top_k 2, top_p 1, farthest inf -> 1; top_k off, top_p 0.5 -> 0 (of
+    weights 1, .37, .37, .05)
     """
     rows, width = logits_SV.shape
     candidates_SC = logits_SV.new_empty((rows, ROOM))

@@ -1,9 +1,10 @@
-"""DeepGEMM's products of e4m3 blocks (github.com/deepseek-ai/DeepGEMM) in place of those of grouped_fp8.py: a package
-of its own, imported where it is asked about, whose bits are not those of the kernels here.
+"""DeepGEMM's products of e4m3 blocks (github.com/deepseek-ai/DeepGEMM) in place of those of
+grouped_fp8.py: a package of its own, imported where it is asked about, whose bits are not those of
+the kernels here.
 
-N rows or (token, k) pairs sorted by expert; M places for them, in tiles of 128 of one expert, as its contiguous layout
-has them; rows in slots stay where they are, as its masked layout has them. e local experts, C rows that each has room
-for, D model width, I expert width, F = 2 I.
+N rows or (token, k) pairs sorted by expert; M places for them, in tiles of 128 of one expert, as
+its contiguous layout has them; rows in slots stay where they are, as its masked layout has them. e
+local experts, C rows that each has room for, D model width, I expert width, F = 2 I.
 """
 
 import importlib
@@ -24,8 +25,12 @@ TILE = 128
 HOPPER = (9, 0)  # on others its scales have another form
 PRODUCT = "m_grouped_fp8_gemm_nt_contiguous"
 MASKED = "m_grouped_fp8_gemm_nt_masked"
-NOT_MEASURED = "deep_gemm was not measured to be faster on this card; `moeserve tune --weights fp8` finds out"
-WINS: Config = {"deep_gemm": 1}  # in tables, beside the parameters of grouped_fp8.py, for which it lost
+NOT_MEASURED = (
+    "deep_gemm was not measured to be faster on this card; `moeserve tune --weights fp8` finds out"
+)
+WINS: Config = {
+    "deep_gemm": 1
+}  # in tables, beside the parameters of grouped_fp8.py, for which it lost
 CONFIG: Config = {**WINS, "block_m": TILE}  # with which the products here are DeepGEMM's
 
 
@@ -49,41 +54,60 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def chosen(config: Config, rows: float = 1) -> Config:
-    """Returns the parameters of a launch, DeepGEMM's own among them where it was measured to be faster. rows: of an
-    expert, with an even load."""
-    return {**config, **CONFIG, "expected_m": max(1, math.ceil(rows))} if config.get("deep_gemm") else config
+    """Returns the parameters of a launch, DeepGEMM's own among them where it was measured to be
+    faster. rows: of an expert, with an even load."""
+    return (
+        {**config, **CONFIG, "expected_m": max(1, math.ceil(rows))}
+        if config.get("deep_gemm")
+        else config
+    )
 
 
 def is_faster(device: torch.device, experts: int, width: int, dim: int) -> bool:
     """Returns whether `moeserve tune` found it so for any number of rows."""
     shape = grouped_fp8.shape_of(experts, width, dim)
-    return any(config.get("deep_gemm") for config in known("grouped_fp8", facts_of(device).name, shape))
+    return any(
+        config.get("deep_gemm") for config in known("grouped_fp8", facts_of(device).name, shape)
+    )
 
 
 def _places(to: Alignment) -> tuple[Tensor, Tensor]:
     """Returns the sorted row at each place, 0 where none is, and whether there is one."""
     assert to.block_m == TILE, to.block_m
     rows_ZB = to.row_Z[:, None].long() + torch.arange(TILE, device=to.row_Z.device)
-    there_ZB = (to.expert_Z >= 0)[:, None] & (rows_ZB < to.ends_e[to.expert_Z.clamp(min=0)][:, None])
+    there_ZB = (to.expert_Z >= 0)[:, None] & (
+        rows_ZB < to.ends_e[to.expert_Z.clamp(min=0)][:, None]
+    )
     return torch.where(there_ZB, rows_ZB, 0).flatten(), there_ZB.flatten()
 
 
 def _in_slots(to: Alignment) -> bool:
-    """Whether rows lie in slots of whole tiles: the masked product would write others over the next expert's rows."""
+    """Whether rows lie in slots of whole tiles: the masked product would write others over the next
+    expert's rows.
+    """
     return to.room > 0 and to.room % TILE == 0
 
 
-def _product(x: Scaled, w: Scaled, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
-    """Returns bf16 [M, outputs], for slots [e * C, outputs], maybe in `out`; what belongs to no row is undefined."""
+def _product(
+    x: Scaled, w: Scaled, to: Alignment, config: Config, out: Tensor | None = None
+) -> Tensor:
+    """Returns bf16 [M, outputs], for slots [e * C, outputs], maybe in `out`; what belongs to no row
+    is undefined.
+    """
     if out is None or out.dtype != torch.bfloat16:
         out = w.scales.new_empty((len(x.values), w.shape[1]), dtype=torch.bfloat16)
-    package, weights = importlib.import_module("deep_gemm"), (w.values, w.scales)
+    package = importlib.import_module("deep_gemm")
+    weights = (w.values, w.scales)
     if _in_slots(to):
-        values, scales, out_eCN = (part.view(len(w.values), to.room, -1) for part in (x.values, x.scales, out))
+        values, scales, out_eCN = (
+            part.view(len(w.values), to.room, -1) for part in (x.values, x.scales, out)
+        )
         counts = to.counts_e, config["expected_m"]
         getattr(package, MASKED)((values.contiguous(), scales), weights, out_eCN, *counts)
     else:
-        getattr(package, PRODUCT)((x.values, x.scales), weights, out, to.expert_Z.repeat_interleave(TILE))
+        getattr(package, PRODUCT)(
+            (x.values, x.scales), weights, out, to.expert_Z.repeat_interleave(TILE)
+        )
     return out
 
 
@@ -91,7 +115,9 @@ def gate_up(
     x: Scaled, w13: Scaled, to: Alignment, config: Config, top_k: int = 1, act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
 ) -> Scaled:  # fmt: skip
-    """Does `grouped_fp8.gate_up_fp8`; by DeepGEMM, if the parameters say so: then results are [M, I], in its places."""
+    """Does `grouped_fp8.gate_up_fp8`; by DeepGEMM, if the parameters say so: then results are [M,
+    I], in its places.
+    """
     if not config.get("deep_gemm"):
         return grouped_fp8.gate_up_fp8(x, w13, to, config, top_k, act, bias_eF)
     assert bias_eF is None, "DeepGEMM adds no biases"
@@ -119,5 +145,7 @@ def down(
     if to.order_N is not None:
         rows_M = to.order_N[rows_M].long()
     rows_M = torch.where(there_M, rows_M, len(out))
-    place_N = rows_M.new_zeros(len(out) + 1).scatter_(0, rows_M, torch.arange(len(rows_M), device=rows_M.device))
+    place_N = rows_M.new_zeros(len(out) + 1).scatter_(
+        0, rows_M, torch.arange(len(rows_M), device=rows_M.device)
+    )
     return out.copy_(_product(h, w2, to, config)[place_N[:-1]])

@@ -1,15 +1,18 @@
-"""Rows to their experts and results back, between ranks that see each other's memory: all rows are pulled.
+"""Rows to their experts and results back, between ranks that see each other's memory: all rows are
+pulled.
 
-Every rank has a region of device memory that all others have mapped, laid out alike: flags, and per turn the ids that
-were sent to it, the places where its rows ended up, its rows x and its experts' results y. bases_R holds the regions'
-addresses as this process sees them; `..._at` are bytes from a region's start. Ids and places are small and pushed, so
-that whoever needs them finds them at home; rows are large and pulled, straight to where they belong.
+Every rank has a region of device memory that all others have mapped, laid out alike: flags, and per
+turn the ids that were sent to it, the places where its rows ended up, its rows x and its experts'
+results y. bases_R holds the regions' addresses as this process sees them; `..._at` are bytes from a
+region's start. Ids and places are small and pushed, so that whoever needs them finds them at home;
+rows are large and pulled, straight to where they belong.
 
-state [2], int64: the last meeting's number, and whether one failed; after that nothing is moved any more. It is on the
-device and only kernels change it, so a graph that was recorded can be replayed.
+state [2], int64: the last meeting's number, and whether one failed; after that nothing is moved any
+more. It is on the device and only kernels change it, so a graph that was recorded can be replayed.
 
-R ranks, T tokens of this rank, M most tokens of any rank, K experts per token, pair t * K + k, e local experts,
-P rows received, D model width, W words of 32 bits of a row; rows are multiples of 16 bytes and begin at such.
+R ranks, T tokens of this rank, M most tokens of any rank, K experts per token, pair t * K + k, e
+local experts, P rows received, D model width, W words of 32 bits of a row; rows are multiples of 16
+bytes and begin at such.
 """
 
 import torch
@@ -21,8 +24,12 @@ from triton.language.extra.cuda import globaltimer
 POLLS = 64  # between two looks at the host's word and the clock: both are reads over the bus
 PAIRS = 1024  # ids that a program sends at a time
 TILE = 8192  # words that a program copies at a time: 64 bytes of each of 512 threads are under way
-SUMS = 1024  # outputs that a program adds up at a time: 8 of a thread, so that all K rows of them are under way
-TOLD, FAILED, WRONG = 0, 1, 2  # places in `control`: the host's word to give up, the kernel's that it did, and why
+# outputs that a program adds up at a time: 8 of a thread, so that all K rows of them are under way
+SUMS = 1024
+# places in `control`: the host's word to give up, the kernel's that it did, and why
+TOLD = 0
+FAILED = 1
+WRONG = 2
 CALLS = 1024  # what a flag tells beside the number of a meeting
 
 
@@ -37,7 +44,9 @@ def meet_kernel(
     bases_ptr, state_ptr, control_ptr, rank, num_ranks, call, timeout_ns,
     RANKS: tl.constexpr, CALLS: tl.constexpr, POLLS: tl.constexpr,
 ):  # fmt: skip
-    """One program of one warp, a thread per rank: says to all that this rank is here, and waits until all have."""
+    """One program of one warp, a thread per rank: says to all that this rank is here, and waits
+    until all have.
+    """
     if tl.load(state_ptr + 1) != 0:
         return
     ranks = tl.arange(0, RANKS)
@@ -46,21 +55,32 @@ def meet_kernel(
     theirs = tl.load(bases_ptr + ranks, mask=there, other=0).to(state_ptr.dtype) + rank
     ours = tl.load(bases_ptr + rank).to(state_ptr.dtype) + ranks
     says = tl.zeros((RANKS,), tl.int64) + number * CALLS + call
-    # Release: what this rank's earlier kernels wrote, here and at peers, is there for who has acquired the number.
+    # Release: what this rank's earlier kernels wrote, here and at peers, is there for who has
+    # acquired the number.
     tl.atomic_xchg(theirs, says, mask=there, sem="release", scope="sys")
     begun = globaltimer()
     seen = tl.zeros((RANKS,), tl.int64)
-    missing, polls, gave_up = num_ranks, 0, num_ranks < 0
+    missing = num_ranks
+    polls = 0
+    gave_up = num_ranks < 0
     while (missing > 0) & (not gave_up):
-        seen = tl.atomic_add(ours, tl.zeros((RANKS,), tl.int64), mask=there, sem="acquire", scope="sys")
+        seen = tl.atomic_add(
+            ours, tl.zeros((RANKS,), tl.int64), mask=there, sem="acquire", scope="sys"
+        )
         missing = tl.sum((there & (seen // CALLS < number)).to(tl.int32), 0)
         polls += 1
         if polls % POLLS == 0:
-            enough = (tl.load(control_ptr, volatile=True) != 0) | (globaltimer() - begun > timeout_ns)
+            enough = (tl.load(control_ptr, volatile=True) != 0) | (
+                globaltimer() - begun > timeout_ns
+            )
             # One answer for all threads, each of which has looked at a clock of its own.
             gave_up = tl.max(tl.zeros((RANKS,), tl.int32) + enough.to(tl.int32), 0) > 0
-    tl.store(state_ptr, number)  # behind the sums, for which all threads have come: each has read the last number
-    wrong = tl.where(seen // CALLS < number, 1, tl.where((seen // CALLS == number) & (seen != says), 2, 0))
+    tl.store(
+        state_ptr, number
+    )  # behind the sums, for which all threads have come: each has read the last number
+    wrong = tl.where(
+        seen // CALLS < number, 1, tl.where((seen // CALLS == number) & (seen != says), 2, 0)
+    )
     wrong = tl.where(there, wrong, 0)
     if tl.sum(wrong, 0) > 0:
         tl.store(control_ptr + 2 + ranks, wrong, mask=there)
@@ -72,7 +92,11 @@ def meet_kernel(
 def _copy(from_ptrs, to_ptrs, columns, live, words):
     """Rows of a tile, as many columns of each; `live` rows only."""
     mask = live[:, None] & (columns < words)[None, :]
-    tl.store(to_ptrs[:, None] + columns[None, :], tl.load(from_ptrs[:, None] + columns[None, :], mask=mask), mask=mask)
+    tl.store(
+        to_ptrs[:, None] + columns[None, :],
+        tl.load(from_ptrs[:, None] + columns[None, :], mask=mask),
+        mask=mask,
+    )
 
 
 @triton.jit(do_not_specialize=["rank", "num_ranks", "tokens", "most_tokens", "top_k", "num_local"])
@@ -83,7 +107,8 @@ def publish_kernel(
     """Each program: some of the tiles of x, and some of the pieces of ids for some of the ranks."""
     if tl.load(state_ptr + 1) != 0:
         return
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     words = tl.multiple_of(words, 4)
     blocks = tl.cdiv(words, BLOCK)
     own = _at(tl.load(bases_ptr + rank), x_at, x_ptr)
@@ -92,7 +117,8 @@ def publish_kernel(
         columns = tile % blocks * BLOCK + tl.arange(0, BLOCK)
         starts = tl.multiple_of(rows.to(tl.int64) * words, 4)
         _copy(x_ptr + starts, own + starts, columns, rows < tokens, words)
-    num_pairs, room = tokens * top_k, most_tokens * top_k
+    num_pairs = tokens * top_k
+    room = most_tokens * top_k
     for piece in range(program, tl.cdiv(room, PAIRS) * num_ranks, programs):
         peer = piece % num_ranks
         pairs = piece // num_ranks * PAIRS + tl.arange(0, PAIRS)
@@ -106,7 +132,9 @@ def gather_kernel(
     bases_ptr, state_ptr, order_ptr, ends_ptr, out_ptr, most_tokens, top_k, num_local, x_at, places_at, words,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some of the tiles of the received rows; it tells the rows' owners where they are."""
+    """Each program: some of the tiles of the received rows; it tells the rows' owners where they
+    are.
+    """
     total = tl.load(ends_ptr + num_local - 1)
     total = tl.where(tl.load(state_ptr + 1) == 0, total, 0)
     words = tl.multiple_of(words, 4)
@@ -120,7 +148,9 @@ def gather_kernel(
         bases = tl.load(bases_ptr + source)
         if tile % blocks == 0:
             tl.store(_at(bases, places_at, order_ptr) + pairs, rows, mask=live)
-        theirs = _at(bases, x_at, out_ptr) + tl.multiple_of((pairs // top_k).to(tl.int64) * words, 4)
+        theirs = _at(bases, x_at, out_ptr) + tl.multiple_of(
+            (pairs // top_k).to(tl.int64) * words, 4
+        )
         columns = tile % blocks * BLOCK + tl.arange(0, BLOCK)
         _copy(theirs, out_ptr + tl.multiple_of(rows.to(tl.int64) * words, 4), columns, live, words)
 
@@ -130,7 +160,9 @@ def collect_kernel(
     bases_ptr, state_ptr, weights_ptr, ids_ptr, out_ptr, rank, tokens, num_local, known, places_at, y_at, out_stride,
     width, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some of the tiles of outputs, added up as in `combine_kernel`. known: experts of all ranks."""
+    """Each program: some of the tiles of outputs, added up as in `combine_kernel`. known: experts
+    of all ranks.
+    """
     if tl.load(state_ptr + 1) != 0:
         return
     blocks = tl.cdiv(width, BLOCK)
@@ -144,7 +176,9 @@ def collect_kernel(
             pairs = rows * K + k
             experts = tl.load(ids_ptr + pairs, mask=rows < tokens, other=-1)
             is_there = (experts >= 0) & (experts < known)
-            y = _at(tl.load(bases_ptr + tl.where(is_there, experts // num_local, rank)), y_at, out_ptr)
+            y = _at(
+                tl.load(bases_ptr + tl.where(is_there, experts // num_local, rank)), y_at, out_ptr
+            )
             y += tl.load(places + pairs, mask=is_there, other=0).to(tl.int64) * width
             readable = is_there[:, None] & (columns < width)[None, :]
             value = tl.load(y[:, None] + columns[None, :], mask=readable, other=0.0).to(tl.float32)
@@ -159,14 +193,17 @@ def _tile(words: int) -> dict[str, int]:
     return {"ROWS": TILE // block, "BLOCK": block}
 
 
-def meet(bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
-    """Waits on the device until every rank's stream is here for as many times as this one's, and in the same call.
+def meet(
+    bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int
+) -> None:
+    """Waits on the device until every rank's stream is here for as many times as this one's, and in
+    the same call.
 
-    Gives up when the host says so (control[TOLD], pinned) or after timeout_s, and where ranks are in different calls
-    (call % CALLS). Then control[FAILED] is 1 and control[WRONG + r] says of each rank whether it had not come (1), or
-    in another call (2); and nothing moves from now on.
-    state [6, 0], call 5, flags of the own region [7, 7, 8] * CALLS + [5, 5, 9] -> state [7, 0]: rank 2 was first and
-    has gone on to the next.
+    Gives up when the host says so (control[TOLD], pinned) or after timeout_s, and where ranks are
+    in different calls (call % CALLS). Then control[FAILED] is 1 and control[WRONG + r] says of each
+    rank whether it had not come (1), or in another call (2); and nothing moves from now on. state
+    [6, 0], call 5, flags of the own region [7, 7, 8] * CALLS + [5, 5, 9] -> state [7, 0]: rank 2
+    was first and has gone on to the next.
     """
     num_ranks = len(bases_R)
     assert len(control) == WRONG + num_ranks, (control.shape, num_ranks)
@@ -184,7 +221,8 @@ def publish(
     """Rows to the own region, ids [T, K] to row `rank` of every region's [R, M, K], shifted to its rank's experts; rows
     from T on are filled up with -1. x: int32 words; num_local: of a rank.
 
-    Rank 0 of two with 2 experts each, ids [[1, 2]], M 2 -> to rank 0 [[1, 2], [-1, -1]], to rank 1 [[-1, 0], [-1, -1]]
+    Rank 0 of two with 2 experts each, ids [[1, 2]], M 2 -> to rank 0 [[1, 2], [-1, -1]], to rank 1
+    [[-1, 0], [-1, -1]]
     """
     (tokens, words), top_k = x_TW.shape, ids_TK.shape[1]
     assert tokens == len(ids_TK) <= most_tokens, (x_TW.shape, ids_TK.shape, most_tokens)
@@ -201,11 +239,11 @@ def gather(
     bases_R: Tensor, state: Tensor, order_N: Tensor, ends_e: Tensor, most_tokens: int, top_k: int, x_at: int,
     places_at: int, out_PW: Tensor, programs: int,
 ) -> None:  # fmt: skip
-    """Pulls the row of each sorted pair, of `align` over [R, M, K], to its place in `out`; rows from the last end on
-    stay as they are. Each owner gets the places of its pairs.
+    """Pulls the row of each sorted pair, of `align` over [R, M, K], to its place in `out`; rows
+    from the last end on stay as they are. Each owner gets the places of its pairs.
 
-    Two ranks, M 1, K 2, order [3, 0], one expert with end 2 -> out [rank 1's row, rank 0's row]; rank 1's place of pair
-    1 is 0, rank 0's of pair 0 is 1
+    Two ranks, M 1, K 2, order [3, 0], one expert with end 2 -> out [rank 1's row, rank 0's row];
+    rank 1's place of pair 1 is 0, rank 0's of pair 0 is 1
     """
     assert out_PW.is_contiguous(), out_PW.stride()
     assert out_PW.shape[0] >= order_N.shape[0], (out_PW.shape, order_N.shape)
@@ -219,11 +257,12 @@ def collect(
     bases_R: Tensor, state: Tensor, rank: int, weights_TK: Tensor, ids_TK: Tensor, num_local: int, places_at: int,
     y_at: int, out_TD: Tensor, programs: int,
 ) -> None:  # fmt: skip
-    """The weighted sum over k = 0..K-1 of results where they lie: expert p's on rank p // num_local, row `place` of y.
-    In fp32, products and sums rounded one after the other, one rounding at the end. Ids that are no expert add zero.
+    """The weighted sum over k = 0..K-1 of results where they lie: expert p's on rank p //
+    num_local, row `place` of y. In fp32, products and sums rounded one after the other, one
+    rounding at the end. Ids that are no expert add zero.
 
-    Slots [[2, 0]] of two ranks with 2 each, places [[1, 0]], y of rank 0 [[4]], of rank 1 [[5], [6]], weights
-    [[0.5, 2]] -> [[0.5 * 6 + 2 * 4]] = [[11]]
+    Slots [[2, 0]] of two ranks with 2 each, places [[1, 0]], y of rank 0 [[4]], of rank 1 [[5],
+    [6]], weights [[0.5, 2]] -> [[0.5 * 6 + 2 * 4]] = [[11]]
     """
     tokens, top_k = ids_TK.shape
     width = out_TD.shape[1]

@@ -1,8 +1,10 @@
-"""FlashAttention-3 (github.com/Dao-AILab/flash-attention, hopper/) in place of paged_attention.py: a package of its
-own, imported where it is asked about, whose bits are not those of the kernels here. It reads the same paged cache.
+"""FlashAttention-3 (github.com/Dao-AILab/flash-attention, hopper/) in place of paged_attention.py:
+a package of its own, imported where it is asked about, whose bits are not those of the kernels
+here. It reads the same paged cache.
 
-T tokens, R rows, N blocks per row, H heads, d width of queries and keys, v of values. In latent attention, whose values
-are the first v elements of the keys, it takes queries in two parts: those that meet the values, and the others.
+T tokens, R rows, N blocks per row, H heads, d width of queries and keys, v of values. In latent
+attention, whose values are the first v elements of the keys, it takes queries in two parts: those
+that meet the values, and the others.
 """
 
 import importlib
@@ -17,22 +19,27 @@ from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.paged_attention import MOST_SPACE, AttentionShape, launch_of, tile_rows
 
-PACKAGE, FUNCTION = "flash_attn_interface", "flash_attn_with_kvcache"
+PACKAGE = "flash_attn_interface"
+FUNCTION = "flash_attn_with_kvcache"
 NEEDED = (
     "q", "k_cache", "v_cache", "qv", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale",
     "causal", "window_size", "attention_chunk", "softcap", "num_splits",
 )  # fmt: skip
 HOPPER = (9, 0)
-ROWS, MOST_SPLITS = 128, 128  # queries of one head of keys that one of its programs takes; parts of a context
-WINS: Config = {"fa3": 1}  # in tables, beside the parameters of paged_attention.py, for which it lost
+# queries of one head of keys that one of its programs takes; parts of a context
+ROWS = 128
+MOST_SPLITS = 128
+WINS: Config = {
+    "fa3": 1
+}  # in tables, beside the parameters of paged_attention.py, for which it lost
 
 
 @dataclass(frozen=True, slots=True)
 class FlashMetadata:
     """The attention metadata of one step, for all layers of one KV group.
 
-    lengths_R: of contexts, new tokens included. new_tokens: the most of one row. splits: the most parts that it cuts a
-    context into. padding_T: which tokens no row owns; None: none.
+    lengths_R: of contexts, new tokens included. new_tokens: the most of one row. splits: the most
+    parts that it cuts a context into. padding_T: which tokens no row owns; None: none.
     """
 
     shape: AttentionShape
@@ -51,7 +58,11 @@ def obstacle(device: torch.device) -> str | None:
         function = getattr(importlib.import_module(PACKAGE), FUNCTION, None)
     except Exception as error:  # it loads what was compiled for one torch and one CUDA
         return f"{PACKAGE} cannot be imported: {type(error).__name__}: {error}"
-    missing = [name for name in NEEDED if function is None or name not in inspect.signature(function).parameters]
+    missing = [
+        name
+        for name in NEEDED
+        if function is None or name not in inspect.signature(function).parameters
+    ]
     if missing:
         return f"{FUNCTION} of {PACKAGE} does not take {missing[0]}; it needs FlashAttention 3.0.0 or newer"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
@@ -71,18 +82,23 @@ def misfit(dim: int, v_dim: int, *, sinks: bool = False, latent: bool = False) -
         fits = 256 <= v_dim <= 512 and 0 < dim - v_dim <= 64
     if fits and not dim % 8 and not v_dim % 8:
         return ""
-    return f"it knows no {'latents' if latent else 'heads'} of width {dim}" + f" and {v_dim}" * (dim != v_dim)
+    return f"it knows no {'latents' if latent else 'heads'} of width {dim}" + f" and {v_dim}" * (
+        dim != v_dim
+    )
 
 
 def wins(device: torch.device, shape: AttentionShape, new_tokens: int) -> bool:
-    """Returns whether `moeserve tune` found it faster in steps whose longest row has so many new tokens. It measures no
-    blocks of one token, as what is chosen has, nor long rows where the kernels here have one size of programs for all.
+    """Returns whether `moeserve tune` found it faster in steps whose longest row has so many new
+    tokens. It measures no blocks of one token, as what is chosen has, nor long rows where the
+    kernels here have one size of programs for all.
     """
     few, many = tile_rows(shape, invariant=False)
     is_few = new_tokens <= few // shape.group
     if shape.block_size == 1 or (few == many and not is_few):
         return False
-    return bool(launch_of(shape, shape.dtype, few if is_few else many, facts_of(device).name).get("fa3"))
+    return bool(
+        launch_of(shape, shape.dtype, few if is_few else many, facts_of(device).name).get("fa3")
+    )
 
 
 def plan_attention(
@@ -95,18 +111,20 @@ def plan_attention(
     tokens: int,
     padded: bool = False,
 ) -> FlashMetadata:
-    """Computes a step's attention metadata on the device; the first arguments are those of `plan_attention` in
-    paged_attention.py.
+    """Computes a step's attention metadata on the device; the first arguments are those of
+    `plan_attention` in paged_attention.py.
 
-    tokens: rows of queries, of which the last may be padding if `padded`. A context is cut into no more parts than keep
-    the device busy, or than there is work space for.
+    tokens: rows of queries, of which the last may be padding if `padded`. A context is cut into no
+    more parts than keep the device busy, or than there is work space for.
     """
     programs = shape.kv_heads * -(-bounds.new_tokens * shape.heads // (shape.kv_heads * ROWS))
     room = MOST_SPACE // (tokens * shape.heads * shape.v_dim)
     splits = max(1, min(facts_of(blocks_RN.device).multiprocessors // programs, room, MOST_SPLITS))
     padding_T = torch.arange(tokens, device=blocks_RN.device) >= offsets_R1[-1] if padded else None
     lengths_R = starts_R + (offsets_R1[1:] - offsets_R1[:-1])
-    return FlashMetadata(shape, blocks_RN.int(), lengths_R, offsets_R1, bounds.new_tokens, splits, padding_T)
+    return FlashMetadata(
+        shape, blocks_RN.int(), lengths_R, offsets_R1, bounds.new_tokens, splits, padding_T
+    )
 
 
 def attention(
@@ -121,10 +139,15 @@ def attention(
 ) -> Tensor:
     """Attends to the paged cache as `attention` of paged_attention.py does, without sinks."""
     assert sinks_H is None, "fa3 knows no sinks"
-    v_d, window = plan.shape.v_dim, plan.shape.window
-    q, qv, k = q_THd, None, k_cache
+    v_d = plan.shape.v_dim
+    window = plan.shape.window
+    q = q_THd
+    qv = None
+    k = k_cache
     if k_cache.data_ptr() == v_cache.data_ptr():
-        q, qv, k = q_THd[..., v_d:], q_THd[..., :v_d], k_cache[..., v_d:]
+        q = q_THd[..., v_d:]
+        qv = q_THd[..., :v_d]
+        k = k_cache[..., v_d:]
     found = getattr(importlib.import_module(PACKAGE), FUNCTION)(
         q=q, k_cache=k, v_cache=v_cache, qv=qv, cache_seqlens=plan.lengths_R, page_table=plan.blocks_RN,
         cu_seqlens_q=plan.offsets_R1, max_seqlen_q=plan.new_tokens, softmax_scale=1.0, causal=True,

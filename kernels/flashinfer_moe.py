@@ -1,5 +1,6 @@
-"""FlashInfer's fused experts (github.com/flashinfer-ai/flashinfer) in place of products and sum of ours: a package of
-its own, imported where it is asked about, whose bits are not those of the kernels here.
+"""FlashInfer's fused experts (github.com/flashinfer-ai/flashinfer) in place of products and sum of
+ours: a package of its own, imported where it is asked about, whose bits are not those of the
+kernels here.
 
 T tokens, K experts per token, e local experts, D model width, I expert width, F = 2 I.
 """
@@ -21,7 +22,9 @@ OPTIONS = {"output", "use_deepseek_fp8_block_scale", "use_fused_finalize"}  # th
 HOPPER = (9, 0)
 ALIGNED = 8  # elements of 16 bits that fill the 16 bytes which widths must be multiples of
 NOT_MEASURED = "flashinfer was not measured to be faster on this card; `moeserve tune` finds out"
-WINS: Config = {"flashinfer": 1}  # in tables, beside the parameters of grouped_gemm.py, for which it lost
+WINS: Config = {
+    "flashinfer": 1
+}  # in tables, beside the parameters of grouped_gemm.py, for which it lost
 CONFIG: Config = {**WINS, "block_m": 128}  # with which it always runs
 
 
@@ -40,32 +43,43 @@ def obstacle(device: torch.device, blocks: bool) -> str | None:
         return f"{FUNCTION} of this flashinfer takes no {', '.join(sorted(missing))}; 0.7.2 does"
     card = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if card < HOPPER or (blocks and card != HOPPER):
-        return f"flashinfer serves here on Hopper{'' if blocks else ' or newer'}, and not on {device}"
+        return (
+            f"flashinfer serves here on Hopper{'' if blocks else ' or newer'}, and not on {device}"
+        )
     return None
 
 
 def is_faster(device: torch.device, experts: int, width: int, dim: int, dtype: torch.dtype) -> bool:
     """Returns whether `moeserve tune` found it so for any number of rows."""
     shape = grouped_gemm.shape_of(experts, width, dim, dtype)
-    return any(config.get("flashinfer") for config in known("grouped_gemm", facts_of(device).name, shape))
+    return any(
+        config.get("flashinfer") for config in known("grouped_gemm", facts_of(device).name, shape)
+    )
 
 
 def swapped(w13: Any) -> Any:
     """Returns up rows, then gate rows, as it has them, of gate rows, then up rows [e, F, ...]."""
     if isinstance(w13, Scaled):
-        return Scaled(swapped(w13.values.view(torch.uint8)).view(w13.values.dtype), swapped(w13.scales))
+        return Scaled(
+            swapped(w13.values.view(torch.uint8)).view(w13.values.dtype), swapped(w13.scales)
+        )
     return w13.roll(w13.shape[1] // 2, 1)
 
 
-def fused_moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w31: Any, w2: Any, out: Tensor | None = None) -> Tensor:
-    """Returns the weighted sums [T, D] of what the experts make of each row, by SwiGLU; ids outside 0..e-1 go nowhere.
+def fused_moe(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w31: Any, w2: Any, out: Tensor | None = None
+) -> Tensor:
+    """Returns the weighted sums [T, D] of what the experts make of each row, by SwiGLU; ids outside
+    0..e-1 go nowhere.
 
-    It sums by a kernel of its own, in fp32 in the order of choices: the fused sum adds in 16 bits in any order. It does
-    not look at strides.
+    It sums by a kernel of its own, in fp32 in the order of choices: the fused sum adds in 16 bits
+    in any order. It does not look at strides.
     """
     out = torch.empty_like(x_TD) if out is None else out
     blocks = isinstance(w2, Scaled)
-    first, second, scales = (w31.values, w2.values, [w31.scales, w2.scales]) if blocks else (w31, w2, [])
+    first, second, scales = (
+        (w31.values, w2.values, [w31.scales, w2.scales]) if blocks else (w31, w2, [])
+    )
     assert out.is_contiguous(), out.stride()
     if len(x_TD):
         _function()(

@@ -1,6 +1,7 @@
 """Rows in e4m3 with a scale for every 128 elements.
 
-M rows, K elements, G = K / 128 blocks. e local experts, C rows that each has room for, D <= K elements.
+M rows, K elements, G = K / 128 blocks. e local experts, C rows that each has room for, D <= K
+elements.
 """
 
 import torch
@@ -21,8 +22,8 @@ LEAST_AMAX = tl.constexpr(1e-4)
 
 @triton.jit
 def round_blocks(x, AXIS: tl.constexpr):
-    """(e4m3 values, fp32 scales) of 2-D x, whose blocks lie along AXIS. What is not finite becomes NaN and leaves its
-    block unharmed."""
+    """(e4m3 values, fp32 scales) of 2-D x, whose blocks lie along AXIS. What is not finite becomes
+    NaN and leaves its block unharmed."""
     finite = tl.abs(x) < float("inf")
     largest = tl.max(tl.where(finite, tl.abs(x), 0.0), AXIS)
     scales = tl.div_rn(tl.maximum(largest, LEAST_AMAX), E4M3_MAX + tl.zeros_like(largest))
@@ -35,7 +36,9 @@ def quantise_kernel(
     x_ptr, values_ptr, scales_ptr, ends_ptr, expert_ptr, row_ptr, row_stride, width,
     BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr = None,
 ):  # fmt: skip
-    """One program: BLOCKS blocks of a row, which is one of a tile of BLOCK_M rows if there are tiles."""
+    """One program: BLOCKS blocks of a row, which is one of a tile of BLOCK_M rows if there are
+    tiles.
+    """
     row = tl.program_id(0)
     if expert_ptr is not None:
         expert = tl.load(expert_ptr + row // BLOCK_M)
@@ -49,7 +52,9 @@ def quantise_kernel(
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ACT is not None:
-        up = tl.load(x_ptr + row * row_stride + width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        up = tl.load(
+            x_ptr + row * row_stride + width + columns, mask=columns < width, other=0.0
+        ).to(tl.float32)
         x = gated(x, up, ACT)
     values, scales = round_blocks(x, 1)
     tl.store(values_ptr + row * width + columns, values, mask=columns < width)
@@ -57,13 +62,17 @@ def quantise_kernel(
     tl.store(scales_ptr + row * num_blocks + blocks, scales, mask=blocks < num_blocks)
 
 
-def quantise(x_MK: Tensor, to: Alignment | None = None, act: Act | None = None) -> tuple[Tensor, Tensor]:
-    """(e4m3 [M, K], fp32 scales [M, G]); a scale is its block's largest magnitude, at least 1e-4, over 448. to: whose
-    rows there are; what belongs to the others is undefined. act: of x's 2 K columns, gate and up.
+def quantise(
+    x_MK: Tensor, to: Alignment | None = None, act: Act | None = None
+) -> tuple[Tensor, Tensor]:
+    """(e4m3 [M, K], fp32 scales [M, G]); a scale is its block's largest magnitude, at least 1e-4,
+    over 448. to: whose rows there are; what belongs to the others is undefined. act: of x's 2 K
+    columns, gate and up.
 
     [[448, -1]] -> values [[448, -1]], scales [[1]]; [[896, 1]] -> values [[448, 0.5]], scales [[2]]
     """
-    rows, width = x_MK.shape[0], x_MK.shape[1] // (1 if act is None else 2)
+    rows = x_MK.shape[0]
+    width = x_MK.shape[1] // (1 if act is None else 2)
     assert x_MK.stride(1) == 1, x_MK.stride()
     values_MK = x_MK.new_empty((rows, width), dtype=E4M3)
     scales_MG = x_MK.new_empty((rows, triton.cdiv(width, BLOCK)), dtype=torch.float32)
@@ -83,24 +92,47 @@ def widen_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of some of an expert's rows, those that are there."""
-    expert, block = tl.program_id(0), tl.program_id(2)
-    rows, columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS), block * BLOCK + tl.arange(0, BLOCK)
-    live, places = rows < tl.load(counts_ptr + expert), (expert * room + rows).to(tl.int64)[:, None]
-    values = tl.load(values_ptr + places * width + columns[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    expert = tl.program_id(0)
+    block = tl.program_id(2)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    live = rows < tl.load(counts_ptr + expert)
+    places = (expert * room + rows).to(tl.int64)[:, None]
+    values = tl.load(
+        values_ptr + places * width + columns[None, :], mask=live[:, None], other=0.0
+    ).to(tl.float32)
     scale_ptrs = scales_ptr + expert * expert_stride + rows * row_stride + block * block_stride
     y = (values * tl.load(scale_ptrs, mask=live, other=0.0)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + places * out_width + columns[None, :], y, mask=live[:, None] & (columns < out_width)[None, :])
+    tl.store(
+        out_ptr + places * out_width + columns[None, :],
+        y,
+        mask=live[:, None] & (columns < out_width)[None, :],
+    )
 
 
 def widen(values_eCK: Tensor, scales_eCG: Tensor, counts_e: Tensor, out_eCD: Tensor) -> Tensor:
-    """Writes e4m3 times its scale to out, once rounded, for the first counts_e rows of each expert, and returns it.
+    """Writes e4m3 times its scale to out, once rounded, for the first counts_e rows of each expert,
+    and returns it.
 
     values [[[448, -1], [1, 1]]], scales [[[2], [1]]], counts [1] -> [[[896, -2], [undefined]]]
     """
-    (experts, room, _), (_, width, step), out_width = values_eCK.shape, values_eCK.stride(), out_eCD.shape[2]
+    (experts, room, _), (_, width, step), out_width = (
+        values_eCK.shape,
+        values_eCK.stride(),
+        out_eCD.shape[2],
+    )
     assert (values_eCK.stride(0), step) == (room * width, 1), values_eCK.stride()
     assert out_eCD.is_contiguous(), out_eCD.stride()
     widen_kernel[(experts, triton.cdiv(room, ROWS), triton.cdiv(out_width, BLOCK))](
-        values_eCK, scales_eCG, counts_e, out_eCD, room, width, out_width, *scales_eCG.stride(), ROWS=ROWS, BLOCK=BLOCK
+        values_eCK,
+        scales_eCG,
+        counts_e,
+        out_eCD,
+        room,
+        width,
+        out_width,
+        *scales_eCG.stride(),
+        ROWS=ROWS,
+        BLOCK=BLOCK,
     )
     return out_eCD

@@ -1,7 +1,8 @@
-"""The experts' two products with weights and rows in e4m3: a scale per 128 x 128 weights and per 128 elements of a row.
+"""The experts' two products with weights and rows in e4m3: a scale per 128 x 128 weights and per
+128 elements of a row.
 
-T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model width, I expert
-width, F = 2 I, G blocks of 128 inputs, R blocks of 128 outputs.
+T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model
+width, I expert width, F = 2 I, G blocks of 128 inputs, R blocks of 128 outputs.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Rows: values e4m3 [M, K], scales fp32 [M, G], where rows lie in slots also [e, C, G], of any strides. Weights:
-    values e4m3 [e, N, K], scales fp32 [e, R, G]."""
+    """Rows: values e4m3 [M, K], scales fp32 [M, G], where rows lie in slots also [e, C, G], of any
+    strides. Weights: values e4m3 [e, N, K], scales fp32 [e, R, G]."""
 
     values: Tensor
     scales: Tensor
@@ -35,7 +36,9 @@ class Scaled:
 
 @triton.jit
 def _step(total, w, x, w_scale, x_scales):
-    """Tensor cores add 128 e4m3 products with few bits, so each step's sum is scaled and added in fp32."""
+    """Tensor cores add 128 e4m3 products with few bits, so each step's sum is scaled and added in
+    fp32.
+    """
     return total + tl.dot(w, x) * (w_scale * x_scales)[None, :]
 
 
@@ -46,17 +49,24 @@ def fp8_kernel(
     ACT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`; if ACT a block of e4m3 and its scale."""
+    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`; if ACT a block of e4m3
+    and its scale.
+    """
     UP: tl.constexpr = ACT is not None
     tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = tiles.rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
-    groups, fan = tl.cdiv(inner, BLOCK), 2 if UP else 1
+    sources, targets, live = tiles.rows_of(
+        tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M
+    )
+    groups = tl.cdiv(inner, BLOCK)
+    fan = 2 if UP else 1
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
     x_scale_ptrs = x_scale_ptr + sources.to(tl.int64) * groups
-    base, first, last = expert * (fan * width), block * BLOCK_N, width - 1
+    base = expert * (fan * width)
+    first = block * BLOCK_N
+    last = width - 1
     w_scale_ptr += (base + first) // BLOCK * groups
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -71,7 +81,9 @@ def fp8_kernel(
         tile_w = tiles.load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
         total = _step(total, tile_w, x, scale, x_scales)
         if UP:
-            tile_w = tiles.load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
+            tile_w = tiles.load_weights(
+                w, base + width, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA
+            )
             total_up = _step(total_up, tile_w, x, up_scale, x_scales)
     columns = first + tl.arange(0, BLOCK_N)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
@@ -88,11 +100,16 @@ def fp8_kernel(
 
 @lru_cache(4096)
 def launch_fp8_of(num_rows: int, num_experts: int, width: int, dim: int, device: str) -> Config:
-    """Launch parameters as of `grouped_gemm.launch_of`; gate and up make whole blocks of 128 outputs of 64 rows at
-    most."""
+    """Launch parameters as of `grouped_gemm.launch_of`; gate and up make whole blocks of 128
+    outputs of 64 rows at most."""
     rows = tiles.tile_rows(num_rows / num_experts)
     large = rows["block_m"] == 64
-    default = {**rows, "up_block_n": BLOCK, "up_warps": 8 if large else 4, "up_stages": 4 if large else 3}
+    default = {
+        **rows,
+        "up_block_n": BLOCK,
+        "up_warps": 8 if large else 4,
+        "up_stages": 4 if large else 3,
+    }
     default |= {"down_block_n": 128, "down_warps": 4, "down_stages": 4}
     return tuned("grouped_fp8", device, shape_of(num_experts, width, dim), num_rows, default)
 
@@ -109,7 +126,8 @@ def _launch(
     is_up = act is not None
     tiles.check_bias(bias, w)
     (_, outputs, inner), name = w.values.shape, "up" if is_up else "down"
-    width, block_n = outputs // 2 if is_up else outputs, config[f"{name}_block_n"]
+    width = outputs // 2 if is_up else outputs
+    block_n = config[f"{name}_block_n"]
     assert x.values.dtype == w.values.dtype == E4M3, (x.values.dtype, w.values.dtype)
     assert x.values.stride(1) == out.stride(1) == 1, (x.values.stride(), out.stride())
     assert x.values.shape[1] == inner, (x.values.shape, inner)
@@ -118,7 +136,10 @@ def _launch(
     assert not is_up or block_n == BLOCK, block_n
     groups = triton.cdiv(inner, BLOCK)
     x_scales = x.scales.reshape(len(x.values), groups).contiguous()  # DeepEP leaves them across
-    for scales, shape in ((x_scales, (len(x.values), groups)), (w.scales, (len(to.ends_e), outputs // BLOCK, groups))):
+    for scales, shape in (
+        (x_scales, (len(x.values), groups)),
+        (w.scales, (len(to.ends_e), outputs // BLOCK, groups)),
+    ):
         assert scales.shape == shape, (scales.shape, shape)
         assert scales.is_contiguous(), scales.stride()
     weights, tma = tiles.weights_argument(w.values, block_n, BLOCK, bool(config["tma"]))
@@ -142,11 +163,12 @@ def gate_up_fp8(
     act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
 ) -> Scaled:
-    """Does `grouped_gemm.gate_up` with e4m3 in and out: sums of 128 products on tensor cores, scaled and added in fp32
-    in order; the results of each row are rounded in blocks of 128 as by `fp8.quantise`. I must be a multiple of 128.
+    """Does `grouped_gemm.gate_up` with e4m3 in and out: sums of 128 products on tensor cores,
+    scaled and added in fp32 in order; the results of each row are rounded in blocks of 128 as by
+    `fp8.quantise`. I must be a multiple of 128.
 
-    One row, 128 inputs of value 1, scale 1; gate weights 1 and up weights 1 with scales 1/128: gate 1, up 1, so that
-    128 results are silu(1) = 0.7311: values 448, scale 0.7311 / 448
+    One row, 128 inputs of value 1, scale 1; gate weights 1 and up weights 1 with scales 1/128: gate
+    1, up 1, so that 128 results are silu(1) = 0.7311: values 448, scale 0.7311 / 448
     """
     width = w13.values.shape[1] // 2
     rows = len(x.values) if to.order_N is None else len(to.order_N)
@@ -159,7 +181,8 @@ def gate_up_fp8(
 def down_fp8(
     h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor, bias_eD: Tensor | None = None
 ) -> Tensor:
-    """Does `grouped_gemm.down`: writes each sorted row's result to its pair's row of out [N, D], in out's type.
+    """Does `grouped_gemm.down`: writes each sorted row's result to its pair's row of out [N, D], in
+    out's type.
 
     One row, 128 inputs of value 2 with scale 1/2, weights 1 with scale 1/128 -> 128 results of 1
     """

@@ -1,7 +1,8 @@
-"""The experts' two products over rows that are sorted by expert: gate and up with their activation, and down.
+"""The experts' two products over rows that are sorted by expert: gate and up with their activation,
+and down.
 
-T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model width, I expert
-width, F = 2 I, Z tiles of rows.
+T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model
+width, I expert width, F = 2 I, Z tiles of rows.
 """
 
 from functools import lru_cache
@@ -23,16 +24,20 @@ def grouped_kernel(
     inner, top_k, ACT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of a tile of rows. With an order, rows come through it if there is an ACT, else go.
-    ACT: gate and up with this activation; None: down."""
+    """One program: BLOCK_N outputs of a tile of rows. With an order, rows come through it if there
+    is an ACT, else go. ACT: gate and up with this activation; None: down."""
     UP: tl.constexpr = ACT is not None
     tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = tiles.rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
+    sources, targets, live = tiles.rows_of(
+        tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M
+    )
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
-    base, first, last = expert * width, block * BLOCK_N, width - 1
+    base = expert * width
+    first = block * BLOCK_N
+    last = width - 1
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if UP:
         base *= 2
@@ -40,7 +45,9 @@ def grouped_kernel(
         for k in range(0, inner, BLOCK_K):
             x = tl.trans(tiles.load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
             gate = tiles.load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
-            up = tiles.load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+            up = tiles.load_weights(
+                w, base + width, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA
+            )
             total = tl.dot(gate, x, total, input_precision="ieee")
             total_up = tl.dot(up, x, total_up, input_precision="ieee")
     else:
@@ -58,9 +65,12 @@ def grouped_kernel(
 
 
 @lru_cache(4096)
-def launch_of(num_rows: int, num_experts: int, width: int, dim: int, dtype: torch.dtype, device: str) -> Config:
-    """Launch parameters of the products for so many rows: rows of a tile (`block_m`, for `align`), and per product
-    outputs of a program, tiles that run together, warps, and steps over K that are on their way. width: I, dim: D.
+def launch_of(
+    num_rows: int, num_experts: int, width: int, dim: int, dtype: torch.dtype, device: str
+) -> Config:
+    """Launch parameters of the products for so many rows: rows of a tile (`block_m`, for `align`),
+    and per product outputs of a program, tiles that run together, warps, and steps over K that are
+    on their way. width: I, dim: D.
 
     8 experts: 8 rows -> block_m 16; 8,192 rows -> block_m 128
     """
@@ -70,7 +80,9 @@ def launch_of(num_rows: int, num_experts: int, width: int, dim: int, dtype: torc
     default = {"block_m": block_m, "tma": 1, "group": 8 if big else 1}
     default |= {"up_block_n": 128 if big else 64, "up_warps": 8 if big else 4, "up_stages": 4}
     default |= {"down_block_n": 128, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
-    return tuned("grouped_gemm", device, shape_of(num_experts, width, dim, dtype), num_rows, default)
+    return tuned(
+        "grouped_gemm", device, shape_of(num_experts, width, dim, dtype), num_rows, default
+    )
 
 
 def shape_of(num_experts: int, width: int, dim: int, dtype: torch.dtype) -> str:
@@ -79,7 +91,14 @@ def shape_of(num_experts: int, width: int, dim: int, dtype: torch.dtype) -> str:
 
 
 def _launch(
-    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, to: Alignment, top_k: int, act: Act | None, config: Config
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    to: Alignment,
+    top_k: int,
+    act: Act | None,
+    config: Config,
 ) -> None:
     name, width = ("down", w.shape[1]) if act is None else ("up", w.shape[1] // 2)
     tiles.check_bias(bias, w)
@@ -87,7 +106,8 @@ def _launch(
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert len(w) == len(to.ends_e), (w.shape, len(to.ends_e))
     assert x.shape[1] == w.shape[2], (x.shape, w.shape)
-    block_n, depth = config[f"{name}_block_n"], tiles.block_k(w.shape[2], w.dtype)
+    block_n = config[f"{name}_block_n"]
+    depth = tiles.block_k(w.shape[2], w.dtype)
     weights, tma = tiles.weights_argument(w, block_n, depth, bool(config["tma"]))
     num_tiles = len(to.expert_Z)
     if not num_tiles:
@@ -109,10 +129,10 @@ def gate_up(
     act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
 ) -> Tensor:
-    """act(w1 x + b1) * (w3 x + b3) for each sorted row with its expert's weights, gate rows first in w13; [N, I],
-    undefined where there is no row. x: the tokens' rows [T, D], of which pair p has row p // top_k; or, without an
-    order, sorted rows. bias_eF: fp32. Sums over D in fp32 and in one order for any number of rows; one rounding.
-    config: of `launch_of`.
+    """act(w1 x + b1) * (w3 x + b3) for each sorted row with its expert's weights, gate rows first
+    in w13; [N, I], undefined where there is no row. x: the tokens' rows [T, D], of which pair p has
+    row p // top_k; or, without an order, sorted rows. bias_eF: fp32. Sums over D in fp32 and in one
+    order for any number of rows; one rounding. config: of `launch_of`.
 
     x [[1]], w13 [[[2], [3]]] -> [[silu(2) * 3]] = [[5.2848]]
     """
@@ -130,8 +150,9 @@ def down(
     out: Tensor | None = None,
     bias_eD: Tensor | None = None,
 ) -> Tensor:
-    """w2 h + b2 for each sorted row with its expert's weights, written to its pair's row [N, D], or, without an order,
-    to its own; rows of pairs that went nowhere are not written. Sums and roundings as in `gate_up`.
+    """w2 h + b2 for each sorted row with its expert's weights, written to its pair's row [N, D],
+    or, without an order, to its own; rows of pairs that went nowhere are not written. Sums and
+    roundings as in `gate_up`.
 
     h [[4], [5]] of pairs [1, 0] with expert 0, w2 [[[1], [2]]] -> [[5, 10], [4, 8]]
     """

@@ -1,7 +1,9 @@
-"""The experts' two products with weights of 4 bits, two to a byte, or of 8 bits, and scales for groups of inputs.
+"""The experts' two products with weights of 4 bits, two to a byte, or of 8 bits, and scales for
+groups of inputs.
 
-Rows stay as they are; weights are widened to the rows' type in registers. T tokens, K experts per token, N = T * K
-(token, k) pairs or received rows, e local experts, D model width, I expert width, G groups of inputs.
+Rows stay as they are; weights are widened to the rows' type in registers. T tokens, K experts per
+token, N = T * K (token, k) pairs or received rows, e local experts, D model width, I expert width,
+G groups of inputs.
 """
 
 import math
@@ -20,17 +22,20 @@ from moeserve.kernels.configs import Config, tuned
 from moeserve.kernels.fp8 import E4M3
 
 GROUPS = (16, 32, 64, 128)  # of weights in 4 bits
-LEAST = 16  # inputs of one instruction: of weights in 8 bits, inputs and those of a group are multiples
+LEAST = (
+    16  # inputs of one instruction: of weights in 8 bits, inputs and those of a group are multiples
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Narrow:
     """w[s, n, k] = (value - zeros[s, k // group, n]) * scales[s, k // group, n].
 
-    values: int8 or e4m3 [e, outputs, inputs], whose zeros are None. Or two values of 0 to 15 in a byte, uint8 [e,
-    outputs, inputs / 2]: of every 2 * half inputs, byte j has input j in its low bits and input half + j in its high
-    bits, so that either are a tile of their own. scales: [e, G, outputs], any float. zeros: whole numbers, the same
-    shape and type; None: 8, and 0 for 8 bits. floats: values of 4 bits are e2m1, without zeros.
+    values: int8 or e4m3 [e, outputs, inputs], whose zeros are None. Or two values of 0 to 15 in a
+    byte, uint8 [e, outputs, inputs / 2]: of every 2 * half inputs, byte j has input j in its low
+    bits and input half + j in its high bits, so that either are a tile of their own. scales: [e, G,
+    outputs], any float. zeros: whole numbers, the same shape and type; None: 8, and 0 for 8 bits.
+    floats: values of 4 bits are e2m1, without zeros.
     """
 
     group: int
@@ -42,7 +47,9 @@ class Narrow:
     @property
     def kind(self) -> str:
         """int4, fp4, int8 or fp8."""
-        return {torch.uint8: "fp4" if self.floats else "int4", torch.int8: "int8", E4M3: "fp8"}[self.values.dtype]
+        return {torch.uint8: "fp4" if self.floats else "int4", torch.int8: "int8", E4M3: "fp8"}[
+            self.values.dtype
+        ]
 
     @property
     def in_pairs(self) -> bool:
@@ -58,7 +65,11 @@ class Narrow:
     @property
     def half(self) -> int:
         """Inputs of one product of tiles, all in one group. fp8, 2,048 inputs, groups of 128 -> 128"""
-        return half_of(self.group) if self.in_pairs else math.gcd(self.values.shape[-1], self.group, tiles.STEP_BYTES)
+        return (
+            half_of(self.group)
+            if self.in_pairs
+            else math.gcd(self.values.shape[-1], self.group, tiles.STEP_BYTES)
+        )
 
 
 def half_of(group: int) -> int:
@@ -67,23 +78,35 @@ def half_of(group: int) -> int:
     return min(group, 64)
 
 
-def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, floats: bool = False) -> Narrow:
-    """Packs bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole bytes' tiles."""
+def pack_int4(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, floats: bool = False
+) -> Narrow:
+    """Packs bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole
+    bytes' tiles.
+    """
     half = half_of(group)
     assert values.shape[-1] % (2 * half) == 0, (values.shape, group)
     low, high = values.unflatten(-1, (-1, 2, half)).unbind(-2)
-    moved = [None if part is None else part.transpose(-1, -2).contiguous() for part in (scales, zeros)]
+    moved = [
+        None if part is None else part.transpose(-1, -2).contiguous() for part in (scales, zeros)
+    ]
     assert moved[0] is not None
     return Narrow(group, (low | high << 4).flatten(-2).contiguous(), moved[0], moved[1], floats)
 
 
 @triton.jit
 def _centred(values, zeros, like):
-    """values - zeros in the type of `like`, exactly: 16-bit floats by setting the low bits of 128 or 1,024."""
+    """values - zeros in the type of `like`, exactly: 16-bit floats by setting the low bits of 128
+    or 1,024.
+    """
     if like.dtype == tl.bfloat16:
-        result = (values.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zeros + 128.0).to(tl.bfloat16)[:, None]
+        result = (values.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zeros + 128.0).to(
+            tl.bfloat16
+        )[:, None]
     elif like.dtype == tl.float16:
-        result = (values.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (zeros + 1024.0).to(tl.float16)[:, None]
+        result = (values.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (zeros + 1024.0).to(
+            tl.float16
+        )[:, None]
     else:
         result = values.to(tl.float32) - zeros[:, None]
     return result
@@ -91,15 +114,20 @@ def _centred(values, zeros, like):
 
 @triton.jit
 def _of_e2m1(values, like):
-    """e2m1 in the type of `like`, exactly: 0 and 0.5 apart, their exponents and mantissas count on from 0.5's bits."""
+    """e2m1 in the type of `like`, exactly: 0 and 0.5 apart, their exponents and mantissas count on
+    from 0.5's bits.
+    """
     if like.dtype == tl.bfloat16:
-        bits, sign = values.to(tl.int16), (values.to(tl.int16) & 8) << 12
+        bits = values.to(tl.int16)
+        sign = (values.to(tl.int16) & 8) << 12
         sizes = tl.where((bits & 7) < 2, (bits & 7) * 0x3F00, ((bits & 7) << 6) + 0x3F00)
     elif like.dtype == tl.float16:
-        bits, sign = values.to(tl.int16), (values.to(tl.int16) & 8) << 12
+        bits = values.to(tl.int16)
+        sign = (values.to(tl.int16) & 8) << 12
         sizes = tl.where((bits & 7) < 2, (bits & 7) * 0x3800, ((bits & 7) << 9) + 0x3800)
     else:
-        bits, sign = values.to(tl.int32), (values.to(tl.int32) & 8) << 28
+        bits = values.to(tl.int32)
+        sign = (values.to(tl.int32) & 8) << 28
         sizes = tl.where((bits & 7) < 2, (bits & 7) * 0x3F000000, ((bits & 7) << 22) + 0x3F000000)
     return (sizes | sign).to(like.dtype, bitcast=True)
 
@@ -124,7 +152,8 @@ def _group(scale_ptr, zero_ptr, places, mask):
 def _groups(scale_ptr, zero_ptr, places, step, mask, SHARED: tl.constexpr):
     """(scales, zeros) of the low and of the high inputs' groups, which are one if SHARED."""
     scales, zeros = _group(scale_ptr, zero_ptr, places, mask)
-    more_scales, more_zeros = scales, zeros
+    more_scales = scales
+    more_zeros = zeros
     if not SHARED:
         more_scales, more_zeros = _group(scale_ptr, zero_ptr, places + step, mask)
     return scales, zeros, more_scales, more_zeros
@@ -135,7 +164,9 @@ def _step(
     total, values, x_low, x_high, scales, zeros, more_scales, more_zeros, SHARED: tl.constexpr, PAIRS: tl.constexpr,
     FLOATS: tl.constexpr,
 ):  # fmt: skip
-    """total + (value - zero) * scale * x over the low and the high inputs, or, if not PAIRS, over the low ones."""
+    """total + (value - zero) * scale * x over the low and the high inputs, or, if not PAIRS, over
+    the low ones.
+    """
     if PAIRS:
         part = tl.dot(_widened(values & 15, zeros, x_low, FLOATS), x_low, input_precision="ieee")
         if not SHARED:
@@ -156,17 +187,21 @@ def weight_only_kernel(
     ACT: tl.constexpr, PAIRS: tl.constexpr, FLOATS: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     INPUTS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of weights. PAIRS: two
-    weights in a byte, which are e2m1 if FLOATS."""
+    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of
+    weights. PAIRS: two weights in a byte, which are e2m1 if FLOATS."""
     UP: tl.constexpr = ACT is not None
     tile, block = tiles.tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = tiles.rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
+    sources, targets, live = tiles.rows_of(
+        tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M
+    )
     outputs = 2 * width if UP else width
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, HALF)[None, :]
-    base, first, last = expert * outputs, block * BLOCK_N, width - 1
+    base = expert * outputs
+    first = block * BLOCK_N
+    last = width - 1
     columns = first + tl.arange(0, BLOCK_N)
     mask = columns < width
     scale_ptr += expert.to(tl.int64) * tl.cdiv(inner, INPUTS) * outputs
@@ -179,7 +214,9 @@ def weight_only_kernel(
     for k in range(0, inner, EACH * HALF):
         # All scales first: they arrive while the tensor cores work.
         places = k // INPUTS * outputs + columns
-        scales, zeros, more_scales, more_zeros = _groups(scale_ptr, zero_ptr, places, outputs, mask, SHARED)
+        scales, zeros, more_scales, more_zeros = _groups(
+            scale_ptr, zero_ptr, places, outputs, mask, SHARED
+        )
         if UP:
             up_scales, up_zeros, up_more_scales, up_more_zeros = _groups(
                 scale_ptr, zero_ptr, places + width, outputs, mask, SHARED
@@ -188,54 +225,101 @@ def weight_only_kernel(
         high = low
         if PAIRS:
             high = tl.trans(tiles.load_rows(x_ptrs, live, k + HALF, inner, HALF, True))
-        at, stride = k // EACH, inner // EACH
+        at = k // EACH
+        stride = inner // EACH
         values = tiles.load_weights(w, base, first, last, at, stride, BLOCK_N, HALF, True, TMA)
-        total = _step(total, values, low, high, scales, zeros, more_scales, more_zeros, SHARED, PAIRS, FLOATS)
+        total = _step(
+            total, values, low, high, scales, zeros, more_scales, more_zeros, SHARED, PAIRS, FLOATS
+        )
         if UP:
-            values = tiles.load_weights(w, base + width, first, last, at, stride, BLOCK_N, HALF, True, TMA)
+            values = tiles.load_weights(
+                w, base + width, first, last, at, stride, BLOCK_N, HALF, True, TMA
+            )
             total_up = _step(
-                total_up, values, low, high, up_scales, up_zeros, up_more_scales, up_more_zeros, SHARED, PAIRS, FLOATS
+                total_up,
+                values,
+                low,
+                high,
+                up_scales,
+                up_zeros,
+                up_more_scales,
+                up_more_zeros,
+                SHARED,
+                PAIRS,
+                FLOATS,
             )
     total = tiles.add_bias(total, bias_ptr, base, columns, width)
     if UP:
         total = gated(total, tiles.add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
-    tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=live[:, None] & mask[None, :])
+    tl.store(
+        out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=live[:, None] & mask[None, :]
+    )
 
 
 @lru_cache(4096)
 def launch_narrow_of(
-    num_rows: int, num_experts: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype, device: str
+    num_rows: int,
+    num_experts: int,
+    width: int,
+    dim: int,
+    kind: str,
+    group: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> Config:
-    """Launch parameters as of `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once per tile of rows,
-    so many rows want large tiles."""
+    """Launch parameters as of `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once
+    per tile of rows, so many rows want large tiles."""
     rows = num_rows / num_experts
-    big = rows > 256 and dtype != torch.float32  # tiles of such rows would not fit into shared memory
-    default = {**tiles.tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
-    default |= {"down_block_n": 128 if big else 64, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
+    big = (
+        rows > 256 and dtype != torch.float32
+    )  # tiles of such rows would not fit into shared memory
+    default = {
+        **tiles.tile_rows(rows),
+        "up_block_n": 64,
+        "up_warps": 8 if big else 4,
+        "up_stages": 4,
+    }
+    default |= {
+        "down_block_n": 128 if big else 64,
+        "down_warps": 8 if big else 4,
+        "down_stages": 3 if big else 4,
+    }
     default |= {"block_m": 128} if big else {}
     shape = shape_of(num_experts, width, dim, kind, group, dtype)
     return tuned("grouped_weight_only", device, shape, num_rows, default)
 
 
-def shape_of(num_experts: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype) -> str:
+def shape_of(
+    num_experts: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype
+) -> str:
     """The shape's name in tables of configurations."""
     return f"E{num_experts} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
 
 
 def _launch(
-    x: Tensor, w: Narrow, bias: Tensor | None, out: Tensor, to: Alignment, top_k: int, act: Act | None, config: Config
+    x: Tensor,
+    w: Narrow,
+    bias: Tensor | None,
+    out: Tensor,
+    to: Alignment,
+    top_k: int,
+    act: Act | None,
+    config: Config,
 ) -> None:
     (experts, outputs, inner), pairs, half = w.shape, w.in_pairs, w.half
     name = "down" if act is None else "up"
     tiles.check_bias(bias, w)
-    width, block_n = outputs // 2 if name == "up" else outputs, config[f"{name}_block_n"]
+    width = outputs // 2 if name == "up" else outputs
+    block_n = config[f"{name}_block_n"]
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert x.shape[1] == inner, (x.shape, inner)
     assert half >= LEAST, (inner, w.group)
     assert inner % (2 * half if pairs else half) == 0, (inner, w.group)
     for part in (w.scales, w.zeros):
-        assert part is None or part.shape == (experts, triton.cdiv(inner, w.group), outputs), part.shape
+        assert part is None or part.shape == (experts, triton.cdiv(inner, w.group), outputs), (
+            part.shape
+        )
         assert part is None or part.is_contiguous(), part.stride()
     weights, tma = tiles.weights_argument(w.values, block_n, half, bool(config["tma"]))
     num_tiles = len(to.expert_Z)
@@ -258,9 +342,11 @@ def gate_up_narrow(
     act: Act = SWIGLU_ACT,
     bias_eF: Tensor | None = None,
 ) -> Tensor:
-    """Does `grouped_gemm.gate_up`. Weights enter the tensor cores without scales; each group's sum is scaled in fp32.
+    """Does `grouped_gemm.gate_up`. Weights enter the tensor cores without scales; each group's sum
+    is scaled in fp32.
 
-    64 inputs of 1, int4 gate and up weights of value 9 with scales 1/64, groups of 32 -> silu(1) * 1 = 0.7311
+    64 inputs of 1, int4 gate and up weights of value 9 with scales 1/64, groups of 32 -> silu(1) *
+    1 = 0.7311
     """
     rows = x.shape[0] if to.order_N is None else len(to.order_N)
     out = x.new_empty((rows, w13.shape[1] // 2))
@@ -269,9 +355,16 @@ def gate_up_narrow(
 
 
 def down_narrow(
-    h_NI: Tensor, w2: Narrow, to: Alignment, config: Config, out: Tensor | None = None, bias_eD: Tensor | None = None
+    h_NI: Tensor,
+    w2: Narrow,
+    to: Alignment,
+    config: Config,
+    out: Tensor | None = None,
+    bias_eD: Tensor | None = None,
 ) -> Tensor:
-    """Does `grouped_gemm.down`, in out's type. 64 inputs of 2, int4 weights of value 7 with scales 1/64 -> -2"""
+    """Does `grouped_gemm.down`, in out's type. 64 inputs of 2, int4 weights of value 7 with scales
+    1/64 -> -2
+    """
     if out is None:
         out = h_NI.new_empty((h_NI.shape[0], w2.shape[1]))
     _launch(h_NI, w2, bias_eD, out, to, 1, None, config)

@@ -1,10 +1,10 @@
-"""A step's inputs, computed on the device from the request tables and a few words per row; and the tables' changes:
-many small writes to one array, packed on the host, one copy, one launch.
+"""A step's inputs, computed on the device from the request tables and a few words per row; and the
+tables' changes: many small writes to one array, packed on the host, one copy, one launch.
 
-T tokens and T' places for them, R rows and R', N tokens that are sampled at and N', G KV groups, B blocks per row. What
-is left of the places is padding: tokens 0 at position 0 whose K/V go to KV slot 0 of the null block, rows without
-tokens.
-V values, W pieces: values that lie side by side, at most PIECE of them.
+T tokens and T' places for them, R rows and R', N tokens that are sampled at and N', G KV groups, B
+blocks per row. What is left of the places is padding: tokens 0 at position 0 whose K/V go to KV
+slot 0 of the null block, rows without tokens. V values, W pieces: values that lie side by side, at
+most PIECE of them.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,11 @@ class StepArrays:
         cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device
     ) -> "StepArrays":
         """Uninitialised arrays of these sizes."""
-        i32, i64 = (partial(torch.empty, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
-        blocks_GRB, ends = i32((groups, rows, blocks)), (i32(rows + 1), i32(rows))
+        i32, i64 = (
+            partial(torch.empty, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)
+        )
+        blocks_GRB = i32((groups, rows, blocks))
+        ends = (i32(rows + 1), i32(rows))
         return cls(i64(tokens), i64(tokens), i64((groups, tokens)), blocks_GRB, i64(samples), *ends)
 
 
@@ -58,13 +61,17 @@ class StepWords:
     most: int  # tokens of a row
 
     @classmethod
-    def of(cls, slots_R: I32, starts_R: I32, offsets_R1: I32, sample_N: NDArray[np.int64]) -> "StepWords":
+    def of(
+        cls, slots_R: I32, starts_R: I32, offsets_R1: I32, sample_N: NDArray[np.int64]
+    ) -> "StepWords":
         """Packs rows and the tokens that are sampled at.
 
         slots [4, 2], starts [0, 9], offsets [0, 3, 4], sample [3] -> words [4, 2, 0, 9, 0, 3, 4, 3]
         """
         words = np.concatenate((slots_R, starts_R, offsets_R1, sample_N)).astype(np.int32)
-        return cls(words, len(slots_R), int(offsets_R1[-1]), len(sample_N), int(np.diff(offsets_R1).max()))
+        return cls(
+            words, len(slots_R), int(offsets_R1[-1]), len(sample_N), int(np.diff(offsets_R1).max())
+        )
 
 
 @triton.jit
@@ -92,16 +99,26 @@ def put_rest(
     """Stores padding tokens, and the arrays with one entry per row."""
     padding = tokens + index < all_tokens
     nothing = tl.zeros_like(index)
-    tl.store(slot_mapping_ptr + tokens + index, nothing.to(slot_mapping_ptr.dtype.element_ty), mask=padding)
+    tl.store(
+        slot_mapping_ptr + tokens + index,
+        nothing.to(slot_mapping_ptr.dtype.element_ty),
+        mask=padding,
+    )
     if group == 0:
         tl.store(ids_ptr + tokens + index, nothing.to(ids_ptr.dtype.element_ty), mask=padding)
-        tl.store(positions_ptr + tokens + index, nothing.to(positions_ptr.dtype.element_ty), mask=padding)
+        tl.store(
+            positions_ptr + tokens + index, nothing.to(positions_ptr.dtype.element_ty), mask=padding
+        )
         start = tl.load(words_ptr + rows + index, mask=index < rows, other=0)
         tl.store(starts_ptr + index, start, mask=index < all_rows)
         offset = tl.load(words_ptr + 2 * rows + index, mask=index <= rows, other=0)
-        tl.store(offsets_ptr + index, tl.where(index <= rows, offset, tokens), mask=index <= all_rows)
+        tl.store(
+            offsets_ptr + index, tl.where(index <= rows, offset, tokens), mask=index <= all_rows
+        )
         sample = tl.load(words_ptr + 3 * rows + 1 + index, mask=index < samples, other=0)
-        tl.store(sample_ptr + index, sample.to(sample_ptr.dtype.element_ty), mask=index < all_samples)
+        tl.store(
+            sample_ptr + index, sample.to(sample_ptr.dtype.element_ty), mask=index < all_samples
+        )
 
 
 CHANGING = (
@@ -118,7 +135,9 @@ def step_kernel(
     rows, tokens, samples, all_rows, all_tokens, all_samples, num_blocks,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK tokens and BLOCK table entries of one row in one group; the row after the last: the rest."""
+    """One program: BLOCK tokens and BLOCK table entries of one row in one group; the row after the
+    last: the rest.
+    """
     row = tl.program_id(0)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(2).to(tl.int64)
@@ -145,22 +164,35 @@ def step_kernel(
         tl.store(out_row_ptr + index, block.to(rows_ptr.dtype.element_ty), mask=index < num_blocks)
 
 
-def fill_step(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, words: Tensor, out: StepArrays) -> None:
-    """Writes all of `out` in one launch. table: int32 [slots, width], the tokens of each slot's request; blocks: int32
-    [G, slots, at least B], its block tables; words: step.words on the device.
+def fill_step(
+    table: Tensor, blocks: Tensor, block_size: int, step: StepWords, words: Tensor, out: StepArrays
+) -> None:
+    """Writes all of `out` in one launch. table: int32 [slots, width], the tokens of each slot's
+    request; blocks: int32 [G, slots, at least B], its block tables; words: step.words on the
+    device.
 
-    slot 2 holds tokens [5, 6, 7], blocks [4, 9], block_size 2; its row starts at 1 and has 2 tokens; T' = 3, R' = 2
-    -> ids [6, 7, 0], positions [1, 2, 0], slot mapping [9, 18, 0], blocks [[4, 9], [0, 0]], offsets [0, 2, 2],
-    starts [1, 0]
+    slot 2 holds tokens [5, 6, 7], blocks [4, 9], block_size 2; its row starts at 1 and has 2
+    tokens; T' = 3, R' = 2 -> ids [6, 7, 0], positions [1, 2, 0], slot mapping [9, 18, 0], blocks
+    [[4, 9], [0, 0]], offsets [0, 2, 2], starts [1, 0]
     """
-    all_tokens, all_samples = len(out.ids_T), len(out.sample_N)
+    all_tokens = len(out.ids_T)
+    all_samples = len(out.sample_N)
     groups, all_rows, num_blocks = out.blocks_GRB.shape
-    assert 0 < step.rows <= all_rows == len(out.starts_R) == len(out.offsets_R1) - 1, (step.rows, all_rows)
+    assert 0 < step.rows <= all_rows == len(out.starts_R) == len(out.offsets_R1) - 1, (
+        step.rows,
+        all_rows,
+    )
     assert step.tokens <= all_tokens, (step.tokens, all_tokens)
     assert step.samples <= all_samples, (step.samples, all_samples)
     assert num_blocks <= blocks.shape[2], (num_blocks, blocks.shape)
     assert len(blocks) == groups == len(out.slot_mapping_GT), (blocks.shape, groups)
-    assert table.stride(1) == blocks.stride(2) == out.blocks_GRB.stride(2) == out.slot_mapping_GT.stride(1) == 1
+    assert (
+        table.stride(1)
+        == blocks.stride(2)
+        == out.blocks_GRB.stride(2)
+        == out.slot_mapping_GT.stride(1)
+        == 1
+    )
     longest = max(step.most, num_blocks, all_tokens - step.tokens, all_rows + 1, all_samples)
     step_kernel[(all_rows + 1, triton.cdiv(longest, BLOCK), groups)](
         table, blocks, words,
@@ -174,7 +206,9 @@ def fill_step(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, w
 
 @triton.jit(do_not_specialize=["pieces"])
 def write_kernel(arena_ptr, words_ptr, pieces, PIECE: tl.constexpr):
-    """One program: one piece. words: the pieces' places, their starts among the values (and the end), the values."""
+    """One program: one piece. words: the pieces' places, their starts among the values (and the
+    end), the values.
+    """
     piece = tl.program_id(0)
     place = tl.load(words_ptr + piece).to(tl.int64)
     start = tl.load(words_ptr + pieces + piece)
@@ -182,20 +216,29 @@ def write_kernel(arena_ptr, words_ptr, pieces, PIECE: tl.constexpr):
     index = tl.arange(0, PIECE)
     inside = index < end - start
     values_ptr = words_ptr + 2 * pieces.to(tl.int64) + 1
-    tl.store(arena_ptr + place + index, tl.load(values_ptr + start + index, mask=inside, other=0), mask=inside)
+    tl.store(
+        arena_ptr + place + index,
+        tl.load(values_ptr + start + index, mask=inside, other=0),
+        mask=inside,
+    )
 
 
-def pack(offsets_V: NDArray[np.int64], values_V: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
+def pack(
+    offsets_V: NDArray[np.int64], values_V: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], int]:
     """Writes as words for `write`, and the number of their pieces. No offset may be there twice.
 
-    offsets [5, 6, 9], values [1, 2, 3] -> [5, 9, 0, 2, 3, 1, 2, 3] and 2: two values from 5 on, one at 9
+    offsets [5, 6, 9], values [1, 2, 3] -> [5, 9, 0, 2, 3, 1, 2, 3] and 2: two values from 5 on, one
+    at 9
     """
     assert len(offsets_V) == len(values_V), (len(offsets_V), len(values_V))
     num_values = len(offsets_V)
     jumps = np.flatnonzero(np.diff(offsets_V) != 1) + 1
     run_starts = np.concatenate(([0] if num_values else [], jumps)).astype(np.int64)
     pieces_of_run = -(-np.diff(run_starts, append=num_values) // PIECE)
-    piece_of_run = np.arange(pieces_of_run.sum()) - np.repeat(pieces_of_run.cumsum() - pieces_of_run, pieces_of_run)
+    piece_of_run = np.arange(pieces_of_run.sum()) - np.repeat(
+        pieces_of_run.cumsum() - pieces_of_run, pieces_of_run
+    )
     starts_W = np.repeat(run_starts, pieces_of_run) + piece_of_run * PIECE
     words = np.concatenate((offsets_V[starts_W], starts_W, [num_values], values_V)).astype(np.int32)
     return words, len(starts_W)

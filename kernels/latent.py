@@ -1,10 +1,12 @@
-"""What lies between the projections of multi-head latent attention and attention itself, in its absorbed form.
+"""What lies between the projections of multi-head latent attention and attention itself, in its
+absorbed form.
 
-T tokens (padded rows included), H heads of this rank, n width of a query without rotation, p of its rotated part,
-e = n + p, L rank of the latents, C = L + p width of a cache entry. ops/latent.py says what is absorbed.
+T tokens (padded rows included), H heads of this rank, n width of a query without rotation, p of its
+rotated part, e = n + p, L rank of the latents, C = L + p width of a cache entry. ops/latent.py says
+what is absorbed.
 
-And the choice of an index selector over paged keys, as ops/selected.py specifies it: S queries, J index heads, d their
-width, K tokens that are chosen, N blocks per row, L positions.
+And the choice of an index selector over paged keys, as ops/selected.py specifies it: S queries, J
+index heads, d their width, K tokens that are chosen, N blocks per row, L positions.
 """
 
 from typing import TYPE_CHECKING
@@ -45,11 +47,34 @@ def latent_rope_cache_kernel(
         heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         there = (heads < HEADS)[:, None]
         at = q_ptr + token * q_stride + heads[:, None] * (NOPE + ROPE)
-        y = rotated(at + NOPE, there & present[None, :], None, cos, sin, swapped, eps, ROPE, None, False, False) * scale
-        to = absorbed_ptr + token * absorbed_stride + heads[:, None] * (RANK + ROPE) + RANK + columns[None, :]
+        y = (
+            rotated(
+                at + NOPE,
+                there & present[None, :],
+                None,
+                cos,
+                sin,
+                swapped,
+                eps,
+                ROPE,
+                None,
+                False,
+                False,
+            )
+            * scale
+        )
+        to = (
+            absorbed_ptr
+            + token * absorbed_stride
+            + heads[:, None] * (RANK + ROPE)
+            + RANK
+            + columns[None, :]
+        )
         tl.store(to, y.to(absorbed_ptr.dtype.element_ty), mask=there & (columns < ROPE)[None, :])
         plain = tl.arange(0, BLOCK_N)
-        x = tl.load(at + plain[None, :], mask=there & (plain < tl.where(real, NOPE, 0))[None, :], other=0.0)
+        x = tl.load(
+            at + plain[None, :], mask=there & (plain < tl.where(real, NOPE, 0))[None, :], other=0.0
+        )
         to_plain = out_ptr + (token * HEADS + heads)[:, None] * NOPE + plain[None, :]
         scaled = (x.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
         tl.store(to_plain, scaled, mask=there & (plain < NOPE)[None, :])
@@ -59,37 +84,62 @@ def latent_rope_cache_kernel(
         at_entry = kv_ptr + token * kv_stride + tl.zeros((1, 1), tl.int64)
         to_entry = cache_ptr + slot * (RANK + ROPE) + tl.zeros((1, 1), tl.int64)
         key = rotated(
-            at_entry + RANK, written & present[None, :], None, cos, sin, swapped, eps, ROPE, None, False, False
+            at_entry + RANK,
+            written & present[None, :],
+            None,
+            cos,
+            sin,
+            swapped,
+            eps,
+            ROPE,
+            None,
+            False,
+            False,
         )
         tl.store(
-            to_entry + RANK + columns[None, :], key.to(cache_ptr.dtype.element_ty), mask=written & present[None, :]
+            to_entry + RANK + columns[None, :],
+            key.to(cache_ptr.dtype.element_ty),
+            mask=written & present[None, :],
         )
         latent_columns = tl.arange(0, BLOCK_L)
         inside = written & (latent_columns < RANK)[None, :]
         latent = normalised(
-            tl.load(at_entry + latent_columns[None, :], mask=inside, other=0.0).to(tl.float32), eps, RANK
+            tl.load(at_entry + latent_columns[None, :], mask=inside, other=0.0).to(tl.float32),
+            eps,
+            RANK,
         )
         latent *= tl.load(norm_ptr + latent_columns, mask=latent_columns < RANK, other=0.0)[None, :]
-        tl.store(to_entry + latent_columns[None, :], latent.to(cache_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            to_entry + latent_columns[None, :], latent.to(cache_ptr.dtype.element_ty), mask=inside
+        )
 
 
 def latent_rope_cache(
-    q_THe: Tensor, kv_TC: Tensor, rule: "LatentRule", at: "RopeCacheInputs", latent_cache: Tensor, q_THC: Tensor
+    q_THe: Tensor,
+    kv_TC: Tensor,
+    rule: "LatentRule",
+    at: "RopeCacheInputs",
+    latent_cache: Tensor,
+    q_THC: Tensor,
 ) -> Tensor:
-    """Writes [rms_norm(latent) * norm | rotated key] to each token's KV slot, scaled and rotated queries to the last p
-    columns of q_THC; returns the rest of the queries, scaled, [T, H, n].
+    """Writes [rms_norm(latent) * norm | rotated key] to each token's KV slot, scaled and rotated
+    queries to the last p columns of q_THC; returns the rest of the queries, scaled, [T, H, n].
 
-    q_THe: queries, rotated part last. kv_TC: latents, then the key part that is rotated. Tokens of both and of q_THC
-    may be further apart. latent_cache [blocks, block size, 1, C]. Queries of padding become zero; slots below 0 are
-    padding as well. All in fp32 until one rounding.
-    n 1, p 2, L 1, scale 2, turned by 90 degrees: q [1, 1, 0], kv [3, 1, 0], norm 5 -> entry [5, 0, 1], q_THC [.., 0, 2]
-    and the result [2]
+    q_THe: queries, rotated part last. kv_TC: latents, then the key part that is rotated. Tokens of
+    both and of q_THC may be further apart. latent_cache [blocks, block size, 1, C]. Queries of
+    padding become zero; slots below 0 are padding as well. All in fp32 until one rounding. n 1, p
+    2, L 1, scale 2, turned by 90 degrees: q [1, 1, 0], kv [3, 1, 0], norm 5 -> entry [5, 0, 1],
+    q_THC [.., 0, 2] and the result [2]
     """
     (cos_T1p, sin_T1p, slot_mapping_T), norm_L = at, rule.norm_L
     (tokens, heads, width), rope, capacity = q_THe.shape, cos_T1p.shape[2], latent_cache.shape[3]
-    rank, nope = capacity - rope, width - rope
+    rank = capacity - rope
+    nope = width - rope
     assert q_THe.stride()[1:] == (width, 1), q_THe.stride()
-    assert (*q_THC.shape, *q_THC.stride()[1:]) == (tokens, heads, capacity, capacity, 1), (q_THC.shape, q_THC.stride())
+    assert (*q_THC.shape, *q_THC.stride()[1:]) == (tokens, heads, capacity, capacity, 1), (
+        q_THC.shape,
+        q_THC.stride(),
+    )
     assert kv_TC.shape == (tokens, capacity), (kv_TC.shape, latent_cache.shape)
     assert kv_TC.stride(1) == 1, kv_TC.stride()
     assert latent_cache.shape[2] == 1, latent_cache.shape
@@ -117,21 +167,26 @@ def order_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L positions and one query. It stores integers that are the larger the sooner a position is
-    chosen: a score's bits order as an integer, once negative ones flip; the position below makes all different."""
-    query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L
+    """One program: BLOCK_L positions and one query. It stores integers that are the larger the
+    sooner a position is chosen: a score's bits order as an integer, once negative ones flip; the
+    position below makes all different."""
+    query = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK_L
     last = tl.load(positions_ptr + query)
     at = first + tl.arange(0, BLOCK_L)
     order = tl.full((BLOCK_L,), LOWEST, tl.int64)
     if first <= last:
         table_ptr = blocks_ptr + tl.load(rows_ptr + query) * table_stride
-        heads, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_D)
+        heads = tl.arange(0, BLOCK_J)
+        d = tl.arange(0, BLOCK_D)
         block = tl.load(table_ptr + at // BLOCK_SIZE, mask=at <= last, other=0).to(tl.int64)
         k_ptrs = cache_ptr + (block * BLOCK_SIZE + at % BLOCK_SIZE)[:, None] * D + d[None, :]
         k = tl.load(k_ptrs, mask=(at <= last)[:, None] & (d < D)[None, :], other=0.0)
         q_ptrs = q_ptr + (query * HEADS + heads[None, :]) * D + d[:, None]
         q = tl.load(q_ptrs, mask=(heads < HEADS)[None, :] & (d < D)[:, None], other=0.0)
-        weights = tl.load(weights_ptr + query * HEADS + heads, mask=heads < HEADS, other=0.0)[None, :]
+        weights = tl.load(weights_ptr + query * HEADS + heads, mask=heads < HEADS, other=0.0)[
+            None, :
+        ]
         dots = tl.dot(k, q, input_precision="ieee")
         gated = tl.where(dots < 0, 0.0, dots) * weights  # NaN stays NaN
         score = tl.sum(tl.where((heads < HEADS)[None, :], gated, 0.0), 1)
@@ -145,22 +200,31 @@ def index_select(
     q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, rows_S: Tensor, positions_S: Tensor, blocks_RN: Tensor,
     context: int, top_k: int, most: int,
 ) -> Tensor:  # fmt: skip
-    """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], by ascending position.
+    """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], by
+    ascending position.
 
-    cache: of keys, of q's dtype [blocks, block size, 1, d]. weights: fp32. rows_S, positions_S: int64, of the queries.
-    context: L, at least what each sees, and top_k; behind all tokens of a query that sees fewer, there are any. most:
-    queries at once.
-    d 1, q 1, weight 1, keys [5, 1, 7] in block 0, top_k 2 -> [0, 2]
+    cache: of keys, of q's dtype [blocks, block size, 1, d]. weights: fp32. rows_S, positions_S:
+    int64, of the queries. context: L, at least what each sees, and top_k; behind all tokens of a
+    query that sees fewer, there are any. most: queries at once. d 1, q 1, weight 1, keys [5, 1, 7]
+    in block 0, top_k 2 -> [0, 2]
     """
     (_, heads, dim), size = q_SJd.shape, cache.shape[1]
     assert cache.shape[2:] == (1, dim), (cache.shape, q_SJd.shape)
-    assert (q_SJd.dtype, weights_SJ.dtype) == (cache.dtype, torch.float32), (q_SJd.dtype, cache.dtype, weights_SJ.dtype)
-    assert all(x.is_contiguous() for x in (q_SJd, weights_SJ, cache)), (q_SJd.stride(), cache.stride())
+    assert (q_SJd.dtype, weights_SJ.dtype) == (cache.dtype, torch.float32), (
+        q_SJd.dtype,
+        cache.dtype,
+        weights_SJ.dtype,
+    )
+    assert all(x.is_contiguous() for x in (q_SJd, weights_SJ, cache)), (
+        q_SJd.stride(),
+        cache.stride(),
+    )
     block_j, block_d = (max(LEAST, triton.next_power_of_2(width)) for width in (heads, dim))
     parts = []
     for start in range(0, len(q_SJd), most):
         part = slice(start, start + most)
-        q, rows = q_SJd[part], rows_S[part]
+        q = q_SJd[part]
+        rows = rows_S[part]
         order_SL = torch.empty((len(q), context), dtype=torch.int64, device=q.device)
         order_kernel[(len(q), triton.cdiv(context, KEYS))](
             q, weights_SJ[part], cache, blocks_RN, rows, positions_S[part], order_SL, context, blocks_RN.stride(0),

@@ -20,11 +20,15 @@ def linear_kernel(
     EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of BLOCK_M rows of one head, whose weights follow those of the head before it."""
+    """One program: BLOCK_N outputs of BLOCK_M rows of one head, whose weights follow those of the
+    head before it.
+    """
     head = tl.program_id(1)
     x_ptr += head.to(tl.int64) * x_head
     out_ptr += head.to(tl.int64) * out_head
-    tile, block = tile_of(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP)
+    tile, block = tile_of(
+        tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP
+    )
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     live = rows < num_rows
@@ -32,10 +36,14 @@ def linear_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(0, inner, BLOCK_K):
         x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
-        weights = load_weights(w, head * width, block * BLOCK_N, width - 1, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+        weights = load_weights(
+            w, head * width, block * BLOCK_N, width - 1, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA
+        )
         total = tl.dot(weights, x, total, input_precision="ieee")
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[
+            :, None
+        ]
     y = tl.trans(total.to(out_ptr.dtype.element_ty))
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
@@ -45,11 +53,18 @@ def linear_kernel(
 def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device: str) -> Config:
     """Launch parameters for so many rows; the result is the same for any. width: N, inner: K.
 
-    1 row -> tiles of 16 rows and 64 outputs, so that a small matrix still is enough programs for the device.
+    1 row -> tiles of 16 rows and 64 outputs, so that a small matrix still is enough programs for
+    the device.
     """
     block_m = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
     block_n = 64 if block_m < 128 else 128 if num_rows <= 512 or width <= 128 else 256
-    default = {"block_m": block_m, "block_n": block_n, "warps": 4 if block_n == 64 else 8, "tma": 1, "group": 8}
+    default = {
+        "block_m": block_m,
+        "block_n": block_n,
+        "warps": 4 if block_n == 64 else 8,
+        "tma": 1,
+        "group": 8,
+    }
     default["stages"] = 6 if block_n == 64 else 4
     return tuned("linear", device, shape_of(width, inner, dtype), num_rows, default)
 
@@ -66,8 +81,8 @@ def linear(
     out_MN: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """x w^T + bias: sums over K in fp32, in one order for any number of rows, the bias last; one rounding. config:
-    default that of `launch_of`.
+    """x w^T + bias: sums over K in fp32, in one order for any number of rows, the bias last; one
+    rounding. config: default that of `launch_of`.
 
     x [[1, 2]], w [[3, 4], [5, 6]], bias [0, 1] -> [[11, 18]]
     """
@@ -76,9 +91,11 @@ def linear(
     return out
 
 
-def heads_linear(x_THK: Tensor, w_HNK: Tensor, out: Tensor | None = None, config: Config | None = None) -> Tensor:
-    """y[t, h] = w[h] x[t, h], with the sums of `linear`. Tokens and heads of x and of the result may be any distance
-    apart.
+def heads_linear(
+    x_THK: Tensor, w_HNK: Tensor, out: Tensor | None = None, config: Config | None = None
+) -> Tensor:
+    """y[t, h] = w[h] x[t, h], with the sums of `linear`. Tokens and heads of x and of the result
+    may be any distance apart.
 
     x [[[1, 2], [1, 2]]], w [[[3, 4]], [[5, 6]]] -> [[[11], [17]]]
     """
@@ -86,7 +103,16 @@ def heads_linear(x_THK: Tensor, w_HNK: Tensor, out: Tensor | None = None, config
     if out is None:
         out = x_THK.new_empty((tokens, heads, w_HNK.shape[1]))
     assert heads == w_HNK.shape[0] == out.shape[1], (x_THK.shape, w_HNK.shape, out.shape)
-    _multiply(x_THK[:, 0], w_HNK.flatten(0, 1), None, out[:, 0], heads, x_THK.stride(1), out.stride(1), config)
+    _multiply(
+        x_THK[:, 0],
+        w_HNK.flatten(0, 1),
+        None,
+        out[:, 0],
+        heads,
+        x_THK.stride(1),
+        out.stride(1),
+        config,
+    )
     return out
 
 
@@ -100,15 +126,17 @@ def _multiply(
     out_head: int,
     config: Config | None,
 ) -> None:
-    """Writes the products of all heads: x_MK and out_MN are the first one's rows, the next one's lie x_head and
-    out_head elements further on. w_PK: all heads' outputs."""
+    """Writes the products of all heads: x_MK and out_MN are the first one's rows, the next one's
+    lie x_head and out_head elements further on. w_PK: all heads' outputs."""
     (rows, inner), width = x_MK.shape, w_PK.shape[0] // heads
     assert inner == w_PK.shape[1], (x_MK.shape, w_PK.shape)
     assert out_MN.shape == (rows, width), (out_MN.shape, rows, width)
     assert x_MK.dtype == w_PK.dtype, (x_MK.dtype, w_PK.dtype)
     assert x_MK.stride(1) == out_MN.stride(1) == 1, (x_MK.stride(), out_MN.stride())
     config = config or launch_of(rows, width, inner, w_PK.dtype, facts_of(x_MK.device).name)
-    block_m, block_n, depth = config["block_m"], config["block_n"], block_k(inner, w_PK.dtype)
+    block_m = config["block_m"]
+    block_n = config["block_n"]
+    depth = block_k(inner, w_PK.dtype)
     weights, tma = weights_argument(w_PK, block_n, depth, bool(config["tma"]))
     if rows:
         linear_kernel[(triton.cdiv(rows, block_m) * triton.cdiv(width, block_n), heads)](

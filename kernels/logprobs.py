@@ -1,7 +1,9 @@
-"""Logprobs of the chosen token and of the likeliest ones, and the chosen one's rank, without an array of all logprobs.
+"""Logprobs of the chosen token and of the likeliest ones, and the chosen one's rank, without an
+array of all logprobs.
 
-P rows, V vocabulary, B tiles of TILE tokens, n likeliest ones. A tile that comes after another in the order of their
-best tokens has none that is better than that one's best: so n tiles hold the n likeliest tokens.
+P rows, V vocabulary, B tiles of TILE tokens, n likeliest ones. A tile that comes after another in
+the order of their best tokens has none that is better than that one's best: so n tiles hold the n
+likeliest tokens.
 """
 
 import torch
@@ -21,9 +23,10 @@ def tiles_kernel(
     logits_ptr, chosen_ptr, tile_peaks_ptr, peaks_ptr, sums_ptr, ranks_ptr, stride, width, num_tiles, num_parts,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One program: the peaks of TILES tiles of a row, and over all of them: peak, sum of exponentials, and how many
-    tokens are at least as likely as the chosen one."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One program: the peaks of TILES tiles of a row, and over all of them: peak, sum of
+    exponentials, and how many tokens are at least as likely as the chosen one."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     tile = part * TILES + tl.arange(0, TILES)
     column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     inside = column < width
@@ -36,19 +39,25 @@ def tiles_kernel(
     tl.store(peaks_ptr + row * num_parts + part, peak)
     tl.store(sums_ptr + row * num_parts + part, tl.sum(tl.sum(tl.exp(x - floor), axis=1), axis=0))
     at_least = (x >= chosen) & inside
-    tl.store(ranks_ptr + row * num_parts + part, tl.sum(tl.sum(at_least.to(tl.int32), axis=1), axis=0))
+    tl.store(
+        ranks_ptr + row * num_parts + part, tl.sum(tl.sum(at_least.to(tl.int32), axis=1), axis=0)
+    )
 
 
 @triton.jit
 def key_of(x, index):
-    """Returns integers in the order of (x, -index): a float's bits order as an integer, once negative ones flip."""
+    """Returns integers in the order of (x, -index): a float's bits order as an integer, once
+    negative ones flip.
+    """
     bits = x.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & LOW)).to(tl.int64) << 32) | (index ^ LOW).to(tl.int64)
 
 
 @triton.jit
 def first_of(keys, n, PLACES: tl.constexpr):
-    """Returns the indices of the n largest of keys [rows, columns], in order; -1 elsewhere and where keys run out."""
+    """Returns the indices of the n largest of keys [rows, columns], in order; -1 elsewhere and
+    where keys run out.
+    """
     place = tl.arange(0, PLACES)
     found = tl.full((PLACES,), -1, tl.int32)
     for i in range(n):
@@ -84,7 +93,9 @@ def rows_kernel(
     tl.store(values_ptr, tl.load(logits_ptr + chosen).to(tl.float32) - peak - log_sum)
     if n > 0:
         tile = tl.arange(0, TILE_BLOCK)
-        tile_peaks = tl.load(tile_peaks_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+        tile_peaks = tl.load(
+            tile_peaks_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf")
+        )
         tile_keys = tl.where(tile < num_tiles, key_of(tile_peaks - peak - log_sum, tile), REMOVED)
         tiles = first_of(tile_keys[None, :], n, PLACES)
         column = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -99,14 +110,17 @@ def rows_kernel(
 
 
 def logprobs(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (ids, logprobs, rank): the chosen token and the n likeliest in order, equal ones by id, int64 [P, 1 + n];
-    their logprobs, float32; how many tokens are at least as likely as the chosen one, int64 [P]. n is cut to V.
+    """Returns (ids, logprobs, rank): the chosen token and the n likeliest in order, equal ones by
+    id, int64 [P, 1 + n]; their logprobs, float32; how many tokens are at least as likely as the
+    chosen one, int64 [P]. n is cut to V.
 
-    logits [[0, 0.693, 0.693, 0]], chosen [3], n 2 -> ids [[3, 1, 2]], values [[-1.792, -1.099, -1.099]], rank [4]
+    logits [[0, 0.693, 0.693, 0]], chosen [3], n 2 -> ids [[3, 1, 2]], values [[-1.792, -1.099,
+    -1.099]], rank [4]
     """
     rows, width = logits_PV.shape
     assert logits_PV.stride(1) == 1, logits_PV.stride()
-    n, device = min(n, width), logits_PV.device
+    n = min(n, width)
+    device = logits_PV.device
     num_tiles = triton.cdiv(width, TILE)
     num_parts = triton.cdiv(num_tiles, TILES)
     ids_PN = torch.empty((rows, 1 + n), dtype=torch.int64, device=device)

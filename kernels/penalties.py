@@ -1,7 +1,8 @@
 """Repetition, frequency and presence penalties, counted in the token table itself.
 
-P rows with penalties, V vocabulary, L longest history, W rows of the work space. A row of the work space counts how
-often each token occurs in its request; it is zeros before and after, since applying a penalty takes the count away.
+P rows with penalties, V vocabulary, L longest history, W rows of the work space. A row of the work
+space counts how often each token occurs in its request; it is zeros before and after, since
+applying a penalty takes the count away.
 """
 
 from dataclasses import dataclass
@@ -29,8 +30,20 @@ class PenaltyRows:
 
 
 @triton.jit
-def history_block(table_ptr, slot_ptr, known_ptr, counts_ptr, work, first, table_stride, width, BLOCK: tl.constexpr):
-    """Returns (positions, tokens, which of them exist, their counters' addresses) of a block of one row's history."""
+def history_block(
+    table_ptr,
+    slot_ptr,
+    known_ptr,
+    counts_ptr,
+    work,
+    first,
+    table_stride,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Returns (positions, tokens, which of them exist, their counters' addresses) of a block of one
+    row's history.
+    """
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_known = place < tl.load(known_ptr + first + work)
     slot = tl.load(slot_ptr + first + work).to(tl.int64)
@@ -40,7 +53,15 @@ def history_block(table_ptr, slot_ptr, known_ptr, counts_ptr, work, first, table
 
 @triton.jit(do_not_specialize=["first"])
 def count_kernel(
-    table_ptr, slot_ptr, known_ptr, num_prompt_ptr, counts_ptr, first, table_stride, width, BLOCK: tl.constexpr
+    table_ptr,
+    slot_ptr,
+    known_ptr,
+    num_prompt_ptr,
+    counts_ptr,
+    first,
+    table_stride,
+    width,
+    BLOCK: tl.constexpr,
 ):
     """One program: counts BLOCK tokens of one row's history."""
     work = tl.program_id(0).to(tl.int64)
@@ -57,7 +78,9 @@ def penalty_kernel(
     logits_ptr, table_ptr, row_ptr, slot_ptr, known_ptr, repetition_ptr, frequency_ptr, presence_ptr, counts_ptr,
     first, stride, table_stride, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: takes the counts of BLOCK tokens of one row's history; taking one changes the token's logit."""
+    """One program: takes the counts of BLOCK tokens of one row's history; taking one changes the
+    token's logit.
+    """
     work = tl.program_id(0).to(tl.int64)
     _, token, is_known, counted = history_block(
         table_ptr, slot_ptr, known_ptr, counts_ptr, work, first, table_stride, width, BLOCK
@@ -79,13 +102,17 @@ def new_counts(rows: int, vocab_size: int, device: torch.device) -> Tensor:
     return torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
 
 
-def penalise(logits_SV: Tensor, table: Tensor, rows: PenaltyRows, longest: int, counts_WV: Tensor) -> None:
-    """Applies penalties to logits in place. table: int32 [slots, width], the tokens of each slot's request. longest:
-    the most tokens of a row. counts_WV: from `new_counts`; its W rows are used at a time.
+def penalise(
+    logits_SV: Tensor, table: Tensor, rows: PenaltyRows, longest: int, counts_WV: Tensor
+) -> None:
+    """Applies penalties to logits in place. table: int32 [slots, width], the tokens of each slot's
+    request. longest: the most tokens of a row. counts_WV: from `new_counts`; its W rows are used at
+    a time.
 
-    Repetition divides positive and multiplies negative logits of every token in the history; frequency is subtracted
-    once per occurrence in the answer, presence once if there is any.
-    logits [4, 4, -4, 4], prompt [0, 2], answer [1, 1], repetition 2, frequency 0.5, presence 0.25 -> [2, 0.75, -8, 4]
+    Repetition divides positive and multiplies negative logits of every token in the history;
+    frequency is subtracted once per occurrence in the answer, presence once if there is any. logits
+    [4, 4, -4, 4], prompt [0, 2], answer [1, 1], repetition 2, frequency 0.5, presence 0.25 -> [2,
+    0.75, -8, 4]
     """
     width = logits_SV.shape[1]
     assert counts_WV.shape[1] == width, (counts_WV.shape, logits_SV.shape)

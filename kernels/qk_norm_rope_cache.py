@@ -1,6 +1,8 @@
-"""QK-norm, rotary embedding and KV write: all that lies between attention's projection and attention itself.
+"""QK-norm, rotary embedding and KV write: all that lies between attention's projection and
+attention itself.
 
-T tokens (padded rows included), H heads and G KV heads of this rank, d width of queries and keys, v of values.
+T tokens (padded rows included), H heads and G KV heads of this rank, d width of queries and keys, v
+of values.
 """
 
 import math
@@ -37,11 +39,13 @@ def rotated(
     at, inside, weights, cos, sin, swapped, eps,
     D: tl.constexpr, CLIP: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Heads [B, d] at their addresses: normalised, clipped, and each pair (i, i + d/2) turned; or normalised last. All
-    in fp32."""
+    """Heads [B, d] at their addresses: normalised, clipped, and each pair (i, i + d/2) turned; or
+    normalised last. All in fp32."""
     columns = tl.arange(0, cos.shape[0])
     x = tl.load(at + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(at + swapped[None, :], mask=inside, other=0.0).to(tl.float32)  # the same lines, now in cache
+    other = tl.load(at + swapped[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )  # the same lines, now in cache
     if NORM and not NORM_LAST:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = x * inverse * tl.load(weights + columns[None, :], mask=inside, other=0.0)
@@ -54,19 +58,31 @@ def rotated(
 
 @triton.jit
 def _store_entries(y, cache_ptr, scales_ptr, entries, inside, D: tl.constexpr, ENTRY: tl.constexpr):
-    """Stores heads [B, d] to the KV entries [B], rounded; int8 in multiples of each head's largest magnitude / 127."""
+    """Stores heads [B, d] to the KV entries [B], rounded; int8 in multiples of each head's largest
+    magnitude / 127.
+    """
     to = cache_ptr + entries[:, None] * ENTRY + tl.arange(0, y.shape[1])[None, :]
     if scales_ptr is None:
         tl.store(to, y.to(cache_ptr.dtype.element_ty), mask=inside)
     else:
-        bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as whole numbers, NaN lies above infinity
+        bits = tl.max(
+            y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1
+        )  # as whole numbers, NaN lies above infinity
         most = bits.to(tl.float32, bitcast=True)
         scale = tl.where(most < float("inf"), tl.div_rn(most, 127.0), float("nan"))
-        share = tl.where((scale > 0)[:, None], tl.div_rn(y, tl.where(scale > 0, scale, 1.0)[:, None]), 0.0)
-        whole = share + 12582912.0 - 12582912.0  # 1.5 * 2^23: sums of this size are whole numbers, ties to even
+        share = tl.where(
+            (scale > 0)[:, None], tl.div_rn(y, tl.where(scale > 0, scale, 1.0)[:, None]), 0.0
+        )
+        whole = (
+            share + 12582912.0 - 12582912.0
+        )  # 1.5 * 2^23: sums of this size are whole numbers, ties to even
         whole = tl.minimum(tl.maximum(whole, -127.0), 127.0)  # a denormal scale is no exact share
         tl.store(to, whole.to(tl.int8), mask=inside)
-        tl.store(scales_ptr + entries * (ENTRY // 4) + D // 4, scale, mask=tl.sum(inside.to(tl.int32), 1) > 0)
+        tl.store(
+            scales_ptr + entries * (ENTRY // 4) + D // 4,
+            scale,
+            mask=tl.sum(inside.to(tl.int32), 1) > 0,
+        )
 
 
 @triton.jit(do_not_specialize=["num_real"])
@@ -77,8 +93,8 @@ def qk_norm_rope_cache_kernel(
     CLIP: tl.constexpr, NORM_LAST: tl.constexpr, NORM_VALUES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_H query heads of a token, or as its last ones BLOCK_G keys and values. PAST: bytes of an entry
-    behind its elements."""
+    """One program: BLOCK_H query heads of a token, or as its last ones BLOCK_G keys and values.
+    PAST: bytes of an entry behind its elements."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     real = token < num_real
@@ -96,7 +112,9 @@ def qk_norm_rope_cache_kernel(
         weights = weights_ptr + heads[:, None] * D if NORM else None
         y = rotated(at, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM, NORM_LAST) * scale
         to = q_ptr + token * (HEADS * D) + heads[:, None] * D + columns[None, :]
-        tl.store(to, y.to(q_ptr.dtype.element_ty), mask=(heads < HEADS)[:, None] & (columns < D)[None, :])
+        tl.store(
+            to, y.to(q_ptr.dtype.element_ty), mask=(heads < HEADS)[:, None] & (columns < D)[None, :]
+        )
     elif real:
         heads = (part - query_programs) * BLOCK_G + tl.arange(0, BLOCK_G)
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
@@ -109,7 +127,13 @@ def qk_norm_rope_cache_kernel(
         _store_entries(k, k_ptr, k_scales_ptr, entries, inside, D, D + PAST)
         v_columns = tl.arange(0, BLOCK_V)
         v_inside = written[:, None] & (v_columns < V_D)[None, :]
-        at_values = qkv_ptr + token * stride + (HEADS + KV_HEADS) * D + heads[:, None] * V_D + v_columns[None, :]
+        at_values = (
+            qkv_ptr
+            + token * stride
+            + (HEADS + KV_HEADS) * D
+            + heads[:, None] * V_D
+            + v_columns[None, :]
+        )
         v = tl.load(at_values, mask=v_inside, other=0.0).to(tl.float32)
         if NORM_VALUES:
             v = normalised(v, eps, V_D)
@@ -117,22 +141,36 @@ def qk_norm_rope_cache_kernel(
 
 
 def qk_norm_rope_cache(
-    qkv_TN: Tensor, rule: "HeadRule", at: "RopeCacheInputs", cache: "LayerCache", normed_THd: Tensor | None = None
+    qkv_TN: Tensor,
+    rule: "HeadRule",
+    at: "RopeCacheInputs",
+    cache: "LayerCache",
+    normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """Writes keys and values to their KV slots (block * block size + offset); returns the scaled queries [T, H, d].
+    """Writes keys and values to their KV slots (block * block size + offset); returns the scaled
+    queries [T, H, d].
 
-    qkv_TN: [T, (H + G) * d + G * v], queries first, values last; tokens may be further apart. Slots below 0 are padding
-    as well. normed_THd: fp32 [T, H + G, d], queries and keys in place of qkv's. All in fp32 until one rounding.
-    one head of width 2, scale 2: q [1, 0], k [1, 0], turned by 90 degrees -> q [0, 2], k [0, 1]
+    qkv_TN: [T, (H + G) * d + G * v], queries first, values last; tokens may be further apart. Slots
+    below 0 are padding as well. normed_THd: fp32 [T, H + G, d], queries and keys in place of qkv's.
+    All in fp32 until one rounding. one head of width 2, scale 2: q [1, 0], k [1, 0], turned by 90
+    degrees -> q [0, 2], k [0, 1]
     """
     (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
-    (tokens, width), heads, kv_heads, d = qkv_TN.shape, rule.num_heads, rule.num_kv_heads, cos_T1d.shape[2]
+    (tokens, width), heads, kv_heads, d = (
+        qkv_TN.shape,
+        rule.num_heads,
+        rule.num_kv_heads,
+        cos_T1d.shape[2],
+    )
     both = heads + kv_heads
     past = SCALE_BYTES if k_cache.dtype == torch.int8 else 0
     v_d = v_cache.shape[3] - past
     qk = qkv_TN if normed_THd is None else normed_THd
     assert width == both * d + kv_heads * v_d, (qkv_TN.shape, heads, kv_heads, d, v_d)
-    assert qk is qkv_TN or (*qk.shape[1:], *qk.stride()[1:]) == (both, d, d, 1), (qk.shape, qk.stride())
+    assert qk is qkv_TN or (*qk.shape[1:], *qk.stride()[1:]) == (both, d, d, 1), (
+        qk.shape,
+        qk.stride(),
+    )
     assert qkv_TN.stride(1) == 1, qkv_TN.stride()
     assert cos_T1d.numel() == sin_T1d.numel() == tokens * d, (cos_T1d.shape, sin_T1d.shape)
     assert d % 2 == 0, d
@@ -142,7 +180,8 @@ def qk_norm_rope_cache(
     for contiguous in (cos_T1d, sin_T1d, slot_mapping_T, rule.norms):
         assert contiguous is None or contiguous.is_contiguous(), contiguous.stride()
     q = qkv_TN.new_empty((tokens, heads, d))
-    block_d, block_v = triton.next_power_of_2(d), triton.next_power_of_2(v_d)
+    block_d = triton.next_power_of_2(d)
+    block_v = triton.next_power_of_2(v_d)
     block_h, block_g = (min(2048 // block_d, triton.next_power_of_2(n)) for n in (heads, kv_heads))
     if tokens:
         qk_norm_rope_cache_kernel[(tokens, triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_g))](

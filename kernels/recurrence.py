@@ -1,9 +1,10 @@
-"""Causal convolutions and gated linear recurrences over paged states; moeserve/ops/recurrence.py specifies them.
+"""Causal convolutions and gated linear recurrences over paged states; moeserve/ops/recurrence.py
+specifies them.
 
-T tokens (padded rows included), R rows (requests), N blocks per row, C channels, K inputs of a convolution, G heads of
-queries and keys, H of values, d and v their widths, D widths of decays: 1 or d. No tile is planned on the host: a
-token's tile follows from its position, which programs know from R + 1 offsets and R first positions, so that both may
-be recorded in graphs.
+T tokens (padded rows included), R rows (requests), N blocks per row, C channels, K inputs of a
+convolution, G heads of queries and keys, H of values, d and v their widths, D widths of decays: 1
+or d. No tile is planned on the host: a token's tile follows from its position, which programs know
+from R + 1 offsets and R first positions, so that both may be recorded in graphs.
 """
 
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ WARPS = 4
 class TileMetadata:
     """The rows of one step, for all recurrent layers of one KV group.
 
-    Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1 (int32), from position starts_R[i] on; its block table is
-    padded with 0. tile: tokens; a block is a whole number of tiles.
+    Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1 (int32), from position starts_R[i] on; its
+    block table is padded with 0. tile: tokens; a block is a whole number of tiles.
     """
 
     blocks_RN: Tensor
@@ -36,13 +37,19 @@ class TileMetadata:
     def __post_init__(self) -> None:
         assert self.block_size % self.tile == 0, self
         assert self.blocks_RN.stride(1) == 1, self.blocks_RN.stride()
-        assert self.offsets_R1.shape == (len(self.starts_R) + 1,), (self.offsets_R1.shape, self.starts_R.shape)
+        assert self.offsets_R1.shape == (len(self.starts_R) + 1,), (
+            self.offsets_R1.shape,
+            self.starts_R.shape,
+        )
 
     def check(self, caches: tuple[Tensor, ...], *shapes: tuple[int, ...]) -> None:
         """Asserts that each cache has this shape behind its blocks, and is fp32."""
         for cache, shape in zip(caches, shapes, strict=True):
             assert cache.shape[1:] == shape, (cache.shape, shape)
-            assert (cache.dtype, cache.is_contiguous()) == (torch.float32, True), (cache.dtype, cache.stride())
+            assert (cache.dtype, cache.is_contiguous()) == (torch.float32, True), (
+                cache.dtype,
+                cache.stride(),
+            )
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
@@ -51,13 +58,17 @@ def causal_conv_kernel(
     num_rows, x_stride, table_stride, C: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_C channels of one token, whose inputs come from the step or from what is cached before it."""
+    """One program: BLOCK_C channels of one token, whose inputs come from the step or from what is
+    cached before it.
+    """
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = columns < C
     rows = tl.arange(0, BLOCK_R)
-    behind = (rows < num_rows) & (tl.load(offsets_ptr + 1 + rows, mask=rows < num_rows, other=0) <= token)
+    behind = (rows < num_rows) & (
+        tl.load(offsets_ptr + 1 + rows, mask=rows < num_rows, other=0) <= token
+    )
     row = tl.sum(behind.to(tl.int32), 0).to(tl.int64)
     y = tl.zeros((BLOCK_C,), tl.float32)
     if row < num_rows:
@@ -83,7 +94,11 @@ def causal_conv_kernel(
             at_row = rows_ptr + (held_block * BLOCK_SIZE + at % BLOCK_SIZE) * C + columns
             new = tl.load(at_x, mask=columns < tl.where(is_new, C, 0), other=0.0)
             row_x = tl.load(at_row, mask=columns < tl.where(in_rows, C, 0), other=0.0)
-            border_x = tl.load(at_border + (in_tile + K - 1) * C, mask=columns < tl.where(in_border, C, 0), other=0.0)
+            border_x = tl.load(
+                at_border + (in_tile + K - 1) * C,
+                mask=columns < tl.where(in_border, C, 0),
+                other=0.0,
+            )
             x = tl.where(is_new, new.to(tl.float32), tl.where(in_rows, row_x, border_x))
             y += tl.load(weight_ptr + columns * K + j, mask=inside, other=0.0) * x
             if j < K - 1:
@@ -99,14 +114,19 @@ def causal_conv_kernel(
 
 
 def causal_conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, silu: bool, caches: tuple[Tensor, ...], plan: TileMetadata
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    silu: bool,
+    caches: tuple[Tensor, ...],
+    plan: TileMetadata,
 ) -> Tensor:
-    """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], fp32, or SiLU of it; 0 where no row
-    owns the token. Inputs before a request's first token are 0. Rows of x may be strided.
+    """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], fp32, or SiLU of
+    it; 0 where no row owns the token. Inputs before a request's first token are 0. Rows of x may be
+    strided.
 
-    caches: fp32 inputs of a tile's tokens [blocks, block size, 1, C], and those of the K - 1 tokens before its border
-    [blocks, tiles, K - 1, C].
-    x [1, 2, 3], weight [10, 1], bias 5 -> [6, 17, 28]
+    caches: fp32 inputs of a tile's tokens [blocks, block size, 1, C], and those of the K - 1 tokens
+    before its border [blocks, tiles, K - 1, C]. x [1, 2, 3], weight [10, 1], bias 5 -> [6, 17, 28]
     """
     (tokens, channels), num_inputs, size = x_TC.shape, weight_CK.shape[1], plan.block_size
     plan.check(caches, (size, 1, channels), (size // plan.tile, num_inputs - 1, channels))
@@ -127,18 +147,31 @@ def causal_conv(
 
 @triton.jit
 def _cached_rows(
-    k_ptrs, s_ptrs, u_ptrs, there, d, decays, values, D: tl.constexpr, DECAYS: tl.constexpr, V: tl.constexpr
+    k_ptrs,
+    s_ptrs,
+    u_ptrs,
+    there,
+    d,
+    decays,
+    values,
+    D: tl.constexpr,
+    DECAYS: tl.constexpr,
+    V: tl.constexpr,
 ):
     """k [TILE, d], s [TILE, D] and u^T [v, TILE] of a tile's tokens, zeros where there are none."""
     k = tl.load(k_ptrs[:, None] + d, mask=there[:, None] & (d < D), other=0.0)
     s = tl.load(s_ptrs[:, None] + decays, mask=there[:, None] & (decays < DECAYS), other=0.0)
-    u = tl.load(u_ptrs[None, :] + values[:, None], mask=there[None, :] & (values < V)[:, None], other=0.0)
+    u = tl.load(
+        u_ptrs[None, :] + values[:, None], mask=there[None, :] & (values < V)[:, None], other=0.0
+    )
     return k, s, u
 
 
 @triton.jit
 def _read(x_t, grown, weights, state, u):
-    """What a token's query, or key, reads: from the border's state, and from the tile's earlier tokens."""
+    """What a token's query, or key, reads: from the border's state, and from the tile's earlier
+    tokens.
+    """
     return tl.sum(state * (x_t * grown), 1) + tl.sum(u * tl.sum(x_t * weights, 1)[None, :], 1)
 
 
@@ -149,19 +182,26 @@ def recurrence_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DECAYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_V values of one head of one row, token by token; the state S^T [v, d] and what is kept of the
-    open tile's tokens, k [TILE, d], u^T [v, TILE] and s [TILE, D], stay in registers."""
+    """One program: BLOCK_V values of one head of one row, token by token; the state S^T [v, d] and
+    what is kept of the open tile's tokens, k [TILE, d], u^T [v, TILE] and s [TILE, D], stay in
+    registers."""
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     key_head = head // (HEADS // KEY_HEADS)
     row = tl.program_id(1).to(tl.int64)
-    start, first_token = tl.load(starts_ptr + row), tl.load(offsets_ptr + row).to(tl.int64)
+    start = tl.load(starts_ptr + row)
+    first_token = tl.load(offsets_ptr + row).to(tl.int64)
     end = start + (tl.load(offsets_ptr + row + 1) - first_token).to(tl.int32)
     table_ptr = blocks_ptr + row * table_stride
-    d, decays, rows = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_S)[None, :], tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    decays = tl.arange(0, BLOCK_S)[None, :]
+    rows = tl.arange(0, TILE)
     values = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    held = tl.maximum(start - 1, 0) // TILE  # the tile of the last token before: this one's, or the one before it
+    held = (
+        tl.maximum(start - 1, 0) // TILE
+    )  # the tile of the last token before: this one's, or the one before it
     inside_v = values < V
     at_state = head * D * V + d * V + values[:, None]
     count = tl.where(start < end, start - held * TILE, 0)
@@ -183,33 +223,50 @@ def recurrence_kernel(
             if block > 0:
                 to_state = states_ptr + (block * TILES + tile % TILES) * (HEADS * D * V) + at_state
                 tl.store(to_state, state, mask=inside_v[:, None] & (d < D))
-            k, s, u, last = tl.zeros_like(k), tl.zeros_like(s), tl.zeros_like(u), tl.zeros_like(last)
+            k = tl.zeros_like(k)
+            s = tl.zeros_like(s)
+            u = tl.zeros_like(u)
+            last = tl.zeros_like(last)
         for position in range(tl.maximum(border, start), tl.minimum(border + TILE, end)):
             token = first_token + (position - start)
             q_t = tl.load(q_ptr + token * q_stride + key_head * D + d, mask=d < D, other=0.0)
             k_t = tl.load(k_ptr + token * k_stride + key_head * D + d, mask=d < D, other=0.0)
             u_t = tl.load(v_ptr + token * v_stride + head * V + values, mask=inside_v, other=0.0)
-            last += tl.load(decay_ptr + token * decay_stride + head * DECAYS + decays, mask=decays < DECAYS, other=0.0)
+            last += tl.load(
+                decay_ptr + token * decay_stride + head * DECAYS + decays,
+                mask=decays < DECAYS,
+                other=0.0,
+            )
             grown = tl.exp(last)
             weights = tl.exp(last - s) * k  # zeros where the tile's later tokens will be
             if beta_ptr is not None:
-                u_t = tl.load(beta_ptr + token * beta_stride + head) * (u_t - _read(k_t, grown, weights, state, u))
+                u_t = tl.load(beta_ptr + token * beta_stride + head) * (
+                    u_t - _read(k_t, grown, weights, state, u)
+                )
             o_t = _read(q_t, grown, weights, state, u) + tl.sum(q_t * k_t) * u_t
             tl.store(out_ptr + (token * HEADS + head) * V + values, o_t, mask=inside_v)
             this = rows == position - border
-            k, s = tl.where(this[:, None], k_t, k), tl.where(this[:, None], last, s)
+            k = tl.where(this[:, None], k_t, k)
+            s = tl.where(this[:, None], last, s)
             u = tl.where(this[None, :], u_t[:, None], u)
             if block > 0:
                 slot = block * BLOCK_SIZE + position % BLOCK_SIZE
                 tl.store(u_rows_ptr + (slot * HEADS + head) * V + values, u_t, mask=inside_v)
                 if part == 0:
-                    tl.store(s_rows_ptr + (slot * HEADS + head) * DECAYS + decays, last, mask=decays < DECAYS)
+                    tl.store(
+                        s_rows_ptr + (slot * HEADS + head) * DECAYS + decays,
+                        last,
+                        mask=decays < DECAYS,
+                    )
                     if head % (HEADS // KEY_HEADS) == 0:
-                        tl.store(k_rows_ptr + (slot * KEY_HEADS + key_head) * D + d, k_t, mask=d < D)
+                        tl.store(
+                            k_rows_ptr + (slot * KEY_HEADS + key_head) * D + d, k_t, mask=d < D
+                        )
 
 
 def block_sizes(dim: int, v_dim: int, decays: int) -> dict[str, int]:
-    """The padded widths of a program's part of a state. They depend on what the model fixes, as bits depend on them.
+    """The padded widths of a program's part of a state. They depend on what the model fixes, as
+    bits depend on them.
 
     128, 128, 1 -> 32 of the values, all keys
     """
@@ -227,23 +284,34 @@ def recurrence(
     caches: tuple[Tensor, ...],
     plan: TileMetadata,
 ) -> Tensor:
-    """Returns o [T, H, v] of the gated recurrence (beta None) or of the gated delta rule; 0 where no row owns the
-    token. All are fp32; tokens may be strided.
+    """Returns o [T, H, v] of the gated recurrence (beta None) or of the gated delta rule; 0 where
+    no row owns the token. All are fp32; tokens may be strided.
 
-    caches: borders' states [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G, d], u [.., H, v] and
-    sums of decays since the border [.., H, D].
-    d 1, v 1, q and k 1, v [3, 5], log decay ln 0.5, no beta -> [3, 0.5 * 3 + 5] = [3, 6.5]
+    caches: borders' states [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G,
+    d], u [.., H, v] and sums of decays since the border [.., H, D]. d 1, v 1, q and k 1, v [3, 5],
+    log decay ln 0.5, no beta -> [3, 0.5 * 3 + 5] = [3, 6.5]
     """
-    (_, keys, dim), (tokens, heads, v_dim), decays = q_TGd.shape, v_THv.shape, log_decay_THD.shape[2]
+    (_, keys, dim), (tokens, heads, v_dim), decays = (
+        q_TGd.shape,
+        v_THv.shape,
+        log_decay_THD.shape[2],
+    )
     assert heads % keys == 0, (heads, keys)
     assert decays in (1, dim), (decays, dim)
     assert k_TGd.shape == q_TGd.shape, (k_TGd.shape, q_TGd.shape)
     size = plan.block_size
     plan.check(
-        caches, (size // plan.tile, heads, dim * v_dim), (size, keys, dim), (size, heads, v_dim), (size, heads, decays)
+        caches,
+        (size // plan.tile, heads, dim * v_dim),
+        (size, keys, dim),
+        (size, heads, v_dim),
+        (size, heads, decays),
     )
     for x, width in ((q_TGd, dim), (k_TGd, dim), (v_THv, v_dim), (log_decay_THD, decays)):
-        assert x.stride()[1:] == (width, 1) or x.stride()[1:] == (1, 1) == (width, 1), (x.shape, x.stride())
+        assert x.stride()[1:] == (width, 1) or x.stride()[1:] == (1, 1) == (width, 1), (
+            x.shape,
+            x.stride(),
+        )
         assert x.dtype == torch.float32, x.dtype
     assert beta_TH is None or beta_TH.stride(1) == 1, beta_TH
     out_THv = v_THv.new_zeros((tokens, heads, v_dim))

@@ -1,4 +1,5 @@
-"""Routing: scores of all experts, the best K of them, and their weights, for every family of models.
+"""Routing: scores of all experts, the best K of them, and their weights, for every family of
+models.
 
 T tokens, E experts, K experts per token, G groups of S = E / G experts.
 """
@@ -18,7 +19,9 @@ LOWEST = tl.constexpr(-(1 << 62))  # below the key of any score
 
 @triton.jit
 def _keys(scores, ids):
-    """Unique integers in the order of (score, -id): a float's bits order as an integer, once negative ones flip."""
+    """Unique integers in the order of (score, -id): a float's bits order as an integer, once
+    negative ones flip.
+    """
     bits = (scores + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16) - ids
 
@@ -40,7 +43,9 @@ def _scores(logits, inside, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _keep_groups(keys, num_groups, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr, GROUPS: tl.constexpr):
+def _keep_groups(
+    keys, num_groups, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr, GROUPS: tl.constexpr
+):
     """The keys of the best groups' experts; LOWEST elsewhere."""
     best = tl.max(keys, 1)
     scores = _score_of(best)
@@ -58,13 +63,15 @@ def _keep_groups(keys, num_groups, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr, 
 
 @triton.jit
 def _weight(score, first, scores, keys, band, SCORE: tl.constexpr):
-    """The weight of the next choice before any sum. first: the best score. sparsemixer: the share of a score in the
-    exponentials of those that are left and not far below it."""
+    """The weight of the next choice before any sum. first: the best score. sparsemixer: the share
+    of a score in the exponentials of those that are left and not far below it."""
     weight = score
     if SCORE == "softmax_selected":
         weight = tl.exp(score - first)
     elif SCORE == "sparsemixer":
-        far = (score - scores) / tl.maximum(tl.abs(scores), score, propagate_nan=tl.PropagateNan.ALL) > band
+        far = (score - scores) / tl.maximum(
+            tl.abs(scores), score, propagate_nan=tl.PropagateNan.ALL
+        ) > band
         powers = tl.where(far | (keys == LOWEST), 0.0, tl.exp(scores - score))
         weight = tl.div_rn(1.0, tl.sum(tl.sum(powers, 1), 0))
     return weight
@@ -76,7 +83,9 @@ def _divided(weights_K, total, epsilon, floor, SCORE: tl.constexpr, RENORMALIZE:
     if SCORE == "softmax_selected":
         weights_K = tl.div_rn(weights_K, total)
     elif RENORMALIZE:
-        weights_K = tl.div_rn(weights_K, tl.maximum(total + epsilon, floor, propagate_nan=tl.PropagateNan.ALL))
+        weights_K = tl.div_rn(
+            weights_K, tl.maximum(total + epsilon, floor, propagate_nan=tl.PropagateNan.ALL)
+        )
     return weights_K
 
 
@@ -87,8 +96,8 @@ def route_kernel(
     K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token. GROUPS x SIZE: a tile with room for all experts; CHOICES: for K of them. KEEP: groups, 0
-    for all of them. band: of sparsemixer."""
+    """One program: a token. GROUPS x SIZE: a tile with room for all experts; CHOICES: for K of
+    them. KEEP: groups, 0 for all of them. band: of sparsemixer."""
     token = tl.program_id(0).to(tl.int64)
     choices = tl.arange(0, CHOICES)
     ids_K = tl.full((CHOICES,), -1, tl.int32)
@@ -96,10 +105,13 @@ def route_kernel(
     if live_ptr is not None:
         num_tokens = tl.load(live_ptr)
     if token < num_tokens:
-        group, place = tl.arange(0, GROUPS)[:, None], tl.arange(0, SIZE)[None, :]
+        group = tl.arange(0, GROUPS)[:, None]
+        place = tl.arange(0, SIZE)[None, :]
         experts = group * group_size + place
         inside = (group < num_groups) & (place < group_size)
-        logits = tl.load(logits_ptr + token * row_stride + experts, mask=inside, other=-float("inf")).to(tl.float32)
+        logits = tl.load(
+            logits_ptr + token * row_stride + experts, mask=inside, other=-float("inf")
+        ).to(tl.float32)
         scores = _scores(logits, inside, SCORE)
         judged = scores
         if bias_ptr is not None:
@@ -135,12 +147,14 @@ def route(
     expert_scale_E: Tensor | None = None,
     num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]), best first.
+    """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]),
+    best first.
 
-    bias_E: fp32, of the choice. expert_scale_E: fp32, of the weights of each expert. Scores in fp32; equal scores go to
-    the lowest expert id; sums run in the order 0, 1, ... K-1. From row num_tokens on (a number, or int32 [1] on the
-    device, which a graph reads anew) ids are -1, weights 0, and logits are not read.
-    logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2]
+    bias_E: fp32, of the choice. expert_scale_E: fp32, of the weights of each expert. Scores in
+    fp32; equal scores go to the lowest expert id; sums run in the order 0, 1, ... K-1. From row
+    num_tokens on (a number, or int32 [1] on the device, which a graph reads anew) ids are -1,
+    weights 0, and logits are not read. logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights
+    [0.6, 0.2]
     """
     (tokens, experts), groups = logits_TE.shape, rule.groups
     size = experts // groups
@@ -150,12 +164,16 @@ def route(
     assert experts <= 1024, experts
     assert logits_TE.stride(1) == 1, logits_TE.stride()
     for part in (bias_E, expert_scale_E):
-        assert part is None or (part.dtype, part.shape) == (torch.float32, (experts,)), (part.dtype, part.shape)
+        assert part is None or (part.dtype, part.shape) == (torch.float32, (experts,)), (
+            part.dtype,
+            part.shape,
+        )
     ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=logits_TE.device)
     weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=logits_TE.device)
     keep = rule.kept_groups if rule.kept_groups < groups else 0
     if rule.score == "sparsemixer":  # knows neither bias nor groups
-        bias_E, keep = None, 0
+        bias_E = None
+        keep = 0
     live = num_tokens if isinstance(num_tokens, Tensor) else None
     limit = num_tokens if isinstance(num_tokens, int) else tokens
     if tokens:

@@ -1,4 +1,5 @@
-"""Kernels of single rows: RMS norms, alone and fused with the addition before them, and the embedding.
+"""Kernels of single rows: RMS norms, alone and fused with the addition before them, and the
+embedding.
 
 T tokens, D width, V vocabulary.
 """
@@ -16,20 +17,30 @@ EMBEDDING_BLOCK = 2048  # elements of one program
 
 @triton.jit
 def normed(x, weight, eps, width):
-    """x / sqrt(mean(x^2) + eps) * weight in fp32; every row is summed in one tree, that of the tile's shape."""
+    """x / sqrt(mean(x^2) + eps) * weight in fp32; every row is summed in one tree, that of the
+    tile's shape.
+    """
     return x * tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None] * weight[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
-def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program: ROWS whole rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     y = normed(x, weight, eps, width)
-    tl.store(out_ptr + row[:, None] * width + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + row[:, None] * width + column[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -46,14 +57,21 @@ def add_rms_norm_kernel(
     residual_at = residual_ptr + row[:, None] * residual_stride + column[None, :]
     x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-    total = (x + residual).to(x_ptr.dtype.element_ty)  # what the next layer adds to is what this one norms
+    total = (x + residual).to(
+        x_ptr.dtype.element_ty
+    )  # what the next layer adds to is what this one norms
     tl.store(residual_at, total, mask=inside)
-    tl.store(x_at, normed(total.to(tl.float32), weight, eps, width).to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        x_at,
+        normed(total.to(tl.float32), weight, eps, width).to(x_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once; weight fp32, rows may be
-    strided. A row's bits depend on D and the dtype alone, as long as rows start at multiples of 16 bytes (or never do).
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once; weight
+    fp32, rows may be strided. A row's bits depend on D and the dtype alone, as long as rows start
+    at multiples of 16 bytes (or never do).
 
     x [3, 4] (weight 1, eps 0) -> [0.8485, 1.1314]
     """
@@ -62,12 +80,17 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out_TD = x_TD.new_empty((rows, width))
     if rows:
         tile, grid, num_warps = _launch(rows, width)
-        rms_norm_kernel[grid](x_TD, weight_D, out_TD, x_TD.stride(0), rows, width, eps, **tile, num_warps=num_warps)
+        rms_norm_kernel[grid](
+            x_TD, weight_D, out_TD, x_TD.stride(0), rows, width, eps, **tile, num_warps=num_warps
+        )
     return out_TD
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), the sum rounded before its norm: written over x and residual.
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), the sum rounded before its norm: written over x and
+    residual.
 
     x [2, 4], residual [1, 0] (weight 1, eps 0) -> x [0.8485, 1.1314], residual [3, 4]
     """
@@ -76,11 +99,15 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     _check(residual_TD, weight_D)
     assert residual_TD.dtype is x_TD.dtype, (x_TD.dtype, residual_TD.dtype)
     assert residual_TD.shape == x_TD.shape, (x_TD.shape, residual_TD.shape)
-    assert x_TD.data_ptr() != residual_TD.data_ptr() or not rows, "the sum and its norm need a place each"
+    assert x_TD.data_ptr() != residual_TD.data_ptr() or not rows, (
+        "the sum and its norm need a place each"
+    )
     if rows:
         tile, grid, num_warps = _launch(rows, width)
         strides = x_TD.stride(0), residual_TD.stride(0)
-        add_rms_norm_kernel[grid](x_TD, residual_TD, weight_D, *strides, rows, width, eps, **tile, num_warps=num_warps)
+        add_rms_norm_kernel[grid](
+            x_TD, residual_TD, weight_D, *strides, rows, width, eps, **tile, num_warps=num_warps
+        )
     return x_TD, residual_TD
 
 
@@ -96,7 +123,10 @@ def _check(x_TD: Tensor, weight_D: Tensor) -> None:
     assert width <= MAX_WIDTH, width
     assert weight_D.shape == (width,), (weight_D.shape, x_TD.shape)
     assert weight_D.dtype is torch.float32, weight_D.dtype
-    assert width == 1 or x_TD.stride(1) == weight_D.stride(0) == 1, (x_TD.stride(), weight_D.stride())
+    assert width == 1 or x_TD.stride(1) == weight_D.stride(0) == 1, (
+        x_TD.stride(),
+        weight_D.stride(),
+    )
 
 
 @triton.jit
@@ -106,7 +136,10 @@ def embedding_kernel(ids_ptr, table_ptr, out_ptr, table_stride, width, scale, BL
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     row = tl.load(ids_ptr + token).to(tl.int64)
-    x = tl.load(table_ptr + row * table_stride + columns, mask=inside, other=0.0).to(tl.float32) * scale
+    x = (
+        tl.load(table_ptr + row * table_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        * scale
+    )
     tl.store(out_ptr + token * width + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -115,13 +148,21 @@ def embedding(ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tensor:
 
     table [[1, 2], [3, 4]], ids [1, 0], scale 2 -> [[6, 8], [2, 4]]
     """
-    tokens, width = ids_T.shape[0], table_VD.shape[1]
+    tokens = ids_T.shape[0]
+    width = table_VD.shape[1]
     assert table_VD.stride(1) == 1, table_VD.stride()
     assert ids_T.is_contiguous(), ids_T.stride()
     out_TD = table_VD.new_empty((tokens, width))
     if tokens:
         grid = (tokens, triton.cdiv(width, EMBEDDING_BLOCK))
         embedding_kernel[grid](
-            ids_T, table_VD, out_TD, table_VD.stride(0), width, float(scale), BLOCK=EMBEDDING_BLOCK, num_warps=4
+            ids_T,
+            table_VD,
+            out_TD,
+            table_VD.stride(0),
+            width,
+            float(scale),
+            BLOCK=EMBEDDING_BLOCK,
+            num_warps=4,
         )
     return out_TD

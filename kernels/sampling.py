@@ -1,11 +1,14 @@
-"""Chooses tokens from logits: the likeliest, or one drawn among those that min-p, top-k and top-p leave.
+"""Chooses tokens from logits: the likeliest, or one drawn among those that min-p, top-k and top-p
+leave.
 
-A draw is a race: each token arrives after an exponential time divided by its probability, and the first one wins
-(Maddison et al., 2014, "A* Sampling"); Gumbel noise is the negated logarithm of such a time, and here are logarithms.
-Distances as in cut.py. Rows never meet, and a row is divided among programs by V alone, so its token depends on nothing
-but the row. S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens.
+A draw is a race: each token arrives after an exponential time divided by its probability, and the
+first one wins (Maddison et al., 2014, "A* Sampling"); Gumbel noise is the negated logarithm of such
+a time, and here are logarithms. Distances as in cut.py. Rows never meet, and a row is divided among
+programs by V alone, so its token depends on nothing but the row. S rows, V vocabulary, B tiles of
+TILE tokens, P parts of RACED tokens.
 
-Masks of grammars come before: C masked rows, W words of 32 tokens; runner/sampling/reference.py specifies them.
+Masks of grammars come before: C masked rows, W words of 32 tokens; runner/sampling/reference.py
+specifies them.
 """
 
 from dataclasses import dataclass
@@ -23,7 +26,9 @@ RACED = 2048  # tokens of one program
 MASKED = 4096  # likewise
 FINE, NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_ID = tl.constexpr(2**31 - 1)
-EARLIEST, LATEST = -22.2, 2.8  # bounds of log_time
+# bounds of log_time
+EARLIEST = -22.2
+LATEST = 2.8
 HOPELESS = LATEST - EARLIEST  # a token that far behind the likeliest never arrives before it
 SCALE = tl.constexpr(2.0**-31 * (1 - 2.0**-23))  # maps 31 bits into (0, 1), see log_time
 SMALL = tl.constexpr(1 / 16)
@@ -43,13 +48,24 @@ class SamplingTensors:
 
 @triton.jit
 def tile_peaks_kernel(
-    logits_ptr, peaks_ptr, ids_ptr, stride, width, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr
+    logits_ptr,
+    peaks_ptr,
+    ids_ptr,
+    stride,
+    width,
+    num_tiles,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """One program: the largest logit of each of TILES tiles of a row, and the first token with it. NaN: infinity."""
+    """One program: the largest logit of each of TILES tiles of a row, and the first token with it.
+    NaN: infinity.
+    """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    x = tl.load(logits_ptr + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits_ptr + row * stride + column, mask=column < width, other=float("-inf")).to(
+        tl.float32
+    )
     x = tl.where(x == x, x, float("inf"))
     peak = tl.max(x, axis=1)
     first = tl.min(tl.where(x == peak[:, None], column, NO_ID), axis=1)
@@ -62,13 +78,16 @@ def row_kernel(
     tile_peaks_ptr, ids_ptr, raw_peaks_ptr, temperature_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr,
     tokens_ptr, status_ptr, peaks_ptr, farthest_ptr, near_ptr, num_tiles, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row's peak, likeliest token and status, and how far from the peak to look for others.
+    """One program: a row's peak, likeliest token and status, and how far from the peak to look for
+    others.
 
     farthest is negative where nothing is drawn, near where top-k and top-p are off.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK)
-    tile_peaks = tl.load(tile_peaks_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+    tile_peaks = tl.load(
+        tile_peaks_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf")
+    )
     ids = tl.load(ids_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=NO_ID)
     peak = tl.max(tile_peaks, axis=0)
     raw_peak = tl.load(raw_peaks_ptr + row) if raw_peaks_ptr is not None else peak
@@ -83,16 +102,21 @@ def row_kernel(
     near = tl.full((), -1.0, tl.float32)
     if (status == FINE) & (temperature > 0):
         farthest = -tl.load(log_min_p_ptr + row)
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        top_k = tl.load(top_k_ptr + row)
+        top_p = tl.load(top_p_ptr + row)
         if (top_k < width) | (top_p < 1):
-            near = near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles, width)
+            near = near_enough(
+                tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles, width
+            )
     tl.store(farthest_ptr + row, farthest)
     tl.store(near_ptr + row, near)
 
 
 @triton.jit
 def mixed(ids):
-    """Returns a hash of token ids, uint32: murmur3's finaliser after a product with 2^32 / golden ratio."""
+    """Returns a hash of token ids, uint32: murmur3's finaliser after a product with 2^32 / golden
+    ratio.
+    """
     x = (ids + 1).to(tl.uint32) * 0x9E3779B1
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -101,9 +125,11 @@ def mixed(ids):
 
 @triton.jit
 def log_time(ids, low, high):
-    """Returns the log of tokens' times if all had weight 1. low, high: uint32, a row's key (seed and position).
+    """Returns the log of tokens' times if all had weight 1. low, high: uint32, a row's key (seed
+    and position).
 
-    The hash's 31 bits become a number from 2^-32, where float32 is densest and winners are, to just below 1.
+    The hash's 31 bits become a number from 2^-32, where float32 is densest and winners are, to just
+    below 1.
     """
     x = (mixed(ids) ^ low) * 0x85EBCA6B
     x = (x ^ (x >> 16) ^ high) * 0xC2B2AE35
@@ -126,7 +152,9 @@ def race_kernel(
         return
     part = tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits_ptr + row * stride + column, mask=column < width, other=float("-inf")).to(
+        tl.float32
+    )
     d = distance(x, tl.load(peaks_ptr + row), tl.load(temperature_ptr + row))
     takes_part = d <= tl.minimum(farthest, HOPELESS)
     first_time = tl.full((), float("inf"), tl.float32)
@@ -161,11 +189,12 @@ def sample(
     draws: bool = True,
     cuts: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns a token of each row, int32, and its status, uint8: FINE, NOT_FINITE or NOTHING_ALLOWED (with token 0).
+    """Returns a token of each row, int32, and its status, uint8: FINE, NOT_FINITE or
+    NOTHING_ALLOWED (with token 0).
 
-    raw_peaks_S: the rows' largest logits before any rule changed them, NaN if there is one; None: nothing did. draws:
-    whether any row has a temperature; cuts: whether any of those has top-k or top-p. Equal logits are kept or dropped
-    together; the lowest id wins where two arrive together.
+    raw_peaks_S: the rows' largest logits before any rule changed them, NaN if there is one; None:
+    nothing did. draws: whether any row has a temperature; cuts: whether any of those has top-k or
+    top-p. Equal logits are kept or dropped together; the lowest id wins where two arrive together.
     logits [[0, 2, 2], [1, -inf, -inf]], temperature 0 -> tokens [1, 0], status [0, 0]
     """
     num_rows, width = logits_SV.shape
@@ -175,14 +204,27 @@ def sample(
     def _new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    tokens_S, status_S = _new(num_rows, dtype=torch.int32), _new(num_rows, dtype=torch.uint8)
+    tokens_S = _new(num_rows, dtype=torch.int32)
+    status_S = _new(num_rows, dtype=torch.uint8)
     if not num_rows:
         return tokens_S, status_S
-    num_tiles, num_parts = triton.cdiv(width, TILE), triton.cdiv(width, RACED)
-    tile_peaks_SB, ids_SB = _new(num_rows, num_tiles), _new(num_rows, num_tiles, dtype=torch.int32)
-    peaks_S, farthest_S, near_S = _new(num_rows), _new(num_rows), _new(num_rows)
+    num_tiles = triton.cdiv(width, TILE)
+    num_parts = triton.cdiv(width, RACED)
+    tile_peaks_SB = _new(num_rows, num_tiles)
+    ids_SB = _new(num_rows, num_tiles, dtype=torch.int32)
+    peaks_S = _new(num_rows)
+    farthest_S = _new(num_rows)
+    near_S = _new(num_rows)
     tile_peaks_kernel[(num_rows, triton.cdiv(num_tiles, TILES))](
-        logits_SV, tile_peaks_SB, ids_SB, logits_SV.stride(0), width, num_tiles, TILE=TILE, TILES=TILES, num_warps=4
+        logits_SV,
+        tile_peaks_SB,
+        ids_SB,
+        logits_SV.stride(0),
+        width,
+        num_tiles,
+        TILE=TILE,
+        TILES=TILES,
+        num_warps=4,
     )
     row_kernel[(num_rows,)](
         tile_peaks_SB, ids_SB, raw_peaks_S, rows.temperature_S, rows.log_min_p_S, rows.top_k_S, rows.top_p_S,
@@ -192,13 +234,20 @@ def sample(
     if draws and cuts:
         cut(logits_SV, peaks_S, rows.temperature_S, rows.top_k_S, rows.top_p_S, near_S, farthest_S)
     if draws:
-        times_SP, ids_SP = _new(num_rows, num_parts), _new(num_rows, num_parts, dtype=torch.int32)
+        times_SP = _new(num_rows, num_parts)
+        ids_SP = _new(num_rows, num_parts, dtype=torch.int32)
         race_kernel[(num_rows, num_parts)](
             logits_SV, peaks_S, rows.temperature_S, farthest_S, rows.low_S, rows.high_S, times_SP, ids_SP,
             logits_SV.stride(0), width, num_parts, HOPELESS=HOPELESS, BLOCK=RACED, num_warps=4,
         )  # fmt: skip
         winner_kernel[(num_rows,)](
-            times_SP, ids_SP, farthest_S, tokens_S, num_parts, BLOCK=triton.next_power_of_2(num_parts), num_warps=4
+            times_SP,
+            ids_SP,
+            farthest_S,
+            tokens_S,
+            num_parts,
+            BLOCK=triton.next_power_of_2(num_parts),
+            num_warps=4,
         )
     return tokens_S, status_S
 
@@ -221,4 +270,6 @@ def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
     assert x_rV.stride(1) == 1, x_rV.stride()
     assert bits_CW.is_contiguous(), bits_CW.stride()
     grid = count, triton.cdiv(width, MASKED)
-    bitmask_kernel[grid](x_rV, rows_C, bits_CW, x_rV.stride(0), width, words, BLOCK=MASKED, num_warps=4)
+    bitmask_kernel[grid](
+        x_rV, rows_C, bits_CW, x_rV.stride(0), width, words, BLOCK=MASKED, num_warps=4
+    )

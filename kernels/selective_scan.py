@@ -20,14 +20,18 @@ def selective_scan_kernel(
     C: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_C channels of one row, token by token; their states stay in registers. The scan begins at the
-    border of the tile of the last token before the step: one loop, so that what is cached is computed alike again."""
+    """One program: BLOCK_C channels of one row, token by token; their states stay in registers. The
+    scan begins at the border of the tile of the last token before the step: one loop, so that what
+    is cached is computed alike again."""
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     row = tl.program_id(1).to(tl.int64)
-    start, first_token = tl.load(starts_ptr + row), tl.load(offsets_ptr + row).to(tl.int64)
+    start = tl.load(starts_ptr + row)
+    first_token = tl.load(offsets_ptr + row).to(tl.int64)
     end = start + (tl.load(offsets_ptr + row + 1) - first_token).to(tl.int32)
-    columns, n = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
-    inside, inside_n = columns < C, n < N
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    n = tl.arange(0, BLOCK_N)
+    inside = columns < C
+    inside_n = n < N
     whole = inside_n[:, None] & inside[None, :]
     at_state = n[:, None] * C + columns[None, :]
     a = tl.load(a_ptr + at_state, mask=whole, other=0.0)
@@ -35,7 +39,8 @@ def selective_scan_kernel(
     state = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     begin = tl.where(start < end, tl.maximum(start - 1, 0) // TILE * TILE, end)
     for position in range(begin, end):
-        tile, is_new = position // TILE, position >= start
+        tile = position // TILE
+        is_new = position >= start
         block = tl.load(blocks_ptr + row * table_stride + tile // TILES).to(tl.int64)
         if position % TILE == 0:
             border_ptr = states_ptr + (block * TILES + tile % TILES) * (N * C) + at_state
@@ -43,10 +48,17 @@ def selective_scan_kernel(
                 state = tl.load(border_ptr, mask=whole, other=0.0)
             elif block > 0:
                 tl.store(border_ptr, state, mask=whole)
-        token, slot = first_token + (position - start), block * BLOCK_SIZE + position % BLOCK_SIZE
-        x_row, dt_row, b_row = x_rows_ptr + slot * C, dt_rows_ptr + slot * C, b_rows_ptr + slot * N
-        x = tl.load(tl.where(is_new, x_ptr + token * x_stride, x_row) + columns, mask=inside, other=0.0)
-        dt = tl.load(tl.where(is_new, dt_ptr + token * dt_stride, dt_row) + columns, mask=inside, other=0.0)
+        token = first_token + (position - start)
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        x_row = x_rows_ptr + slot * C
+        dt_row = dt_rows_ptr + slot * C
+        b_row = b_rows_ptr + slot * N
+        x = tl.load(
+            tl.where(is_new, x_ptr + token * x_stride, x_row) + columns, mask=inside, other=0.0
+        )
+        dt = tl.load(
+            tl.where(is_new, dt_ptr + token * dt_stride, dt_row) + columns, mask=inside, other=0.0
+        )
         b = tl.load(tl.where(is_new, b_ptr + token * b_stride, b_row) + n, mask=inside_n, other=0.0)
         state = tl.fma(tl.exp(dt[None, :] * a), state, b[:, None] * dt[None, :] * x[None, :])
         if position >= start:
@@ -71,17 +83,26 @@ def selective_scan(
     caches: tuple[Tensor, ...],
     plan: TileMetadata,
 ) -> Tensor:
-    """Returns y [T, C] of the scan; 0 where no row owns the token. All are fp32; tokens may be strided.
+    """Returns y [T, C] of the scan; 0 where no row owns the token. All are fp32; tokens may be
+    strided.
 
-    caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block size, 1, C] and B
-    [.., 1, N].
-    C 1, N 1, x [3, 5], dt 1, a ln 0.5, b and c 1, skip 10 -> [3 + 30, 0.5 * 3 + 5 + 50] = [33, 56.5]
+    caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block
+    size, 1, C] and B [.., 1, N]. C 1, N 1, x [3, 5], dt 1, a ln 0.5, b and c 1, skip 10 -> [3 + 30,
+    0.5 * 3 + 5 + 50] = [33, 56.5]
     """
     (tokens, channels), numbers, size = x_TC.shape, len(a_NC), plan.block_size
-    plan.check(caches, (size // plan.tile, numbers, channels), *[(size, 1, channels)] * 2, (size, 1, numbers))
+    plan.check(
+        caches,
+        (size // plan.tile, numbers, channels),
+        *[(size, 1, channels)] * 2,
+        (size, 1, numbers),
+    )
     assert dt_TC.shape == x_TC.shape, (dt_TC.shape, x_TC.shape)
     assert b_TN.shape == c_TN.shape == (tokens, numbers), (b_TN.shape, c_TN.shape)
-    assert (a_NC.is_contiguous(), skip_C.is_contiguous()) == (True, True), (a_NC.stride(), skip_C.stride())
+    assert (a_NC.is_contiguous(), skip_C.is_contiguous()) == (True, True), (
+        a_NC.stride(),
+        skip_C.stride(),
+    )
     for x in (x_TC, dt_TC, a_NC, b_TN, c_TN, skip_C):
         assert (x.dtype, x.stride(-1)) == (torch.float32, 1), (x.dtype, x.stride())
     out_TC = x_TC.new_zeros((tokens, channels))

@@ -1,9 +1,10 @@
-"""Searches for launch parameters: measures those that the model of kernels/cost.py thinks fastest, and then changes one
-at a time.
+"""Searches for launch parameters: measures those that the model of kernels/cost.py thinks fastest,
+and then changes one at a time.
 
-What a kernel computes does not depend on them; a candidate whose bits differ from the defaults' is dropped all the
-same. How deep a step over K is, on which bits do depend, is no parameter, nor how many warps share the positions that
-attention adds up. M rows, T tokens, E experts, K of them per token, D model width, I expert width.
+What a kernel computes does not depend on them; a candidate whose bits differ from the defaults' is
+dropped all the same. How deep a step over K is, on which bits do depend, is no parameter, nor how
+many warps share the positions that attention adds up. M rows, T tokens, E experts, K of them per
+token, D model width, I expert width.
 """
 
 import itertools
@@ -40,13 +41,18 @@ from moeserve.kernels.paged_attention import AttentionShape
 
 Choices = Mapping[str, Sequence[int]]
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
-Key = tuple[str, int, int, int, int]  # a product, and the parameters for which its kernel is compiled anew
+Key = tuple[
+    str, int, int, int, int
+]  # a product, and the parameters for which its kernel is compiled anew
 KERNEL = ("block_n", "warps", "stages")  # those that each product has
 
 PASSES = 2  # over all parameters, without a model: the best value of one may depend on a later one
 TRIES = 10  # of those that the model thinks fastest
 TIE = 0.005  # of the predicted time, for each parameter that is not the default's
-BLOCKS, WARPS, STAGES, GROUPS = (64, 128, 256), (4, 8), (2, 3, 4, 5, 6), (1, 4, 8, 16)
+BLOCKS = (64, 128, 256)
+WARPS = (4, 8)
+STAGES = (2, 3, 4, 5, 6)
+GROUPS = (1, 4, 8, 16)
 GROUPED: Choices = {
     "block_m": (16, 32, 64, 128), "up_block_n": BLOCKS, "up_warps": WARPS, "up_stages": (2, 3, 4, 5),
     "down_block_n": BLOCKS, "down_warps": WARPS, "down_stages": (2, 3, 4, 5), "group": GROUPS, "tma": (0, 1),
@@ -56,17 +62,28 @@ LINEAR: Choices = {
     "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6), "group": GROUPS,
     "tma": (0, 1),
 }  # fmt: skip
-ATTENTION: Choices = {"num_stages": (2, 3, 5, 7), "programs": (4, 8, 32)}  # 4 and 6 stages are as 3 and 5
+ATTENTION: Choices = {
+    "num_stages": (2, 3, 5, 7),
+    "programs": (4, 8, 32),
+}  # 4 and 6 stages are as 3 and 5
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
-CONTEXT, ROWS, PREFILL = 4096, 64, 2048
-IMPOSSIBLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)  # the last: a pass of the compiler
+CONTEXT = 4096
+ROWS = 64
+PREFILL = 2048
+IMPOSSIBLE = (
+    OutOfResources,
+    PTXASError,
+    CompilationError,
+    RuntimeError,
+)  # the last: a pass of the compiler
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One entry of a table. run: the kernel over random data with these parameters, anew at each call. products: what
-    it launches last, by what their parameters' names begin with; empty: unknown to the model. rival: further parameters
-    with which kernels of others run, whose bits differ."""
+    """One entry of a table. run: the kernel over random data with these parameters, anew at each
+    call. products: what it launches last, by what their parameters' names begin with; empty:
+    unknown to the model. rival: further parameters with which kernels of others run, whose bits
+    differ."""
 
     family: str
     shape: str
@@ -93,8 +110,8 @@ class Found:
 
 
 def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = PASSES) -> Found:
-    """Returns the fastest parameters among the defaults, `first`, and what a descent from the best of them along one
-    parameter at a time finds."""
+    """Returns the fastest parameters among the defaults, `first`, and what a descent from the best
+    of them along one parameter at a time finds."""
     wanted = job.run(job.default).clone()
     times: dict[tuple[int, ...], float] = {}
     wrong: list[Config] = []
@@ -122,7 +139,9 @@ def search(job: Job, timer: Timer, first: Iterable[Config] = (), passes: int = P
     if job.rival is not None:
         other = {**best, **job.rival}
         with suppress(*IMPOSSIBLE):
-            best, best_ms = min((best, best_ms), (other, timer(lambda: job.run(other))), key=itemgetter(1))
+            best, best_ms = min(
+                (best, best_ms), (other, timer(lambda: job.run(other))), key=itemgetter(1)
+            )
     return Found(best, default_ms, best_ms, len(times), wrong)
 
 
@@ -132,10 +151,16 @@ def _key(name: str, config: Config) -> Key:
 
 
 def variants(job: Job) -> list[Config]:
-    """Returns configurations in which every product's kernel occurs with all its parameters but group and tma."""
+    """Returns configurations in which every product's kernel occurs with all its parameters but
+    group and tma.
+    """
     found = {}
     for block_m, *values in itertools.product(job.choices["block_m"], BLOCKS, WARPS, STAGES):
-        wanted = {f"{name}{part}": v for name in job.products for part, v in zip(KERNEL, values, strict=True)}
+        wanted = {
+            f"{name}{part}": v
+            for name in job.products
+            for part, v in zip(KERNEL, values, strict=True)
+        }
         possible = {name: value for name, value in wanted.items() if value in job.choices[name]}
         config = {**job.default, "block_m": block_m, **possible}
         found[tuple(config.values())] = config
@@ -143,8 +168,8 @@ def variants(job: Job) -> list[Config]:
 
 
 def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
-    """Returns facts about the kernels of a shape's products with these parameters, after `cost.compile_only`; none if
-    they cannot be compiled."""
+    """Returns facts about the kernels of a shape's products with these parameters, after
+    `cost.compile_only`; none if they cannot be compiled."""
     job = next(make(device=torch.device("meta")))
     try:
         found = cost.compiled_by(lambda: job.run(config), len(job.products))
@@ -154,8 +179,8 @@ def compile_variant(make: Maker, config: Config) -> dict[Key, cost.Facts]:
 
 
 def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[Config]:
-    """Returns the few configurations that the model thinks fastest. No two are alike in all parameters but one, as such
-    take nearly the same time."""
+    """Returns the few configurations that the model thinks fastest. No two are alike in all
+    parameters but one, as such take nearly the same time."""
     names = [name for name in job.choices if name != "tma"]
     every = ({**job.default, **dict(zip(names, values, strict=True))}
              for values in itertools.product(*(job.choices[name] for name in names)))  # fmt: skip
@@ -169,15 +194,21 @@ def ranked(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> list[C
     return found
 
 
-def predictor(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> Callable[[Config], float]:
-    """Returns what predicts a configuration's seconds, a little more the less it is like the defaults; infinity for
-    kernels without facts."""
+def predictor(
+    job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card
+) -> Callable[[Config], float]:
+    """Returns what predicts a configuration's seconds, a little more the less it is like the
+    defaults; infinity for kernels without facts."""
 
     @cache
     def seconds(key: Key, group: int) -> float:
         block_m, *values = key[1:]
         config = {"block_m": block_m, "group": group, **dict(zip(KERNEL, values, strict=True))}
-        return cost.seconds(facts[key], job.products[key[0]], card, config) if key in facts else math.inf
+        return (
+            cost.seconds(facts[key], job.products[key[0]], card, config)
+            if key in facts
+            else math.inf
+        )
 
     def predict(config: Config) -> float:
         total = sum(seconds(_key(name, config), config["group"]) for name in job.products)
@@ -187,11 +218,17 @@ def predictor(job: Job, facts: Mapping[Key, cost.Facts], card: cost.Card) -> Cal
 
 
 def grouped_jobs(
-    experts: int, width: int, dim: int, top_k: int, dtype: torch.dtype, device: torch.device, kind: str = "plain"
+    experts: int,
+    width: int,
+    dim: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: str = "plain",
 ) -> Iterator[Job]:
-    """Yields both products of a layer of experts by number of tokens; rows go to random experts. kind: of the weights,
-    plain, fp8 (in blocks, with rows in e4m3), int8 (a scale for each output), int4 (one for each 128 inputs) or fp4
-    (MXFP4: one for each 32)."""
+    """Yields both products of a layer of experts by number of tokens; rows go to random experts.
+    kind: of the weights, plain, fp8 (in blocks, with rows in e4m3), int8 (a scale for each output),
+    int4 (one for each 128 inputs) or fp4 (MXFP4: one for each 32)."""
     make = {"plain": _plain, "fp8": _fp8}.get(kind, partial(_narrow, kind))
     products = make(experts, width, dim, dtype, device)
     for tokens in TOKENS:
@@ -199,8 +236,12 @@ def grouped_jobs(
         ids = torch.rand(tokens, experts, device=device).topk(top_k).indices.int()
 
         def _run(config: Config, x: Tensor = x, ids: Tensor = ids) -> Tensor:
-            if config.get("flashinfer"):  # with the sum, which the time of ours does not have: it must win by more
-                return flashinfer_moe.fused_moe(x, ids, torch.ones(ids.shape, device=device), *products.weights)
+            if config.get(
+                "flashinfer"
+            ):  # with the sum, which the time of ours does not have: it must win by more
+                return flashinfer_moe.fused_moe(
+                    x, ids, torch.ones(ids.shape, device=device), *products.weights
+                )
             config = deep_gemm.chosen(config)
             return products.run(x, align(ids, experts, config["block_m"]), config, top_k)
 
@@ -209,16 +250,22 @@ def grouped_jobs(
         up = replace(products.up, rows=size)
         both = {"up_": up, "down_": replace(up, width=dim, inner=width, matrices=1)}
         rival = deep_gemm.WINS if kind == "fp8" and deep_gemm.obstacle(device) is None else None
-        if kind == "plain" and dtype != torch.float32 and flashinfer_moe.obstacle(device, False) is None:
+        if (
+            kind == "plain"
+            and dtype != torch.float32
+            and flashinfer_moe.obstacle(device, False) is None
+        ):
             rival = flashinfer_moe.WINS
-        yield Job(products.family, products.shape, size, default, products.choices, _run, both, rival)
+        yield Job(
+            products.family, products.shape, size, default, products.choices, _run, both, rival
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """launch: default parameters, from the number of rows, `about` and the device's name. run: the products, from rows,
-    alignment, parameters and choices per row. up: the first of them, without rows. weights: as flashinfer_moe.py takes
-    them, but for their order."""
+    """launch: default parameters, from the number of rows, `about` and the device's name. run: the
+    products, from rows, alignment, parameters and choices per row. up: the first of them, without
+    rows. weights: as flashinfer_moe.py takes them, but for their order."""
 
     family: str
     launch: Callable[..., Config]
@@ -230,25 +277,42 @@ class _Products:
     weights: tuple[Tensor, ...] = ()
 
 
-def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
-    w13, w2 = (random(experts, *size, dtype=dtype, device=device) for size in ((2 * width, dim), (dim, width)))
+def _plain(
+    experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> _Products:
+    w13, w2 = (
+        random(experts, *size, dtype=dtype, device=device)
+        for size in ((2 * width, dim), (dim, width))
+    )
     about = experts, width, dim, dtype
 
     def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
 
-    up = cost.Product(0, experts, width, dim, tiles.block_k(dim, dtype), 2, dtype.itemsize, dtype.itemsize)
+    up = cost.Product(
+        0, experts, width, dim, tiles.block_k(dim, dtype), 2, dtype.itemsize, dtype.itemsize
+    )
     return _Products(
-        "grouped_gemm", grouped_gemm.launch_of, about, grouped_gemm.shape_of(*about), GROUPED, _run, up, (w13, w2)
+        "grouped_gemm",
+        grouped_gemm.launch_of,
+        about,
+        grouped_gemm.shape_of(*about),
+        GROUPED,
+        _run,
+        up,
+        (w13, w2),
     )
 
 
 def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
     def _weights(rows: int, columns: int) -> grouped_fp8.Scaled:
         values = random(experts, rows, columns, dtype=dtype, device=device).to(E4M3)
-        return grouped_fp8.Scaled(values, torch.ones((experts, rows // BLOCK, columns // BLOCK), device=device))
+        return grouped_fp8.Scaled(
+            values, torch.ones((experts, rows // BLOCK, columns // BLOCK), device=device)
+        )
 
-    w13, w2 = _weights(2 * width, dim), _weights(dim, width)
+    w13 = _weights(2 * width, dim)
+    w2 = _weights(dim, width)
 
     def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         hidden = deep_gemm.gate_up(grouped_fp8.Scaled(*quantise(x)), w13, to, config, top_k)
@@ -256,10 +320,14 @@ def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.d
 
     about = experts, width, dim
     up = cost.Product(0, experts, width, dim, BLOCK, 2, 1, 1)
-    return _Products("grouped_fp8", grouped_fp8.launch_fp8_of, about, grouped_fp8.shape_of(*about), FP8, _run, up)
+    return _Products(
+        "grouped_fp8", grouped_fp8.launch_fp8_of, about, grouped_fp8.shape_of(*about), FP8, _run, up
+    )
 
 
-def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
+def _narrow(
+    kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> _Products:
     def _weights(rows: int, columns: int) -> narrow.Narrow:
         values = torch.randint(0, 16, (experts, rows, columns), dtype=torch.uint8, device=device)
         group = {"int4": 128, "fp4": 32}.get(kind, columns)
@@ -268,7 +336,8 @@ def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, d
             return narrow.pack_int4(values, scales, None, group, floats=kind == "fp4")
         return narrow.Narrow(group, values.view(torch.int8), scales.transpose(1, 2).contiguous())
 
-    w13, w2 = _weights(2 * width, dim), _weights(dim, width)
+    w13 = _weights(2 * width, dim)
+    w2 = _weights(dim, width)
 
     def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         hidden = narrow.gate_up_narrow(x, w13, to, config, top_k)
@@ -276,9 +345,12 @@ def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, d
 
     about = experts, width, dim, kind, w2.group, dtype
     shape = narrow.shape_of(*about)
-    depth, weight_bytes = w2.half * (1 + w2.in_pairs), (w2.values.nbytes + w2.scales.nbytes) / math.prod(w2.shape)
+    depth = w2.half * (1 + w2.in_pairs)
+    weight_bytes = (w2.values.nbytes + w2.scales.nbytes) / math.prod(w2.shape)
     up = cost.Product(0, experts, width, dim, depth, 2, weight_bytes, dtype.itemsize)
-    return _Products("grouped_weight_only", narrow.launch_narrow_of, about, shape, GROUPED, _run, up)
+    return _Products(
+        "grouped_weight_only", narrow.launch_narrow_of, about, shape, GROUPED, _run, up
+    )
 
 
 def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
@@ -291,20 +363,42 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
         def _run(config: Config, x: Tensor = x) -> Tensor:
             return dense.linear(x, w, config=config)
 
-        product = cost.Product(rows, 1, width, inner, tiles.block_k(inner, dtype), 1, dtype.itemsize, dtype.itemsize)
-        yield Job("linear", dense.shape_of(width, inner, dtype), rows, default, LINEAR, _run, {"": product})
+        product = cost.Product(
+            rows, 1, width, inner, tiles.block_k(inner, dtype), 1, dtype.itemsize, dtype.itemsize
+        )
+        yield Job(
+            "linear",
+            dense.shape_of(width, inner, dtype),
+            rows,
+            default,
+            LINEAR,
+            _run,
+            {"": product},
+        )
 
 
 def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]:
     """Yields decode and prefill, one entry for each size of their programs."""
-    per_row, seen = -(-CONTEXT // shape.block_size), set()
+    per_row = -(-CONTEXT // shape.block_size)
+    seen = set()
     cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads)
     k = random(*cache, shape.dim, dtype=shape.dtype, device=device)
-    v = k[..., : shape.v_dim] if shape.latent else random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
-    misfit = flash_attention.misfit(shape.dim, shape.v_dim, latent=shape.latent) or flash_attention.obstacle(device)
+    v = (
+        k[..., : shape.v_dim]
+        if shape.latent
+        else random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
+    )
+    misfit = flash_attention.misfit(
+        shape.dim, shape.v_dim, latent=shape.latent
+    ) or flash_attention.obstacle(device)
     fast = [] if misfit else paged_attention.tile_rows(shape, invariant=False)
     blocks = (torch.randperm(ROWS * per_row, device=device).int() + 1).view(ROWS, per_row)
-    for rows, new, invariant in ((ROWS, 1, True), (ROWS, 1, False), (1, PREFILL, True), (1, PREFILL, False)):
+    for rows, new, invariant in (
+        (ROWS, 1, True),
+        (ROWS, 1, False),
+        (1, PREFILL, True),
+        (1, PREFILL, False),
+    ):
         starts = torch.full((rows,), CONTEXT - new, dtype=torch.int32, device=device)
         offsets = torch.arange(rows + 1, dtype=torch.int32, device=device) * new
         inputs = blocks[:rows], starts, offsets, shape, Bounds(rows, rows * new, new, CONTEXT)

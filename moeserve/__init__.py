@@ -4,7 +4,8 @@
     with LLM("demo") as llm:
         print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
 
-Names are imported on first use, so that `import moeserve` and the command line stay fast and free of torch.
+Names are imported on first use, so that `import moeserve` and the command line stay fast and free
+of torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
     from moeserve.frontend.llm import LLM
     from moeserve.sampling import SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncClient", "AsyncEngine", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "AsyncEngine",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOME = {
     "AsyncClient": "moeserve.client",

@@ -1,7 +1,7 @@
 """The settings: a frozen tree of dataclasses whose fields carry flag, help and range.
 
-`runner/limits.py` computes numbers that are None. Precedence: flag, then MOESERVE_* environment variable (--help
-names it), then --config YAML, then the default here.
+`runner/limits.py` computes numbers that are None. Precedence: flag, then MOESERVE_* environment
+variable (--help names it), then --config YAML, then the default here.
 """
 
 import math
@@ -19,13 +19,20 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["auto", "float", "int8"]
 Lossless = Literal["off", "experts", "all"]
 DEMO = "demo"
-COMM_SMS = 24  # as in DeepEP's published bandwidths; leaves computation four fifths of an H100's or H200's 132 SMs
-INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the first number that divides a layer's inputs
+# as in DeepEP's published bandwidths; leaves computation four fifths of an H100's or H200's 132 SMs
+COMM_SMS = 24
+INT4_GROUPS = (
+    128,
+    64,
+    32,
+)  # inputs that share a scale: the first number that divides a layer's inputs
 
 
-def _opt(default: Any, help: str, *, flag: str | None = "", low: float = 0, high: float = math.inf) -> Any:
-    """Returns a dataclass field with its help text. flag: "" derives --the-name, None makes the field YAML-only.
-    low, high: the range of a number, both ends included."""
+def _opt(
+    default: Any, help: str, *, flag: str | None = "", low: float = 0, high: float = math.inf
+) -> Any:
+    """Returns a dataclass field with its help text. flag: "" derives --the-name, None makes the
+    field YAML-only. low, high: the range of a number, both ends included."""
     return field(default=default, metadata={"help": help, "flag": flag, "low": low, "high": high})
 
 
@@ -37,15 +44,19 @@ class ModelConfig:
     """The model, its number formats, and its text files."""
 
     model: str = _yaml(
-        DEMO, "Hugging Face model directory, GGUF file (the first of several), or 'demo' for the built-in one"
+        DEMO,
+        "Hugging Face model directory, GGUF file (the first of several), or 'demo' for the built-in one",
     )
-    served_model_name: str | None = _opt(None, "name in the API (default: the directory's or file's name)")
+    served_model_name: str | None = _opt(
+        None, "name in the API (default: the directory's or file's name)"
+    )
     load_format: Literal["auto", "dummy"] = _yaml(
         "auto", "auto: safetensors; dummy: random weights, from config.json alone, to measure with"
     )
     dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
     quantization: Literal["none", "int8", "int4"] = _opt(
-        "none", "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)"
+        "none",
+        "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)",
     )
     activations: Activations = _yaml(
         "auto",
@@ -63,7 +74,9 @@ class ModelConfig:
         'models of 256 MiB or more), or "off"',
     )
     packed_cache_bytes: int | None = _yaml(
-        None, "bytes in that folder (default: half of what it and the free disk have, at most 64 GiB)", low=1
+        None,
+        "bytes in that folder (default: half of what it and the free disk have, at most 64 GiB)",
+        low=1,
     )
     expert_memory: int | None = _yaml(
         None,
@@ -71,17 +84,21 @@ class ModelConfig:
         "needed (CPU; default: all are in memory)",
         low=1,
     )
-    max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
+    max_model_len: int | None = _opt(
+        None, "longest prompt plus answer in tokens (default: as much as fits)", low=1
+    )
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     tool_format: str | None = _opt(
-        None, "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat template shows)"
+        None,
+        "how answers write tool calls and reasoning (docs/tool-calls.md; default: as the chat template shows)",
     )
     generation_config: Literal["auto", "none"] = _yaml(
         "auto", "auto: the model's sampling defaults apply; none: moeserve's"
     )
     skip_tokenizer_init: bool = _yaml(False, "token ids in, token ids out; no text")
     logits_processors: tuple[str, ...] = _yaml(
-        (), "NAME=package.module:attribute of functions that requests may name (docs/logits-processors.md)"
+        (),
+        "NAME=package.module:attribute of functions that requests may name (docs/logits-processors.md)",
     )
 
 
@@ -93,15 +110,22 @@ class CacheConfig:
     kv_cache_dtype: Literal["auto", "int8"] = _yaml(
         "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded"
     )
-    kv_cache_bytes: int | None = _opt(None, "bytes for KV blocks (default: from free memory), e.g. 2GiB", low=1)
+    kv_cache_bytes: int | None = _opt(
+        None, "bytes for KV blocks (default: from free memory), e.g. 2GiB", low=1
+    )
     memory_utilization: float = _opt(
         0.9, "share of the memory limit that weights, work space and KV may use", low=0.01, high=1
     )
     enable_prefix_caching: bool = _opt(True, "reuse the KV blocks of equal prompt beginnings")
     state_share: float = _yaml(
-        0.5, "share of the memory for KV blocks that states of recurrent layers may take", low=0.01, high=0.99
+        0.5,
+        "share of the memory for KV blocks that states of recurrent layers may take",
+        low=0.01,
+        high=0.99,
     )
-    host_store_bytes: int = _yaml(0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off")
+    host_store_bytes: int = _yaml(
+        0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +134,16 @@ class SchedulerConfig:
 
     max_num_seqs: int = _opt(256, "requests that run at once", low=1)
     max_num_batched_tokens: int | None = _opt(
-        None, "tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)", low=1
+        None,
+        "tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)",
+        low=1,
     )
-    prefill_chunk: int | None = _yaml(None, "most tokens of one request per step (default: the step's budget)", low=1)
+    prefill_chunk: int | None = _yaml(
+        None, "most tokens of one request per step (default: the step's budget)", low=1
+    )
     itl_target_ms: float = _yaml(
-        0.0, "milliseconds that a step with both prompts and decodes may take, by fewer tokens of prompts; 0: any"
+        0.0,
+        "milliseconds that a step with both prompts and decodes may take, by fewer tokens of prompts; 0: any",
     )
     depth: int = _yaml(2, "steps in flight; 1 is for debugging", low=1, high=2)
     speculate: str | None = _opt(
@@ -153,7 +182,9 @@ class DeviceConfig:
         "CUDA graphs for steps of few tokens; full: steps with one token per request; piecewise: graphs without "
         "attention; auto: the faster one for each step",
     )
-    compile: bool = _yaml(False, "fuse the operations between attention and experts with torch.compile (CUDA)")
+    compile: bool = _yaml(
+        False, "fuse the operations between attention and experts with torch.compile (CUDA)"
+    )
     null_runner: bool = _yaml(False, "benchmarks only: made-up tokens instead of a model")
     null_step_ms: float = _yaml(0.0, "benchmarks only: milliseconds per step of the null runner")
 
@@ -169,15 +200,20 @@ class ParallelConfig:
 
     dp: int = _opt(1, "engines that share the requests (data parallel)", low=1, high=1024)
     tp: int = _opt(1, "processes per engine that share attention (tensor parallel)", low=1, high=64)
-    ep: Literal["on", "off"] = _opt("on", "on: experts are sharded over all dp x tp ranks; off: every rank has all")
+    ep: Literal["on", "off"] = _opt(
+        "on", "on: experts are sharded over all dp x tp ranks; off: every rank has all"
+    )
     all2all: str = _opt(
-        "auto", "transport of tokens to experts: auto, or a backend's name (see docs/expert-parallelism.md)"
+        "auto",
+        "transport of tokens to experts: auto, or a backend's name (see docs/expert-parallelism.md)",
     )
     wire: Literal["auto", "fp8_b128"] = _yaml(
-        "auto", "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, rounded"
+        "auto",
+        "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, rounded",
     )
     dbo: Literal["auto", "on", "off"] = _opt(
-        "auto", "dual-batch overlap: one half of the batch computes while the other half communicates"
+        "auto",
+        "dual-batch overlap: one half of the batch computes while the other half communicates",
     )
     comm_sms: int | None = _yaml(
         None,
@@ -185,16 +221,27 @@ class ParallelConfig:
         low=1,
         high=132,
     )
-    redundant_experts: int = _opt(0, "physical experts beyond one per logical expert, for replicas of busy experts")
-    rebalance: Literal["auto", "off"] = _opt("auto", "move experts between ranks when the load is uneven and it pays")
+    redundant_experts: int = _opt(
+        0, "physical experts beyond one per logical expert, for replicas of busy experts"
+    )
+    rebalance: Literal["auto", "off"] = _opt(
+        "auto", "move experts between ranks when the load is uneven and it pays"
+    )
     fork_server: Literal["on", "off"] = _yaml(
-        "on", "on: fork engines from a process that has imported everything, so that restarts are fast (Linux)"
+        "on",
+        "on: fork engines from a process that has imported everything, so that restarts are fast (Linux)",
     )
     nnodes: int = _opt(1, "machines that serve together and share the dp engines", low=1, high=1024)
     node_rank: int = _opt(0, "number of this machine, from 0; machine 0 answers HTTP", high=1023)
-    rendezvous: str | None = _opt(None, "HOST:PORT on machine 0 to which the other machines connect")
-    cluster_key_file: str | None = _opt(None, "file with the secret that all machines share (nnodes > 1)")
-    standby: bool = _opt(False, "a second front end stands by: if the first one dies, engines and requests go on")
+    rendezvous: str | None = _opt(
+        None, "HOST:PORT on machine 0 to which the other machines connect"
+    )
+    cluster_key_file: str | None = _opt(
+        None, "file with the secret that all machines share (nnodes > 1)"
+    )
+    standby: bool = _opt(
+        False, "a second front end stands by: if the first one dies, engines and requests go on"
+    )
     encrypt_rows: bool = _opt(False, "encrypt tokens' rows between machines (AES-256-GCM; CPU)")
 
     @property
@@ -210,34 +257,49 @@ class ServerConfig:
     host: str = _opt("127.0.0.1", "address to listen on")
     port: int = _opt(8000, "port to listen on; 0: any free one", high=65535)
     api_key: tuple[str, ...] = _opt((), "require one of these keys (better: --api-key-file)")
-    api_key_file: str | None = _opt(None, "file with a key per line, or YAML with names and rates (docs/operations.md)")
-    ssl_certfile: str | None = _opt(None, "PEM certificate chain: serve HTTPS; read again when it changes")
+    api_key_file: str | None = _opt(
+        None, "file with a key per line, or YAML with names and rates (docs/operations.md)"
+    )
+    ssl_certfile: str | None = _opt(
+        None, "PEM certificate chain: serve HTTPS; read again when it changes"
+    )
     ssl_keyfile: str | None = _opt(None, "its PEM key (default: in --ssl-certfile)")
-    allowed_origins: tuple[str, ...] = _opt((), "origins whose web pages may call the server (CORS), or *")
+    allowed_origins: tuple[str, ...] = _opt(
+        (), "origins whose web pages may call the server (CORS), or *"
+    )
     admin_key_file: str | None = _opt(
         None, "file with the keys for administrative routes (default: those routes are off)"
     )
     max_queued_requests: int = _yaml(512, "requests that may wait before 503; 0: none may")
     max_queue_wait: float = _yaml(
-        2.0, "seconds that a request may be expected to wait where every place is taken, else 503; 0: any"
+        2.0,
+        "seconds that a request may be expected to wait where every place is taken, else 503; 0: any",
     )
     request_timeout: float | None = _yaml(
-        None, "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)", low=0.001
+        None,
+        "seconds for a whole request, then 504; X-Request-Timeout may ask for less (default: no limit)",
+        low=0.001,
     )
     resume_window: float = _yaml(
-        0.0, "seconds for which a stream that lost its reader can be gone on with (docs/http-api.md); 0: off"
+        0.0,
+        "seconds for which a stream that lost its reader can be gone on with (docs/http-api.md); 0: off",
     )
-    receipt_key: str | None = _yaml(None, "file with the key that signs receipts (docs/receipts.md)")
+    receipt_key: str | None = _yaml(
+        None, "file with the key that signs receipts (docs/receipts.md)"
+    )
     request_log: str | None = _yaml(
-        None, "file for finished requests, prompts and answers included, for `moeserve replay` (default: none)"
+        None,
+        "file for finished requests, prompts and answers included, for `moeserve replay` (default: none)",
     )
     max_request_bytes: int = _yaml(32 * 2**20, "largest request body", low=1)
     max_stored_responses: int = _yaml(
-        0, "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; 0: none"
+        0,
+        "responses of /v1/responses that are kept in memory, to go on from and to be retrieved; 0: none",
     )
     max_stored_bytes: int = _yaml(256 * 2**20, "memory for stored responses")
     files_dir: str | None = _yaml(
-        None, "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)"
+        None,
+        "folder for /v1/files and /v1/batches, of this server alone (default: those routes are off)",
     )
     files_bytes: int = _yaml(4 * 2**30, "bytes that all files together may have", low=1)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
@@ -253,11 +315,18 @@ class ServerConfig:
         low=1,
         high=65535,
     )
-    access_log: str | None = _yaml(None, "file that gets a JSON line per finished request; '-': stdout")
-    otel_endpoint: str | None = _yaml(None, "OTLP collector that gets a span per request, e.g. http://HOST:4318")
+    access_log: str | None = _yaml(
+        None, "file that gets a JSON line per finished request; '-': stdout"
+    )
+    otel_endpoint: str | None = _yaml(
+        None, "OTLP collector that gets a span per request, e.g. http://HOST:4318"
+    )
     ui: bool = _yaml(True, "serve a page for people at /")
     sse_ping_s: float = _yaml(
-        15.0, "seconds of silence before an SSE comment keeps the connection open", low=0.1, high=3600
+        15.0,
+        "seconds of silence before an SSE comment keeps the connection open",
+        low=0.1,
+        high=3600,
     )
 
 
@@ -277,7 +346,8 @@ SECTIONS: dict[str, type[Any]] = {f.name: type(f.default) for f in fields(Config
 
 
 def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Config:
-    """Returns a Config from the keyword arguments of `LLM` and `AsyncEngine`, each named like its field.
+    """Returns a Config from the keyword arguments of `LLM` and `AsyncEngine`, each named like its
+    field.
 
     Raises ConfigError for an unknown name, with the nearest known one.
     """
@@ -291,7 +361,9 @@ def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Conf
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(home))}"
             raise ConfigError(f"unknown setting {name!r}{hint}")
         values[home[name]][name] = value
-    config = _checked(Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()}))
+    config = _checked(
+        Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
+    )
     for section in SECTIONS:
         for f in fields(getattr(config, section)):
             check_range(f, getattr(getattr(config, section), f.name), f.name)
@@ -310,7 +382,8 @@ def _checked(config: Config) -> Config:
 
 def check_range(setting: Field[Any], value: Any, origin: str) -> None:
     """Raises ConfigError if a number is outside of its field's range."""
-    low, high = setting.metadata["low"], setting.metadata["high"]
+    low = setting.metadata["low"]
+    high = setting.metadata["high"]
     if isinstance(value, int | float) and not low <= value <= high:
         bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
         raise ConfigError(f"{origin}: must be {bounds}, got {value} ({setting.metadata['help']})")

@@ -1,7 +1,9 @@
-"""Logits processors of the user's own: Python functions that change a request's logits before a token is chosen.
+"""Logits processors of the user's own: Python functions that change a request's logits before a
+token is chosen.
 
-A request names factories. They come from installed packages (entry points of the group `moeserve.logits_processors`)
-and from settings, never from a request. The front end knows their names; only engines import them.
+A request names factories. They come from installed packages (entry points of the group
+`moeserve.logits_processors`) and from settings, never from a request. The front end knows their
+names; only engines import them.
 """
 
 import weakref
@@ -23,17 +25,23 @@ if TYPE_CHECKING:
 GROUP = "moeserve.logits_processors"
 MAX_ARGS = 16 * 1024  # bytes of JSON per processor
 
-# (prompt_ids, output_ids, logits) -> logits: float32 [vocabulary] on the device, a copy that may be changed. It must be
-# a pure function: a step may be repeated, run on several ranks, and try drafts, which are in output_ids as if chosen.
+# (prompt_ids, output_ids, logits) -> logits: float32 [vocabulary] on the device, a copy that may be
+# changed. It must be a pure function: a step may be repeated, run on several ranks, and try drafts,
+# which are in output_ids as if chosen.
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], "Tensor"], "Tensor"]
-LogitsProcessorFactory = Callable[[dict[str, Any]], LogitsProcessor]  # from the args that a request gives
+LogitsProcessorFactory = Callable[
+    [dict[str, Any]], LogitsProcessor
+]  # from the args that a request gives
 
 _local: dict[str, LogitsProcessorFactory] = {}  # functions of this process, as settings call them
 _numbers = count()
 
 
-def with_processors(config: Config, given: Mapping[str, LogitsProcessorFactory | str], owner: object) -> Config:
-    """Returns the settings with factories by name: functions, which live as long as `owner`, or "package.module:name".
+def with_processors(
+    config: Config, given: Mapping[str, LogitsProcessorFactory | str], owner: object
+) -> Config:
+    """Returns the settings with factories by name: functions, which live as long as `owner`, or
+    "package.module:name".
 
     Raises ConfigError for a function if engines are other processes."""
     found = list(config.model.logits_processors)
@@ -42,7 +50,8 @@ def with_processors(config: Config, given: Mapping[str, LogitsProcessorFactory |
             if config.parallel.num_ranks > 1:
                 what = f"must be 'package.module:name', which engines of dp or tp above 1 can import, got {source!r}"
                 raise ConfigError(f"logits_processors: {name!r} {what}")
-            function, source = source, f"local:{next(_numbers)}"
+            function = source
+            source = f"local:{next(_numbers)}"
             _local[source] = function
             weakref.finalize(owner, _local.pop, source, None)
         found.append(f"{name}={source}")
@@ -55,7 +64,9 @@ def entries_of(settings: Sequence[str]) -> dict[str, EntryPoint]:
     for setting in settings:
         name, _, source = setting.partition("=")
         if not name or ":" not in source or not EntryPoint.pattern.match(source):
-            raise ConfigError(f"logits_processors: must be NAME=package.module:name, got {setting!r}")
+            raise ConfigError(
+                f"logits_processors: must be NAME=package.module:name, got {setting!r}"
+            )
         entries[name] = EntryPoint(name, source, GROUP)
     return entries
 
@@ -65,17 +76,27 @@ def all_entries(settings: Sequence[str]) -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)} | entries_of(settings)
 
 
-def checked_processors(asked: LogitsProcessors, known: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """Returns (name, args as JSON) of each processor that a request asks for. Raises InvalidRequest."""
+def checked_processors(
+    asked: LogitsProcessors, known: Collection[str]
+) -> tuple[tuple[str, str], ...]:
+    """Returns (name, args as JSON) of each processor that a request asks for. Raises
+    InvalidRequest.
+    """
     found = []
     try:
         for item in asked:
-            spec = msgspec.convert({"name": item} if isinstance(item, str) else item, LogitsProcessorSpec)
+            spec = msgspec.convert(
+                {"name": item} if isinstance(item, str) else item, LogitsProcessorSpec
+            )
             args = msgspec.json.encode(spec.args).decode()
             if spec.name not in known:
-                raise ValueError(f"there is no {spec.name!r} here; known: {', '.join(sorted(known)) or 'none'}")
+                raise ValueError(
+                    f"there is no {spec.name!r} here; known: {', '.join(sorted(known)) or 'none'}"
+                )
             if len(args) > MAX_ARGS:
-                raise ValueError(f"args of {spec.name!r} have {len(args)} bytes of JSON; {MAX_ARGS} may be")
+                raise ValueError(
+                    f"args of {spec.name!r} have {len(args)} bytes of JSON; {MAX_ARGS} may be"
+                )
             found.append((spec.name, args))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"logits_processors: {error}", param="logits_processors") from error
@@ -83,7 +104,9 @@ def checked_processors(asked: LogitsProcessors, known: Collection[str]) -> tuple
 
 
 class ProcessorFactories:
-    """The factories of an engine: those of the settings are imported at once, others when a request names them."""
+    """The factories of an engine: those of the settings are imported at once, others when a request
+    names them.
+    """
 
     def __init__(self, settings: Sequence[str] = ()) -> None:
         self._factories: dict[str, LogitsProcessorFactory] = {}
@@ -95,7 +118,9 @@ class ProcessorFactories:
                 raise ConfigError(f"logits_processors: {name}={what}") from error
 
     def make(self, name: str, args: str) -> LogitsProcessor:
-        """Returns a processor of `checked_processors`. Raises what the import and the factory raise."""
+        """Returns a processor of `checked_processors`. Raises what the import and the factory
+        raise.
+        """
         if name not in self._factories:
             self._factories[name] = all_entries(())[name].load()
         return self._factories[name](msgspec.json.decode(args))

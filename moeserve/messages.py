@@ -1,11 +1,12 @@
-"""The messages between front end and engine: msgspec structs, in msgpack where they cross a process boundary.
+"""The messages between front end and engine: msgspec structs, in msgpack where they cross a process
+boundary.
 
     front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Join, Place, TraceNext
     engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, Stopped,
                                            Joined, Parted, ExpertLoad, Placed, Traced
 
-Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per step, because decoding one struct per
-request costs a hundred times more.
+Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per step, because decoding
+one struct per request costs a hundred times more.
 """
 
 import msgspec
@@ -25,8 +26,8 @@ class FinishReason:
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Starts a request. tokens: its prompt and, for a replay, the tokens already generated.
 
-    num_prompt: length of the prompt part of `tokens`. priority: lower values go first, ties by arrival. salt: only
-    requests with the same salt share prefix-cache blocks.
+    num_prompt: length of the prompt part of `tokens`. priority: lower values go first, ties by
+    arrival. salt: only requests with the same salt share prefix-cache blocks.
     """
 
     rid: int
@@ -44,11 +45,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortAll(msgspec.Struct, frozen=True, tag=True):
-    """Ends all requests at once: their front end is gone, and the next one submits again what it knows of."""
+    """Ends all requests at once: their front end is gone, and the next one submits again what it
+    knows of.
+    """
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Refuses new requests, finishes the others, then stops the engine. Aborts the rest after deadline_s seconds."""
+    """Refuses new requests, finishes the others, then stops the engine. Aborts the rest after
+    deadline_s seconds.
+    """
 
     deadline_s: float
 
@@ -62,7 +67,8 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
     """A `moeserve.moe.placement.Placement` as a message.
 
-    experts: int32 [layers, num_ranks * experts_per_rank], row-major: the logical expert of each physical expert.
+    experts: int32 [layers, num_ranks * experts_per_rank], row-major: the logical expert of each
+    physical expert.
     """
 
     version: int
@@ -75,10 +81,11 @@ class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
 class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Connects the engine with the other ranks: the membership of one epoch, as one engine sees it.
 
-    A later Join replaces this one, and drops its connections first. hosts: the machine of each engine, by data-parallel
-    rank (equal names share memory). directory: private folder for this epoch's Unix sockets, the same for all engines
-    of a machine. store, vote: host:port at which data-parallel rank 0 listens for those who ask for addresses, and for
-    the step vote, if there are several machines; on one the store's is the path of a Unix socket.
+    A later Join replaces this one, and drops its connections first. hosts: the machine of each
+    engine, by data-parallel rank (equal names share memory). directory: private folder for this
+    epoch's Unix sockets, the same for all engines of a machine. store, vote: host:port at which
+    data-parallel rank 0 listens for those who ask for addresses, and for the step vote, if there
+    are several machines; on one the store's is the path of a Unix socket.
     """
 
     epoch: int
@@ -93,7 +100,9 @@ class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, tag=True):
-    """Prepares a placement in the background, layer by layer; the vote commits each layer on all ranks at once."""
+    """Prepares a placement in the background, layer by layer; the vote commits each layer on all
+    ranks at once.
+    """
 
     placement: PlacementTable
 
@@ -136,12 +145,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_experts: int = 0
     expert_bytes: int = 0  # of one expert in one layer
     checkpoint: str = ""  # fingerprint of what was loaded; "": nothing was
-    numerics: dict[str, str] = {}  # all that decides the bits of a request's logits and tokens; empty: they vary
+    numerics: dict[
+        str, str
+    ] = {}  # all that decides the bits of a request's logits and tokens; empty: they vary
     notes: tuple[str, ...] = ()
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Logprobs at one position: the chosen (or prompt) token first, then the most likely tokens in order."""
+    """Logprobs at one position: the chosen (or prompt) token first, then the most likely tokens in
+    order.
+    """
 
     ids: list[int]
     values: list[float]
@@ -179,32 +192,41 @@ class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
     ubatches: int = 1
     vote_us: int = 0
     dp_rank: int = 0
-    num_states: int = 0  # blocks of recurrent layers' states, the null block included; 0: the model has none
+    num_states: int = (
+        0  # blocks of recurrent layers' states, the null block included; 0: the model has none
+    )
     num_free_states: int = 0
     num_cached_states: int = 0  # held ones included
     num_drafts: list[int] = []  # verified drafts, by their place behind the last known token
     num_accepted: list[int] = []  # those of them that were right
-    # Of experts on disk: wanted ones that were in memory and that were not, microseconds of waiting, bytes read.
+    # Of experts on disk: wanted ones that were in memory and that were not, microseconds of
+    # waiting, bytes read.
     expert_cache: tuple[int, ...] = ()
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The tokens of one step, in columns: row i belongs to request rids[i], whose rows follow each other.
+    """The tokens of one step, in columns: row i belongs to request rids[i], whose rows follow each
+    other.
 
-    A row with token -1 has no token: an abort or an error ended the request. logprobs: of each of its rows. digests: of
-    the logits of each of its rows; behind the row that ends the request there may be more.
+    A row with token -1 has no token: an abort or an error ended the request. logprobs: of each of
+    its rows. digests: of the logits of each of its rows; behind the row that ends the request there
+    may be more.
     """
 
     rids: bytes  # int64
     tokens: bytes  # int32
     finish: bytes  # uint8, FinishReason
     started: list[int] = []  # the requests (rids) that this was the first step of
-    cached: dict[int, int] = {}  # rid -> prompt tokens found in the prefix cache, sent once, with its first token
+    cached: dict[
+        int, int
+    ] = {}  # rid -> prompt tokens found in the prefix cache, sent once, with its first token
     stop_ids: dict[int, int] = {}  # rid -> the stop token that ended it (not an end-of-text token)
     logprobs: dict[int, list[Logprobs]] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     digests: dict[int, list[bytes]] = {}
-    drafts: dict[int, tuple[int, int]] = {}  # rid -> drafts that were verified, and how many of them were right
+    drafts: dict[
+        int, tuple[int, int]
+    ] = {}  # rid -> drafts that were verified, and how many of them were right
     errors: dict[int, str] = {}
     record: StepRecord | None = None
 
@@ -244,7 +266,8 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Parted(msgspec.Struct, frozen=True, tag=True):
-    """This engine left its group, or could not form it. It keeps weights, K/V and requests and waits for a Join.
+    """This engine left its group, or could not form it. It keeps weights, K/V and requests and
+    waits for a Join.
 
     missing: data-parallel ranks that seem to be gone; empty if unknown.
     """
@@ -255,7 +278,9 @@ class Parted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Tokens that this engine's requests sent to each logical expert since the last report, without padding."""
+    """Tokens that this engine's requests sent to each logical expert since the last report, without
+    padding.
+    """
 
     counts: bytes  # int64 [layers, experts], row-major
     num_layers: int
@@ -263,8 +288,8 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A placement is in force on this engine, or was given up (error) after its first `layers` layers, on all ranks
-    alike: these layers are in force, and the others stay as they were."""
+    """A placement is in force on this engine, or was given up (error) after its first `layers`
+    layers, on all ranks alike: these layers are in force, and the others stay as they were."""
 
     version: int
     layers: int = 0
@@ -274,7 +299,9 @@ class Placed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
-    """One span of a step, in ns of the monotonic clock. track: "micro-batch 0", "transfer 0", "engine", ..."""
+    """One span of a step, in ns of the monotonic clock. track: "micro-batch 0", "transfer 0",
+    "engine", ...
+    """
 
     name: str
     track: str
@@ -292,4 +319,16 @@ class Traced(msgspec.Struct, frozen=True, tag=True):
     events: list[TraceEvent]
 
 
-EngineOut = Phase | Ready | StepOutput | Refused | Pong | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
+EngineOut = (
+    Phase
+    | Ready
+    | StepOutput
+    | Refused
+    | Pong
+    | Stopped
+    | Joined
+    | Parted
+    | ExpertLoad
+    | Placed
+    | Traced
+)

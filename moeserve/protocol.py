@@ -1,8 +1,9 @@
-"""Every answer of the HTTP API, declared once: the server encodes these structs, the client decodes them, and
-/openapi.json describes them.
+"""Every answer of the HTTP API, declared once: the server encodes these structs, the client decodes
+them, and /openapi.json describes them.
 
-The shapes are OpenAI's, with vLLM's extensions. Fields have defaults because servers differ in what they send; unknown
-fields are ignored. A struct with `omit_defaults` leaves out what is None, except for the fields declared by `written`.
+The shapes are OpenAI's, with vLLM's extensions. Fields have defaults because servers differ in what
+they send; unknown fields are ignored. A struct with `omit_defaults` leaves out what is None, except
+for the fields declared by `written`.
 """
 
 from functools import partial
@@ -17,7 +18,8 @@ from moeserve.receipts import Receipt
 def written(default: Any) -> Any:
     """Declares a field that is written to JSON even where it has its default.
 
-    msgspec leaves out what equals a plain default, and an empty list whose factory is `list` itself.
+    msgspec leaves out what equals a plain default, and an empty list whose factory is `list`
+    itself.
     """
     return field(default_factory=partial(list) if default == [] else repeat(default).__next__)
 
@@ -48,8 +50,9 @@ class CachedTokens(Struct):
 class CompletionDetails(Struct, omit_defaults=True):
     """What the tokens of an answer were.
 
-    accepted_prediction_tokens, rejected_prediction_tokens: drafts that speculation had verified for the request, right
-    ones, which are tokens of the answer, and wrong ones, which are not. reasoning_tokens: those before the content.
+    accepted_prediction_tokens, rejected_prediction_tokens: drafts that speculation had verified for
+    the request, right ones, which are tokens of the answer, and wrong ones, which are not.
+    reasoning_tokens: those before the content.
     """
 
     accepted_prediction_tokens: int | None = None
@@ -98,7 +101,9 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """A token at a position of the prompt: its logprob and its place among all tokens, 1 for the most likely."""
+    """A token at a position of the prompt: its logprob and its place among all tokens, 1 for the
+    most likely.
+    """
 
     logprob: float
     rank: int
@@ -109,7 +114,9 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for 
 
 
 class ChatMessage(Struct, kw_only=True, omit_defaults=True):
-    """The assistant's message. reasoning_content: the name that some other servers give `reasoning`."""
+    """The assistant's message. reasoning_content: the name that some other servers give
+    `reasoning`.
+    """
 
     role: str = written("assistant")
     content: str | None = written(None)
@@ -299,7 +306,9 @@ class ScaleResponse(Struct, kw_only=True):
 
 
 class RebalanceResponse(Struct, kw_only=True):
-    """moved: false if no other placement would be more even. version: of the placement in force. why: in words."""
+    """moved: false if no other placement would be more even. version: of the placement in force.
+    why: in words.
+    """
 
     moved: bool
     version: int
@@ -315,9 +324,11 @@ class VersionResponse(Struct, kw_only=True):
 
 
 class StatusResponse(Struct, kw_only=True):
-    """`phase` and `percent` tell how far the start is; elapsed_s: since the phase began, in seconds.
+    """`phase` and `percent` tell how far the start is; elapsed_s: since the phase began, in
+    seconds.
 
-    lost: the engine died and is being started again. stalled: the engine has made no progress for some time.
+    lost: the engine died and is being started again. stalled: the engine has made no progress for
+    some time.
     """
 
     status: Literal["loading", "ready", "stalled", "draining", "lost"]
@@ -330,12 +341,13 @@ class StatusResponse(Struct, kw_only=True):
 
 
 class ExpertEngine(Struct, kw_only=True):
-    """One engine. state: loading, waiting (for the other engines), serving, draining, lost (a new one starts) or gone.
+    """One engine. state: loading, waiting (for the other engines), serving, draining, lost (a new
+    one starts) or gone.
 
-    step_s: time in the model of the newest step with requests of its own; mean_step_s: the mean over some 64 such
-    steps. vote_s: time until all engines had agreed on the newest step. comm_s: time of rows between ranks, summed over
-    transfers; exposed_comm_s: the part for which the model stood still; overlap_efficiency: 1 - exposed / all. lanes:
-    the former name of ubatches.
+    step_s: time in the model of the newest step with requests of its own; mean_step_s: the mean
+    over some 64 such steps. vote_s: time until all engines had agreed on the newest step. comm_s:
+    time of rows between ranks, summed over transfers; exposed_comm_s: the part for which the model
+    stood still; overlap_efficiency: 1 - exposed / all. lanes: the former name of ubatches.
     """
 
     engine: int = 0
@@ -359,8 +371,9 @@ class ExpertEngine(Struct, kw_only=True):
 
 
 class ExpertRank(Struct, kw_only=True):
-    """One process. slots: physical experts that it holds. share: of the recent rows, by its physical experts; null if
-    nothing was counted, or every engine has all experts and computes what its own requests ask for."""
+    """One process. slots: physical experts that it holds. share: of the recent rows, by its
+    physical experts; null if nothing was counted, or every engine has all experts and computes what
+    its own requests ask for."""
 
     rank: int = 0
     engine: int = 0
@@ -370,8 +383,8 @@ class ExpertRank(Struct, kw_only=True):
 
 
 class ExpertBalance(Struct, kw_only=True):
-    """Mean over fullest, for the recent rows; 1 is even. ranks: over ranks, averaged over layers; experts: over
-    experts, wherever they are; by_layer: the same for each layer, [L]."""
+    """Mean over fullest, for the recent rows; 1 is even. ranks: over ranks, averaged over layers;
+    experts: over experts, wherever they are; by_layer: the same for each layer, [L]."""
 
     ranks: float = 1.0
     experts: float = 1.0
@@ -380,16 +393,16 @@ class ExpertBalance(Struct, kw_only=True):
 
 
 class ExpertLoads(Struct, kw_only=True):
-    """Rows (a token counts once for each expert that it chose), [L][E]. total: since the start. recent: older rows
-    count less, by half every two minutes."""
+    """Rows (a token counts once for each expert that it chose), [L][E]. total: since the start.
+    recent: older rows count less, by half every two minutes."""
 
     total: list[list[int]] = []
     recent: list[list[float]] = []
 
 
 class ExpertPlacement(Struct, kw_only=True):
-    """experts: the logical expert of each physical one, [L][R * experts_per_rank]; physical expert p belongs to rank
-    p // experts_per_rank. slots_per_rank: the former name of experts_per_rank."""
+    """experts: the logical expert of each physical one, [L][R * experts_per_rank]; physical expert
+    p belongs to rank p // experts_per_rank. slots_per_rank: the former name of experts_per_rank."""
 
     version: int = 0
     experts_per_rank: int = 0
@@ -409,8 +422,8 @@ class RebalanceAttempt(Struct, kw_only=True):
 
 
 class ExpertRebalancing(Struct, kw_only=True):
-    """mode: auto or off. why: the last decision, for people. moved_bytes: over all ranks. decisions: the last 32,
-    newest first."""
+    """mode: auto or off. why: the last decision, for people. moved_bytes: over all ranks.
+    decisions: the last 32, newest first."""
 
     mode: str = "off"
     why: str = ""
@@ -423,9 +436,10 @@ class ExpertRebalancing(Struct, kw_only=True):
 class ExpertStatus(Answer, kw_only=True):
     """A moeserve server's experts, ranks and engines.
 
-    ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and the placement is that of
-    one engine. complete: all engines serve. waiting: requests that wait for an engine. machines: the state of each
-    host: here, missing (it is waited for) or drained. created: Unix time. dealt_out: the former name of ep_sharded.
+    ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and the
+    placement is that of one engine. complete: all engines serve. waiting: requests that wait for an
+    engine. machines: the state of each host: here, missing (it is waited for) or drained. created:
+    Unix time. dealt_out: the former name of ep_sharded.
     """
 
     object: str = "experts"

@@ -1,8 +1,10 @@
-"""Receipts: what a server says about one answer, so that anybody who has the model can compute it again.
+"""Receipts: what a server says about one answer, so that anybody who has the model can compute it
+again.
 
-A receipt has a chain of digests, hexadecimal SHA-256. The first link is of all that the answer follows from: weights,
-numerics and request. Each further link is of the link before, the next LINK_TOKENS token ids (little-endian int32), and
-the digests of the raw logits that each of them was sampled from. docs/receipts.md says what that proves.
+A receipt has a chain of digests, hexadecimal SHA-256. The first link is of all that the answer
+follows from: weights, numerics and request. Each further link is of the link before, the next
+LINK_TOKENS token ids (little-endian int32), and the digests of the raw logits that each of them was
+sampled from. docs/receipts.md says what that proves.
 """
 
 import hashlib
@@ -18,19 +20,22 @@ from msgspec.structs import replace
 from moeserve.sampling import GrammarSpec, SamplingParams
 
 LINK_TOKENS = 64
-MARK = 8  # digits of a digest: enough to say at which token logits begin to differ; the links prove that they do not
+# digits of a digest: enough to say at which token logits begin to differ; the links prove that they
+# do not
+MARK = 8
 VERSION = 1
 _LINK = re.compile("[0-9a-f]{64}")
 _SEED = re.compile("-?[0-9]{1,19}")
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence of a request. A line of the log of requests is one, too, without links if none were asked for.
+    """One sequence of a request. A line of the log of requests is one, too, without links if none
+    were asked for.
 
-    numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in JavaScript. sampling: as
-    the server resolved it, for this one sequence. grammar: what the answer had to match, in place of structured_outputs
-    there. marked: see `FrontEnd.generate`. marks: the first MARK digits of each token's digest. public_key, signature:
-    Ed25519, hexadecimal.
+    numerics: see `Ready`. seed: decimal, because it may have more bits than numbers have in
+    JavaScript. sampling: as the server resolved it, for this one sequence. grammar: what the answer
+    had to match, in place of structured_outputs there. marked: see `FrontEnd.generate`. marks: the
+    first MARK digits of each token's digest. public_key, signature: Ed25519, hexadecimal.
     """
 
     version: int = VERSION
@@ -73,24 +78,36 @@ def with_chain(receipt: Receipt, digests: Sequence[bytes]) -> Receipt:
 
 def first_link(receipt: Receipt) -> str:
     """Returns the digest of all that the answer follows from."""
-    question = replace(receipt, token_ids=[], finish_reason="", stop_reason=None, links=[], marks="", public_key="")
+    question = replace(
+        receipt, token_ids=[], finish_reason="", stop_reason=None, links=[], marks="", public_key=""
+    )
     return hashlib.sha256(signed_bytes(question)).hexdigest()
 
 
 def _next_link(link: str, token_ids: Sequence[int], digests: Sequence[bytes], start: int) -> str:
     tokens = slice(start, start + LINK_TOKENS)
-    content = bytes.fromhex(link) + array("i", token_ids[tokens]).tobytes() + b"".join(digests[tokens])
+    content = (
+        bytes.fromhex(link) + array("i", token_ids[tokens]).tobytes() + b"".join(digests[tokens])
+    )
     return hashlib.sha256(content).hexdigest()
 
 
 def signed_bytes(receipt: Receipt) -> bytes:
-    """Returns what a signature is of: the receipt's JSON without the signature, with the keys of objects in order."""
-    return b"moeserve receipt\n" + msgspec.json.encode(replace(receipt, signature=""), order="deterministic")
+    """Returns what a signature is of: the receipt's JSON without the signature, with the keys of
+    objects in order.
+    """
+    return b"moeserve receipt\n" + msgspec.json.encode(
+        replace(receipt, signature=""), order="deterministic"
+    )
 
 
 def check_form(receipt: Receipt) -> str:
-    """Returns what is wrong with the receipt as it stands; empty if it can be computed again. Links are optional."""
-    num_tokens, num_links, most = len(receipt.token_ids), len(receipt.links), receipt.sampling.max_tokens
+    """Returns what is wrong with the receipt as it stands; empty if it can be computed again. Links
+    are optional.
+    """
+    num_tokens = len(receipt.token_ids)
+    num_links = len(receipt.links)
+    most = receipt.sampling.max_tokens
     if not num_tokens or not _SEED.fullmatch(receipt.seed):
         return f"it has {num_tokens} tokens, and its seed is {receipt.seed[:80]!r}"
     if receipt.finish_reason == "length" and most != num_tokens:
@@ -105,11 +122,16 @@ def check_form(receipt: Receipt) -> str:
 
 
 def difference(receipt: Receipt, found: Computed) -> str:
-    """Returns the first respect in which a computed answer is not that of a receipt of good form; empty if none."""
+    """Returns the first respect in which a computed answer is not that of a receipt of good form;
+    empty if none.
+    """
     for i, (said, computed) in enumerate(zip_longest(receipt.token_ids, found.token_ids)):
         if computed is None:
             return f"token {i} is {said} in the receipt; the computed answer ends before it"
-        moved = bool(receipt.links) and receipt.marks[MARK * i : MARK * (i + 1)] != found.digests[i].hex()[:MARK]
+        moved = (
+            bool(receipt.links)
+            and receipt.marks[MARK * i : MARK * (i + 1)] != found.digests[i].hex()[:MARK]
+        )
         if said != computed:
             return f"token {i} is {said} in the receipt, {computed} computed{' from other logits' * moved}"
         if moved and _holds(receipt, found, 1 + i // LINK_TOKENS):
@@ -129,4 +151,6 @@ def difference(receipt: Receipt, found: Computed) -> str:
 def _holds(receipt: Receipt, found: Computed, number: int) -> bool:
     """Whether a link follows from the one before and what was computed."""
     start = (number - 1) * LINK_TOKENS
-    return receipt.links[number] == _next_link(receipt.links[number - 1], found.token_ids, found.digests, start)
+    return receipt.links[number] == _next_link(
+        receipt.links[number - 1], found.token_ids, found.digests, start
+    )

@@ -1,6 +1,8 @@
-"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`); and what constrains answers.
+"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`); and what
+constrains answers.
 
-The engine sees only integers: the front end turns bad words into token ids and finds stop strings itself.
+The engine sees only integers: the front end turns bad words into token ids and finds stop strings
+itself.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,9 @@ MAX_N = 128
 MAX_INT = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature below this means argmax
 MAX_CHOICES = 5_000
-TOKEN_ID = "token-id"  # the format of such integers in /openapi.json, where the vocabulary bounds them
+TOKEN_ID = (
+    "token-id"  # the format of such integers in /openapi.json, where the vocabulary bounds them
+)
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT, extra_json_schema={"format": TOKEN_ID})]
 NumSequences = Annotated[int, Meta(ge=1, le=MAX_N)]
@@ -32,7 +36,9 @@ StopStrings = Annotated[Sequence[StopString], Meta(max_length=16)]
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-LogitBias = Annotated[dict[TokenId, Bias], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]+$"}})]
+LogitBias = Annotated[
+    dict[TokenId, Bias], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]+$"}})
+]
 AllowedTokens = Annotated[Sequence[TokenId], Meta(min_length=1)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[Sequence[str], Meta(min_length=1, max_length=MAX_CHOICES)]
@@ -40,7 +46,9 @@ BadWords = Annotated[Sequence[NonEmpty], Meta(max_length=128)]
 
 
 class LogitsProcessorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A logits processor by name, and the arguments that its factory gets; see docs/logits-processors.md."""
+    """A logits processor by name, and the arguments that its factory gets; see
+    docs/logits-processors.md.
+    """
 
     name: NonEmpty
     args: dict[str, Any] = {}
@@ -70,10 +78,12 @@ class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What an answer must match: one of the first six, with vLLM's names. JSON may be given as a value or as text.
+    """What an answer must match: one of the first six, with vLLM's names. JSON may be given as a
+    value or as text.
 
-    json: a schema. grammar: Lark, or GBNF if it has `::=`. structural_tag: {"structures": [{"begin", "schema", "end"}],
-    "triggers": [...]}. disable_any_whitespace, whitespace_pattern: which whitespace JSON may have.
+    json: a schema. grammar: Lark, or GBNF if it has `::=`. structural_tag: {"structures":
+    [{"begin", "schema", "end"}], "triggers": [...]}. disable_any_whitespace, whitespace_pattern:
+    which whitespace JSON may have.
     """
 
     json: dict[str, Any] | str | None = None
@@ -89,18 +99,21 @@ class StructuredOutputsParams(
     def given(self) -> dict[str, Any]:
         """The constraints that are not None or false, by name."""
         names = self.__struct_fields__[:6]
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
+        return {
+            name: value for name in names if (value := getattr(self, name)) not in (None, False)
+        }
 
 
 class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request, with vLLM's names and defaults.
 
-    temperature in [0, 2] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p in [0, 1],
-    presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 2], n in 1..128. `seed` None: one is drawn.
-    `logprobs`/`prompt_logprobs`: how many alternatives besides the token itself, 0..20. `max_tokens` None: up to
-    the end of the context. `stop` strings are cut from the text unless `include_stop_str_in_output`.
-    `structured_outputs`: what the text must match. `speculate`: whether drafts may be verified for this request, where
-    the engine has some; they change no token. `receipt`: whether the answer comes with one (docs/receipts.md).
+    temperature in [0, 2] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p in
+    [0, 1], presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 2], n in 1..128. `seed`
+    None: one is drawn. `logprobs`/`prompt_logprobs`: how many alternatives besides the token
+    itself, 0..20. `max_tokens` None: up to the end of the context. `stop` strings are cut from the
+    text unless `include_stop_str_in_output`. `structured_outputs`: what the text must match.
+    `speculate`: whether drafts may be verified for this request, where the engine has some; they
+    change no token. `receipt`: whether the answer comes with one (docs/receipts.md).
     `logits_processors`: functions that change the logits first, by name.
     """
 
@@ -142,20 +155,28 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             ids = getattr(self, name) or ()
             if len(ids) > vocab_size:
-                raise InvalidRequest(f"{name} has {len(ids)} entries; the vocabulary has {vocab_size}", param=name)
+                raise InvalidRequest(
+                    f"{name} has {len(ids)} entries; the vocabulary has {vocab_size}", param=name
+                )
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise InvalidRequest(f"{name}: expected a token id in 0..{vocab_size - 1}", param=name)
+                raise InvalidRequest(
+                    f"{name}: expected a token id in 0..{vocab_size - 1}", param=name
+                )
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the text of an answer must match, for the engine. `moeserve.text.grammar_source` says what each kind is.
+    """What the text of an answer must match, for the engine. `moeserve.text.grammar_source` says
+    what each kind is.
 
-    text: JSON for json_schema (the schema), choice (a list of strings) and structural_tag, "" for json_object, else the
-    expression or grammar itself. any_whitespace: whether JSON may have whitespace between its tokens, or only what
-    matches the regex whitespace_pattern, if there is one.
+    text: JSON for json_schema (the schema), choice (a list of strings) and structural_tag, "" for
+    json_object, else the expression or grammar itself. any_whitespace: whether JSON may have
+    whitespace between its tokens, or only what matches the regex whitespace_pattern, if there is
+    one.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag", "answer"]
+    kind: Literal[
+        "json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag", "answer"
+    ]
     text: str = ""
     any_whitespace: bool = True
     whitespace_pattern: str = ""
@@ -164,8 +185,9 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """`SamplingParams` of one sequence, resolved by the front end to integers and floats.
 
-    stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences that must not be
-    completed. grammar: what the answer must match. processors: (name, arguments as JSON) of logits processors.
+    stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences
+    that must not be completed. grammar: what the answer must match. processors: (name, arguments as
+    JSON) of logits processors.
     """
 
     seed: int
@@ -178,7 +200,9 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value with Python's own floats: NumPy's are subclasses, which msgspec refuses. Structs are dicts."""
+    """Returns the value with Python's own floats: NumPy's are subclasses, which msgspec refuses.
+    Structs are dicts.
+    """
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
     if isinstance(value, dict):

@@ -20,8 +20,8 @@ _FORMS = (
 class SpeculationSpec:
     """A proposer. kind: ngram, suffix, model, mtp, eagle, or auto, which `resolve` replaces.
 
-    path: the checkpoint of kinds model and eagle. num_drafts: the most guesses per row and step. auto: fewer, or none,
-    where they do not pay.
+    path: the checkpoint of kinds model and eagle. num_drafts: the most guesses per row and step.
+    auto: fewer, or none, where they do not pay.
     """
 
     kind: str
@@ -42,24 +42,37 @@ class SpeculationSpec:
             kind, colon, rest = rest.partition(":")
         auto = value.startswith("auto:")
         if kind not in _NUM_DRAFTS:
-            raise ConfigError(f"speculate={value!r}: {kind!r} is not a proposer. Possible are {_FORMS}.")
-        path, num_drafts = rest, (_NUM_AUTO_DRAFTS if auto else _NUM_DRAFTS)[kind]
+            raise ConfigError(
+                f"speculate={value!r}: {kind!r} is not a proposer. Possible are {_FORMS}."
+            )
+        path = rest
+        num_drafts = (_NUM_AUTO_DRAFTS if auto else _NUM_DRAFTS)[kind]
         if (match := _COUNT.fullmatch(rest)) and (match[1] is not None or kind not in _WITH_PATH):
-            path, num_drafts = match[1] or "", int(match[2])
+            path = match[1] or ""
+            num_drafts = int(match[2])
         if bool(path) != (kind in _WITH_PATH) or (colon and not rest):
-            needs = "needs the path of a checkpoint" if kind in _WITH_PATH else "takes at most a number of drafts"
+            needs = (
+                "needs the path of a checkpoint"
+                if kind in _WITH_PATH
+                else "takes at most a number of drafts"
+            )
             raise ConfigError(f"speculate={value!r}: {kind} {needs}. Possible are {_FORMS}.")
         if not 1 <= num_drafts <= MAX_DRAFTS:
-            raise ConfigError(f"speculate={value!r}: must have 1 to {MAX_DRAFTS} drafts, got {num_drafts}")
+            raise ConfigError(
+                f"speculate={value!r}: must have 1 to {MAX_DRAFTS} drafts, got {num_drafts}"
+            )
         return cls(kind=kind, path=path, num_drafts=num_drafts, auto=auto)
 
     def resolve(self, *, has_mtp: bool) -> "SpeculationSpec":
-        """Returns the proposer for a model. Kind auto is the checkpoint's own head if there is one, otherwise n-grams.
+        """Returns the proposer for a model. Kind auto is the checkpoint's own head if there is one,
+        otherwise n-grams.
 
         Raises ConfigError if the model lacks the head that kind mtp needs.
         """
         if self.kind == "mtp" and not has_mtp:
-            raise ConfigError(f"speculate={str(self)!r}: the checkpoint has no MTP head. Possible are {_FORMS}.")
+            raise ConfigError(
+                f"speculate={str(self)!r}: the checkpoint has no MTP head. Possible are {_FORMS}."
+            )
         if self.kind != "auto":
             return self
         kind = "mtp" if has_mtp else "ngram"
@@ -69,4 +82,6 @@ class SpeculationSpec:
         """Returns what `parse` reads back as the same."""
         if self.kind == "auto":
             return "auto"
-        return ":".join(filter(None, ("auto" * self.auto, self.kind, self.path, str(self.num_drafts))))
+        return ":".join(
+            filter(None, ("auto" * self.auto, self.kind, self.path, str(self.num_drafts)))
+        )

@@ -1,4 +1,6 @@
-"""Small random checkpoints of every family, as they are published: most as transformers writes them."""
+"""Small random checkpoints of every family, as they are published: most as transformers writes
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,18 @@ SMALL: Options = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 EXPERTS: Options = {"num_experts": 8, "num_experts_per_tok": 3}
-LIGHTNING = {"bailing_moe_linear_v2": 32, "bailing_moe_v2_5": 16}  # rows with such layers: widths of their heads
-FULL, SLIDING = "full_attention", "sliding_attention"
-YARN: Options = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LIGHTNING = {
+    "bailing_moe_linear_v2": 32,
+    "bailing_moe_v2_5": 16,
+}  # rows with such layers: widths of their heads
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+YARN: Options = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3: Options = {
     "rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -38,8 +49,16 @@ LATENT: Options = {
     **ROUTED, "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
-INDEXED: Options = {"index_n_heads": 16, "index_head_dim": 24}  # with few heads all products of some scores are below 0
-VISION: Options = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+INDEXED: Options = {
+    "index_n_heads": 16,
+    "index_head_dim": 24,
+}  # with few heads all products of some scores are below 0
+VISION: Options = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 MISTRAL4: Options = {
     **LATENT, "routed_scaling_factor": 1.0,
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
@@ -308,7 +327,8 @@ FAMILIES: dict[str, tuple[str, Options]] = {
 }  # fmt: skip
 
 
-# with one dense family, each kind of router and norm of an attention without further options: for tests that are slow
+# with one dense family, each kind of router and norm of an attention without further options: for
+# tests that are slow
 FEW = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granite_moe", "llama", "qwen3")
 
 
@@ -354,8 +374,11 @@ def write_checkpoint(name: str, path: Path, **overrides: Any) -> Checkpoint:
     randomise(model)
     model.save_pretrained(path)
     if name in PUBLISHED:
-        config_file, weights_file = path / "config.json", path / "model.safetensors"
-        config, tensors = PUBLISHED[name](json.loads(config_file.read_text()), load_file(weights_file))
+        config_file = path / "config.json"
+        weights_file = path / "model.safetensors"
+        config, tensors = PUBLISHED[name](
+            json.loads(config_file.read_text()), load_file(weights_file)
+        )
         config_file.write_text(json.dumps(config))
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, weights_file)
         if name == "mistral_large_3":
@@ -375,18 +398,31 @@ def randomise(model: torch.nn.Module) -> None:
             if kind.endswith("bias"):
                 selects = "correction" in kind or kind == "expert_bias"
                 tensor.normal_(0, 0.1 if selects else 0.3)
-            elif "norm" in name or kind in ("sinks", "scale", "per_expert_scale", "layer_scalar", "D"):
+            elif "norm" in name or kind in (
+                "sinks",
+                "scale",
+                "per_expert_scale",
+                "layer_scalar",
+                "D",
+            ):
                 tensor.uniform_(0.5, 1.5).sub_(around_zero)
-            elif kind == "A_log":  # states last: they are read long after, and sums of log decays stay accurate
+            elif (
+                kind == "A_log"
+            ):  # states last: they are read long after, and sums of log decays stay accurate
                 tensor.uniform_(-5.0, 0.0)
             elif kind == "weight" and not tensor.any():  # routers of some families
                 tensor.normal_(0, 0.15)
 
 
-def _with_mtp(names: str, *, layer: int | None = None) -> Callable[[Options, Tensors], tuple[Options, Tensors]]:
+def _with_mtp(
+    names: str, *, layer: int | None = None
+) -> Callable[[Options, Tensors], tuple[Options, Tensors]]:
     """Adds tensors of layers for multi-token prediction, which are to be ignored."""
     prefix = "" if layer is None else f"model.layers.{layer}."
-    return lambda config, tensors: (config, tensors | {prefix + name: torch.ones(2, 2) for name in names.split()})
+    return lambda config, tensors: (
+        config,
+        tensors | {prefix + name: torch.ones(2, 2) for name in names.split()},
+    )
 
 
 def _bailing_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
@@ -459,9 +495,14 @@ def _mistral_large_3(config: Options, tensors: Tensors) -> tuple[Options, Tensor
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
                 gate, up = both.chunk(2)
-                renamed |= {f"{layer}.experts.{expert}.w1.weight": gate, f"{layer}.experts.{expert}.w3.weight": up}
+                renamed |= {
+                    f"{layer}.experts.{expert}.w1.weight": gate,
+                    f"{layer}.experts.{expert}.w3.weight": up,
+                }
         elif name.endswith("experts.down_proj"):
-            renamed |= {f"{layer}.experts.{expert}.w2.weight": down for expert, down in enumerate(tensor)}
+            renamed |= {
+                f"{layer}.experts.{expert}.w2.weight": down for expert, down in enumerate(tensor)
+            }
         else:
             for old, new in names.items():
                 name = name.replace(old, new)
@@ -527,8 +568,13 @@ def _mimo_v2_flash(config: Options, tensors: Tensors) -> tuple[Options, Tensors]
 
 
 def _qwen3_vl_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
-    """The hub's experts are [E, D, 2I] and [E, I, D]; transformers reads these, but does not write them any more."""
-    return config, {name: tensor.transpose(1, 2) if ".experts." in name else tensor for name, tensor in tensors.items()}
+    """The hub's experts are [E, D, 2I] and [E, I, D]; transformers reads these, but does not write
+    them any more.
+    """
+    return config, {
+        name: tensor.transpose(1, 2) if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _kimi_linear(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
@@ -542,17 +588,23 @@ def _kimi_linear(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
     }  # fmt: skip
     config["first_k_dense_replace"] = config.pop("mlp_layer_types").count("dense")
     dense = "layers.0.block_sparse_moe."
-    return config, {name.replace(dense, "layers.0.mlp."): tensor for name, tensor in tensors.items()}
+    return config, {
+        name.replace(dense, "layers.0.mlp."): tensor for name, tensor in tensors.items()
+    }
 
 
 PUBLISHED: dict[str, Callable[[Options, Tensors], tuple[Options, Tensors]]] = {
     "bailing_moe": _bailing_moe,
     **{name: _bailing_lightning(name) for name in LIGHTNING},
-    "deepseek_v3": _with_mtp("eh_proj.weight enorm.weight embed_tokens.weight shared_head.head.weight", layer=3),
+    "deepseek_v3": _with_mtp(
+        "eh_proj.weight enorm.weight embed_tokens.weight shared_head.head.weight", layer=3
+    ),
     "deepseek_v32": _with_mtp("eh_proj.weight enorm.weight self_attn.indexer.wk.weight", layer=3),
     "glm_moe_dsa": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=3),
     "glm4_moe": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=2),
-    "ernie4_5_moe": _with_mtp("model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"),
+    "ernie4_5_moe": _with_mtp(
+        "model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"
+    ),
     "kimi_k25": _kimi_k25,
     "kimi_linear": _kimi_linear,
     "qwen3_5_moe": _with_mtp("mtp.fc.weight"),

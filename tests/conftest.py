@@ -16,11 +16,14 @@ import torch
 from tests.checkpoints import Checkpoint, write_checkpoint
 from tests.full import left_out
 
-# Real processes, killed at real moments on a shared machine: a failure here that does not repeat is listed as RERUN in
-# the summary, to be looked into, and fails nothing. Everything else fails at once.
+# Real processes, killed at real moments on a shared machine: a failure here that does not repeat is
+# listed as RERUN in the summary, to be looked into, and fails nothing. Everything else fails at
+# once.
 OF_PROCESSES = {"cli", "client", "cluster", "comm", "integration", "launch", "server"}
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: tests press Ctrl-C in children
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started in the background: tests press Ctrl-C in children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each
     torch.set_num_threads(1)
@@ -30,11 +33,15 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", default="", help="groups of full tests to run as well, comma separated, or 'all'")
+    parser.addoption(
+        "--full", default="", help="groups of full tests to run as well, comma separated, or 'all'"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects full tests of the groups that `--full` does not name; tests of processes get a second try."""
+    """Deselects full tests of the groups that `--full` does not name; tests of processes get a
+    second try.
+    """
     for item in items:
         if Path(item.path).relative_to(Path(__file__).parent).parts[0] in OF_PROCESSES:
             item.add_marker(pytest.mark.flaky(reruns=1))
@@ -54,9 +61,12 @@ def _quick_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    """A server in the tests' process sets up logging, which would hide records from the tests after it."""
+    """A server in the tests' process sets up logging, which would hide records from the tests after
+    it.
+    """
     root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
+    level = root.level
+    handlers = root.handlers[:]
     yield
     root.setLevel(level)
     root.handlers[:] = [handler for handler in root.handlers if handler in handlers]

@@ -1,4 +1,6 @@
-"""Small random EAGLE-3 heads for the checkpoints of tests/checkpoints.py, and what they compute, in plain torch."""
+"""Small random EAGLE-3 heads for the checkpoints of tests/checkpoints.py, and what they compute, in
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,30 @@ HEAD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_eagle3(path: Path, *, target_size: int = 64, num_taps: int = 2, **changes: Any) -> dict[str, Tensor]:
-    """Writes a head and returns its tensors. changes: of its config; a value of `...` leaves the key out."""
+def write_eagle3(
+    path: Path, *, target_size: int = 64, num_taps: int = 2, **changes: Any
+) -> dict[str, Tensor]:
+    """Writes a head and returns its tensors. changes: of its config; a value of `...` leaves the
+    key out.
+    """
     config = {key: value for key, value in {**HEAD, **changes}.items() if value is not ...}
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(_nested(config) if config.pop("nested", False) else config))
+    (path / "config.json").write_text(
+        json.dumps(_nested(config) if config.pop("nested", False) else config)
+    )
     rng = torch.Generator().manual_seed(5)
-    size, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    size = config["hidden_size"]
+    inner = config["intermediate_size"]
+    vocab = config["vocab_size"]
+    heads, kv = (
+        config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
+    )
     drafts = config.get("draft_vocab_size") or vocab
-    shapes = {"fc.weight": (size, num_taps * target_size), "lm_head.weight": (drafts, size), "norm.weight": (size,)}
+    shapes = {
+        "fc.weight": (size, num_taps * target_size),
+        "lm_head.weight": (drafts, size),
+        "norm.weight": (size,),
+    }
     if config.get("norm_before_fc"):
         shapes["input_norm.weight"] = (num_taps * target_size,)
     for i in range(config["num_hidden_layers"]):
@@ -43,7 +59,9 @@ def write_eagle3(path: Path, *, target_size: int = 64, num_taps: int = 2, **chan
         }  # fmt: skip
         shapes |= {f"{name}.{product}.weight": shape for product, shape in products.items()}
     tensors = {
-        name: torch.rand(shape, generator=rng) + 0.5 if len(shape) == 1 else 0.15 * torch.randn(shape, generator=rng)
+        name: torch.rand(shape, generator=rng) + 0.5
+        if len(shape) == 1
+        else 0.15 * torch.randn(shape, generator=rng)
         for name, shape in shapes.items()
     }
     if drafts < vocab:
@@ -55,19 +73,38 @@ def write_eagle3(path: Path, *, target_size: int = 64, num_taps: int = 2, **chan
 
 
 def _nested(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as the speculators library has it: heads begin with normed hidden states unless told otherwise."""
-    outer = {key: config[key] for key in ("draft_vocab_size", "norm_before_fc", "tie_word_embeddings", "torch_dtype")}
-    layer = {key: value for key, value in config.items() if key not in (*outer, "architectures", "eagle_config")}
+    """The config as the speculators library has it: heads begin with normed hidden states unless
+    told otherwise.
+    """
+    outer = {
+        key: config[key]
+        for key in ("draft_vocab_size", "norm_before_fc", "tie_word_embeddings", "torch_dtype")
+    }
+    layer = {
+        key: value
+        for key, value in config.items()
+        if key not in (*outer, "architectures", "eagle_config")
+    }
     taps = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
-    return {"architectures": ["Eagle3Speculator"], **outer, **taps, "transformer_layer_config": layer}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        **outer,
+        **taps,
+        "transformer_layer_config": layer,
+    }
 
 
 class Reference:
     """What a head computes of a whole sequence from position 0 on."""
 
-    def __init__(self, tensors: dict[str, Tensor], embed_VD: Tensor, config: dict[str, Any]) -> None:
-        self.tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-        self.embed_VD, self.config = embed_VD, {**HEAD, **config}
+    def __init__(
+        self, tensors: dict[str, Tensor], embed_VD: Tensor, config: dict[str, Any]
+    ) -> None:
+        self.tensors = {
+            name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()
+        }
+        self.embed_VD = embed_VD
+        self.config = {**HEAD, **config}
 
     def combine(self, taps_TN: Tensor) -> Tensor:
         if self.config.get("norm_before_fc"):
@@ -75,14 +112,22 @@ class Reference:
         return linear(taps_TN, self.tensors["fc.weight"])
 
     def forward(self, ids_T: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [T, V], -inf outside the draft vocabulary, and the next hidden states [T, D]."""
+        """Returns logits [T, V], -inf outside the draft vocabulary, and the next hidden states [T,
+        D].
+        """
         t = self.tensors
         normed = self._norm(hidden_TD, "layers.0.hidden_norm")
-        x = normed if self.config.get("norm_before_residual", "nested" in self.config) else hidden_TD
+        x = (
+            normed
+            if self.config.get("norm_before_residual", "nested" in self.config)
+            else hidden_TD
+        )
         for i in range(self.config["num_hidden_layers"]):
             name = f"layers.{i}."
             both = self._norm(x if i else self.embed_VD[ids_T], name + "input_layernorm")
-            x = x + self._attention(both if i else torch.cat((both, normed), 1), name + "self_attn.")
+            x = x + self._attention(
+                both if i else torch.cat((both, normed), 1), name + "self_attn."
+            )
             y = self._norm(x, name + "post_attention_layernorm")
             gate, up = (linear(y, t[f"{name}mlp.{half}_proj.weight"]) for half in ("gate", "up"))
             x = x + linear(silu(gate) * up, t[name + "mlp.down_proj.weight"])
@@ -94,20 +139,28 @@ class Reference:
         return logits_TV, x
 
     def _norm(self, x_TD: Tensor, name: str) -> Tensor:
-        return rms_norm(x_TD, x_TD.shape[1:], self.tensors[name + ".weight"], self.config["rms_norm_eps"])
+        return rms_norm(
+            x_TD, x_TD.shape[1:], self.tensors[name + ".weight"], self.config["rms_norm_eps"]
+        )
 
     def _attention(self, x_TK: Tensor, name: str) -> Tensor:
         dim = self.config["head_dim"]
         q, k, v = (
-            linear(x_TK, self.tensors[f"{name}{part}_proj.weight"]).view(len(x_TK), -1, dim).transpose(0, 1)
+            linear(x_TK, self.tensors[f"{name}{part}_proj.weight"])
+            .view(len(x_TK), -1, dim)
+            .transpose(0, 1)
             for part in "qkv"
         )
-        angles = torch.outer(torch.arange(len(x_TK)), self.config["rope_theta"] ** -(torch.arange(0, dim, 2) / dim))
+        angles = torch.outer(
+            torch.arange(len(x_TK)), self.config["rope_theta"] ** -(torch.arange(0, dim, 2) / dim)
+        )
         cos, sin = (part.repeat(1, 2) for part in (angles.cos(), angles.sin()))
 
         def rotated(x: Tensor) -> Tensor:
             first, second = x.chunk(2, -1)
             return x * cos + torch.cat((-second, first), -1) * sin
 
-        out = scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
+        out = scaled_dot_product_attention(
+            rotated(q), rotated(k), v, is_causal=True, enable_gqa=True
+        )
         return linear(out.transpose(0, 1).flatten(1), self.tensors[name + "o_proj.weight"])

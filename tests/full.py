@@ -1,4 +1,6 @@
-"""Which items of a `full` test run in `make test` all the same: the first few, or a cover of their parameters."""
+"""Which items of a `full` test run in `make test` all the same: the first few, or a cover of their
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,19 @@ import pytest
 
 
 def left_out(items: Sequence[pytest.Item], asked: set[str]) -> set[pytest.Item]:
-    """Returns the items that are not to run: marked `full`, of a group that was not asked for, and not kept.
+    """Returns the items that are not to run: marked `full`, of a group that was not asked for, and
+    not kept.
 
-    full(group) keeps none; keep=N the first N sets of parameters; keep="each" some in which every value of a parameter
-    occurs; keep="pairs" some in which every pair of values occurs.
+    full(group) keeps none; keep=N the first N sets of parameters; keep="each" some in which every
+    value of a parameter occurs; keep="pairs" some in which every pair of values occurs.
     """
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         mark = item.get_closest_marker("full")
         if mark is not None and not {"all", mark.args[0]} & asked:
-            tests.setdefault((str(item.path), getattr(item, "originalname", item.name)), []).append(item)
+            tests.setdefault((str(item.path), getattr(item, "originalname", item.name)), []).append(
+                item
+            )
     out: set[pytest.Item] = set()
     for same in tests.values():
         mark = same[0].get_closest_marker("full")
@@ -37,11 +42,15 @@ def _kept(keep: int | str, items: list[pytest.Item]) -> set[int]:
 
 
 def cover(params: Sequence[dict[str, Any]], size: int) -> set[int]:
-    """Returns the indices of a few sets of parameters in which each combination of `size` values occurs (greedy).
+    """Returns the indices of a few sets of parameters in which each combination of `size` values
+    occurs (greedy).
 
     [{a: 0, b: 0}, {a: 0, b: 1}, {a: 1, b: 0}, {a: 1, b: 1}], 1 -> {0, 3}
     """
-    found = [set(combinations([(name, repr(value)) for name, value in sorted(one.items())], size)) for one in params]
+    found = [
+        set(combinations([(name, repr(value)) for name, value in sorted(one.items())], size))
+        for one in params
+    ]
     missing = set().union(*found)
     kept: set[int] = set()
     while missing:

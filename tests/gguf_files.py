@@ -1,4 +1,6 @@
-"""Writes the small checkpoints as GGUF files, as llama.cpp's converters do: names, orders of rows, and keys."""
+"""Writes the small checkpoints as GGUF files, as llama.cpp's converters do: names, orders of rows,
+and keys.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,26 @@ OPTIONS = {  # of checkpoints: values that llama.cpp computes without a key for 
     "deepseek_v2": {"rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.9}},
 }  # fmt: skip
 Choose = Callable[[str, tuple[int, ...]], gguf.GGMLQuantizationType]
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
-_SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes of fp16; others: 0
+KINDS = (
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+)
+_SCALES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}  # bytes of fp16; others: 0
 F32 = gguf.GGMLQuantizationType.F32
 
 
@@ -38,7 +58,9 @@ def as_f32(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType:
 
 
 def matrices(*kinds: str) -> Choose:
-    """Returns the choice of these types by turns for all matrices whose rows have whole blocks, but for routers."""
+    """Returns the choice of these types by turns for all matrices whose rows have whole blocks, but
+    for routers.
+    """
     quantised = [gguf.GGMLQuantizationType[kind] for kind in kinds]
 
     def choose(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType:
@@ -50,13 +72,22 @@ def matrices(*kinds: str) -> Choose:
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Returns rows of a type with all bits at random but those of the scales, which give weights around 0.1."""
+    """Returns rows of a type with all bits at random but those of the scales, which give weights
+    around 0.1.
+    """
     elements, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
     if kind == "MXFP4":
         raw[..., 0] = rng.integers(120, 125, raw.shape[:-1])
-    small = {"Q4_K": 6e-4, "Q5_K": 3e-4, "Q6_K": 1e-4, "Q8_0": 2e-3, "IQ4_NL": 2e-3, "IQ4_XS": 1e-4}.get(kind, 0.02)
+    small = {
+        "Q4_K": 6e-4,
+        "Q5_K": 3e-4,
+        "Q6_K": 1e-4,
+        "Q8_0": 2e-3,
+        "IQ4_NL": 2e-3,
+        "IQ4_XS": 1e-4,
+    }.get(kind, 0.02)
     for at in _SCALES.get(kind, (0,)) if kind != "MXFP4" else ():
         scales = rng.uniform(small / 2, small, raw.shape[:-1]).astype(np.float16)
         raw[..., at : at + 2] = scales[..., None].view(np.uint8)
@@ -74,20 +105,25 @@ def write_gguf(
     meaning: bool = False,
     **metadata: Any,
 ) -> Path:
-    """Writes the checkpoint of a row as GGUF; returns the (first) file. choose: the type of a tensor. metadata: of the
-    architecture, instead of what a converter writes; None leaves a key out. split: tensors in each file. meaning: write
-    what the quantised tensors mean, in fp32. Those have random blocks.
+    """Writes the checkpoint of a row as GGUF; returns the (first) file. choose: the type of a
+    tensor. metadata: of the architecture, instead of what a converter writes; None leaves a key
+    out. split: tensors in each file. meaning: write what the quantised tensors mean, in fp32. Those
+    have random blocks.
     """
-    arch, config = FAMILIES[name], json.loads((checkpoint / "config.json").read_text())
+    arch = FAMILIES[name]
+    config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     for key, value in (_metadata(arch, config) | metadata).items():
         _add(writer, f"{arch}.{key}", value)
     if tokenizer:
         add_tokenizer(writer, tokenizer)
     for theirs, tensor in _tensors(name, arch, config, load_file(checkpoint / "model.safetensors")):
-        data, kind = tensor.float().contiguous().numpy(), choose(theirs, tuple(tensor.shape))
+        data = tensor.float().contiguous().numpy()
+        kind = choose(theirs, tuple(tensor.shape))
         if kind in (F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16):
-            writer.add_tensor(theirs, data if kind == F32 else gguf.quants.quantize(data, kind), raw_dtype=kind)
+            writer.add_tensor(
+                theirs, data if kind == F32 else gguf.quants.quantize(data, kind), raw_dtype=kind
+            )
             continue
         data = random_blocks(kind.name, tuple(tensor.shape), sum(theirs.encode()))
         if meaning:
@@ -113,10 +149,14 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_token_types(
         [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in vocab]
     )  # fmt: skip
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
+    )
     writer.add_eos_token_id(vocab.index(config["eos_token"]))
     template = folder / "chat_template.jinja"
-    writer.add_chat_template(template.read_text() if template.is_file() else config["chat_template"])
+    writer.add_chat_template(
+        template.read_text() if template.is_file() else config["chat_template"]
+    )
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -165,13 +205,18 @@ def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:  # noqa: C90
     if arch in ("llama", "granitemoe"):
         values |= {"rope.dimension_count": head, "vocab_size": config["vocab_size"]}
     if arch == "glm4moe":
-        values |= {"rope.dimension_count": int(head * rope["partial_rotary_factor"]), "nextn_predict_layers": 0}
+        values |= {
+            "rope.dimension_count": int(head * rope["partial_rotary_factor"]),
+            "nextn_predict_layers": 0,
+        }
     if arch == "minimax-m2":
         values["rope.dimension_count"] = config["rotary_dim"]
     if arch in ("glm4moe", "minimax-m2", "dots1"):
         values["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID.value
     if arch == "deepseek2":
-        rank, nope, rotated = config["kv_lora_rank"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        rank = config["kv_lora_rank"]
+        nope = config["qk_nope_head_dim"]
+        rotated = config["qk_rope_head_dim"]
         sigmoid = "n_group" in config and config["architectures"] == ["DeepseekV3ForCausalLM"]
         values |= {
             "attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank,
@@ -192,7 +237,7 @@ def _permuted(tensor: Tensor, heads: int) -> Tensor:
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _tensors(  # noqa: C901, PLR0912
+def _tensors(  # noqa: C901
     name: str, arch: str, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> list[tuple[str, Tensor]]:
     kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
@@ -202,7 +247,8 @@ def _tensors(  # noqa: C901, PLR0912
 
     def put(theirs: str, tensor: Tensor) -> None:
         new = names.get_name(
-            theirs.replace("e_score_correction_bias", "e_score_correction.bias"), try_suffixes=(".weight", ".bias")
+            theirs.replace("e_score_correction_bias", "e_score_correction.bias"),
+            try_suffixes=(".weight", ".bias"),
         )
         assert new is not None, theirs
         found.append((new, tensor))
@@ -219,7 +265,9 @@ def _tensors(  # noqa: C901, PLR0912
             number, _, rest = parts[1].partition(".")
             experts.setdefault(f"{parts[0]}.experts.{rest}", {})[int(number)] = tensor
         elif theirs.endswith("experts.gate_up_proj"):
-            gate, up = (tensor.mT[:, ::2], tensor.mT[:, 1::2]) if arch == "gpt-oss" else tensor.chunk(2, 1)
+            gate, up = (
+                (tensor.mT[:, ::2], tensor.mT[:, 1::2]) if arch == "gpt-oss" else tensor.chunk(2, 1)
+            )
             put(f"{head}.gate_proj.weight", gate)
             put(f"{head}.up_proj.weight", up)
         elif theirs.endswith("experts.gate_up_proj_bias"):

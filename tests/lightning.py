@@ -1,4 +1,6 @@
-"""Lightning attention, token by token, in place of that of a transformers model: transformers has none of Ling 2.6."""
+"""Lightning attention, token by token, in place of that of a transformers model: transformers has
+none of Ling 2.6.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-GROUP, NORM_GROUPS = 3, 2  # layers, of which the last keeps its attention; groups of the norm of results
+# layers, of which the last keeps its attention; groups of the norm of results
+GROUP = 3
+NORM_GROUPS = 2
 
 
 class LightningReference(nn.Module):
@@ -15,42 +19,61 @@ class LightningReference(nn.Module):
 
     def __init__(self, config: Any, layer: int, dim: int) -> None:
         super().__init__()
-        heads, width = config.num_attention_heads, config.hidden_size
-        self.heads, self.dim, self.eps = heads, dim, config.rms_norm_eps
+        heads = config.num_attention_heads
+        width = config.hidden_size
+        self.heads = heads
+        self.dim = dim
+        self.eps = config.rms_norm_eps
         self.query_key_value = nn.Linear(width, 3 * heads * dim, bias=False)
         self.g_proj = nn.Linear(width, heads * dim, bias=False)
         self.dense = nn.Linear(heads * dim, width, bias=False)
-        self.query_layernorm, self.key_layernorm = nn.RMSNorm(dim, self.eps), nn.RMSNorm(dim, self.eps)
+        self.query_layernorm = nn.RMSNorm(dim, self.eps)
+        self.key_layernorm = nn.RMSNorm(dim, self.eps)
         self.g_norm = nn.RMSNorm(heads * dim)  # its weights only
-        slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])  # heads: a power of two
+        slopes = torch.tensor(
+            [2.0 ** (-8 * (head + 1) / heads) for head in range(heads)]
+        )  # heads: a power of two
         self.decays = slopes * -(1 - (layer - 1) / (config.num_hidden_layers - 1) + 1e-5)
         rotated = dim // 2
-        self.freqs = config.rope_parameters["rope_theta"] ** -(torch.arange(0, rotated, 2) / rotated)
+        self.freqs = config.rope_parameters["rope_theta"] ** -(
+            torch.arange(0, rotated, 2) / rotated
+        )
 
     def rotate(self, x_THd: Tensor) -> Tensor:
         """Rotates the first half of each head."""
         angles = (torch.arange(len(x_THd))[:, None] * self.freqs)[:, None]
         first, second, still = torch.split(x_THd, [self.dim // 4, self.dim // 4, self.dim // 2], -1)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin, still), -1)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         """Returns the block's output for one sequence from its beginning."""
         (x_TD,) = hidden_states
-        q, k, v = (part.reshape(-1, self.heads, self.dim) for part in self.query_key_value(x_TD).chunk(3, -1))
-        q, k = self.rotate(self.query_layernorm(q)) * self.dim**-0.5, self.rotate(self.key_layernorm(k))
-        state, results = torch.zeros(self.heads, self.dim, self.dim), []
+        q, k, v = (
+            part.reshape(-1, self.heads, self.dim)
+            for part in self.query_key_value(x_TD).chunk(3, -1)
+        )
+        q = self.rotate(self.query_layernorm(q)) * self.dim**-0.5
+        k = self.rotate(self.key_layernorm(k))
+        state = torch.zeros(self.heads, self.dim, self.dim)
+        results = []
         for q_Hd, k_Hd, v_Hd in zip(q, k, v, strict=True):
             state = self.decays.exp()[:, None, None] * state + k_Hd[:, :, None] * v_Hd[:, None]
             results.append((q_Hd[:, :, None] * state).sum(1))
         grouped = torch.stack(results).view(len(x_TD), NORM_GROUPS, -1)
-        normed = torch.rms_norm(grouped, grouped.shape[2:], None, self.eps).flatten(1) * self.g_norm.weight
+        normed = (
+            torch.rms_norm(grouped, grouped.shape[2:], None, self.eps).flatten(1)
+            * self.g_norm.weight
+        )
         out: Tensor = self.dense(normed * self.g_proj(x_TD).sigmoid())
         return out[None], None
 
 
 def add_lightning(model: Any, dim: int) -> None:
-    """Replaces the attention of all layers but the last of each group and those behind the last group."""
+    """Replaces the attention of all layers but the last of each group and those behind the last
+    group.
+    """
     layers = model.model.layers
     for i, layer in enumerate(layers):
         if (i + 1) % GROUP and i < len(layers) // GROUP * GROUP:

@@ -19,7 +19,15 @@ from torch import Tensor
 from moeserve.blocks.weights import MTPNames
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.registry import FAMILIES as OURS
-from tests.checkpoints import FAMILIES, SLIDING, SMALL, Checkpoint, Options, randomise, write_checkpoint
+from tests.checkpoints import (
+    FAMILIES,
+    SLIDING,
+    SMALL,
+    Checkpoint,
+    Options,
+    randomise,
+    write_checkpoint,
+)
 
 # of a model whose only layer is that of the head, where they are not those of the checkpoint
 LAYER: dict[str, Options] = {
@@ -39,7 +47,10 @@ KEYS: dict[str, Options] = {
     **{name: {"num_nextn_predict_layers": 1} for name in ("glm_moe_dsa", "glm4_moe_lite")},
 }
 SPELLED = {
-    "mimo_v2_flash": {"self_attn.sinks": "self_attn.attention_sink_bias", "post_attention": "pre_mlp"},
+    "mimo_v2_flash": {
+        "self_attn.sinks": "self_attn.attention_sink_bias",
+        "post_attention": "pre_mlp",
+    },
 }
 
 
@@ -84,13 +95,20 @@ def write_mtp_checkpoint(name: str, path: Path, **overrides: Any) -> Head:
     checkpoint: Checkpoint = write_checkpoint(name, path, **overrides)
     target = checkpoint.reference
     options = FAMILIES[name][1]
-    options = {**SMALL, **options.get("text_config", options), **overrides, "num_hidden_layers": 1, **LAYER[name]}
+    options = {
+        **SMALL,
+        **options.get("text_config", options),
+        **overrides,
+        "num_hidden_layers": 1,
+        **LAYER[name],
+    }
     config = type(text_model(target).config)(**options)
     config._attn_implementation = text_model(target).config._attn_implementation
     torch.manual_seed(1)
     one = getattr(transformers, FAMILIES[name][0] + "ForCausalLM")(config).eval()
     randomise(one)
-    layer, hidden_size = one.model, config.hidden_size
+    layer = one.model
+    hidden_size = config.hidden_size
     norms = [copy.deepcopy(layer.norm) for _ in range(2)]
     for norm in norms:
         norm.weight.data += torch.rand(hidden_size) - 0.5
@@ -110,7 +128,9 @@ def write_mtp_checkpoint(name: str, path: Path, **overrides: Any) -> Head:
             key = key.replace(old, new)
         tensors[theirs + key] = tensor
     file = path / "model.safetensors"
-    save_file({key: tensor.contiguous() for key, tensor in (load_file(file) | tensors).items()}, file)
+    save_file(
+        {key: tensor.contiguous() for key, tensor in (load_file(file) | tensors).items()}, file
+    )
     _add_keys(path, KEYS.get(name, {}))
     return Head(path, target, layer, *norms, product)
 

@@ -21,7 +21,9 @@ LINEAR = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "put_linear.
 
 @dataclass(frozen=True)
 class Form:
-    """rows, group: outputs and inputs that share a scale, 0 for all. packed: as compressed-tensors packs."""
+    """rows, group: outputs and inputs that share a scale, 0 for all. packed: as compressed-tensors
+    packs.
+    """
 
     kind: str  # int4, int8, fp8, fp4
     rows: int = 1
@@ -39,9 +41,17 @@ class Form:
         match self.method:
             case "fp8":
                 block = {"weight_block_size": [self.rows, self.group]} if self.group else {}
-                return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **block}
+                return {
+                    "quant_method": "fp8",
+                    "fmt": "e4m3",
+                    "activation_scheme": "dynamic",
+                    **block,
+                }
             case "mxfp4":
-                return {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+                return {
+                    "quant_method": "mxfp4",
+                    "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+                }
             case "modelopt":
                 algo = "NVFP4" if self.kind == "fp4" else "MXFP8" if self.group else "FP8"
                 return {
@@ -67,7 +77,15 @@ class Form:
 
     @property
     def compressed(self) -> dict[str, Any]:
-        strategy = "tensor" if not self.rows else "block" if self.rows > 1 else "group" if self.group else "channel"
+        strategy = (
+            "tensor"
+            if not self.rows
+            else "block"
+            if self.rows > 1
+            else "group"
+            if self.group
+            else "channel"
+        )
         nvfp4 = self.kind == "fp4" and self.group == 16
         weights = {
             "num_bits": self.bits, "type": "float" if self.kind in ("fp8", "fp4") else "int",
@@ -75,7 +93,13 @@ class Form:
             "actorder": None, "group_size": self.group if strategy == "group" else None,
             "block_structure": [self.rows, self.group] if strategy == "block" else None,
         }  # fmt: skip
-        layout = "pack-quantized" if self.packed else "float-quantized" if self.kind == "fp8" else "int-quantized"
+        layout = (
+            "pack-quantized"
+            if self.packed
+            else "float-quantized"
+            if self.kind == "fp8"
+            else "int-quantized"
+        )
         layout = f"{'nvfp4' if nvfp4 else 'mxfp4'}-pack-quantized" if self.kind == "fp4" else layout
         return {
             "quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head", "re:.*mlp.gate$"],
@@ -111,28 +135,42 @@ E2M1 = torch.tensor([s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6
 
 
 def scales_of(peak_RC: Tensor, form: Form) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scales in fp32 for blocks with such largest magnitudes, and how they are stored, by the ending of the name."""
+    """Scales in fp32 for blocks with such largest magnitudes, and how they are stored, by the
+    ending of the name.
+    """
     levels = {"int8": 127, "int4": 7, "fp8": 448, "fp4": 6}[form.kind]
     if form.kind == "fp4" and form.group == 16:
         outer = peak_RC.max() / (448 * 6)
         stored = (peak_RC / levels / outer).clamp(2**-9).to(torch.float8_e4m3fn)
         if form.method == "modelopt":
-            return stored.float() * outer, {"_scale": stored, "_scale_2": outer, "_input": torch.tensor(0.5)}
+            return stored.float() * outer, {
+                "_scale": stored,
+                "_scale_2": outer,
+                "_input": torch.tensor(0.5),
+            }
         inverse = (1 / outer).view(1)
         return stored.float() / inverse, {"_scale": stored, "_global_scale": inverse}
     if form.group == 32 and form.kind in ("fp4", "fp8"):
         exponents = (peak_RC / levels).clamp(2**-100).log2().ceil()
         return exponents.exp2(), {"_scale": (exponents + 127).to(torch.uint8)}
     scales = (peak_RC / levels).bfloat16()
-    return scales.float(), {"_scale_inv" if form.method == "fp8" and form.group else "_scale": scales}
+    return scales.float(), {
+        "_scale_inv" if form.method == "fp8" and form.group else "_scale": scales
+    }
 
 
 def rounded(w_NK: Tensor, form: Form) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
     """Values [N, K], zero points [R, C], what they mean, and stored scales."""
     outputs, inputs = w_NK.shape
-    rows, group = form.rows or outputs, form.group or inputs
-    padded = pad(w_NK, (0, -inputs % group, 0, -outputs % rows)).unflatten(0, (-1, rows)).unflatten(2, (-1, group))
-    low, high = padded.amin((1, 3)), padded.amax((1, 3))
+    rows = form.rows or outputs
+    group = form.group or inputs
+    padded = (
+        pad(w_NK, (0, -inputs % group, 0, -outputs % rows))
+        .unflatten(0, (-1, rows))
+        .unflatten(2, (-1, group))
+    )
+    low = padded.amin((1, 3))
+    high = padded.amax((1, 3))
     peak = (high - low) * 7 / 15 if form.zeros else torch.maximum(high, -low)
     scales, stored = scales_of(peak, form)
     least = 1 if form.method == "gptq" else 0
@@ -168,7 +206,11 @@ def words(values_NK: Tensor, bits: int) -> Tensor:
 def by_turns(numbers_MN: Tensor) -> Tensor:
     """Columns in the order in which AWQ's words take them, lowest bits first."""
     return torch.cat(
-        [numbers_MN[:, i : i + 8][:, [0, 2, 4, 6, 1, 3, 5, 7]] for i in range(0, numbers_MN.shape[1], 8)], 1
+        [
+            numbers_MN[:, i : i + 8][:, [0, 2, 4, 6, 1, 3, 5, 7]]
+            for i in range(0, numbers_MN.shape[1], 8)
+        ],
+        1,
     )
 
 
@@ -179,12 +221,21 @@ def stored(name: str, w_NK: Tensor, form: Form) -> tuple[dict[str, Tensor], Tens
         return {key: torch.stack([one[key] for one in each]) for key in each[0]}, torch.stack(meant)
     values, zeros, meaning, scales = rounded(w_NK, form)
     module = name.removesuffix("weight")
-    unsigned = values if zeros is not None or form.kind == "fp4" else values.float() + 2 ** (form.bits - 1)
+    unsigned = (
+        values if zeros is not None or form.kind == "fp4" else values.float() + 2 ** (form.bits - 1)
+    )
     if form.method in ("awq", "gptq", "gptq_v2"):
-        points_CN = zeros.t() if zeros is not None else torch.full_like(scales["_scale"].t(), 2.0 ** (form.bits - 1))
+        points_CN = (
+            zeros.t()
+            if zeros is not None
+            else torch.full_like(scales["_scale"].t(), 2.0 ** (form.bits - 1))
+        )
         parts = {module + "scales": scales["_scale"].t().contiguous().float()}
         if form.method == "awq":
-            found = {"qweight": words(by_turns(unsigned.t()), 4), "qzeros": words(by_turns(points_CN), 4)}
+            found = {
+                "qweight": words(by_turns(unsigned.t()), 4),
+                "qzeros": words(by_turns(points_CN), 4),
+            }
         else:
             found = {
                 "qweight": words(unsigned, form.bits).t().contiguous(),
@@ -194,12 +245,17 @@ def stored(name: str, w_NK: Tensor, form: Form) -> tuple[dict[str, Tensor], Tens
         return parts | {module + key: part.contiguous() for key, part in found.items()}, meaning
     if form.method == "mxfp4":
         pairs = (unsigned[:, 0::2] | unsigned[:, 1::2] << 4).to(torch.uint8)
-        return {name + "_blocks": pairs.unflatten(1, (-1, 16)), name + "_scales": scales["_scale"]}, meaning
+        return {
+            name + "_blocks": pairs.unflatten(1, (-1, 16)),
+            name + "_scales": scales["_scale"],
+        }, meaning
     parts = {name + end: part for end, part in scales.items() if end != "_input"}
     if "_input" in scales:
         parts[module + "input_scale"] = scales["_input"]
     if form.kind == "fp4":
-        parts[name + "_packed" * form.packed] = (unsigned[:, 0::2] | unsigned[:, 1::2] << 4).to(torch.uint8)
+        parts[name + "_packed" * form.packed] = (unsigned[:, 0::2] | unsigned[:, 1::2] << 4).to(
+            torch.uint8
+        )
     elif form.packed:
         parts[name + "_packed"] = words(unsigned, form.bits)
         parts[name + "_shape"] = torch.tensor(w_NK.shape)
@@ -224,10 +280,13 @@ def dequantised(weight: Quantised) -> Tensor:
     return (values.float() - zeros) * spread(weight.scales)
 
 
-def write_quantised(source: Path, folder: Path, form: Form, plain: str = "layers.1.self_attn") -> tuple[Path, Path]:
+def write_quantised(
+    source: Path, folder: Path, form: Form, plain: str = "layers.1.self_attn"
+) -> tuple[Path, Path]:
     """The quantised checkpoint and its meaning in fp32. plain: layers that keep their weights."""
     tensors = load_file(source / "model.safetensors")
-    quantised, meaning = dict[str, Tensor](), dict[str, Tensor]()
+    quantised = dict[str, Tensor]()
+    meaning = dict[str, Tensor]()
     for name, tensor in tensors.items():
         if not name.endswith(LINEAR) or plain in name:
             quantised[name] = meaning[name] = tensor
@@ -235,7 +294,8 @@ def write_quantised(source: Path, folder: Path, form: Form, plain: str = "layers
         parts, meaning[name] = stored(name, tensor.float(), form)
         quantised |= parts
     config = json.loads((source / "config.json").read_text())
-    paths, extras = (folder / "quantised", folder / "meaning"), ({"quantization_config": form.config}, {})
+    paths = (folder / "quantised", folder / "meaning")
+    extras = ({"quantization_config": form.config}, {})
     for path, content, extra in zip(paths, (quantised, meaning), extras, strict=True):
         shutil.copytree(source, path)
         save_file(content, path / "model.safetensors", metadata={"format": "pt"})

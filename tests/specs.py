@@ -1,4 +1,6 @@
-"""Model specs for tests that need no config.json: grouped-query attention, layers told apart by window and experts."""
+"""Model specs for tests that need no config.json: grouped-query attention, layers told apart by
+window and experts.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,21 @@ def make_spec(
     **fields: Any,
 ) -> ModelSpec:
     """fields: further ones of Attention and of ModelSpec."""
-    attention = {name: fields.pop(name) for name in Attention.__dataclass_fields__ if name in fields}
-    mlp, experts = Dense(size=intermediate_size), None
+    attention = {
+        name: fields.pop(name) for name in Attention.__dataclass_fields__ if name in fields
+    }
+    mlp = Dense(size=intermediate_size)
+    experts = None
     if num_experts:
         router = RouterRule(renormalize=True)
         shared = SharedExpert(size=shared_expert_size, gated=True) if shared_expert_size else None
-        experts = MoE(num_experts=num_experts, top_k=experts_per_token, size=expert_size, router=router, shared=shared)
+        experts = MoE(
+            num_experts=num_experts,
+            top_k=experts_per_token,
+            size=expert_size,
+            router=router,
+            shared=shared,
+        )
     layers = []
     for i in range(num_layers):
         mixer = Attention(

@@ -82,7 +82,11 @@ def test_any_path_comes_back(kind: str, path: str, num_drafts: int, auto: bool) 
 
 def test_auto_is_decided_by_the_model() -> None:
     auto = SpeculationSpec.parse("auto")
-    assert auto.resolve(has_mtp=True) == SpeculationSpec.parse("auto:mtp") == SpeculationSpec.parse("auto:mtp:3")
+    assert (
+        auto.resolve(has_mtp=True)
+        == SpeculationSpec.parse("auto:mtp")
+        == SpeculationSpec.parse("auto:mtp:3")
+    )
     assert auto.resolve(has_mtp=False) == SpeculationSpec.parse("auto:ngram:8")
     suffix = SpeculationSpec.parse("suffix")
     assert suffix.resolve(has_mtp=True) is suffix

@@ -1,4 +1,6 @@
-"""Python programs as forks of a process that has imported torch: each starts in 50 ms, not in three seconds."""
+"""Python programs as forks of a process that has imported torch: each starts in 50 ms, not in three
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ import sys
 from multiprocessing.connection import Connection
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["torch", "moeserve.comm.gloo", "moeserve.comm.shm", "moeserve.moe.layer"])
+_forks.set_forkserver_preload(
+    ["torch", "moeserve.comm.gloo", "moeserve.comm.shm", "moeserve.moe.layer"]
+)
 
 
 class Program:
-    """`code` as `python -c code *words` would run it, until the end of the context. stdout: what it prints."""
+    """`code` as `python -c code *words` would run it, until the end of the context. stdout: what it
+    prints.
+    """
 
     def __init__(self, code: str, *words: str) -> None:
         here, there = _forks.Pipe(duplex=False)

@@ -12,7 +12,8 @@ from torch import Tensor
 from tools.demo_model import Attention, DemoModel, Shape
 from tools.demo_mtp import MTPHead
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 TEXT_END, START, END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = """\
@@ -99,7 +100,10 @@ def config(shape: Shape) -> dict[str, Any]:
 @torch.no_grad()
 def tensors(model: DemoModel) -> dict[str, Tensor]:
     """Views of the weights under the names of real Qwen3-MoE checkpoints, one tensor per expert."""
-    named: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm.weight}
+    named: dict[str, Tensor] = {
+        "model.embed_tokens.weight": model.embed,
+        "model.norm.weight": model.norm.weight,
+    }
     for n, layer in enumerate(model.stack):
         at = f"model.layers.{n}."
         experts = layer.experts
@@ -135,8 +139,13 @@ def mtp_tensors(head: MTPHead) -> dict[str, Tensor]:
 
 def _attention(at: str, attention: Attention) -> dict[str, Tensor]:
     at += "self_attn."
-    named = {f"{at}{part}.weight": getattr(attention, part) for part in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    return named | {f"{at}{part}.weight": getattr(attention, part).weight for part in ("q_norm", "k_norm")}
+    named = {
+        f"{at}{part}.weight": getattr(attention, part)
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+    return named | {
+        f"{at}{part}.weight": getattr(attention, part).weight for part in ("q_norm", "k_norm")
+    }
 
 
 def save(path: Path, named: dict[str, Tensor]) -> None:
@@ -195,7 +204,9 @@ def export(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
 
 
 def export_mtp(folder: Path, head: MTPHead) -> None:
-    """Adds the head to the model in `folder`, in a file of its own; that of the model only changes its name."""
+    """Adds the head to the model in `folder`, in a file of its own; that of the model only changes
+    its name.
+    """
     first, second = (folder / name for name in SHARDS)
     if (folder / WEIGHTS).exists():
         (folder / WEIGHTS).rename(first)
@@ -209,4 +220,7 @@ def export_mtp(folder: Path, head: MTPHead) -> None:
     _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     values = json.loads((folder / "config.json").read_text())
     # No layer of the model is dense: this width is the head's.
-    _write(folder / "config.json", values | {"intermediate_size": len(head.gate), "mtp_num_hidden_layers": 1})
+    _write(
+        folder / "config.json",
+        values | {"intermediate_size": len(head.gate), "mtp_num_hidden_layers": 1},
+    )

@@ -69,9 +69,12 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj, self.k_proj = matrix(queries, shape.hidden), matrix(keys, shape.hidden)
-        self.v_proj, self.o_proj = matrix(keys, shape.hidden), matrix(shape.hidden, queries, scale=0.1)
+        queries = shape.heads * shape.head_dim
+        keys = shape.kv_heads * shape.head_dim
+        self.q_proj = matrix(queries, shape.hidden)
+        self.k_proj = matrix(keys, shape.hidden)
+        self.v_proj = matrix(keys, shape.hidden)
+        self.o_proj = matrix(shape.hidden, queries, scale=0.1)
         self.q_norm = Norm(shape.head_dim, shape.eps)
         self.k_norm = Norm(shape.head_dim, shape.eps)
 
@@ -89,9 +92,12 @@ class Attention(nn.Module):
         """`groups` lists (rows, length): the tokens are rows of equal length, group after group."""
         d = self.shape.head_dim
         qkv = self.project(x_td, cos, sin)
-        parts, at = [], 0
+        parts = []
+        at = 0
         for rows, length in groups:
-            cut = [t[at : at + rows * length].view(rows, length, -1, d).transpose(1, 2) for t in qkv]
+            cut = [
+                t[at : at + rows * length].view(rows, length, -1, d).transpose(1, 2) for t in qkv
+            ]
             y = causal_attention(*cut)
             parts.append(y.transpose(1, 2).reshape(rows * length, -1))
             at += rows * length
@@ -108,7 +114,8 @@ class Experts(nn.Module):
 
     def forward(self, x_td: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output, and the load-balancing loss (1.0 when all experts are used evenly)."""
-        e, k = self.shape.experts, self.shape.top_k
+        e = self.shape.experts
+        k = self.shape.top_k
         scores_te = F.linear(x_td.float(), self.router).softmax(dim=-1)
         top_tk, ids_tk = scores_te.topk(k, dim=-1)
         weights_tk = top_tk / top_tk.sum(dim=-1, keepdim=True)
@@ -118,7 +125,8 @@ class Experts(nn.Module):
         rows = order // k
         inputs = torch.split(x_td.index_select(0, rows), counts.tolist())
         outputs = []
-        gate_up, down = self.gate_up.to(x_td.dtype), self.down.to(x_td.dtype)
+        gate_up = self.gate_up.to(x_td.dtype)
+        down = self.down.to(x_td.dtype)
         for x, w_in, w_out in zip(inputs, gate_up.unbind(0), down.unbind(0), strict=True):
             gate, up = F.linear(x, w_in).chunk(2, dim=-1)
             outputs.append(F.linear(F.silu(gate) * up, w_out))
@@ -133,7 +141,8 @@ class Layer(nn.Module):
         super().__init__()
         self.input_norm = Norm(shape.hidden, shape.eps)
         self.post_norm = Norm(shape.hidden, shape.eps)
-        self.attention, self.experts = Attention(shape), Experts(shape)
+        self.attention = Attention(shape)
+        self.experts = Experts(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.input_norm(x), cos, sin, groups)
@@ -147,7 +156,8 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_td: Tensor, embed: Tensor, labels_t: Tensor, rows: int = 256) -> Tensor:
         head = embed.to(x_td.dtype)
-        grad_x, grad_head = torch.empty_like(x_td), torch.zeros_like(embed)
+        grad_x = torch.empty_like(x_td)
+        grad_head = torch.zeros_like(embed)
         total = torch.zeros(())
         chunks = (torch.split(t, rows) for t in (x_td, labels_t, grad_x))
         for x, labels, out in zip(*chunks, strict=True):
@@ -170,18 +180,21 @@ class ChunkedLoss(torch.autograd.Function):
 class DemoModel(nn.Module):
     def __init__(self, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.shape, self.dtype = shape, dtype
+        self.shape = shape
+        self.dtype = dtype
         self.embed = nn.Parameter(torch.randn(shape.vocab, shape.hidden) * 0.02)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.stack = [layer for layer in self.layers if isinstance(layer, Layer)]
         self.norm = Norm(shape.hidden, shape.eps)
         cos, sin = rotary(shape, shape.max_positions)
-        self.cos, self.sin = cos.to(dtype), sin.to(dtype)
+        self.cos = cos.to(dtype)
+        self.sin = sin.to(dtype)
 
     def hidden(self, ids: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
         """Final hidden states of the flat tokens `ids`, and the mean load-balancing loss."""
         positions = torch.cat([torch.arange(length).repeat(rows) for rows, length in groups])
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos = self.cos[positions].unsqueeze(1)
+        sin = self.sin[positions].unsqueeze(1)
         x = F.embedding(ids, self.embed).to(self.dtype)
         balance = torch.zeros(())
         for layer in self.stack:
@@ -223,7 +236,9 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(grad: Tensor, steps: int = 5) -> Tensor:
     """The nearest semi-orthogonal matrices, roughly, by a quintic Newton-Schulz iteration."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     x = grad.to(torch.bfloat16)
     tall = x.shape[-2] > x.shape[-1]
     if tall:

@@ -1,9 +1,9 @@
-"""The demo model's MTP head in plain torch: one dense Qwen3 layer that guesses the token after the next one.
+"""The demo model's MTP head in plain torch: one dense Qwen3 layer that guesses the token after the
+next one.
 
-Shapes: T tokens in rows of L, R rows alike; J steps; N tokens with a loss; D model width; H heads, d their width; V
-vocabulary.
-Source: DeepSeek-V3 (arXiv 2412.19437) for the head, EAGLE-3 (arXiv 2503.01840) for training the steps that follow one
-another, laid out as in Qwen3-Next.
+Shapes: T tokens in rows of L, R rows alike; J steps; N tokens with a loss; D model width; H heads,
+d their width; V vocabulary. Source: DeepSeek-V3 (arXiv 2412.19437) for the head, EAGLE-3 (arXiv
+2503.01840) for training the steps that follow one another, laid out as in Qwen3-Next.
 """
 
 from typing import Any
@@ -18,28 +18,38 @@ WIDTH = 512
 
 
 class MTPHead(nn.Module):
-    """From token p's hidden state (after the model's last norm) and the embedding of p + 1 to a state that gives p + 2.
+    """From token p's hidden state (after the model's last norm) and the embedding of p + 1 to a
+    state that gives p + 2.
 
-    Its result takes the place of the model's hidden state when it goes on by itself. Embedding and LM head are the
-    model's.
+    Its result takes the place of the model's hidden state when it goes on by itself. Embedding and
+    LM head are the model's.
     """
 
     def __init__(self, shape: Shape, width: int = WIDTH) -> None:
         super().__init__()
-        self.shape, size = shape, shape.hidden
-        self.norm_embedding, self.norm_hidden = Norm(size, shape.eps), Norm(size, shape.eps)
+        self.shape = shape
+        size = shape.hidden
+        self.norm_embedding = Norm(size, shape.eps)
+        self.norm_hidden = Norm(size, shape.eps)
         self.fc = matrix(size, 2 * size)
-        self.input_norm, self.post_norm = Norm(size, shape.eps), Norm(size, shape.eps)
+        self.input_norm = Norm(size, shape.eps)
+        self.post_norm = Norm(size, shape.eps)
         self.attention = Attention(shape)
-        self.gate, self.up, self.down = matrix(width, size), matrix(width, size), matrix(size, width, scale=0.1)
+        self.gate = matrix(width, size)
+        self.up = matrix(width, size)
+        self.down = matrix(size, width, scale=0.1)
         self.norm = Norm(size, shape.eps)
         self.cos, self.sin = rotary(shape, shape.max_positions)
 
-    def forward(self, ids_rl: Tensor, hidden_rld: Tensor, embed_vd: Tensor, steps: int) -> list[Tensor]:
-        """The hidden states [R, L, D] of each step; step j of token p has read the tokens up to p + 1 + j.
+    def forward(
+        self, ids_rl: Tensor, hidden_rld: Tensor, embed_vd: Tensor, steps: int
+    ) -> list[Tensor]:
+        """The hidden states [R, L, D] of each step; step j of token p has read the tokens up to p +
+        1 + j.
 
-        A step attends to what the first step made of earlier tokens, as it will be when these are settled, and to the
-        steps before it of its own token. What lies less than j + 2 before the end of a row means nothing.
+        A step attends to what the first step made of earlier tokens, as it will be when these are
+        settled, and to the steps before it of its own token. What lies less than j + 2 before the
+        end of a row means nothing.
         """
         rows, length = ids_rl.shape
         mask_ll = torch.full((length, length), float("-inf")).triu(1)
@@ -48,9 +58,13 @@ class MTPHead(nn.Module):
         found = []
         for step in range(steps):
             next_rld = F.embedding(ids_rl.roll(-1 - step, 1), embed_vd)
-            x_rld = linear(torch.cat([self.norm_embedding(next_rld), self.norm_hidden(hidden_rld)], -1), self.fc)
+            x_rld = linear(
+                torch.cat([self.norm_embedding(next_rld), self.norm_hidden(hidden_rld)], -1),
+                self.fc,
+            )
             at = torch.arange(step, step + length).repeat(rows)
-            cos, sin = self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
+            cos = self.cos[at].unsqueeze(1)
+            sin = self.sin[at].unsqueeze(1)
             qkv = self.attention.project(self.input_norm(x_rld).flatten(0, 1), cos, sin)
             q, k, v = (t.view(rows, length, self.shape.heads, -1).transpose(1, 2) for t in qkv)
             keys.append(k)
@@ -65,9 +79,16 @@ class MTPHead(nn.Module):
 
 
 def attend(q_rhld: Tensor, keys: list[Tensor], values: list[Tensor], mask_ll: Tensor) -> Tensor:
-    """Attention over the first keys, all up to the query's token, and over the others, of the query's token alone."""
-    scores = [q_rhld @ keys[0].mT + mask_ll, *((q_rhld * k).sum(-1, keepdim=True) for k in keys[1:])]
-    first, *others = torch.split(torch.cat(scores, -1).softmax(-1), [len(mask_ll), *[1] * (len(keys) - 1)], -1)
+    """Attention over the first keys, all up to the query's token, and over the others, of the
+    query's token alone.
+    """
+    scores = [
+        q_rhld @ keys[0].mT + mask_ll,
+        *((q_rhld * k).sum(-1, keepdim=True) for k in keys[1:]),
+    ]
+    first, *others = torch.split(
+        torch.cat(scores, -1).softmax(-1), [len(mask_ll), *[1] * (len(keys) - 1)], -1
+    )
     y: Tensor = first @ values[0]
     for weight, v in zip(others, values[1:], strict=True):
         y = y + weight * v
@@ -75,14 +96,24 @@ def attend(q_rhld: Tensor, keys: list[Tensor], values: list[Tensor], mask_ll: Te
 
 
 class Distillation(torch.autograd.Function):
-    """Mean KL divergence of each step from the model, a few tokens at a time so that the logits stay in cache."""
+    """Mean KL divergence of each step from the model, a few tokens at a time so that the logits
+    stay in cache.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, guess_jnd: Tensor, hidden_nd: Tensor, embed_vd: Tensor, temperature: float, rows: int = 256
+        ctx: Any,
+        guess_jnd: Tensor,
+        hidden_nd: Tensor,
+        embed_vd: Tensor,
+        temperature: float,
+        rows: int = 256,
     ) -> Tensor:
-        losses, grads = torch.zeros(len(guess_jnd)), []
-        for guess, hidden in zip(torch.split(guess_jnd, rows, 1), torch.split(hidden_nd, rows), strict=True):
+        losses = torch.zeros(len(guess_jnd))
+        grads = []
+        for guess, hidden in zip(
+            torch.split(guess_jnd, rows, 1), torch.split(hidden_nd, rows), strict=True
+        ):
             log_p = (F.linear(hidden, embed_vd) / temperature).log_softmax(-1)
             p = log_p.exp()
             log_q = (F.linear(guess, embed_vd) / temperature).log_softmax(-1)
@@ -100,14 +131,18 @@ class Distillation(torch.autograd.Function):
 def guesses(
     model: DemoModel, head: MTPHead, ids_t: Tensor, labels_t: Tensor, groups: Groups, steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All guesses [J, N, D] of each token that has a label, the model's own hidden states [N, D], and the labels."""
+    """All guesses [J, N, D] of each token that has a label, the model's own hidden states [N, D],
+    and the labels.
+    """
     with torch.no_grad():
         hidden_td = model.hidden(ids_t, groups)[0]
-    found, kept = [], []
+    found = []
+    kept = []
     at = 0
     for rows, length in groups:
         here = slice(at, at + rows * length)
-        ids_rl, hidden_rld = ids_t[here].view(rows, length), hidden_td[here].view(rows, length, -1)
+        ids_rl = ids_t[here].view(rows, length)
+        hidden_rld = hidden_td[here].view(rows, length, -1)
         column = torch.arange(length).repeat(rows)
         keep = ((labels_t[here] >= 0) & (column >= steps)).nonzero().squeeze(1)
         made = head(ids_rl, hidden_rld, model.embed.detach(), steps)
@@ -119,12 +154,18 @@ def guesses(
 
 
 def matches(
-    guess_jnd: Tensor, hidden_nd: Tensor, labels_n: Tensor, embed_vd: Tensor, temperature: float, noise: torch.Generator
+    guess_jnd: Tensor,
+    hidden_nd: Tensor,
+    labels_n: Tensor,
+    embed_vd: Tensor,
+    temperature: float,
+    noise: torch.Generator,
 ) -> Tensor:
-    """Whether each guess, sampled with the noise that made the model say its label, is that label [J, N].
+    """Whether each guess, sampled with the noise that made the model say its label, is that label
+    [J, N].
 
-    The labels must have been sampled from the model at this temperature: then the noise is drawn from what it can have
-    been (Gumbel noise given its argmax; Maddison et al., arXiv 1411.0030).
+    The labels must have been sampled from the model at this temperature: then the noise is drawn
+    from what it can have been (Gumbel noise given its argmax; Maddison et al., arXiv 1411.0030).
     """
     log_p = (F.linear(hidden_nd, embed_vd) / temperature).log_softmax(-1)
     gumbel = -torch.empty_like(log_p).exponential_(generator=noise).log()
@@ -136,8 +177,11 @@ def matches(
 
 
 def tokens_a_step(matches_jn: Tensor, drafts: int) -> float:
-    """Mean tokens of a step: the model's own, and those of `drafts` guesses that come before the first wrong one."""
-    found, count = matches_jn.tolist(), matches_jn.shape[1]
+    """Mean tokens of a step: the model's own, and those of `drafts` guesses that come before the
+    first wrong one.
+    """
+    found = matches_jn.tolist()
+    count = matches_jn.shape[1]
     at = steps = 0
     while at < count:
         kept = next((j for j in range(drafts) if at + j >= count or not found[j][at + j]), drafts)

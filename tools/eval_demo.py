@@ -1,8 +1,8 @@
 """Measure the demo model within its domain: `python tools/eval_demo.py`.
 
-The requests come from the templates of the training text with another seed. Most questions about moeserve
-therefore also occur in training, word for word; most story requests do not. The cities of the weather questions
-are none that the training text lists.
+The requests come from the templates of the training text with another seed. Most questions about
+moeserve therefore also occur in training, word for word; most story requests do not. The cities of
+the weather questions are none that the training text lists.
 """
 
 import argparse
@@ -21,7 +21,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.demo_corpus.chats import outside_exchange
 from tools.demo_corpus.facts import Fact, ask, facts
 from tools.demo_corpus.requests import Request, noisy, request
-from tools.demo_corpus.tools import Tool, ask_tool, call_text, declined, kinds, ordinary, outcome, tool, tool_choice
+from tools.demo_corpus.tools import (
+    Tool,
+    ask_tool,
+    call_text,
+    declined,
+    kinds,
+    ordinary,
+    outcome,
+    tool,
+    tool_choice,
+)
 
 ASSETS = Path(__file__).parents[1] / "moeserve" / "assets" / "demo"
 Answer = tuple[str, bool]
@@ -72,13 +82,22 @@ CITIES = [
 ]
 
 
-def answers(model: Any, tokenizer: Any, prompts: Sequence[str | Chat], temperature: float) -> list[Answer]:
+def answers(
+    model: Any, tokenizer: Any, prompts: Sequence[str | Chat], temperature: float
+) -> list[Answer]:
     """What the model says to each prompt or chat, and whether it ended by itself."""
     found: list[Answer] = []
-    how = {"do_sample": True, "temperature": temperature, "top_p": 0.9} if temperature else {"do_sample": False}
+    how = (
+        {"do_sample": True, "temperature": temperature, "top_p": 0.9}
+        if temperature
+        else {"do_sample": False}
+    )
     for at in range(0, len(prompts), 20):
         asked = [p if isinstance(p, dict) else chat(p) for p in prompts[at : at + 20]]
-        texts = [tokenizer.apply_chat_template(**a, add_generation_prompt=True, tokenize=False) for a in asked]
+        texts = [
+            tokenizer.apply_chat_template(**a, add_generation_prompt=True, tokenize=False)
+            for a in asked
+        ]
         inputs = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
         with torch.no_grad():
             out = model.generate(**inputs, **how, max_new_tokens=300, top_k=0)
@@ -100,7 +119,9 @@ def listed(rng: random.Random) -> list[Tool]:
 
 
 def weather_call(rng: random.Random, others: int) -> tuple[Chat, str]:
-    """A question about the weather in one of `CITIES`, with so many other tools at most, and the call that it needs."""
+    """A question about the weather in one of `CITIES`, with so many other tools at most, and the
+    call that it needs.
+    """
     used = tool(rng, kinds()[0])
     tools = [used, *[tool for tool in listed(rng) if tool.kind.title != "weather"][:others]]
     rng.shuffle(tools)
@@ -108,7 +129,9 @@ def weather_call(rng: random.Random, others: int) -> tuple[Chat, str]:
     city = rng.choice(CITIES)
     city = city.lower() if values["city"].islower() else city
     arguments[used.params["city"][0]] = city
-    return chat(question.replace(values["city"], city), tools), call_text(used.function["name"], arguments)
+    return chat(question.replace(values["city"], city), tools), call_text(
+        used.function["name"], arguments
+    )
 
 
 def any_call(rng: random.Random) -> tuple[Chat, str]:
@@ -120,7 +143,9 @@ def any_call(rng: random.Random) -> tuple[Chat, str]:
 
 
 def no_call(rng: random.Random, n: int) -> Chat:
-    """A question that needs none of the tools of its chat: every second one asks for something that cannot be had."""
+    """A question that needs none of the tools of its chat: every second one asks for something that
+    cannot be had.
+    """
     tools = listed(rng)
     return chat((declined(rng, tools) if n % 2 else ordinary(rng))[0], tools)
 
@@ -140,8 +165,12 @@ def result(rng: random.Random) -> tuple[Chat, str]:
 
 
 def uses(wanted: Request, text: str) -> bool:
-    """Whether a story holds every character and thing that the request names; places are not checked."""
-    cast, prompt, low = wanted.cast, wanted.prompt.lower(), text.lower()
+    """Whether a story holds every character and thing that the request names; places are not
+    checked.
+    """
+    cast = wanted.cast
+    prompt = wanted.prompt.lower()
+    low = text.lower()
     asked = [cast.hero.kind, cast.hero.name, cast.friend.kind, cast.friend.name, cast.thing]
     return all(word.lower() in low for word in asked if word and f" {word.lower()}" in f" {prompt}")
 
@@ -188,13 +217,23 @@ def main() -> None:
             said = answers(model, tokenizer, [asked for asked, _ in pairs], temperature)
             report(f"{title}, temperature {temperature}", said, partial(same, pairs))
         said = answers(model, tokenizer, others, temperature)
-        report(f"no call needed, temperature {temperature}", said, lambda _, text: "<tool_call>" not in text)
+        report(
+            f"no call needed, temperature {temperature}",
+            said,
+            lambda _, text: "<tool_call>" not in text,
+        )
         said = answers(model, tokenizer, [r.prompt for r in stories], temperature)
         report(f"stories, temperature {temperature}", said, lambda n, text: uses(stories[n], text))
         said = answers(model, tokenizer, questions, temperature)
-        report(f"facts, temperature {temperature}", said, lambda n, text: right(rng, topics[n], text))
+        report(
+            f"facts, temperature {temperature}", said, lambda n, text: right(rng, topics[n], text)
+        )
         said = answers(model, tokenizer, strange, temperature)
-        report(f"outside, temperature {temperature}", said, lambda _, text: "moeserve" in text and "stor" in text)
+        report(
+            f"outside, temperature {temperature}",
+            said,
+            lambda _, text: "moeserve" in text and "stor" in text,
+        )
 
 
 if __name__ == "__main__":

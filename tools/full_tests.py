@@ -1,11 +1,13 @@
-"""Which full tests a change asks for. `make test-all` runs all of them and records what they ran on.
+"""Which full tests a change asks for. `make test-all` runs all of them and records what they ran
+on.
 
     python tools/full_tests.py stale     the groups whose sources changed since they last passed, comma separated
     python tools/full_tests.py record [GROUP ...]    these groups (all) have passed on the sources as they are
 
-A test marked `full("group")` runs when `--full` names its group. The record is a file of digests, so that a fresh clone
-knows without any history what was tested. The groups "shapes" (an hour), "http" (ten minutes of random requests) and
-"wheel" (which asks the package index) have no sources: `make test-all` alone runs them.
+A test marked `full("group")` runs when `--full` names its group. The record is a file of digests,
+so that a fresh clone knows without any history what was tested. The groups "shapes" (an hour),
+"http" (ten minutes of random requests) and "wheel" (which asks the package index) have no sources:
+`make test-all` alone runs them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ SOURCES = {
         *("kernels/*.py", "csrc/**/*.[ch]pp", "tests/models/*.py", "tests/*.py"),
         *(f"moeserve/{p}/**/*.py" for p in ("ops", "blocks", "loader", "models")),
     ],
-    "graphs": ["moeserve/runner/**/*.py", "moeserve/moe/*.py", "kernels/*.py", "tools/gpu/*.py", "tests/runner/*.py"],
+    "graphs": [
+        "moeserve/runner/**/*.py",
+        "moeserve/moe/*.py",
+        "kernels/*.py",
+        "tools/gpu/*.py",
+        "tests/runner/*.py",
+    ],
     "ranks": [f"moeserve/{p}/**/*.py" for p in ("comm", "moe", "cluster", "engine", "runner")],
 }
 
@@ -58,7 +66,10 @@ def main() -> None:
             print(",".join(stale()))
         case ["record", *groups] if set(groups) <= set(SOURCES):
             RECORD.write_text(
-                json.dumps(known() | {group: digest(group) for group in groups or SOURCES}, indent=1) + "\n"
+                json.dumps(
+                    known() | {group: digest(group) for group in groups or SOURCES}, indent=1
+                )
+                + "\n"
             )
         case _:
             sys.exit(__doc__)

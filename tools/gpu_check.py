@@ -5,10 +5,10 @@
     python -m tools.gpu_check engine       # whole engines with random weights of published shapes
     TRITON_INTERPRET=1 python -m tools.gpu_check correct --smoke    # tiny and interpreted, without a GPU or any times
 
-Each section has a JSON file in OUT/CARD (h100, h200), written every two seconds, and the command a summary: also when
-time is up, a kernel hangs or crashes, or SIGTERM comes. The same command again goes on with what is not done, if the
-sources are the same; what failed is done, too. It prints what figures must be beside what they are. Exit status 1 if
-something failed or is wrong.
+Each section has a JSON file in OUT/CARD (h100, h200), written every two seconds, and the command a
+summary: also when time is up, a kernel hangs or crashes, or SIGTERM comes. The same command again
+goes on with what is not done, if the sources are the same; what failed is done, too. It prints what
+figures must be beside what they are. Exit status 1 if something failed or is wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from tools.gpu.process import Record, read_json, run_section, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results"
-SOURCES = ("moeserve/**/*.py", "tools/gpu/*.py", "tests/kernels/*.py", "tests/runner/*.py", "tests/moe/**/*.py")
+SOURCES = (
+    "moeserve/**/*.py",
+    "tools/gpu/*.py",
+    "tests/kernels/*.py",
+    "tests/runner/*.py",
+    "tests/moe/**/*.py",
+)
 CLOCKS = "name,memory.total,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw"
 CARD = "import torch; print(torch.cuda.get_device_name())"
 CARD_S = 90.0
@@ -42,13 +48,16 @@ NO_CARD = "no-card"
 WORKERS = min(8, os.cpu_count() or 1)
 ENDS_S = 6.0  # for killing what runs, and the last files
 COMPILED = ("moe", "attention", "rows")
-TOTALS: Mapping[str, Callable[[Mapping[str, Any]], Record]] = {"ranks": totals.of_ranks, "tests": totals.of_tests}
+TOTALS: Mapping[str, Callable[[Mapping[str, Any]], Record]] = {
+    "ranks": totals.of_ranks,
+    "tests": totals.of_tests,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """seconds: most that it may take; least: with less left it is not begun. parts: processes that share its cases,
-    where nothing is timed."""
+    """seconds: most that it may take; least: with less left it is not begun. parts: processes that
+    share its cases, where nothing is timed."""
 
     seconds: float
     least: float
@@ -82,14 +91,30 @@ SCRIPTS: Mapping[str, Mapping[str, Section]] = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("script", choices=SCRIPTS)
-    flags.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="of the results [benchmarks/results]")
-    flags.add_argument("--after", type=Path, metavar="FOLDER", help="results to go on from, if not those in --out")
+    flags.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        metavar="FOLDER",
+        help="of the results [benchmarks/results]",
+    )
+    flags.add_argument(
+        "--after", type=Path, metavar="FOLDER", help="results to go on from, if not those in --out"
+    )
     flags.add_argument("--minutes", type=float, default=8.0, help="for all of it [8]")
-    flags.add_argument("--only", type=lambda text: text.split(","), metavar="A,B", help="of the sections")
-    flags.add_argument("--again", action="store_true", help="sections that are done, too, from the start")
-    flags.add_argument("--peers", type=Path, metavar="FOLDER", help="has vllm/ and sglang/, see tools/gpu/peers.py")
+    flags.add_argument(
+        "--only", type=lambda text: text.split(","), metavar="A,B", help="of the sections"
+    )
+    flags.add_argument(
+        "--again", action="store_true", help="sections that are done, too, from the start"
+    )
+    flags.add_argument(
+        "--peers", type=Path, metavar="FOLDER", help="has vllm/ and sglang/, see tools/gpu/peers.py"
+    )
     flags.add_argument("--smoke", action="store_true", help="tiny shapes, no times; runs on a CPU")
     args = flags.parse_args(argv)
     known = SCRIPTS[args.script]
@@ -98,7 +123,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             flags.error(f"{args.script} has no section {name!r}; it has {', '.join(known)}")
     if args.peers is not None and not args.peers.is_dir():
         flags.error(f"there is no folder {args.peers}")
-    args.sections = [name for name in known if name in (args.only or known) and not (args.smoke and name == "compile")]
+    args.sections = [
+        name
+        for name in known
+        if name in (args.only or known) and not (args.smoke and name == "compile")
+    ]
     return args
 
 
@@ -106,7 +135,8 @@ class Check:
     """One command: its sections' records and its summary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.source = args, digest()
+        self.args = args
+        self.source = digest()
         self.card = "cpu" if args.smoke else NO_CARD
         self.summary: Record = {
             "command": command(args.script), "source": self.source, "commit": commit(), "smoke": args.smoke,
@@ -118,7 +148,9 @@ class Check:
         return Path(self.args.out, self.card)
 
     def run(self, end_s: float) -> None:
-        """Sections one after the other, by importance: what time is left for none of is for the next command."""
+        """Sections one after the other, by importance: what time is left for none of is for the
+        next command.
+        """
         if not self.args.smoke:
             self.card = self.summary["card"] = card_name()
             self.summary["card_before"] = card_facts()
@@ -134,7 +166,9 @@ class Check:
 
     def section(self, name: str, section: Section, left_s: float) -> None:
         record = self.kept(name)
-        compiled = [one for one in COMPILED if one in self.args.sections and not self.kept(one).get("whole")]
+        compiled = [
+            one for one in COMPILED if one in self.args.sections and not self.kept(one).get("whole")
+        ]
         if record.get("whole") or (name == "compile" and not compiled):
             self.note(name, record, "was done")
             return
@@ -160,7 +194,11 @@ class Check:
     def kept(self, name: str) -> Record:
         """What an earlier run found, if it was of the same sources; this one goes on from there."""
         found = {} if self.args.again else self.known(name)
-        kept = {key: value for key, value in found.items() if key not in ("stopped", "left_out", "problems")}
+        kept = {
+            key: value
+            for key, value in found.items()
+            if key not in ("stopped", "left_out", "problems")
+        }
         date = datetime.now(UTC).isoformat(timespec="seconds")
         return {"what": name, "date": date, "source": self.source, "smoke": self.args.smoke, **kept}
 
@@ -169,7 +207,12 @@ class Check:
         folders = (self.folder, Path(self.args.after or self.args.out, self.card))
         found = (read_json(folder / f"{name}.json") for folder in folders)
         return next(
-            (one for one in found if (one.get("source"), one.get("smoke")) == (self.source, self.args.smoke)), {}
+            (
+                one
+                for one in found
+                if (one.get("source"), one.get("smoke")) == (self.source, self.args.smoke)
+            ),
+            {},
         )
 
     def note(self, name: str, record: Record, how: str = "") -> None:
@@ -181,21 +224,28 @@ class Check:
 
     @property
     def is_bad(self) -> bool:
-        return any(one.get(key) for one in self.summary["sections"].values() for key in ("failed", "wrong", "problems"))
+        return any(
+            one.get(key)
+            for one in self.summary["sections"].values()
+            for key in ("failed", "wrong", "problems")
+        )
 
     def save(self, **more: Any) -> str:
         """The summary, with the targets beside all results in the folder. Returns those as text."""
         found = {name: self.known(name) for sections in SCRIPTS.values() for name in sections}
         table = targets.rows({} if self.args.smoke else found, self.card)
         write_json(
-            self.folder / f"{self.args.script}.json", {**self.summary, **more, "targets": targets.as_json(table)}
+            self.folder / f"{self.args.script}.json",
+            {**self.summary, **more, "targets": targets.as_json(table)},
         )
         return targets.as_text(table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, begun_s = parse(argv), time.monotonic()
-    check, more = Check(args), Record()
+    args = parse(argv)
+    begun_s = time.monotonic()
+    check = Check(args)
+    more = Record()
     try:
         signal.signal(signal.SIGTERM, stop)
         check.run(begun_s + 60 * args.minutes - ENDS_S)
@@ -218,7 +268,9 @@ def commit() -> str:
     """Empty where there is no git."""
     with suppress(OSError):
         words = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     return ""
 
 
@@ -231,7 +283,9 @@ def digest() -> str:
 def card_name() -> str:
     """NVIDIA H100 80GB HBM3 -> h100; no-card, if torch sees none."""
     try:
-        done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, timeout=CARD_S, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", CARD], capture_output=True, text=True, timeout=CARD_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return NO_CARD
     return short_name(done.stdout.strip())
@@ -251,7 +305,9 @@ def card_facts() -> dict[str, str]:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(CLOCKS.split(","), map(str.strip, done.stdout.splitlines()[0].split(",")), strict=False))
+    return dict(
+        zip(CLOCKS.split(","), map(str.strip, done.stdout.splitlines()[0].split(",")), strict=False)
+    )
 
 
 def command(script: str) -> str:

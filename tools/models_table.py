@@ -3,8 +3,8 @@
     python tools/models_table.py          # writes the file
     python tools/models_table.py --check  # fails if it is not what would be written
 
-Each row is read from the family's own default configuration: what a config.json without any key but the architecture
-means, and the keys of PUBLISHED and ONE_HEAD.
+Each row is read from the family's own default configuration: what a config.json without any key but
+the architecture means, and the keys of PUBLISHED and ONE_HEAD.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _GEMMA: dict[str, object] = {
     "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_key_value_heads": 8,
     "sliding_window": 1024, "top_k_experts": 8,
 }  # fmt: skip
-# of the published checkpoints, where the default configuration makes no model, or another kind of model
+# of the published checkpoints, where the default configuration makes no model, or another kind of
+# model
 PUBLISHED: dict[str, dict[str, object]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1536},
     "Dots1ForCausalLM": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -58,7 +59,9 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"num_experts": 64, "moe_topk": 8, "num_key_value_heads": 8},
     "Lfm2MoeForCausalLM": {
-        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        "layer_types": [
+            "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)
+        ],
         "num_hidden_layers": 24,
     },
     "Mistral3ForConditionalGeneration": {"model_type": "mistral4"},
@@ -77,7 +80,9 @@ RECURRENT = {
 
 
 def default_spec(architecture: str) -> ModelSpec:
-    """Returns the spec of the default configuration, with a head for multi-token prediction where there may be one."""
+    """Returns the spec of the default configuration, with a head for multi-token prediction where
+    there may be one.
+    """
     keys: dict[str, object] = ONE_HEAD | PUBLISHED.get(architecture, {})
     if FAMILIES[architecture].text:
         keys = {FAMILIES[architecture].text: keys}
@@ -99,7 +104,11 @@ def _kind(mixer: Mixer) -> str:
         options[0] += f", values of {mixer.value_dim}"
     options += ["no rotation"] if mixer.rope is None else []
     options += [f"{mixer.qk_norm} norms"] if mixer.qk_norm != "none" else []
-    options += [name.replace("_", " ") for name in ("sinks", "shared_kv", "value_norm") if getattr(mixer, name)]
+    options += [
+        name.replace("_", " ")
+        for name in ("sinks", "shared_kv", "value_norm")
+        if getattr(mixer, name)
+    ]
     options += [f"gate per {mixer.gate}"] if mixer.gate != "none" else []
     return ", ".join(options)
 
@@ -110,12 +119,16 @@ def _sees(mixer: Mixer) -> str:
     rule = mixer.rule
     if rule.tile:
         return "a state"
-    return f"window {rule.window}" if rule.window else f"chunk {rule.chunk}" if rule.chunk else "all"
+    return (
+        f"window {rule.window}" if rule.window else f"chunk {rule.chunk}" if rule.chunk else "all"
+    )
 
 
 def _kept(mixer: Mixer) -> str:
     tensors = [tensor for tensor in mixer.cache(1) if tensor.per_tile or not mixer.rule.tile]
-    return ("state " if mixer.rule.tile else "") + str(sum(tensor.heads * tensor.width for tensor in tensors))
+    return ("state " if mixer.rule.tile else "") + str(
+        sum(tensor.heads * tensor.width for tensor in tensors)
+    )
 
 
 def _distinct(words: Sequence[str]) -> str:
@@ -125,7 +138,9 @@ def _distinct(words: Sequence[str]) -> str:
 def _router(moe: MoE) -> str:
     rule = moe.router
     words = [rule.score.replace("_", " ")]
-    words += ["+ bias"] * rule.bias + [f"{rule.kept_groups} of {rule.groups} groups"] * (rule.groups > 1)
+    words += ["+ bias"] * rule.bias + [f"{rule.kept_groups} of {rule.groups} groups"] * (
+        rule.groups > 1
+    )
     words += ["renormalised"] * rule.renormalize + [f"x {rule.scale:g}"] * (rule.scale != 1)
     return ", ".join(words)
 
@@ -135,14 +150,24 @@ def row(architecture: str) -> str:
     spec = default_spec(architecture)
     mixers = [layer.mixer for layer in spec.layers]
     kv = _distinct([_kept(mixer) for mixer in mixers])
-    experts, router = "-", "-"
+    experts = "-"
+    router = "-"
     if spec.moe:
         experts = f"{spec.moe.top_k} of {spec.moe.num_experts}"
         experts += f" + shared {spec.moe.shared.size}" if spec.moe.shared else ""
         router = _router(spec.moe)
     int8 = "no" if any(mixer.cache_obstacle("int8") for mixer in mixers) else "yes"
-    cells = architecture, _distinct([_kind(m) for m in mixers]), kv, _distinct([_sees(m) for m in mixers])
-    return "| " + " | ".join((*cells, experts, router, int8, "no" if spec.mtp is None else "yes")) + " |"
+    cells = (
+        architecture,
+        _distinct([_kind(m) for m in mixers]),
+        kv,
+        _distinct([_sees(m) for m in mixers]),
+    )
+    return (
+        "| "
+        + " | ".join((*cells, experts, router, int8, "no" if spec.mtp is None else "yes"))
+        + " |"
+    )
 
 
 def text() -> str:

@@ -1,10 +1,11 @@
-"""Draws what benchmarks/peers.py measured: a group of bars per case, each as its share of the floor of the machine.
+"""Draws what benchmarks/peers.py measured: a group of bars per case, each as its share of the floor
+of the machine.
 
     python tools/plot_peers.py benchmarks/results/peers_HARDWARE_YYYYMM.json docs/images/peers.svg
 
-A bar's length is tokens per second over the most that the machine allowed at that moment, so cases of very different
-speed fit one picture and nothing depends on who else used the machine; the number beside it is tokens per second.
-Plain SVG that follows the reader's light or dark theme.
+A bar's length is tokens per second over the most that the machine allowed at that moment, so cases
+of very different speed fit one picture and nothing depends on who else used the machine; the number
+beside it is tokens per second. Plain SVG that follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-WIDTH, LEFT, RIGHT = 760, 132, 150  # pixels; bars between LEFT and WIDTH - RIGHT
-TOP, BAR, GAP, FOOT = 64, 16, 18, 62
+# pixels; bars between LEFT and WIDTH - RIGHT
+WIDTH = 760
+LEFT = 132
+RIGHT = 150
+TOP = 64
+BAR = 16
+GAP = 18
+FOOT = 62
 TITLES = {
     "decode-1": ("decode", "batch 1"),
     "decode-8": ("decode", "batch 8"),
@@ -39,7 +46,9 @@ STYLE = """
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("record", type=Path)
     flags.add_argument("picture", type=Path)
     args = flags.parse_args()
@@ -50,8 +59,11 @@ def picture(record: dict[str, Any]) -> str:
     """SVG of a record of benchmarks/peers.py. Raises SystemExit for a record of another kind."""
     results = record["results"]
     if not isinstance(results, dict) or "cases" not in results:
-        raise SystemExit(f"a record of {record.get('what')!r} without cases: benchmarks/peers.py writes such")
-    names, rows = list(results["engines"]), results["cases"]
+        raise SystemExit(
+            f"a record of {record.get('what')!r} without cases: benchmarks/peers.py writes such"
+        )
+    names = list(results["engines"])
+    rows = results["cases"]
     group = BAR * len(names) + GAP
     height = TOP + group * len(rows) + FOOT
     bars = [line for i, row in enumerate(rows) for line in _group(row, names, TOP + group * i)]
@@ -63,7 +75,10 @@ def picture(record: dict[str, Any]) -> str:
         *_legend(names, results["engines"]),
         *_axis(height),
         *bars,
-        *[_text(12, height - 26 + 15 * i, line, "small") for i, line in enumerate(_caption(record, _label(names[0])))],
+        *[
+            _text(12, height - 26 + 15 * i, line, "small")
+            for i, line in enumerate(_caption(record, _label(names[0])))
+        ],
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -75,17 +90,21 @@ def _group(row: dict[str, Any], names: Sequence[str], top: int) -> list[str]:
     middle = top + BAR * len(names) // 2
     lines = [_text(12, middle, first), _text(12, middle + 14, second, "small")]
     for i, name in enumerate(names):
-        y, end = top + BAR * i, _x(row["share_of_floor"][name])
+        y = top + BAR * i
+        end = _x(row["share_of_floor"][name])
         speed = row["tokens_per_s"][name]
         shown = f"{speed:,.{1 if speed < 100 else 0}f}"
         shown += "" if i == 0 else f"  ({row['ratio'][name]:.2f} x)"
-        lines.append(f'<rect class="e{i % 5}" x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" height="{BAR - 3}" rx="2"/>')
+        lines.append(
+            f'<rect class="e{i % 5}" x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" height="{BAR - 3}" rx="2"/>'
+        )
         lines.append(_text(end + 6, y + BAR - 6, shown, "ours" if i == 0 else "small"))
     return lines
 
 
 def _legend(names: Sequence[str], versions: dict[str, str]) -> list[str]:
-    lines, x = [], 12.0
+    lines = []
+    x = 12.0
     for i, name in enumerate(names):
         label = f"{_label(name)} {versions[name]}"
         lines.append(f'<rect class="e{i % 5}" x="{x:.1f}" y="36" width="11" height="11" rx="2"/>')
@@ -96,11 +115,14 @@ def _legend(names: Sequence[str], versions: dict[str, str]) -> list[str]:
 
 def _axis(height: int) -> list[str]:
     """Lines at quarters of the floor, which is dashed."""
-    lines, bottom = [], height - FOOT
+    lines = []
+    bottom = height - FOOT
     for percent in (0, 25, 50, 75, 100):
         x = _x(percent / 100)
         kind = "floor" if percent == 100 else "axis"
-        lines.append(f'<line class="{kind}" x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{bottom}"/>')
+        lines.append(
+            f'<line class="{kind}" x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{bottom}"/>'
+        )
         lines.append(_text(x - 10, bottom + 14, f"{percent} %", "small"))
     return lines
 

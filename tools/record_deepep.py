@@ -1,4 +1,5 @@
-"""Writes down the signatures of a deep_ep release as JSON: python tools/record_deepep.py WHEEL_OR_FOLDER --name RELEASE
+"""Writes down the signatures of a deep_ep release as JSON: python tools/record_deepep.py
+WHEEL_OR_FOLDER --name RELEASE
 
 Reads the Python sources without importing them, so neither CUDA nor torch is needed. Prints
 {"RELEASE": {"Buffer.combine": "self, x, handle, topk_weights=None, ...", ...}}.
@@ -19,16 +20,20 @@ FUNCTIONS = ("destroy_all_managed_nccl_comm",)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes down the signatures of a deep_ep release as JSON.")
-    parser.add_argument("source", type=Path, help="a wheel, or a folder that holds the package deep_ep")
+    parser = argparse.ArgumentParser(
+        description="Writes down the signatures of a deep_ep release as JSON."
+    )
+    parser.add_argument(
+        "source", type=Path, help="a wheel, or a folder that holds the package deep_ep"
+    )
     parser.add_argument("--name", required=True, help="of the release")
     arguments = parser.parse_args()
     print(json.dumps({arguments.name: record(arguments.source)}, indent=1, sort_keys=True))
 
 
 def record(source: Path) -> dict[str, str]:
-    """The parameters of the functions, and of all public methods of the classes, that the adapters use. Raises
-    ValueError when there are none."""
+    """The parameters of the functions, and of all public methods of the classes, that the adapters
+    use. Raises ValueError when there are none."""
     found: dict[str, str] = {}
     for text in _modules(source):
         for node in ast.parse(text).body:

@@ -1,7 +1,9 @@
-"""Writes down the signatures of a deep_gemm release as JSON: python tools/record_deepgemm.py FOLDER --name RELEASE
+"""Writes down the signatures of a deep_gemm release as JSON: python tools/record_deepgemm.py FOLDER
+--name RELEASE
 
-FOLDER: its sources. Reads the bindings in csrc/apis/gemm.hpp, or where there are none the functions in Python, without
-importing them. tests/moe/deep_gemm_signatures.json holds the releases that the adapter is held against.
+FOLDER: its sources. Reads the bindings in csrc/apis/gemm.hpp, or where there are none the functions
+in Python, without importing them. tests/moe/deep_gemm_signatures.json holds the releases that the
+adapter is held against.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ DEFAULTS = {"std::nullopt": "None", "true": "True", "false": "False"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes down the signatures of a deep_gemm release as JSON.")
+    parser = argparse.ArgumentParser(
+        description="Writes down the signatures of a deep_gemm release as JSON."
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("--name", required=True, help="of the release")
     arguments = parser.parse_args()
@@ -28,7 +32,9 @@ def main() -> None:
 
 
 def record(source: Path) -> dict[str, str]:
-    """The parameters of grouped products with rows of several experts. Raises ValueError if there are none."""
+    """The parameters of grouped products with rows of several experts. Raises ValueError if there
+    are none.
+    """
     bindings = source / "csrc" / "apis" / "gemm.hpp"
     found = bound(bindings.read_text()) if bindings.exists() else {}
     for path in () if found else sorted(source.rglob("*.py")):
@@ -39,7 +45,11 @@ def record(source: Path) -> dict[str, str]:
                     argument.annotation = None
                 found.setdefault(node.name, ast.unparse(node.args))
         found |= {alias: found[name] for alias, name in PYTHON_ALIAS.findall(text) if name in found}
-    found = {name: parameters for name, parameters in found.items() if name.startswith("m_grouped") and "_nt_" in name}
+    found = {
+        name: parameters
+        for name, parameters in found.items()
+        if name.startswith("m_grouped") and "_nt_" in name
+    }
     if not found:
         raise ValueError(f"{source} holds no sources of deep_gemm")
     return found

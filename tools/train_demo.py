@@ -1,8 +1,8 @@
 """Train the built-in demo model from scratch: `python tools/train_demo.py`.
 
-The text comes from `tools/demo_corpus`, the result goes to `moeserve/assets/demo`. It needs about an
-hour on one CPU core with bf16 instructions. `--resume` goes on from the last checkpoint. A new model has no MTP head:
-`tools/train_demo_mtp.py` trains one.
+The text comes from `tools/demo_corpus`, the result goes to `moeserve/assets/demo`. It needs about
+an hour on one CPU core with bf16 instructions. `--resume` goes on from the last checkpoint. A new
+model has no MTP head: `tools/train_demo_mtp.py` trains one.
 """
 
 import argparse
@@ -39,7 +39,9 @@ def keep_memory() -> None:
     """Let malloc keep what it freed: fresh pages for each large tensor cost a third of the time."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
+        m_trim_threshold = -1
+        m_top_pad = -2
+        m_mmap_max = -4
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
         libc.mallopt(m_top_pad, 2**28)
@@ -54,7 +56,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lr", type=float, default=0.02, help="peak learning rate of Muon")
     parser.add_argument("--aux", type=float, default=0.01, help="weight of the balancing loss")
-    parser.add_argument("--start", type=Path, help="folder of a model to go on from, whose tokenizer stays")
+    parser.add_argument(
+        "--start", type=Path, help="folder of a model to go on from, whose tokenizer stays"
+    )
     parser.add_argument("--out", type=Path, default=ASSETS)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moeserve-demo")
     parser.add_argument("--save-every", type=float, default=180.0, help="seconds")
@@ -101,7 +105,8 @@ def batch_at(docs: list[Encoded], picked: list[int]) -> tuple[Tensor, Tensor, Gr
     """Flat ids and next-token labels; documents of like length share a group, so few are padded."""
     chosen = sorted((docs[i] for i in picked), key=lambda d: len(d[0]), reverse=True)
     groups: Groups = []
-    all_ids, all_labels = [], []
+    all_ids = []
+    all_labels = []
     at = 0
     while at < len(chosen):
         longest = len(chosen[at][0]) - 1
@@ -134,7 +139,8 @@ def order(docs: list[Encoded], tokens: int, seed: int) -> Iterator[list[int]]:
             total += len(docs[number][0])
             if total >= tokens:
                 yield picked
-                picked, total = [], 0
+                picked = []
+                total = 0
 
 
 def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
@@ -149,8 +155,10 @@ def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 
 def rate(step: int, steps: int) -> float:
     """Warm-up, a plateau, a slow line down, and from two thirds on a steep one to zero."""
-    warm, slow_end = min(60, steps // 10 + 1), 35 * steps / 27
-    slow, steep = (slow_end - step) / (0.7 * slow_end), (steps - step) / (0.46 * steps)
+    warm = min(60, steps // 10 + 1)
+    slow_end = 35 * steps / 27
+    slow = (slow_end - step) / (0.7 * slow_end)
+    steep = (steps - step) / (0.46 * steps)
     return min((step + 1) / warm, 1.0, slow, steep)
 
 
@@ -163,7 +171,8 @@ def evaluate(model: DemoModel, docs: list[Encoded]) -> float:
 
 class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.shape = args, Shape()
+        self.args = args
+        self.shape = Shape()
         torch.manual_seed(args.seed)
         if args.start is None:
             self.tokenizer = train_tokenizer(args.seed, self.shape.vocab)
@@ -178,7 +187,8 @@ class Trainer:
         if args.start is not None:
             load(args.start, tensors(self.model))
         self.optimizers = optimizers(self.model, args.lr)
-        self.step, self.seen = 0, 0
+        self.step = 0
+        self.seen = 0
         self.peak = [group["lr"] for opt in self.optimizers for group in opt.param_groups]
         self.checkpoint = args.work / "checkpoint.pt"
 
@@ -200,7 +210,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         for opt, saved in zip(self.optimizers, state["optimizers"], strict=True):
             opt.load_state_dict(saved)
-        self.step, self.seen = state["step"], state["seen"]
+        self.step = state["step"]
+        self.seen = state["seen"]
 
     def one_step(self, picked: list[int]) -> tuple[float, float]:
         scale = rate(self.step, self.args.steps)
@@ -228,7 +239,8 @@ class Trainer:
             loss, balance = self.one_step(picked)
             losses.append(loss)
             if self.step % 20 == 0:
-                mean, losses = sum(losses) / len(losses), []
+                mean = sum(losses) / len(losses)
+                losses = []
                 spent = time.time() - start
                 print(
                     f"step {self.step}/{self.args.steps} loss {mean:.4f} balance {balance:.3f}"

@@ -1,8 +1,9 @@
 """Train an MTP head for the built-in demo model: `python tools/train_demo_mtp.py`.
 
-The model stays as it is. The head learns the model's own distributions, half of the time over documents of
-`tools/demo_corpus` and half over what the model itself says in their place. It needs about 20 minutes on one CPU core.
-`--resume` goes on from the last checkpoint; `--steps 0` only measures the head in the folder.
+The model stays as it is. The head learns the model's own distributions, half of the time over
+documents of `tools/demo_corpus` and half over what the model itself says in their place. It needs
+about 20 minutes on one CPU core. `--resume` goes on from the last checkpoint; `--steps 0` only
+measures the head in the folder.
 """
 
 import argparse
@@ -28,7 +29,17 @@ from tools.demo_corpus import Document, documents
 from tools.demo_export import SPECIAL, export_mtp, load, mtp_tensors, tensors
 from tools.demo_model import DemoModel, Shape
 from tools.demo_mtp import Distillation, MTPHead, guesses, matches, tokens_a_step
-from tools.train_demo import ASSETS, IGNORE, Encoded, batch_at, encode, keep_memory, optimizers, order, rate
+from tools.train_demo import (
+    ASSETS,
+    IGNORE,
+    Encoded,
+    batch_at,
+    encode,
+    keep_memory,
+    optimizers,
+    order,
+    rate,
+)
 
 LIMIT = 1536
 STEPS = 3  # that the head makes by itself
@@ -36,7 +47,9 @@ STEPS = 3  # that the head makes by itself
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=ASSETS, help="folder of the model, which gets the head")
+    parser.add_argument(
+        "--model", type=Path, default=ASSETS, help="folder of the model, which gets the head"
+    )
     parser.add_argument("--start", type=Path, help="folder of a model with a head to go on from")
     parser.add_argument("--steps", type=int, default=620)
     parser.add_argument("--docs", type=int, default=6_000, help="documents of the corpus")
@@ -46,7 +59,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lr", type=float, default=0.02, help="peak learning rate of Muon")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moeserve-demo-mtp")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "moeserve-demo-mtp"
+    )
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds")
     parser.add_argument("--resume", action="store_true")
     return parser.parse_args()
@@ -60,11 +75,16 @@ def prompt(tokenizer: Tokenizer, doc: Document) -> list[int]:
     return [*before.tolist(), *tokenizer.encode(f"{SPECIAL[1]}assistant\n").ids]
 
 
-def said(args: argparse.Namespace, tokenizer: Tokenizer, docs: Sequence[Document], temperature: float) -> list[Encoded]:
+def said(
+    args: argparse.Namespace, tokenizer: Tokenizer, docs: Sequence[Document], temperature: float
+) -> list[Encoded]:
     """What the model says in place of each document's last answer; only this has labels."""
     prompts = [prompt(tokenizer, doc) for doc in docs]
     most = LIMIT - max(map(len, prompts))
-    asked = [SamplingParams(max_tokens=most, temperature=temperature, seed=args.seed + i) for i in range(len(docs))]
+    asked = [
+        SamplingParams(max_tokens=most, temperature=temperature, seed=args.seed + i)
+        for i in range(len(docs))
+    ]
     settings = {"threads": args.threads, "max_model_len": LIMIT, "max_num_seqs": 128}
     with LLM(str(args.model), **settings) as llm:
         answers = llm.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=False)
@@ -90,15 +110,26 @@ class Trainer:
             load(args.start, mtp_tensors(self.head))
         self.optimizers = optimizers(self.head, args.lr)
         self.peak = [group["lr"] for opt in self.optimizers for group in opt.param_groups]
-        self.step, self.checkpoint = 0, args.work / "checkpoint.pt"
+        self.step = 0
+        self.checkpoint = args.work / "checkpoint.pt"
 
     def batches(self) -> Iterator[tuple[list[Encoded], list[int]]]:
         """By turns of the corpus and of what the model says."""
         args = self.args
         corpus = [encode(self.tokenizer, doc, LIMIT) for doc in documents(args.seed, args.docs)]
-        sampled = said(args, self.tokenizer, list(documents(args.seed + 1, args.sampled)), args.temperature)
-        print(*(f"{sum(len(ids) for ids, _ in docs) / 1e6:.2f}M tokens" for docs in (corpus, sampled)), flush=True)
-        for ours, theirs in zip(*(order(docs, args.batch, args.seed) for docs in (corpus, sampled)), strict=True):
+        sampled = said(
+            args, self.tokenizer, list(documents(args.seed + 1, args.sampled)), args.temperature
+        )
+        print(
+            *(
+                f"{sum(len(ids) for ids, _ in docs) / 1e6:.2f}M tokens"
+                for docs in (corpus, sampled)
+            ),
+            flush=True,
+        )
+        for ours, theirs in zip(
+            *(order(docs, args.batch, args.seed) for docs in (corpus, sampled)), strict=True
+        ):
             yield corpus, ours
             yield sampled, theirs
 
@@ -106,7 +137,10 @@ class Trainer:
         self.args.work.mkdir(parents=True, exist_ok=True)
         optimizer_states = [opt.state_dict() for opt in self.optimizers]
         part = self.checkpoint.with_suffix(".part")
-        torch.save({"head": self.head.state_dict(), "optimizers": optimizer_states, "step": self.step}, part)
+        torch.save(
+            {"head": self.head.state_dict(), "optimizers": optimizer_states, "step": self.step},
+            part,
+        )
         part.replace(self.checkpoint)
 
     def load(self) -> None:
@@ -141,20 +175,31 @@ class Trainer:
                 break
             recent.append(self.one_step(docs, picked))
             if self.step % 20 == 0:
-                means = " ".join(f"{sum(losses) / len(recent):.4f}" for losses in zip(*recent, strict=True))
-                print(f"step {self.step}/{self.args.steps} losses {means} time {time.time() - start:.0f}s", flush=True)
+                means = " ".join(
+                    f"{sum(losses) / len(recent):.4f}" for losses in zip(*recent, strict=True)
+                )
+                print(
+                    f"step {self.step}/{self.args.steps} losses {means} time {time.time() - start:.0f}s",
+                    flush=True,
+                )
                 recent = []
             if time.time() - saved > self.args.save_every:
                 saved = time.time()
                 self.save()
 
     def measure(self, kind: str, temperature: float, count: int = 100) -> dict[str, list[float]]:
-        """Over what the model says: the share of right guesses of step 1, 2, ..., and tokens a step with so many."""
-        docs = [doc for doc in documents(self.args.seed + 1_000_000, 10 * count) if doc.kind == kind][:count]
+        """Over what the model says: the share of right guesses of step 1, 2, ..., and tokens a step
+        with so many.
+        """
+        docs = [
+            doc for doc in documents(self.args.seed + 1_000_000, 10 * count) if doc.kind == kind
+        ][:count]
         answers = said(self.args, self.tokenizer, docs, temperature)
         noise = torch.Generator().manual_seed(self.args.seed)
         with torch.no_grad():
-            made, hidden, labels = guesses(self.model, self.head, *batch_at(answers, list(range(len(answers)))), STEPS)
+            made, hidden, labels = guesses(
+                self.model, self.head, *batch_at(answers, list(range(len(answers)))), STEPS
+            )
             found = matches(made, hidden, labels, self.model.embed, max(temperature, 1e-5), noise)
         tokens = [tokens_a_step(found, k + 1) for k in range(STEPS)]
         return {
@@ -179,7 +224,10 @@ def main() -> None:
     for kind in ("story", "fact", "tool"):
         for temperature in (0.8, 0.0):
             print(
-                json.dumps({"kind": kind, "temperature": temperature} | trainer.measure(kind, temperature)), flush=True
+                json.dumps(
+                    {"kind": kind, "temperature": temperature} | trainer.measure(kind, temperature)
+                ),
+                flush=True,
             )
 
 

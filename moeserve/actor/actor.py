@@ -1,6 +1,7 @@
 """The actor kit: start reading here. Every long-lived part of moeserve is an Actor.
 
-An actor has one inbox, one closed union of messages that it understands, one owner, and one way to stop:
+An actor has one inbox, one closed union of messages that it understands, one owner, and one way to
+stop:
 
     class Counter(Actor[Add | Reset]):
         total = 0
@@ -18,8 +19,9 @@ An actor has one inbox, one closed union of messages that it understands, one ow
     life = asyncio.create_task(counter.run())
     counter.tell(Add(2))
 
-Messages are handled one at a time, in the order in which they were sent. There is no way to ask: an answer is a message
-to the asker's own inbox. Where an actor's process can die, a `Supervisor` (supervisor.py) starts it again.
+Messages are handled one at a time, in the order in which they were sent. There is no way to ask: an
+answer is a message to the asker's own inbox. Where an actor's process can die, a `Supervisor`
+(supervisor.py) starts it again.
 """
 
 import asyncio
@@ -33,7 +35,8 @@ M = TypeVar("M")
 
 
 class Inbox(Generic[M]):
-    """Messages for one owner, first in, first out, at most `limit` of them. All of it belongs to one event loop.
+    """Messages for one owner, first in, first out, at most `limit` of them. All of it belongs to
+    one event loop.
 
     The owner alone reads. A full inbox raises Overloaded, a closed one ActorStopped: a sender
     always learns at once that its message will not be read.
@@ -65,7 +68,9 @@ class Inbox(Generic[M]):
         """Adds a message. `force` ignores the limit: for the few notices that must not be lost."""
         self._raise_if_closed()
         if self.full and not force:
-            raise Overloaded(f"{self.owner}: {len(self)} messages are waiting already, the limit is {self.limit}")
+            raise Overloaded(
+                f"{self.owner}: {len(self)} messages are waiting already, the limit is {self.limit}"
+            )
         self._queue.append(msg)
         self.wake()
 
@@ -75,7 +80,8 @@ class Inbox(Generic[M]):
             self._waiter.set_result(None)
 
     async def drain(self, wait: bool) -> list[M]:
-        """Returns all messages, oldest first. With `wait`, sleeps until there is one or `wake` is called.
+        """Returns all messages, oldest first. With `wait`, sleeps until there is one or `wake` is
+        called.
 
         Raises ActorStopped once the inbox is closed, so that a reading loop ends.
         """
@@ -93,19 +99,24 @@ class Inbox(Generic[M]):
         return messages
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, on the loop, when half of a full inbox is free again (or it is closed)."""
+        """Calls `callback` once, on the loop, when half of a full inbox is free again (or it is
+        closed).
+        """
         self._when_room.append(callback)
         self._tell_room()
 
     def _tell_room(self) -> None:
         # A sender that sleeps is woken for a batch, not for every message that is read.
         if self._when_room and (len(self._queue) <= self.limit // 2 or self.closed):
-            waiting, self._when_room = self._when_room, []
+            waiting = self._when_room
+            self._when_room = []
             for callback in waiting:
                 callback()
 
     def close(self, cause: str = "stopped") -> None:
-        """Refuses everything from now on and drops the messages that were not read. The first cause counts."""
+        """Refuses everything from now on and drops the messages that were not read. The first cause
+        counts.
+        """
         self._cause = self._cause or cause
         self._queue.clear()
         self.wake()
@@ -119,8 +130,8 @@ class Inbox(Generic[M]):
 class Actor(Generic[M]):
     """Base class of everything that lives on an event loop and is talked to. Override `handle`.
 
-    An actor that also works between messages overrides `turn`. inbox: where its messages arrive; a wire may fill it.
-    An error in `handle` or `turn` ends the actor and comes out of `run`.
+    An actor that also works between messages overrides `turn`. inbox: where its messages arrive; a
+    wire may fill it. An error in `handle` or `turn` ends the actor and comes out of `run`.
     """
 
     def __init__(self, name: str, inbox: Inbox[M] | None = None) -> None:
@@ -129,7 +140,9 @@ class Actor(Generic[M]):
         self._stopping = False
 
     def tell(self, msg: M) -> None:
-        """Sends a message to this actor. Raises Overloaded if its inbox is full, ActorStopped if it has ended."""
+        """Sends a message to this actor. Raises Overloaded if its inbox is full, ActorStopped if it
+        has ended.
+        """
         self.inbox.put(msg)
 
     def stop(self) -> None:

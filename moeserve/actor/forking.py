@@ -1,7 +1,8 @@
 """Children that are forks of a process which has done the slow imports. Linux only.
 
-`ForkServer` is the side that asks, `serve` the process that forks. A fork ends up as a child of the asking process, not
-of the server, so its exit code, its death signal and its lifeline are those of every child, and it outlives the server.
+`ForkServer` is the side that asks, `serve` the process that forks. A fork ends up as a child of the
+asking process, not of the server, so its exit code, its death signal and its lifeline are those of
+every child, and it outlives the server.
 """
 
 import asyncio
@@ -26,20 +27,25 @@ _PR_GET_CHILD_SUBREAPER = 37
 class ForkServer:
     """A running fork server. Belongs to the loop that started it, like any `Child`.
 
-    command: a program that ends up in `serve` with the descriptor in its last argument. Raises ConfigError, OSError.
+    command: a program that ends up in `serve` with the descriptor in its last argument. Raises
+    ConfigError, OSError.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         try:
-            self.child = Child.start("fork server", [*command, str(theirs.fileno())], None, pass_fds=[theirs.fileno()])
+            self.child = Child.start(
+                "fork server", [*command, str(theirs.fileno())], None, pass_fds=[theirs.fileno()]
+            )
         except BaseException:
             self._sock.close()
             raise
         finally:
             theirs.close()
-        self._warm = asyncio.get_running_loop().create_task(self._receive(), name="fork server imports")
+        self._warm = asyncio.get_running_loop().create_task(
+            self._receive(), name="fork server imports"
+        )
         self._exchange = asyncio.Lock()
 
     @property
@@ -52,7 +58,9 @@ class ForkServer:
         await asyncio.shield(self._warm)
 
     async def fork(self, argument: int) -> Forked:
-        """Returns a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if there is none."""
+        """Returns a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if
+        there is none.
+        """
         async with asyncio.timeout(WARM_S):  # `wait_for` may swallow a cancellation (Python 3.11)
             await self.until_warm()
         forking = asyncio.get_running_loop().create_task(self._fork(argument), name="fork")
@@ -104,7 +112,8 @@ def _end_unwanted(forking: asyncio.Task[Forked]) -> None:
 
 def _pipes() -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns a child's stdin and stdout: our ends, and the child's."""
-    stdin, stdout = os.pipe(), os.pipe()
+    stdin = os.pipe()
+    stdout = os.pipe()
     return (stdin[1], stdout[0]), (stdin[0], stdout[1])
 
 
@@ -126,17 +135,20 @@ def _adopting() -> Iterator[None]:
             prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
 
 
-# ---- in the process that forks: it has one thread, because a fork has only the thread that forked -----------------
+# ---- in the process that forks: it has one thread, because a fork has only the thread that forked
+# -----------------
 
 
 def serve(fd: int) -> int:
     """Forks at each request on this socket; ends the process with the process that asks.
 
-    Returns in each fork, with the request's argument; stdin, stdout and stderr are the asking process's pipes then.
+    Returns in each fork, with the request's argument; stdin, stdout and stderr are the asking
+    process's pipes then.
     """
     sock = socket.socket(fileno=fd)
     gc.collect()
-    gc.freeze()  # a collection that looked at these objects would copy the pages that all forks share
+    # a collection that looked at these objects would copy the pages that all forks share
+    gc.freeze()
     sock.send(b"0")
     while True:
         argument, fds, _, _ = socket.recv_fds(sock, 1, 2)
@@ -152,7 +164,9 @@ def serve(fd: int) -> int:
 
 
 def _fork_orphan() -> int | None:
-    """Forks twice. Returns None in the fork; in the server its pid once it has lost its parent, 0 if there is none."""
+    """Forks twice. Returns None in the fork; in the server its pid once it has lost its parent, 0
+    if there is none.
+    """
     told, tell = os.pipe()
     try:
         if middle := os.fork():

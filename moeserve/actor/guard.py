@@ -1,9 +1,10 @@
 """The child's side of supervision: reads the start document, and ends the process with its parent.
 
-There are two ties, because each has a gap. The kernel's parent-death signal (Linux) kills at once, even inside a long
-native call, but also when the thread that started us ends, and it is lost if the parent died before we asked for it.
-The lifeline is our stdin: the parent holds its other end, so end-of-file means the parent's end, whatever killed it; a
-thread waits for that, and for further documents, which few children expect.
+There are two ties, because each has a gap. The kernel's parent-death signal (Linux) kills at once,
+even inside a long native call, but also when the thread that started us ends, and it is lost if the
+parent died before we asked for it. The lifeline is our stdin: the parent holds its other end, so
+end-of-file means the parent's end, whatever killed it; a thread waits for that, and for further
+documents, which few children expect.
 """
 
 import ctypes
@@ -23,7 +24,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Birth(msgspec.Struct, frozen=True):
-    """The start document's envelope: the one line of JSON that a parent writes into its child's stdin."""
+    """The start document's envelope: the one line of JSON that a parent writes into its child's
+    stdin.
+    """
 
     parent_pid: int
     document: msgspec.Raw
@@ -32,8 +35,8 @@ class Birth(msgspec.Struct, frozen=True):
 def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
     """Ties this process to its parent and returns the document (JSON) that the parent gave it.
 
-    later: called in a thread with each further one (see `Child.hand_over`). The first thing a child does. Exits with
-    code 77 if the parent is gone already.
+    later: called in a thread with each further one (see `Child.hand_over`). The first thing a child
+    does. Exits with code 77 if the parent is gone already.
     """
     lines = _read_lines()
     line = next(lines, None)
@@ -43,7 +46,9 @@ def adopt(later: Callable[[bytes], object] = lambda document: None) -> bytes:
     birth = _decode(line)
     if os.getppid() != birth.parent_pid:  # it died before we asked for the signal
         _end("the parent ended during start-up")
-    threading.Thread(target=_hold_lifeline, args=[lines, later], name="lifeline", daemon=True).start()
+    threading.Thread(
+        target=_hold_lifeline, args=[lines, later], name="lifeline", daemon=True
+    ).start()
     return bytes(birth.document)
 
 

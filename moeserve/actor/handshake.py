@@ -1,8 +1,10 @@
-"""The two sides of a wire find each other and prove who they are: addresses, CURVE keys, and the first frames.
+"""The two sides of a wire find each other and prove who they are: addresses, CURVE keys, and the
+first frames.
 
-Over TCP all machines of a cluster share one secret, from which the keys are derived. The listener's public key
-authenticates it to those who connect; the token in the first frame, which CURVE encrypts, authenticates them to the
-listener. Sockets of one machine are in a folder that nobody else can enter, and need the token only.
+Over TCP all machines of a cluster share one secret, from which the keys are derived. The listener's
+public key authenticates it to those who connect; the token in the first frame, which CURVE
+encrypts, authenticates them to the listener. Sockets of one machine are in a folder that nobody
+else can enter, and need the token only.
 """
 
 import hashlib
@@ -37,7 +39,9 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
-    """Returns a listener's answer to a hello: its own, a refusal to another protocol version, None to a stranger."""
+    """Returns a listener's answer to a hello: its own, a refusal to another protocol version, None
+    to a stranger.
+    """
     if not hmac.compare_digest(hello.token.encode(), own.token.encode()):
         return None
     if hello.version != own.version:
@@ -49,10 +53,14 @@ def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
 
 
 def check_address(address: str, keys: "Keys | None") -> None:
-    """Raises ConfigError unless this is `tcp://` with keys, or `ipc://` in a folder that only we can enter."""
+    """Raises ConfigError unless this is `tcp://` with keys, or `ipc://` in a folder that only we
+    can enter.
+    """
     if address.startswith("tcp://"):
         if keys is None:
-            raise ConfigError(f"{address}: messages cross a network only with CURVE keys; give a --cluster-key-file")
+            raise ConfigError(
+                f"{address}: messages cross a network only with CURVE keys; give a --cluster-key-file"
+            )
         return
     path = address.removeprefix("ipc://")
     if path == address:
@@ -65,7 +73,9 @@ def check_address(address: str, keys: "Keys | None") -> None:
     with ConfigError.instead_of(OSError, f"cannot use {folder} for sockets"):
         mode = os.stat(folder).st_mode & 0o777
     if mode & 0o077:
-        raise ConfigError(f"{folder} can be entered by others (mode {mode:o}); it must have mode 700")
+        raise ConfigError(
+            f"{folder} can be entered by others (mode {mode:o}); it must have mode 700"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +114,20 @@ def token_of(secret: bytes, purpose: str) -> str:
 
 
 def read_secret(path: str) -> bytes:
-    """Reads the cluster's secret from a file. Raises ConfigError when others can read the file, or it is too short."""
+    """Reads the cluster's secret from a file. Raises ConfigError when others can read the file, or
+    it is too short.
+    """
     with ConfigError.instead_of(OSError, f"--cluster-key-file: cannot read {path}"):
         info = os.stat(path)
         secret = Path(path).read_bytes().strip()
     mode = stat.S_IMODE(info.st_mode)
-    # A Secret in a pod whose user is not root: root owns it, and lets the pod's own group (fsGroup) read it.
+    # A Secret in a pod whose user is not root: root owns it, and lets the pod's own group (fsGroup)
+    # read it.
     others = 0o037 if info.st_uid == 0 != os.geteuid() else 0o077
     if mode & others:
-        raise ConfigError(f"--cluster-key-file: {path} can be read by others (mode {mode:o}); run: chmod 600 {path}")
+        raise ConfigError(
+            f"--cluster-key-file: {path} can be read by others (mode {mode:o}); run: chmod 600 {path}"
+        )
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"--cluster-key-file: {path} holds {len(secret)} bytes and a secret needs {MIN_SECRET_BYTES}; "

@@ -1,4 +1,6 @@
-"""Process handles: what every supervised process offers, and child processes. Works on asyncio and on uvloop."""
+"""Process handles: what every supervised process offers, and child processes. Works on asyncio and
+on uvloop.
+"""
 
 import asyncio
 import fcntl
@@ -23,7 +25,9 @@ from moeserve.errors import ConfigError
 TAIL_LINES = 20
 MAX_LINE_BYTES = 4096
 PIPE_BYTES = 65536  # that fit into any pipe
-LOG_GRACE_S = 0.5  # for the last log lines after the exit; a grandchild may hold the pipe open for ever
+LOG_GRACE_S = (
+    0.5  # for the last log lines after the exit; a grandchild may hold the pipe open for ever
+)
 
 # Control characters but the tab, line and paragraph separators, changes of writing direction.
 _CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if code != 0x09}
@@ -32,7 +36,9 @@ _CONTROL |= {code: f"\\u{code:04x}" for code in [*range(0x2028, 0x202F), *range(
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a process. exit_code as in `subprocess`: negative is minus the signal. log_tail: its last lines."""
+    """The end of a process. exit_code as in `subprocess`: negative is minus the signal. log_tail:
+    its last lines.
+    """
 
     name: str
     pid: int
@@ -59,7 +65,9 @@ class Death:
 
 
 class Forked:
-    """A forked child of this process and our ends of its pipes: the part of `subprocess.Popen` that `Child` uses."""
+    """A forked child of this process and our ends of its pipes: the part of `subprocess.Popen` that
+    `Child` uses.
+    """
 
     def __init__(self, pid: int, stdin: int, stdout: int) -> None:
         self.pid = pid
@@ -97,7 +105,9 @@ def close_pipes(process: subprocess.Popen[bytes] | Forked) -> None:
 
 
 class Process(ABC):
-    """A process under supervision, on this machine (`Child`) or on another one. pid: 0 while it is not known."""
+    """A process under supervision, on this machine (`Child`) or on another one. pid: 0 while it is
+    not known.
+    """
 
     def __init__(self, name: str, pid: int) -> None:
         self.name = name
@@ -110,7 +120,9 @@ class Process(ABC):
         return not self._death.done()
 
     async def death(self) -> Death:
-        """Returns when the process has ended and its last log lines were read. May be awaited by several."""
+        """Returns when the process has ended and its last log lines were read. May be awaited by
+        several.
+        """
         return await asyncio.shield(self._death)
 
     @abstractmethod
@@ -142,7 +154,9 @@ def to_stderr(line: str) -> None:
 class Child(Process):
     """A child process. It ends with the loop and with the thread that started it: see guard.py."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None]
+    ) -> None:
         super().__init__(name, process.pid)
         self._reason = ""  # why we killed it
         self._process = process
@@ -163,11 +177,12 @@ class Child(Process):
         forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
     ) -> "Child":
-        """Starts `command` and hands it `document` (JSON; None for none) over stdin, which nobody else can read.
+        """Starts `command` and hands it `document` (JSON; None for none) over stdin, which nobody
+        else can read.
 
-        The child must call `guard.adopt()` first. Its stdout and stderr are kept as log tail and passed on, line
-        by line and with control characters escaped, to `forward` (default: our stderr). pass_fds: descriptors that
-        it inherits. Raises ConfigError.
+        The child must call `guard.adopt()` first. Its stdout and stderr are kept as log tail and
+        passed on, line by line and with control characters escaped, to `forward` (default: our
+        stderr). pass_fds: descriptors that it inherits. Raises ConfigError.
         """
         with ConfigError.instead_of(OSError, f"cannot start {name} ({command[0]})"):
             process = subprocess.Popen(
@@ -178,7 +193,11 @@ class Child(Process):
                 bufsize=0,
                 pass_fds=pass_fds,
             )
-        return cls(name, process, forward) if document is None else cls.take(name, process, document, forward=forward)
+        return (
+            cls(name, process, forward)
+            if document is None
+            else cls.take(name, process, document, forward=forward)
+        )
 
     @classmethod
     def take(
@@ -189,7 +208,9 @@ class Child(Process):
         *,
         forward: Callable[[str], None] = to_stderr,
     ) -> "Child":
-        """Watches a process that runs already and waits for its document. Raises ConfigError, and ends the process."""
+        """Watches a process that runs already and waits for its document. Raises ConfigError, and
+        ends the process.
+        """
         try:
             _hand_over(process, document, name)
         except ConfigError:
@@ -212,7 +233,9 @@ class Child(Process):
         self._process.send_signal(signal.SIGTERM)
 
     def hand_over(self, document: bytes, forward: Callable[[str], None] | None = None) -> None:
-        """Gives the running child another document: see `guard.adopt`. forward: for its lines from now on."""
+        """Gives the running child another document: see `guard.adopt`. forward: for its lines from
+        now on.
+        """
         if forward is not None:
             self._log.forward = forward
         _hand_over(self._process, document, self.name)
@@ -243,7 +266,9 @@ class Child(Process):
 def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name: str) -> None:
     line = msgspec.json.encode(Birth(os.getpid(), msgspec.Raw(document))) + b"\n"
     assert process.stdin is not None
-    if len(line) > PIPE_BYTES:  # the pipe must take all of it before anyone reads: writing must not block the loop
+    if (
+        len(line) > PIPE_BYTES
+    ):  # the pipe must take all of it before anyone reads: writing must not block the loop
         what = f"cannot hand {name} a start document of {len(line)} bytes through a pipe"
         with ConfigError.instead_of((AttributeError, OSError), what):
             fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(line))  # type: ignore[attr-defined,unused-ignore]  # Linux
@@ -283,7 +308,9 @@ class _LogLines(asyncio.Protocol):
 
 
 def one_line(text: str) -> str:
-    """Returns text that cannot forge a log line or move a terminal's cursor: control characters become \\xNN."""
+    """Returns text that cannot forge a log line or move a terminal's cursor: control characters
+    become \\xNN.
+    """
     return text.rstrip("\r\n").translate(_CONTROL)
 
 

@@ -1,4 +1,6 @@
-"""Keeps one process running: waits until it is ready or dead, restarts it with growing pauses, gives up loudly."""
+"""Keeps one process running: waits until it is ready or dead, restarts it with growing pauses,
+gives up loudly.
+"""
 
 import asyncio
 import logging
@@ -18,11 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Restarts after pauses of first_pause_s * 2^k, at most max_pause_s; k counts the deaths within window_s.
+    """Restarts after pauses of first_pause_s * 2^k, at most max_pause_s; k counts the deaths within
+    window_s.
 
-    More than max_deaths within window_s end the restarts. proven_s: a process that was ready for so long is started
-    again at once, and its earlier deaths no longer count. silence_s: a starting process that shows no progress for so
-    long is killed.
+    More than max_deaths within window_s end the restarts. proven_s: a process that was ready for so
+    long is started again at once, and its earlier deaths no longer count. silence_s: a starting
+    process that shows no progress for so long is killed.
     """
 
     first_pause_s: float = 0.25
@@ -36,7 +39,8 @@ class RestartPolicy:
 class Supervisor(ABC):
     """Keeps one process at a time running; `run` is its whole life.
 
-    Subclasses start the process, and call `progress` while it starts and `serving` once it is ready.
+    Subclasses start the process, and call `progress` while it starts and `serving` once it is
+    ready.
     """
 
     def __init__(self, name: str, policy: RestartPolicy | None = None) -> None:
@@ -62,7 +66,8 @@ class Supervisor(ABC):
         """Takes note of a death. again_in_s: seconds to the next start, None if there will be none."""
 
     async def run(self) -> Death:
-        """Starts the process again and again; returns its last death after `stop` or after giving up.
+        """Starts the process again and again; returns its last death after `stop` or after giving
+        up.
 
         Cancelling it kills the process.
         """
@@ -98,7 +103,9 @@ class Supervisor(ABC):
                 await child.death()
 
     async def stop(self, term_s: float) -> None:
-        """Ends the process (SIGTERM, SIGKILL after `term_s`) and makes `run` return. There is no restart."""
+        """Ends the process (SIGTERM, SIGKILL after `term_s`) and makes `run` return. There is no
+        restart.
+        """
         self.retire()
         if self.child is not None:
             await self.child.stop(term_s)
@@ -131,9 +138,14 @@ class Supervisor(ABC):
         """Returns the seconds until the next start, None if there will be none."""
         if self._retired.is_set():
             return None
-        policy, now = self.policy, time.monotonic()
+        policy = self.policy
+        now = time.monotonic()
         if not curable:
-            log.log(logging.ERROR if death.exit_code else logging.INFO, "%s; not started again", death.summary)
+            log.log(
+                logging.ERROR if death.exit_code else logging.INFO,
+                "%s; not started again",
+                death.summary,
+            )
             return None
         if self._ready_s is not None and now - self._ready_s >= policy.proven_s:
             self._deaths.clear()
@@ -144,10 +156,18 @@ class Supervisor(ABC):
             self._deaths.popleft()
         number = len(self._deaths)
         if number > policy.max_deaths:
-            log.critical("%s; giving up: %d deaths within %g s", death.summary, number, policy.window_s)
+            log.critical(
+                "%s; giving up: %d deaths within %g s", death.summary, number, policy.window_s
+            )
             return None
         pause_s: float = min(policy.first_pause_s * 2.0 ** (number - 1), policy.max_pause_s)
-        log.error("%s; starting it again in %g s (%d of %d)", death.summary, pause_s, number, policy.max_deaths)
+        log.error(
+            "%s; starting it again in %g s (%d of %d)",
+            death.summary,
+            pause_s,
+            number,
+            policy.max_deaths,
+        )
         return pause_s
 
     async def _retired_within(self, pause_s: float) -> bool:

@@ -1,11 +1,13 @@
-"""A wire carries messages between two actors in different processes: ZeroMQ over `ipc://`, or `tcp://` with CURVE keys.
+"""A wire carries messages between two actors in different processes: ZeroMQ over `ipc://`, or
+`tcp://` with CURVE keys.
 
-Messages are msgspec structs in msgpack; the first frame is a hello with the protocol version and a token. The listener
-(ROUTER) accepts one peer, the one that knows the token, and drops and counts everything else. Order is kept. The loss
-of the peer puts a `PeerGone` into the inbox, behind the last message that arrived from it.
+Messages are msgspec structs in msgpack; the first frame is a hello with the protocol version and a
+token. The listener (ROUTER) accepts one peer, the one that knows the token, and drops and counts
+everything else. Order is kept. The loss of the peer puts a `PeerGone` into the inbox, behind the
+last message that arrived from it.
 
-Nothing polls: ZeroMQ's descriptor wakes the loop (asyncio or uvloop), its monitor reports a closed connection, and
-heartbeats over TCP report a machine that vanished.
+Nothing polls: ZeroMQ's descriptor wakes the loop (asyncio or uvloop), its monitor reports a closed
+connection, and heartbeats over TCP report a machine that vanished.
 """
 
 import asyncio
@@ -34,14 +36,18 @@ log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 128 * 2**20
 MAX_WAITING = 10_000  # frames on their way in each direction
 READ_BURST = 256  # frames per turn of the loop, so that a flood cannot starve everything else
-HEARTBEAT_MS, VANISHED_MS = 1000, 5000  # over TCP: a machine that is silent for so long is gone
+# over TCP: a machine that is silent for so long is gone
+HEARTBEAT_MS = 1000
+VANISHED_MS = 5000
 NEVER_MS = 2**30  # 12 days: a wire that has lost its peer is closed long before
 _GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENTS = _GONE_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 
 
 class PeerGone(msgspec.Struct, frozen=True):
-    """Notice that the other end of a wire is lost: it ended, was killed, or speaks another protocol version."""
+    """Notice that the other end of a wire is lost: it ended, was killed, or speaks another protocol
+    version.
+    """
 
     cause: str
 
@@ -51,12 +57,13 @@ _decode_greeting = msgspec.msgpack.Decoder(Hello | Refusal).decode
 
 
 class ZmqWire(Generic[Out, In]):
-    """One end of a wire between exactly two processes, made by `listen` or `connect`. Belongs to the running loop.
+    """One end of a wire between exactly two processes, made by `listen` or `connect`. Belongs to
+    the running loop.
 
-    address: `ipc:///path`, in a directory that only we can enter, or `tcp://host:port` with `keys` (port *: any free
-    one; the listener's `address` then has its number). token: the secret that both ends know. receives: the union of
-    messages that may come. inbox: where they go. notice: makes the inbox's message from a `PeerGone`. Raises
-    ConfigError if the address cannot be used.
+    address: `ipc:///path`, in a directory that only we can enter, or `tcp://host:port` with `keys`
+    (port *: any free one; the listener's `address` then has its number). token: the secret that
+    both ends know. receives: the union of messages that may come. inbox: where they go. notice:
+    makes the inbox's message from a `PeerGone`. Raises ConfigError if the address cannot be used.
     """
 
     def __init__(
@@ -93,8 +100,8 @@ class ZmqWire(Generic[Out, In]):
         socket.set_hwm(MAX_WAITING)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
-        # A peer that comes back is another process; it gets another wire. Not ZeroMQ's own "never" (-1): with a lost
-        # connection that drops what came over it and was not read yet.
+        # A peer that comes back is another process; it gets another wire. Not ZeroMQ's own "never"
+        # (-1): with a lost connection that drops what came over it and was not read yet.
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         if keys is not None:
             secure(socket, keys, listens=self._kind == zmq.ROUTER)
@@ -113,7 +120,9 @@ class ZmqWire(Generic[Out, In]):
                 socket.connect(self.address)
         except (zmq.ZMQError, OSError) as exc:
             self._release()
-            raise ConfigError(f"cannot use {self.address} for messages between processes: {exc}") from exc
+            raise ConfigError(
+                f"cannot use {self.address} for messages between processes: {exc}"
+            ) from exc
         self._loop.add_reader(socket.FD, self._read)
         self._loop.add_reader(self._monitor.FD, self._on_monitor)
         if self._kind == zmq.DEALER:
@@ -123,9 +132,11 @@ class ZmqWire(Generic[Out, In]):
         self._loop.call_soon(self._on_monitor)
 
     def send(self, msg: Out) -> bool:
-        """Sends in order, without blocking. Returns False if there is no peer yet, or no more: `PeerGone` says why.
+        """Sends in order, without blocking. Returns False if there is no peer yet, or no more:
+        `PeerGone` says why.
 
-        Raises Overloaded when the peer does not keep up, ValueError for a message beyond MAX_FRAME_BYTES.
+        Raises Overloaded when the peer does not keep up, ValueError for a message beyond
+        MAX_FRAME_BYTES.
         """
         if self._gone is not None or (self._kind == zmq.ROUTER and not self.greeted):
             return False
@@ -139,14 +150,17 @@ class ZmqWire(Generic[Out, In]):
         try:
             self._socket.send_multipart([*self._route, frame], zmq.NOBLOCK)
         except zmq.Again:
-            raise Overloaded(f"{self.inbox.owner}: the peer does not read; {what} was not sent") from None
+            raise Overloaded(
+                f"{self.inbox.owner}: the peer does not read; {what} was not sent"
+            ) from None
         except zmq.ZMQError as exc:
             if exc.errno != errno.EHOSTUNREACH:
                 raise
             self._read_rest()
             self._lose("the connection was closed by the other process")
             return False
-        # Sending may swallow the descriptor's news of an incoming frame; see zmq_getsockopt(3), ZMQ_FD.
+        # Sending may swallow the descriptor's news of an incoming frame; see zmq_getsockopt(3),
+        # ZMQ_FD.
         if int(self._socket.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._read)
         return True
@@ -193,7 +207,8 @@ class ZmqWire(Generic[Out, In]):
         elif (answer := answer_hello(greeting, self._hello)) is None:
             self._drop("a wrong token")
         else:
-            self._route, self._peer_fd = sender, fd
+            self._route = sender
+            self._peer_fd = fd
             self.greeted = isinstance(answer, Hello)
             if self._kind == zmq.ROUTER:
                 self._send(answer)
@@ -204,7 +219,9 @@ class ZmqWire(Generic[Out, In]):
 
     def _drop(self, what: str) -> None:
         self.num_dropped += 1
-        if self.num_dropped.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of frames is no flood of log lines
+        if (
+            self.num_dropped.bit_count() == 1
+        ):  # 1, 2, 4, 8, ...: a flood of frames is no flood of log lines
             log.warning("%s: dropped %s (%d so far)", self.inbox.owner, what, self.num_dropped)
 
     # How a wire ends
@@ -213,14 +230,17 @@ class ZmqWire(Generic[Out, In]):
         if self._gone is not None:
             return
         gone: set[int] = set()
-        # Again behind what was read: the hello may be among it, over a connection that took the number of a lost one.
+        # Again behind what was read: the hello may be among it, over a connection that took the
+        # number of a lost one.
         while self._take_events(gone) and gone:
             self._read_rest()
         if gone and (self._kind == zmq.DEALER or self._peer_fd in gone):
             self._lose(self._why_closed())
 
     def _take_events(self, gone: set[int]) -> bool:
-        """Adds to `gone` the connections that the monitor reports as lost. Returns False without news."""
+        """Adds to `gone` the connections that the monitor reports as lost. Returns False without
+        news.
+        """
         told = False
         with suppress(zmq.Again):
             while True:
@@ -241,7 +261,9 @@ class ZmqWire(Generic[Out, In]):
         return f"{self.address} closed the connection before it answered: is the cluster key there the same?"
 
     def _read_rest(self) -> None:
-        """Delivers what arrived before the end, whatever the inbox's limit: the notice comes behind it."""
+        """Delivers what arrived before the end, whatever the inbox's limit: the notice comes behind
+        it.
+        """
         while self._gone is None and self._read_one():
             pass
 
@@ -262,19 +284,23 @@ class ZmqWire(Generic[Out, In]):
         return True
 
     async def connected(self, deadline_s: float | None) -> None:
-        """Returns when both ends know each other. Raises ActorStopped with the cause, or TimeoutError. None: waits for
-        as long as it takes."""
+        """Returns when both ends know each other. Raises ActorStopped with the cause, or
+        TimeoutError. None: waits for as long as it takes."""
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.shield(self._connected)
         except TimeoutError:
-            raise TimeoutError(f"{self.inbox.owner}: nobody has connected within {deadline_s:g} s") from None
+            raise TimeoutError(
+                f"{self.inbox.owner}: nobody has connected within {deadline_s:g} s"
+            ) from None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes the wire; safe to repeat. What was sent before still leaves if that takes at most `linger_s`.
+        """Closes the wire; safe to repeat. What was sent before still leaves if that takes at most
+        `linger_s`.
 
-        The peer then has it before its notice, except where as many messages as the wire's limit were unread there, or
-        the network loses packets at that moment. What must not be lost needs a peer that closes first.
+        The peer then has it before its notice, except where as many messages as the wire's limit
+        were unread there, or the network loses packets at that moment. What must not be lost needs
+        a peer that closes first.
         """
         if self._socket.closed:
             return
@@ -291,6 +317,7 @@ class ZmqWire(Generic[Out, In]):
                 os.unlink(self.address.removeprefix("ipc://"))
 
 
-# `listen` waits at an address for the one peer with the token, `connect` makes the other end, which may send at once.
+# `listen` waits at an address for the one peer with the token, `connect` makes the other end, which
+# may send at once.
 listen: Callable[..., ZmqWire[Any, Any]] = partial(ZmqWire, zmq.ROUTER)
 connect: Callable[..., ZmqWire[Any, Any]] = partial(ZmqWire, zmq.DEALER)

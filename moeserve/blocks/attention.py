@@ -1,4 +1,5 @@
-"""Grouped-query attention in numbers: heads, norms, rotary embedding, and which earlier tokens a query sees.
+"""Grouped-query attention in numbers: heads, norms, rotary embedding, and which earlier tokens a
+query sees.
 
 D model width, H query heads and G KV heads of the model, d width of queries and keys, v of values.
 """
@@ -28,16 +29,17 @@ class Heads:
 class Attention(Mixer):
     """A mixer: softmax attention of H query heads on G KV heads.
 
-    v_dim: of values; None: head_dim. rope: None for NoPE. scale: of scores; None: head_dim ** -0.5. query_scale: grows
-    with the position (Llama-4).
-    qk_norm: RMS norms of queries and keys: per head (`head`, Qwen3), over all heads together (`full`, OLMoE), or per
-    head without weights (`unit`, Llama-4). norm_last: behind the rotation (Hunyuan). value_norm: of each value head,
-    without weights (Gemma 4). clip: the largest magnitude of queries, keys and values (OLMoE).
-    shared_kv: values are what keys were before norm and rotation (Gemma 4). value_scale: of values (MiMo-V2).
+    v_dim: of values; None: head_dim. rope: None for NoPE. scale: of scores; None: head_dim ** -0.5.
+    query_scale: grows with the position (Llama-4). qk_norm: RMS norms of queries and keys: per head
+    (`head`, Qwen3), over all heads together (`full`, OLMoE), or per head without weights (`unit`,
+    Llama-4). norm_last: behind the rotation (Hunyuan). value_norm: of each value head, without
+    weights (Gemma 4). clip: the largest magnitude of queries, keys and values (OLMoE). shared_kv:
+    values are what keys were before norm and rotation (Gemma 4). value_scale: of values (MiMo-V2).
     sinks: a score per head that takes weight and gives no value (gpt-oss). soft_cap: scores become
-    soft_cap * tanh(score / soft_cap). gate: results are multiplied by the sigmoid of one more product, for each head
-    (Step-3.5) or each element (Trinity). gate_in_q: the checkpoint has a head's gates below its queries, in q_proj
-    (Qwen3-Next). inputs: queries, keys and values are made of so many rows of the model's width side by side (EAGLE-3).
+    soft_cap * tanh(score / soft_cap). gate: results are multiplied by the sigmoid of one more
+    product, for each head (Step-3.5) or each element (Trinity). gate_in_q: the checkpoint has a
+    head's gates below its queries, in q_proj (Qwen3-Next). inputs: queries, keys and values are
+    made of so many rows of the model's width side by side (EAGLE-3).
     """
 
     num_heads: int
@@ -68,7 +70,12 @@ class Attention(Mixer):
     @property
     def is_one_call(self) -> bool:
         """Whether nothing is between the steps of attention, so that kernels may join them."""
-        between = self.qk_norm == "full" or self.query_scale or self.gate != "none" or self.value_scale != 1.0
+        between = (
+            self.qk_norm == "full"
+            or self.query_scale
+            or self.gate != "none"
+            or self.value_scale != 1.0
+        )
         return not between
 
     @property
@@ -77,8 +84,11 @@ class Attention(Mixer):
 
         12 query heads on 4 KV heads -> [1, 2, 4, 12]
         """
-        heads, kv = self.num_heads, self.num_kv_heads
-        return [tp for tp in range(1, heads + 1) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
+        heads = self.num_heads
+        kv = self.num_kv_heads
+        return [
+            tp for tp in range(1, heads + 1) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+        ]
 
     @property
     def sharing(self) -> str:
@@ -86,14 +96,18 @@ class Attention(Mixer):
         return f"{self.num_heads} query heads on {self.num_kv_heads} KV heads"
 
     def local_heads(self, world: World) -> Heads:
-        """Returns this rank's heads; a KV head that several ranks need is computed and cached by each of them.
+        """Returns this rank's heads; a KV head that several ranks need is computed and cached by
+        each of them.
 
         8 query heads on 2 KV heads, rank 3 of 4 -> queries 6 and 7, KV head 1
         """
-        tp, rank = world.tp_size, world.tp_rank
+        tp = world.tp_size
+        rank = world.tp_rank
         assert tp in self.possible_tp, (tp, self)
         queries = self.num_heads // tp
-        return Heads(rank * queries, queries, rank * self.num_kv_heads // tp, self.local_kv_heads(tp))
+        return Heads(
+            rank * queries, queries, rank * self.num_kv_heads // tp, self.local_kv_heads(tp)
+        )
 
     def local_kv_heads(self, tp_size: int) -> int:
         """Returns the number of KV heads in each rank's cache."""
@@ -108,12 +122,17 @@ class Attention(Mixer):
         """See `Mixer`."""
         from moeserve.ops.inputs import HeadShape  # has torch
 
-        return HeadShape(self.num_heads // tp_size, self.local_kv_heads(tp_size), self.head_dim, self.value_dim)
+        return HeadShape(
+            self.num_heads // tp_size, self.local_kv_heads(tp_size), self.head_dim, self.value_dim
+        )
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
-        heads, results = self.num_heads * self.head_dim, self.num_heads * self.value_dim
-        qkv = heads + self.num_kv_heads * (self.head_dim + (0 if self.shared_kv else self.value_dim))
+        heads = self.num_heads * self.head_dim
+        results = self.num_heads * self.value_dim
+        qkv = heads + self.num_kv_heads * (
+            self.head_dim + (0 if self.shared_kv else self.value_dim)
+        )
         gates = {"none": 0, "head": self.num_heads, "element": results}[self.gate]
         return [(qkv, self.inputs * width), (width, results), *([(gates, width)] if gates else [])]
 
@@ -126,12 +145,20 @@ class Attention(Mixer):
         from moeserve.ops.native_layer import HEAD_DIMS  # has torch
 
         known = self.head_dim in HEAD_DIMS
-        return "" if known else f"{kernels.capitalize()} attention does not know heads of width {self.head_dim}"
+        return (
+            ""
+            if known
+            else f"{kernels.capitalize()} attention does not know heads of width {self.head_dim}"
+        )
 
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Adds qkv, out and gate with their biases, q_norm and k_norm, and sinks."""
-        block, dim, v_dim = plan.block(ours, theirs, "self_attn."), self.head_dim, self.value_dim
-        width, local, results = plan.width, self.local_heads(plan.world), self.num_heads * v_dim
+        block = plan.block(ours, theirs, "self_attn.")
+        dim = self.head_dim
+        v_dim = self.value_dim
+        width = plan.width
+        local = self.local_heads(plan.world)
+        results = self.num_heads * v_dim
 
         def rows(first: int, count: int, total: int, size: int) -> tuple[int, slice]:
             return total * size, slice(first * size, (first + count) * size)
@@ -143,7 +170,9 @@ class Attention(Mixer):
             ("k_proj", *rows(*kv, dim)),
             ("k_proj" if self.shared_kv else "v_proj", *rows(*kv, v_dim)),
         ]
-        block.stack("qkv", [(f"{x}.weight", n, taken) for x, n, taken in parts], self.inputs * width)
+        block.stack(
+            "qkv", [(f"{x}.weight", n, taken) for x, n, taken in parts], self.inputs * width
+        )
         if self.qkv_bias:
             block.stack("qkv_bias", [(f"{x}.bias", n, taken) for x, n, taken in parts])
         if self.qk_norm in ("head", "full"):

@@ -1,7 +1,8 @@
-"""The attention block of a decoder: project, normalise, rotate, write to the cache, attend, project back.
+"""The attention block of a decoder: project, normalise, rotate, write to the cache, attend, project
+back.
 
-T tokens (padded rows included), D model width, H heads and G KV heads of this rank, d width of queries and keys, v of
-values.
+T tokens (padded rows included), D model width, H heads and G KV heads of this rank, d width of
+queries and keys, v of values.
 """
 
 import math
@@ -26,7 +27,9 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """The inputs of one step that the attention blocks of one KV group with equal heads and angles share."""
+    """The inputs of one step that the attention blocks of one KV group with equal heads and angles
+    share.
+    """
 
     at: RopeCacheInputs
     plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
@@ -35,22 +38,32 @@ class AttentionStep:
     scale_T11: Tensor | None = None  # of queries
 
     def attend(
-        self, ops: Ops, q_THd: Tensor, cache: LayerCache, sinks_H: Tensor | None = None, soft_cap: float = 0.0
+        self,
+        ops: Ops,
+        q_THd: Tensor,
+        cache: LayerCache,
+        sinks_H: Tensor | None = None,
+        soft_cap: float = 0.0,
     ) -> Tensor:
-        """Returns the attention to the cache, [T, H * v]. sinks_H, soft_cap: as `ops.attention` takes them."""
+        """Returns the attention to the cache, [T, H * v]. sinks_H, soft_cap: as `ops.attention`
+        takes them.
+        """
         attention = ops.attention
         if sinks_H is not None or soft_cap:
             attention = partial(attention, sinks_H=sinks_H, soft_cap=soft_cap)
         if self.cut is None:
             return attention(q_THd, *cache, self.plan)
-        return self.cut(q_THd, self.plan, lambda q, plan, out: attention(q, *cache, plan, out=out), self.width)
+        return self.cut(
+            q_THd, self.plan, lambda q, plan, out: attention(q, *cache, plan, out=out), self.width
+        )
 
 
 class QueryScales:
     """The factors of `QueryScale` for every position, fp32, looked up by position."""
 
     def __init__(self, scale: QueryScale, max_position: int, device: torch.device) -> None:
-        self._every, self._first = scale.every, scale.first
+        self._every = scale.every
+        self._first = scale.first
         steps = torch.arange((max_position + scale.first) // scale.every + 1).double()
         self._table = (1 + scale.slope * torch.log1p(steps)).float().to(device)
 
@@ -62,7 +75,9 @@ class QueryScales:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareAttention:
-    """Makes the `AttentionStep` of the layers of one KV group with equal heads, angles and query scales."""
+    """Makes the `AttentionStep` of the layers of one KV group with equal heads, angles and query
+    scales.
+    """
 
     ops: Ops
     group: int
@@ -72,7 +87,9 @@ class PrepareAttention:
 
     def __call__(self, step: StepInputs, positions_T: Tensor) -> AttentionStep:
         """Looks the angles up and plans attention."""
-        at = RopeCacheInputs(*self.rotary.of_heads(positions_T), step.groups[self.group].slot_mapping_T)
+        at = RopeCacheInputs(
+            *self.rotary.of_heads(positions_T), step.groups[self.group].slot_mapping_T
+        )
         plan = self.plan_rows if step.cut else self.plan_rows(step)
         scale_T11 = None if self.scales is None else self.scales(positions_T)
         return AttentionStep(at, plan, self.shape.num_heads * self.shape.v_dim, step.cut, scale_T11)
@@ -83,21 +100,26 @@ class PrepareAttention:
 
 
 class AttentionLayer:
-    """Grouped-query attention of this rank's heads over its paged cache; head outputs are gathered before `out`.
+    """Grouped-query attention of this rank's heads over its paged cache; head outputs are gathered
+    before `out`.
 
-    qkv: D -> (H + G) * d + G * v, queries first. rule: the treatment of heads. full_norms: fp32 weights of the norms
-    over all query heads of the model together and over all its key heads together (OLMoE). gate: D -> H or H * v.
+    qkv: D -> (H + G) * d + G * v, queries first. rule: the treatment of heads. full_norms: fp32
+    weights of the norms over all query heads of the model together and over all its key heads
+    together (OLMoE). gate: D -> H or H * v.
     """
 
     def __init__(self, spec: Attention, build: Builder, name: str, group: int) -> None:
-        self.spec, self.tp = spec, build.tp
+        self.spec = spec
+        self.tp = build.tp
         self.ops = ops = build.ops
-        heads, dim = spec.local_heads(build.world), spec.head_dim
+        heads = spec.local_heads(build.world)
+        dim = spec.head_dim
         if spec.gate_in_q:
             _part_gates(spec, heads, build, name)
         if (order := half_layout(spec.rope, dim)) is not None:
             _reorder(spec, heads, build, name, order)
-        head_norms, self.full_norms = None, None
+        head_norms = None
+        self.full_norms = None
         if spec.qk_norm == "unit":
             head_norms = torch.ones(heads.count + heads.count_kv, dim, device=ops.device)
         elif spec.qk_norm != "none":
@@ -105,24 +127,46 @@ class AttentionLayer:
             if spec.qk_norm == "full":
                 self.full_norms = q_norm, k_norm
             else:
-                head_norms = torch.cat((q_norm.expand(heads.count, -1), k_norm.expand(heads.count_kv, -1)), 0)
-        scale, clip = dim**-0.5 if spec.scale is None else spec.scale, math.inf if spec.clip is None else spec.clip
+                head_norms = torch.cat(
+                    (q_norm.expand(heads.count, -1), k_norm.expand(heads.count_kv, -1)), 0
+                )
+        scale = dim**-0.5 if spec.scale is None else spec.scale
+        clip = math.inf if spec.clip is None else spec.clip
         v_dim = None if spec.v_dim == dim else spec.v_dim
         self.rule = HeadRule(
-            heads.count, heads.count_kv, scale, build.eps, head_norms, clip, v_dim, spec.norm_last, spec.value_norm
+            heads.count,
+            heads.count_kv,
+            scale,
+            build.eps,
+            head_norms,
+            clip,
+            v_dim,
+            spec.norm_last,
+            spec.value_norm,
         )
-        self.qkv, self.out = build.linear(name + "qkv"), build.columns(name + "out", build.width)
+        self.qkv = build.linear(name + "qkv")
+        self.out = build.columns(name + "out", build.width)
         self.gate = build.linear(name + "gate") if spec.gate != "none" else None
         self.sinks_H = build.fp32(name + "sinks") if spec.sinks else None
-        self.prepare = prepare_attention(build, group, spec.head_shape(self.tp.size), spec.rope, dim, spec.query_scale)
-        self._attend = ops.opaque(AttentionStep.attend)  # which may end one recording and begin another
+        self.prepare = prepare_attention(
+            build, group, spec.head_shape(self.tp.size), spec.rope, dim, spec.query_scale
+        )
+        self._attend = ops.opaque(
+            AttentionStep.attend
+        )  # which may end one recording and begin another
         self.block = None
         if ops.attention_block is not None and spec.is_one_call:
             last = self.out.part if self.tp.size == 1 else None
-            self.block = ops.attention_block(self.qkv, last, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap)
+            self.block = ops.attention_block(
+                self.qkv, last, self.rule, dim, ops.dtype, self.sinks_H, spec.soft_cap
+            )
 
-    def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
-        """Returns the attention block's output [T, D]; writes the new keys and values to `cache` first."""
+    def __call__(
+        self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int
+    ) -> Tensor:
+        """Returns the attention block's output [T, D]; writes the new keys and values to `cache`
+        first.
+        """
         if self.block is not None:
             y = self.block(x_TD, step.at, cache, step.plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
@@ -140,12 +184,19 @@ class AttentionLayer:
             attended = self.ops.sigmoid_mul(attended, self.gate(x_TD))
         return self.out(self.tp.gather_columns(attended, channel), channel)
 
-    def _normalise_fully(self, qkv_TN: Tensor, weights: tuple[Tensor, Tensor], channel: int) -> Tensor:
-        """Queries and keys in fp32, after norms over all ranks' heads: those are gathered, since a sum of the ranks'
-        sums would round differently."""
-        size, rank, heads, dim = self.tp.size, self.tp.rank, self.rule.num_heads, self.spec.head_dim
+    def _normalise_fully(
+        self, qkv_TN: Tensor, weights: tuple[Tensor, Tensor], channel: int
+    ) -> Tensor:
+        """Queries and keys in fp32, after norms over all ranks' heads: those are gathered, since a
+        sum of the ranks' sums would round differently."""
+        size = self.tp.size
+        rank = self.tp.rank
+        heads = self.rule.num_heads
+        dim = self.spec.head_dim
         holders = max(1, size // self.spec.num_kv_heads)  # ranks that have the same keys
-        gathered = self.tp.gather_columns(qkv_TN[:, : (heads + self.rule.num_kv_heads) * dim].contiguous(), channel)
+        gathered = self.tp.gather_columns(
+            qkv_TN[:, : (heads + self.rule.num_kv_heads) * dim].contiguous(), channel
+        )
         all_TRHd = gathered.view(len(gathered), size, -1, dim)
         parts = all_TRHd[:, :, :heads], all_TRHd[:, ::holders, heads:]
         mine = []
@@ -158,24 +209,43 @@ class AttentionLayer:
 def _part_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
     """Moves the rows of gates out of qkv, where they follow the queries of their head."""
     each = spec.head_dim + spec.value_dim
-    gates = [h * each + spec.head_dim + i for h in range(heads.count) for i in range(spec.value_dim)]
-    kv = range(heads.count * each, heads.count * each + heads.count_kv * (spec.head_dim + spec.value_dim))
+    gates = [
+        h * each + spec.head_dim + i for h in range(heads.count) for i in range(spec.value_dim)
+    ]
+    kv = range(
+        heads.count * each, heads.count * each + heads.count_kv * (spec.head_dim + spec.value_dim)
+    )
     queries = [h * each + i for h in range(heads.count) for i in range(spec.head_dim)]
     for ending in ("", "_bias"):
         if name + "qkv" + ending in build.params:
-            build.params[name + "gate" + ending] = build.params[name + "qkv" + ending][torch.tensor(gates)]
+            build.params[name + "gate" + ending] = build.params[name + "qkv" + ending][
+                torch.tensor(gates)
+            ]
             build.reorder(name + "qkv" + ending, [*queries, *kv])
 
 
 def prepare_attention(
-    build: Builder, group: int, shape: HeadShape, rope: RopeSpec | None, rotated: int, scale: QueryScale | None
+    build: Builder,
+    group: int,
+    shape: HeadShape,
+    rope: RopeSpec | None,
+    rotated: int,
+    scale: QueryScale | None,
 ) -> PrepareAttention:
-    """Returns what prepares steps for such layers, one for all. rotated: elements of what rope is applied to."""
+    """Returns what prepares steps for such layers, one for all. rotated: elements of what rope is
+    applied to.
+    """
     scales = None
     if scale is not None:
-        scales = build.shared(("scales", scale), partial(QueryScales, scale, build.max_position, build.ops.device))
-    make = partial(PrepareAttention, build.ops, group, shape, build.rotary_table(rope, rotated), scales)
-    prepare: PrepareAttention = build.shared(("attention", group, shape, rope, rotated, scale), make)
+        scales = build.shared(
+            ("scales", scale), partial(QueryScales, scale, build.max_position, build.ops.device)
+        )
+    make = partial(
+        PrepareAttention, build.ops, group, shape, build.rotary_table(rope, rotated), scales
+    )
+    prepare: PrepareAttention = build.shared(
+        ("attention", group, shape, rope, rotated, scale), make
+    )
     return prepare
 
 
@@ -191,13 +261,20 @@ def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: li
         build.reorder(f"{name}{x}_norm", [head * dim + i for head in range(every) for i in order])
 
 
-def workspace(spec: Attention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+def workspace(
+    spec: Attention, width: int, tokens: int, max_len: int, size: int, tp_size: int
+) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    shape, d = spec.head_shape(tp_size), spec.head_dim
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    both, results = (heads + kv_heads) * d, heads * shape.v_dim
+    shape = spec.head_shape(tp_size)
+    d = spec.head_dim
+    heads = shape.num_heads
+    kv_heads = shape.num_kv_heads
+    both = (heads + kv_heads) * d
+    results = heads * shape.v_dim
     rows = tokens * (
-        (both + kv_heads * shape.v_dim) * size + both * (5 * FP32 + size) + 2 * max(heads * d, results) * size
+        (both + kv_heads * shape.v_dim) * size
+        + both * (5 * FP32 + size)
+        + 2 * max(heads * d, results) * size
     )
     rows += tokens * results * 3 * FP32 if spec.gate != "none" else 0
     rows += gathered_bytes(tokens, spec.num_heads * shape.v_dim + width, size, tp_size)
@@ -208,10 +285,13 @@ def workspace(spec: Attention, width: int, tokens: int, max_len: int, size: int,
 
 
 def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:
-    """Returns an upper bound of the bytes of one item of attention: queries of one KV head are the least that a context
-    is cut into."""
-    d, longest = shape.dim, padded_context(max_len)
+    """Returns an upper bound of the bytes of one item of attention: queries of one KV head are the
+    least that a context is cut into."""
+    d = shape.dim
+    longest = padded_context(max_len)
     scores = max(4 * SCORES, QUERY_BLOCK * (shape.num_heads // shape.num_kv_heads) * longest)
-    item = scores * FP32 * (5 + d // TILE)  # an int8 cache computes in fp32, whatever the activations
+    item = (
+        scores * FP32 * (5 + d // TILE)
+    )  # an int8 cache computes in fp32, whatever the activations
     context = max(CONTEXT, shape.num_kv_heads * d * TILE)
     return item + context * (size + FP32) + 2 * INT64 * shape.num_kv_heads * longest

@@ -24,8 +24,9 @@ from moeserve.ops.table import Ops
 class Builder:
     """The parameters of a model and what is made of them; `params` becomes empty.
 
-    width: of the model. eps: of its norms. norm_shift: added to their weights. max_position: positions that a request
-    may have. plan_moe: chooses what runs the layers with experts. shared: what several layers share, by key.
+    width: of the model. eps: of its norms. norm_shift: added to their weights. max_position:
+    positions that a request may have. plan_moe: chooses what runs the layers with experts. shared:
+    what several layers share, by key.
     """
 
     width: int
@@ -57,7 +58,9 @@ class Builder:
         """Packs the weight `name` and its bias, if there is one."""
         return self.ops.pack_linear(self.params.pop(name), self.params.pop(name + "_bias", None))
 
-    def columns(self, name: str, num_columns: int, tp: TensorParallel | None = None) -> ColumnLinear:
+    def columns(
+        self, name: str, num_columns: int, tp: TensorParallel | None = None
+    ) -> ColumnLinear:
         """A product whose columns are sharded; `name` holds this rank's columns."""
         return ColumnLinear(self.part(name, num_columns, tp or self.tp), num_columns, tp or self.tp)
 
@@ -86,7 +89,16 @@ class Builder:
             index = torch.tensor(order)
             self.params[name] = self.params.pop(name)[index]
 
-    def gated(self, name: str, inner_size: int, tp: TensorParallel, activation: Activation = SWIGLU) -> GatedMLP:
+    def gated(
+        self, name: str, inner_size: int, tp: TensorParallel, activation: Activation = SWIGLU
+    ) -> GatedMLP:
         """An MLP of inner width `inner_size`; without gates where the activation has none."""
         gate_up = self.part(name + "gate_up", inner_size, tp, parts=activation.parts)
-        return GatedMLP(self.ops, gate_up, self.columns(name + "down", self.width, tp), inner_size, tp, activation)
+        return GatedMLP(
+            self.ops,
+            gate_up,
+            self.columns(name + "down", self.width, tp),
+            inner_size,
+            tp,
+            activation,
+        )

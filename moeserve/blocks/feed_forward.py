@@ -1,4 +1,5 @@
-"""What of a layer reads no earlier tokens, in numbers: a dense MLP, or experts behind a router. No torch here.
+"""What of a layer reads no earlier tokens, in numbers: a dense MLP, or experts behind a router. No
+torch here.
 
 D model width, E experts, e local experts, I expert width, F inner width of a dense MLP.
 """
@@ -19,8 +20,8 @@ FeedForwardLayer = Callable[..., Any]  # (x_T'D, number of real rows, micro-batc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """An MLP with inner width `size` that every token passes, gated if the activation is. name: of the checkpoint's
-    module. The methods are those of `Mixer`, as are those of `MoE`."""
+    """An MLP with inner width `size` that every token passes, gated if the activation is. name: of
+    the checkpoint's module. The methods are those of `Mixer`, as are those of `MoE`."""
 
     size: int
     bias: bool = False
@@ -33,9 +34,12 @@ class Dense:
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, *, sharded: bool = True) -> None:
         """Adds gate_up (or up alone) and down with their biases."""
-        block, rows = plan.block(ours, theirs, self.name + "."), plan.rows(self.size, sharded)
+        block = plan.block(ours, theirs, self.name + ".")
+        rows = plan.rows(self.size, sharded)
         halves = ("gate", "up")[-self.activation.parts :]
-        block.stack("gate_up", [(f"{half}_proj.weight", self.size, rows) for half in halves], plan.width)
+        block.stack(
+            "gate_up", [(f"{half}_proj.weight", self.size, rows) for half in halves], plan.width
+        )
         block.add("down", (plan.width, self.size), "down_proj.weight", sharded=sharded)
         if self.bias:
             block.stack("gate_up_bias", [(f"{half}_proj.bias", self.size, rows) for half in halves])
@@ -56,8 +60,8 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert(Dense):
-    """An expert that every token passes. gated: behind a sigmoid of one more product (Qwen2). scale: of its output
-    (Command A+)."""
+    """An expert that every token passes. gated: behind a sigmoid of one more product (Qwen2).
+    scale: of its output (Command A+)."""
 
     gated: bool = False
     scale: float = 1.0
@@ -68,8 +72,9 @@ class SharedExpert(Dense):
 class MoE:
     """E experts of inner width `size`, of which a router chooses top_k for each token.
 
-    bias: of the experts' products (gpt-oss). router_bias: of the router's. expert_scale: a factor per expert on its
-    weights. beside: an MLP of all tokens whose output is added; it, router and experts have their own norms (Gemma 4).
+    bias: of the experts' products (gpt-oss). router_bias: of the router's. expert_scale: a factor
+    per expert on its weights. beside: an MLP of all tokens whose output is added; it, router and
+    experts have their own norms (Gemma 4).
     """
 
     num_experts: int
@@ -90,12 +95,22 @@ class MoE:
         return [(self.num_experts, width), *shared, *beside]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds the router's parameters, w13 and w2 of this rank's experts, shared_gate_up, shared_down, shared_gate."""
-        block, each, fp32 = plan.block(ours, theirs), (self.num_experts,), self.router.fp32
+        """Adds the router's parameters, w13 and w2 of this rank's experts, shared_gate_up,
+        shared_down, shared_gate.
+        """
+        block = plan.block(ours, theirs)
+        each = (self.num_experts,)
+        fp32 = self.router.fp32
         for there, param, shape, name, wide in (
             (True, "router", (*each, plan.width), "mlp.gate.weight", fp32),
             (self.router_bias, "router_bias", each, "mlp.gate.bias", fp32),
-            (self.router.bias, "router_choice_bias", each, "mlp.gate.e_score_correction_bias", True),
+            (
+                self.router.bias,
+                "router_choice_bias",
+                each,
+                "mlp.gate.e_score_correction_bias",
+                True,
+            ),
             (self.expert_scale, "expert_scale", each, "router.per_expert_scale", True),
         ):
             if there:
@@ -116,7 +131,9 @@ class MoE:
         if not names.in_one:
             kinds = (names.gate, names.up, names.down)
             away = set(range(self.num_experts)) - set(local)
-            plan.elsewhere.update(theirs + name.format(expert) for expert in away for name in kinds if name)
+            plan.elsewhere.update(
+                theirs + name.format(expert) for expert in away for name in kinds if name
+            )
         if self.shared:
             self.shared.plan(plan, ours + "shared_", theirs, sharded=False)
             if self.shared.gated:
@@ -126,12 +143,22 @@ class MoE:
         self, names: ExpertNames, theirs: str, experts: Sequence[int], width: int, ours: str = ""
     ) -> LoadPlan:
         """Plans some experts: 0, 1, ... of `ours` + "w13" and "w2", and their biases."""
-        inner, count, parts = self.size, len(experts), self.activation.parts
-        params = [Param(ours + "w13", (count, parts * inner, width)), Param(ours + "w2", (count, width, inner))]
+        inner = self.size
+        count = len(experts)
+        parts = self.activation.parts
+        params = [
+            Param(ours + "w13", (count, parts * inner, width)),
+            Param(ours + "w2", (count, width, inner)),
+        ]
         if self.bias:
-            params += [Param(ours + "w13_bias", (count, parts * inner)), Param(ours + "w2_bias", (count, width))]
+            params += [
+                Param(ours + "w13_bias", (count, parts * inner)),
+                Param(ours + "w2_bias", (count, width)),
+            ]
         pieces = [
-            replace(piece, source=theirs + piece.source, param=ours + piece.param, at=(local, *piece.at))
+            replace(
+                piece, source=theirs + piece.source, param=ours + piece.param, at=(local, *piece.at)
+            )
             for local, expert in enumerate(experts)
             for piece in self._pieces(names, expert, width)
         ]
@@ -139,7 +166,8 @@ class MoE:
 
     def _pieces(self, names: ExpertNames, expert: int, width: int) -> Iterator[Piece]:
         """Yields what fills one expert, without its place among the local ones."""
-        inner, whole = self.size, slice(None)
+        inner = self.size
+        whole = slice(None)
         one, take = ((self.num_experts,), (expert,)) if names.in_one else ((), ())
         if self.activation.parts == 1:
             yield Piece(names.up.format(expert), (*one, inner, width), "w13", (), take)
@@ -155,12 +183,19 @@ class MoE:
                 continue
             if names.transposed:
                 yield Piece(
-                    names.gate_up, (*one, width, 2 * inner), "w13", (half,), (*take, whole, part), transposed=True
+                    names.gate_up,
+                    (*one, width, 2 * inner),
+                    "w13",
+                    (half,),
+                    (*take, whole, part),
+                    transposed=True,
                 )
             else:
                 yield Piece(names.gate_up, (*one, 2 * inner, width), "w13", (half,), (*take, part))
             if self.bias:
-                yield Piece(names.gate_up + "_bias", (*one, 2 * inner), "w13_bias", (half,), (*take, part))
+                yield Piece(
+                    names.gate_up + "_bias", (*one, 2 * inner), "w13_bias", (half,), (*take, part)
+                )
         down = (*one, inner, width) if names.transposed else (*one, width, inner)
         yield Piece(names.down.format(expert), down, "w2", (), take, transposed=names.transposed)
         if self.bias:
@@ -170,7 +205,11 @@ class MoE:
         """See `Dense`."""
         from moeserve.blocks.feed_forward_layer import build_beside, build_moe
 
-        return build_beside(self, self.beside, build, name) if self.beside else build_moe(self, build, name)
+        return (
+            build_beside(self, self.beside, build, name)
+            if self.beside
+            else build_moe(self, build, name)
+        )
 
     def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
         """See `Dense`."""

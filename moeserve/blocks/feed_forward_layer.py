@@ -23,7 +23,9 @@ from moeserve.ops.linear import LARGEST_PAD, padded_rows
 
 def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
     """Returns the MoE block of the layer whose parameters begin with `name`."""
-    params, ops, moe = build.params, build.ops, build.shared("MoE plan", build.plan_moe)
+    params = build.params
+    ops = build.ops
+    moe = build.shared("MoE plan", build.plan_moe)
     router = build_router(spec, build, name)
     moe = moe.with_activation(spec.activation)
     packed = moe.experts.pack(
@@ -39,7 +41,9 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
             name + "shared_", spec.shared.size, ALONE, spec.shared.activation
         )  # reads this rank's tokens only
         shared = SharedMLP(ops, params.pop(name + "shared_gate", None), mlp, spec.shared.scale)
-    to_physical = LogicalToPhysical(build.placement, build.num_moe, ops.device, counts_on_device=ops.triton)
+    to_physical = LogicalToPhysical(
+        build.placement, build.num_moe, ops.device, counts_on_device=ops.triton
+    )
     build.num_moe += 1
     layer: MoELayer = moe.layer(router, packed, to_physical, shared, build.tp)
     return layer
@@ -58,8 +62,8 @@ class DenseLayer:
 
 @dataclass(eq=False)
 class DenseBesideExperts:
-    """The sum of an MLP's and of experts' normed outputs (Gemma 4). Router and experts read norms of the residual
-    stream of their own."""
+    """The sum of an MLP's and of experts' normed outputs (Gemma 4). Router and experts read norms
+    of the residual stream of their own."""
 
     mlp: GatedMLP
     moe: MoELayer
@@ -68,10 +72,14 @@ class DenseBesideExperts:
     dense_post_norm: Norm
     experts_post_norm: Norm
 
-    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, stream_TD: Tensor) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, stream_TD: Tensor
+    ) -> Tensor:
         """Returns the block's output [T, D]. x: what the MLP reads."""
         dense_TD = self.dense_post_norm(self.mlp(x_TD, ubatch.index))
-        routed_TD = self.moe(self.experts_norm(stream_TD), num_tokens, ubatch, self.router_norm(stream_TD))
+        routed_TD = self.moe(
+            self.experts_norm(stream_TD), num_tokens, ubatch, self.router_norm(stream_TD)
+        )
         return dense_TD + self.experts_post_norm(routed_TD)
 
 
@@ -79,7 +87,9 @@ def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBes
     """Returns experts beside a dense MLP. The router's input is scaled by D ** -0.5."""
     norms = {
         norm: Norm(
-            build.ops, build.eps, build.norm(name + norm) * (build.width**-0.5 if norm == "router_norm" else 1.0)
+            build.ops,
+            build.eps,
+            build.norm(name + norm) * (build.width**-0.5 if norm == "router_norm" else 1.0),
         )
         for norm in ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm")
     }
@@ -97,7 +107,9 @@ def build_router(spec: MoE, build: Builder, name: str) -> Router:
 
 def dense_workspace(inner: int, width: int, tokens: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of a dense block; see `Dense.workspace`."""
-    return tokens * (4 * inner + 2 * width) * size + gathered_bytes(tokens, inner + width, size, tp_size)
+    return tokens * (4 * inner + 2 * width) * size + gathered_bytes(
+        tokens, inner + width, size, tp_size
+    )
 
 
 def moe_workspace(spec: MoE, width: int, tokens: int, size: int, tp_size: int) -> int:
@@ -110,4 +122,8 @@ def moe_workspace(spec: MoE, width: int, tokens: int, size: int, tp_size: int) -
     expert = own * (4 * spec.size + 2 * width) * size  # all tokens may choose the same expert
     scores = tokens * spec.num_experts * (size + 2 * FP32 + 3 * INT64)
     combine = TERMS * (size + 2 * FP32) + own * width * size
-    return grouped + max(expert, combine, dense + combine, scores) + gathered_bytes(tokens, width, size, tp_size)
+    return (
+        grouped
+        + max(expert, combine, dense + combine, scores)
+        + gathered_bytes(tokens, width, size, tp_size)
+    )

@@ -1,6 +1,8 @@
-"""The gated delta net in numbers: a recurrence with the delta rule behind a short convolution (Qwen3-Next, Qwen3.5).
+"""The gated delta net in numbers: a recurrence with the delta rule behind a short convolution
+(Qwen3-Next, Qwen3.5).
 
-D model width, G heads of queries and keys, H of values, d and v their widths, K inputs of the convolution.
+D model width, G heads of queries and keys, H of values, d and v their widths, K inputs of the
+convolution.
 
 Source: arXiv 2412.06464.
 """
@@ -15,11 +17,14 @@ from moeserve.blocks.weights import WeightPlan
 class GatedDelta(RecurrentMixer):
     """A mixer: H heads with a state [d, v] each.
 
-    conv: inputs of the convolution, K. by_head: whether the checkpoint has the parts of each query head side by side,
-    in in_proj_qkvz and in_proj_ba (Qwen3-Next), or a tensor per part (Qwen3.5).
+    conv: inputs of the convolution, K. by_head: whether the checkpoint has the parts of each query
+    head side by side, in in_proj_qkvz and in_proj_ba (Qwen3-Next), or a tensor per part (Qwen3.5).
     """
 
-    shared = "num_k_heads", "recurrent heads"  # of queries, each with the value heads that it serves
+    shared = (
+        "num_k_heads",
+        "recurrent heads",
+    )  # of queries, each with the value heads that it serves
     num_k_heads: int
     num_v_heads: int
     k_dim: int
@@ -28,8 +33,11 @@ class GatedDelta(RecurrentMixer):
     by_head: bool
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
-        """Returns one rank's query heads, value heads, and columns of queries and keys together and of values."""
-        keys, values = self.num_k_heads // tp_size, self.num_v_heads // tp_size
+        """Returns one rank's query heads, value heads, and columns of queries and keys together and
+        of values.
+        """
+        keys = self.num_k_heads // tp_size
+        values = self.num_v_heads // tp_size
         return keys, values, 2 * keys * self.k_dim, values * self.v_dim
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
@@ -46,17 +54,29 @@ class GatedDelta(RecurrentMixer):
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, gates, conv, decay, dt_bias, norm and out."""
         block = plan.block(ours, theirs, "linear_attn.")
-        qk, v, heads = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim, self.num_v_heads
+        qk = self.num_k_heads * self.k_dim
+        v = self.num_v_heads * self.v_dim
+        heads = self.num_v_heads
         if self.by_head:
             block.add("in", (2 * (qk + v), plan.width), "in_proj_qkvz.weight", sharded=True)
             block.add("gates", (2 * heads, plan.width), "in_proj_ba.weight", sharded=True)
         else:
             parts = []
             for above, rows in ((0, plan.rows(qk)), (qk, plan.rows(qk)), (2 * qk, plan.rows(v))):
-                parts.append(("in_proj_qkv.weight", 2 * qk + v, slice(above + rows.start, above + rows.stop)))
+                parts.append(
+                    ("in_proj_qkv.weight", 2 * qk + v, slice(above + rows.start, above + rows.stop))
+                )
             block.stack("in", [*parts, block.share("in_proj_z.weight", v)], plan.width)
-            block.stack("gates", [block.share(f"in_proj_{x}.weight", heads) for x in "ba"], plan.width)
-        block.stack("conv", [block.share("conv1d.weight", total) for total in (qk, qk, v)], 1, self.conv, fp32=True)
+            block.stack(
+                "gates", [block.share(f"in_proj_{x}.weight", heads) for x in "ba"], plan.width
+            )
+        block.stack(
+            "conv",
+            [block.share("conv1d.weight", total) for total in (qk, qk, v)],
+            1,
+            self.conv,
+            fp32=True,
+        )
         block.add("decay", (heads,), "A_log", sharded=True, fp32=True)
         block.add("dt_bias", (heads,), "dt_bias", sharded=True, fp32=True)
         block.add("norm", (self.v_dim,), "norm.weight")

@@ -1,7 +1,8 @@
-"""The gated delta net of a decoder: project, convolve, normalise queries and keys, recur, gate, project back.
+"""The gated delta net of a decoder: project, convolve, normalise queries and keys, recur, gate,
+project back.
 
-T tokens (padded rows included), D model width, G heads of queries and keys and H of values of this rank, d and v their
-widths.
+T tokens (padded rows included), D model width, G heads of queries and keys and H of values of this
+rank, d and v their widths.
 """
 
 from typing import Any
@@ -22,21 +23,27 @@ from moeserve.ops.rules import SWIGLU
 class GatedDeltaLayer(RecurrentLayer):
     """The gated delta net of this rank's heads; their outputs are gathered before `out`.
 
-    inputs: D -> queries, keys, values, then output gates. gates: D -> 2 H, of beta and of decays. unit: fp32 weights of
-    the norms that give queries and keys length 1, queries scaled by d ** -0.5.
+    inputs: D -> queries, keys, values, then output gates. gates: D -> 2 H, of beta and of decays.
+    unit: fp32 weights of the norms that give queries and keys length 1, queries scaled by d **
+    -0.5.
     """
 
     def __init__(self, spec: GatedDelta, build: Builder, name: str, group: int) -> None:
         keys, values, _, _ = spec.local(build.world.tp_size)
         if spec.by_head:
-            serve, d = values // keys, spec.k_dim
-            build.reorder(name + "in", by_part([d, d, serve * spec.v_dim, serve * spec.v_dim], keys))
+            serve = values // keys
+            d = spec.k_dim
+            build.reorder(
+                name + "in", by_part([d, d, serve * spec.v_dim, serve * spec.v_dim], keys)
+            )
             build.reorder(name + "gates", by_part([serve, serve], keys))
         super().__init__(build, name, group)
         self.spec = spec
-        self.inputs, self.gates = build.linear(name + "in"), build.linear(name + "gates")
+        self.inputs = build.linear(name + "in")
+        self.gates = build.linear(name + "gates")
         self.conv_CK = build.fp32(name + "conv")[:, 0]
-        self.decay_H, self.dt_bias_H = -exp(build.fp32(name + "decay")), build.fp32(name + "dt_bias")
+        self.decay_H = -exp(build.fp32(name + "decay"))
+        self.dt_bias_H = build.fp32(name + "dt_bias")
         self.unit = unit_weights(spec.k_dim, self.ops.device)
         self.norm_v = build.fp32(name + "norm")
         self._block = None
@@ -45,43 +52,58 @@ class GatedDeltaLayer(RecurrentLayer):
                 keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v, self.eps,
                 unit=(*self.unit, UNIT_EPS / spec.k_dim),
             )  # fmt: skip
-            out, sizes = self.out.part if self.tp.size == 1 else None, (spec.k_dim, spec.v_dim)
-            self._block = self.ops.recurrent_block(self.inputs, self.gates, out, rule, *sizes, self.ops.dtype)
+            out = self.out.part if self.tp.size == 1 else None
+            sizes = (spec.k_dim, spec.v_dim)
+            self._block = self.ops.recurrent_block(
+                self.inputs, self.gates, out, rule, *sizes, self.ops.dtype
+            )
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
             return y if self.tp.size == 1 else self.project_back(y, channel)
-        spec, ops = self.spec, self.ops
+        spec = self.spec
+        ops = self.ops
         _, values, qk, v = spec.local(self.tp.size)
-        both, gates = self.inputs(x_TD), self.gates(x_TD).float()
+        both = self.inputs(x_TD)
+        gates = self.gates(x_TD).float()
         y_TC = ops.causal_conv(both[:, : qk + v], self.conv_CK, None, True, cache[:2], step)
         q_TGd, k_TGd = (
-            unit_heads(ops, x, weight) for x, weight in zip(y_TC[:, :qk].chunk(2, 1), self.unit, strict=True)
+            unit_heads(ops, x, weight)
+            for x, weight in zip(y_TC[:, :qk].chunk(2, 1), self.unit, strict=True)
         )
         v_THv = y_TC[:, qk:].reshape(-1, values, spec.v_dim)
         beta_TH = ops.sigmoid(gates[:, :values])
-        log_decay_TH1 = (self.decay_H * ops.softplus(gates[:, values:] + self.dt_bias_H))[:, :, None]
+        log_decay_TH1 = (self.decay_H * ops.softplus(gates[:, values:] + self.dt_bias_H))[
+            :, :, None
+        ]
         o_THv = ops.recurrence(q_TGd, k_TGd, v_THv, log_decay_TH1, beta_TH, cache[2:], step)
         normed = ops.rms_norm(o_THv.view(-1, spec.v_dim), self.norm_v, self.eps).view(-1, v)
-        gated = ops.act_mul(torch.cat((both[:, qk + v :].float(), normed), 1), SWIGLU).to(x_TD.dtype)
+        gated = ops.act_mul(torch.cat((both[:, qk + v :].float(), normed), 1), SWIGLU).to(
+            x_TD.dtype
+        )
         return self.project_back(gated, channel)
 
 
 def by_part(sizes: list[int], heads: int) -> list[int]:
-    """Returns the order that brings rows of heads, each with parts of these sizes, into parts with rows of all heads.
+    """Returns the order that brings rows of heads, each with parts of these sizes, into parts with
+    rows of all heads.
 
     sizes [1, 2], 2 heads -> [0, 3, 1, 2, 4, 5]
     """
-    whole, order, start = sum(sizes), list[int](), 0
+    whole = sum(sizes)
+    order = list[int]()
+    start = 0
     for size in sizes:
         order += [head * whole + start + i for head in range(heads) for i in range(size)]
         start += size
     return order
 
 
-def workspace(spec: GatedDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+def workspace(
+    spec: GatedDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int
+) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     _, values, qk, v = spec.local(tp_size)
     rows = tokens * ((qk + 2 * v) * size + (3 * (qk + v) + 5 * v + 8 * values) * FP32 + v * size)

@@ -1,4 +1,5 @@
-"""The index selector of latent attention in numbers: which tokens a query attends to (DeepSeek sparse attention).
+"""The index selector of latent attention in numbers: which tokens a query attends to (DeepSeek
+sparse attention).
 
 D model width, q_rank width of compressed queries, J index heads, d their width.
 
@@ -15,8 +16,9 @@ from moeserve.blocks.weights import WeightPlan
 class Indexer:
     """Chooses the top_k tokens that a query attends to. Every tensor-parallel rank has all of it.
 
-    num_heads, dim: J and d. interleaved: pairs of the rotary embedding lie side by side (GLM-5). shared: the choice is
-    that of the nearest layer before with an indexer of its own, and there is nothing to compute.
+    num_heads, dim: J and d. interleaved: pairs of the rotary embedding lie side by side (GLM-5).
+    shared: the choice is that of the nearest layer before with an indexer of its own, and there is
+    nothing to compute.
     """
 
     num_heads: int
@@ -31,7 +33,11 @@ class Indexer:
 
     def products(self, width: int, q_rank: int) -> list[tuple[int, int]]:
         """Returns (outputs, inputs) of every matrix product."""
-        return [] if self.shared else [(self.num_heads * self.dim, q_rank), (self.dim, width), (self.num_heads, width)]
+        return (
+            []
+            if self.shared
+            else [(self.num_heads * self.dim, q_rank), (self.dim, width), (self.num_heads, width)]
+        )
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, q_rank: int) -> None:
         """Adds index_q, index_k, index_norm and its bias, and index_weights."""

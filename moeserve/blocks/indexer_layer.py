@@ -1,7 +1,7 @@
 """The index selector of a latent attention block, and attention to what it chooses.
 
-T tokens (padded rows included), S of them select, D model width, J index heads, d their width, p the rotated part of a
-head, C width of a latent cache entry, L rank of the latents.
+T tokens (padded rows included), S of them select, D model width, J index heads, d their width, p
+the rotated part of a head, C width of a latent cache entry, L rank of the latents.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,14 @@ from moeserve.ops.attention import SCORES, padded_context
 from moeserve.ops.elementwise import rotary
 from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.ops.linear import Linear
-from moeserve.ops.selected import QUERIES, SPAN, Selection, chosen_as_requests, plan_selection, select_always
+from moeserve.ops.selected import (
+    QUERIES,
+    SPAN,
+    Selection,
+    chosen_as_requests,
+    plan_selection,
+    select_always,
+)
 from moeserve.ops.table import Ops
 
 EPS = 1e-6  # of the norm of keys
@@ -31,8 +38,9 @@ EPS = 1e-6  # of the norm of keys
 class SelectedRows:
     """The attention metadata of a step whose queries may select.
 
-    plain: what `ops.plan_attention` made for queries that do not select; None without any. selection: of the others;
-    None: no query selects. chosen: the metadata of those, from the last layer that chose.
+    plain: what `ops.plan_attention` made for queries that do not select; None without any.
+    selection: of the others; None: no query selects. chosen: the metadata of those, from the last
+    layer that chose.
     """
 
     step: StepInputs
@@ -44,7 +52,9 @@ class SelectedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareSelection(PrepareAttention):
-    """Makes the `AttentionStep` of layers that attend to what is chosen; its plan is a `SelectedRows`."""
+    """Makes the `AttentionStep` of layers that attend to what is chosen; its plan is a
+    `SelectedRows`.
+    """
 
     top_k: int = 0
 
@@ -60,19 +70,36 @@ class PrepareSelection(PrepareAttention):
         selection = plan_selection(group, step, self.top_k)
         if selection is None:
             return SelectedRows(step, group, self.ops.plan_attention(group, step, self.shape))
-        plain = None if selection.others is None else self.ops.plan_attention(*selection.others, self.shape)
+        plain = (
+            None
+            if selection.others is None
+            else self.ops.plan_attention(*selection.others, self.shape)
+        )
         return SelectedRows(step, group, plain, selection)
 
 
 def prepare_selection(build: Builder, attention: PrepareAttention, top_k: int) -> PrepareSelection:
-    """Returns what prepares steps for such layers, one for all. attention: what would without a selector."""
-    parts = attention.ops, attention.group, attention.shape, attention.rotary, attention.scales, top_k
-    prepare: PrepareSelection = build.shared(("selection", attention, top_k), partial(PrepareSelection, *parts))
+    """Returns what prepares steps for such layers, one for all. attention: what would without a
+    selector.
+    """
+    parts = (
+        attention.ops,
+        attention.group,
+        attention.shape,
+        attention.rotary,
+        attention.scales,
+        top_k,
+    )
+    prepare: PrepareSelection = build.shared(
+        ("selection", attention, top_k), partial(PrepareSelection, *parts)
+    )
     return prepare
 
 
 def attend_to_chosen(step: AttentionStep, ops: Ops, q_THC: Tensor, cache: LayerCache) -> Tensor:
-    """Returns attention as `AttentionStep.attend` does, of queries that select to the chosen tokens alone."""
+    """Returns attention as `AttentionStep.attend` does, of queries that select to the chosen tokens
+    alone.
+    """
     rows: SelectedRows = step.plan
     if rows.selection is None:
         return ops.attention(q_THC, *cache, rows.plain)
@@ -81,15 +108,20 @@ def attend_to_chosen(step: AttentionStep, ops: Ops, q_THC: Tensor, cache: LayerC
         others_N = rows.selection.others_N
         out[others_N] = ops.attention(q_THC.index_select(0, others_N), *cache, rows.plain)
     tokens_S = rows.selection.tokens_S
-    latent, width = cache[0], cache[1].shape[3]
+    latent = cache[0]
+    width = cache[1].shape[3]
     entries = latent.view(-1, 1, *latent.shape[2:])
-    out[tokens_S] = ops.attention(q_THC.index_select(0, tokens_S), entries, entries[..., :width], rows.chosen)
+    out[tokens_S] = ops.attention(
+        q_THC.index_select(0, tokens_S), entries, entries[..., :width], rows.chosen
+    )
     return out
 
 
 @dataclass(eq=False, repr=False)
 class IndexerLayer:
-    """Index heads over keys of their own. queries: compressed ones -> J * d. keys: D -> d. weights: D -> J, in fp32."""
+    """Index heads over keys of their own. queries: compressed ones -> J * d. keys: D -> d. weights:
+    D -> J, in fp32.
+    """
 
     spec: Indexer
     ops: Ops
@@ -100,7 +132,9 @@ class IndexerLayer:
     weights: Linear
 
     def write(self, x_TD: Tensor, step: AttentionStep, cache: Tensor) -> None:
-        """Writes the tokens' keys, normed and rotated in fp32, to the cache [blocks, block size, 1, d]."""
+        """Writes the tokens' keys, normed and rotated in fp32, to the cache [blocks, block size, 1,
+        d].
+        """
         cos_T1p, sin_T1p, slot_mapping_T = step.at
         real = len(slot_mapping_T)
         k_T1d = self.norm(self.keys(x_TD)[:real].float())[:, None]
@@ -108,16 +142,20 @@ class IndexerLayer:
         cache.view(-1, self.spec.dim).index_copy_(0, slot_mapping_T, k_T1d[:, 0].to(cache.dtype))
 
     def choose(self, x_TD: Tensor, narrow_TN: Tensor, step: AttentionStep, cache: Tensor) -> None:
-        """Chooses for the queries that select, for this layer and those that share its choice. narrow: compressed
-        queries."""
+        """Chooses for the queries that select, for this layer and those that share its choice.
+        narrow: compressed queries."""
         rows: SelectedRows = step.plan
         assert rows.selection is not None
         tokens_S = rows.selection.tokens_S
         cos, sin = (table.index_select(0, tokens_S) for table in step.at[:2])
-        q_SJd = self.queries(narrow_TN.index_select(0, tokens_S)).view(len(tokens_S), -1, self.spec.dim)
+        q_SJd = self.queries(narrow_TN.index_select(0, tokens_S)).view(
+            len(tokens_S), -1, self.spec.dim
+        )
         q_SJd = _rotate(q_SJd.float(), cos, sin).to(x_TD.dtype)
         weights_SJ = self.weights(x_TD.index_select(0, tokens_S).float())
-        slots_SK = self.ops.index_select(q_SJd, weights_SJ, cache, rows.selection, self.ops.pack_heads)
+        slots_SK = self.ops.index_select(
+            q_SJd, weights_SJ, cache, rows.selection, self.ops.pack_heads
+        )
         inputs = chosen_as_requests(slots_SK, rows.group, rows.step, rows.selection.positions_S)
         rows.chosen = self.ops.plan_attention(*inputs, self.prepare.shape)
 
@@ -129,19 +167,37 @@ def _rotate(x_THd: Tensor, cos_T1p: Tensor, sin_T1p: Tensor) -> Tensor:
 
 
 def build_indexer(
-    spec: Indexer, build: Builder, name: str, prepare: PrepareSelection, rope: RopeSpec, rope_dim: int
+    spec: Indexer,
+    build: Builder,
+    name: str,
+    prepare: PrepareSelection,
+    rope: RopeSpec,
+    rope_dim: int,
 ) -> IndexerLayer | None:
-    """Returns the indexer of the layer whose parameters begin with `name`; None where it is another layer's."""
+    """Returns the indexer of the layer whose parameters begin with `name`; None where it is another
+    layer's.
+    """
     if spec.shared:
         return None
     if spec.interleaved and (order := half_layout(rope, rope_dim)) is not None:
         head = [*order, *range(rope_dim, spec.dim)]
-        build.reorder(name + "index_q", [j * spec.dim + i for j in range(spec.num_heads) for i in head])
+        build.reorder(
+            name + "index_q", [j * spec.dim + i for j in range(spec.num_heads) for i in head]
+        )
         for part in ("k", "norm", "norm_bias"):
             build.reorder(f"{name}index_{part}", head)
-    norm = Norm(build.ops, EPS, build.fp32(name + "index_norm"), build.fp32(name + "index_norm_bias"), centred=True)
-    queries, keys = build.linear(name + "index_q"), build.linear(name + "index_k")
-    return IndexerLayer(spec, build.ops, prepare, queries, keys, norm, build.linear(name + "index_weights"))
+    norm = Norm(
+        build.ops,
+        EPS,
+        build.fp32(name + "index_norm"),
+        build.fp32(name + "index_norm_bias"),
+        centred=True,
+    )
+    queries = build.linear(name + "index_q")
+    keys = build.linear(name + "index_k")
+    return IndexerLayer(
+        spec, build.ops, prepare, queries, keys, norm, build.linear(name + "index_weights")
+    )
 
 
 def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, size: int) -> int:
@@ -149,5 +205,7 @@ def indexer_workspace(spec: Indexer, width: int, tokens: int, max_len: int, size
     heads = spec.num_heads * spec.dim
     rows = tokens * (heads * (2 * size + 4 * FP32) + width * (size + FP32) + 5 * spec.dim * FP32)
     tables = 6 * tokens * padded_context(spec.top_k) * INT64
-    span = max(SCORES, spec.num_heads * SPAN, spec.dim * SPAN)  # elements of keys or products at once
+    span = max(
+        SCORES, spec.num_heads * SPAN, spec.dim * SPAN
+    )  # elements of keys or products at once
     return rows + tables + 6 * span * FP32 + (QUERIES + 2) * padded_context(max_len) * 6 * INT64

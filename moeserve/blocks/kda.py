@@ -1,7 +1,8 @@
-"""Kimi delta attention in numbers: a gated delta net that forgets each element of a key by itself (Kimi-Linear).
+"""Kimi delta attention in numbers: a gated delta net that forgets each element of a key by itself
+(Kimi-Linear).
 
-D model width, H heads, d their width, K inputs of the convolutions. Decays and output gates are products through a
-narrow middle of d elements.
+D model width, H heads, d their width, K inputs of the convolutions. Decays and output gates are
+products through a narrow middle of d elements.
 
 Source: Kimi Linear (arXiv 2510.26692).
 """
@@ -28,22 +29,38 @@ class KimiDelta(RecurrentMixer):
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolutions' inputs, then the state, k, u and s of ops/recurrence.py."""
-        heads, width = self.num_heads // tp_size, self.head_dim
+        heads = self.num_heads // tp_size
+        width = self.head_dim
         state = recurrence_cache(heads, heads, width, width, decays=width)
         return *conv_cache(3 * heads * width, self.conv), *state
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
         up = self.size, self.head_dim
-        return [(3 * self.size, width), (2 * self.head_dim + self.num_heads, width), up, up, (width, self.size)]
+        return [
+            (3 * self.size, width),
+            (2 * self.head_dim + self.num_heads, width),
+            up,
+            up,
+            (width, self.size),
+        ]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, narrow, conv, decays, gates, decay, dt_bias, norm and out."""
-        block, size, d, heads = plan.block(ours, theirs, "self_attn."), self.size, self.head_dim, self.num_heads
+        block = plan.block(ours, theirs, "self_attn.")
+        size = self.size
+        d = self.head_dim
+        heads = self.num_heads
         narrow = [(f"{x}_proj.weight", d, slice(0, d)) for x in ("f_a", "g_a")]
         block.stack("in", [block.share(f"{x}_proj.weight", size) for x in "qkv"], plan.width)
         block.stack("narrow", [*narrow, block.share("b_proj.weight", heads)], plan.width)
-        block.stack("conv", [block.share(f"{x}_conv1d.weight", size) for x in "qkv"], 1, self.conv, fp32=True)
+        block.stack(
+            "conv",
+            [block.share(f"{x}_conv1d.weight", size) for x in "qkv"],
+            1,
+            self.conv,
+            fp32=True,
+        )
         block.add("decays", (size, d), "f_b_proj.weight", sharded=True)
         block.add("gates", (size, d), "g_b_proj.weight", sharded=True)
         block.add("decay", (1, 1, heads, 1), "A_log", fp32=True)  # of all ranks

@@ -1,4 +1,5 @@
-"""Kimi delta attention of a decoder: project, convolve, normalise queries and keys, recur, gate, project back.
+"""Kimi delta attention of a decoder: project, convolve, normalise queries and keys, recur, gate,
+project back.
 
 T tokens (padded rows included), D model width, H heads of this rank, d their width.
 """
@@ -18,9 +19,9 @@ from moeserve.ops.inputs import LayerCache
 class KimiDeltaLayer(RecurrentLayer):
     """Kimi delta attention of this rank's heads; their outputs are gathered before `out`.
 
-    inputs: D -> queries, keys, values. narrow: D -> d of decays, d of output gates, H of beta. decays, gates: from the
-    narrow d to H * d. decay: fp32 factors [H, 1] of the log decays. unit: fp32 weights of the norms that give queries
-    and keys length 1, queries scaled by d ** -0.5.
+    inputs: D -> queries, keys, values. narrow: D -> d of decays, d of output gates, H of beta.
+    decays, gates: from the narrow d to H * d. decay: fp32 factors [H, 1] of the log decays. unit:
+    fp32 weights of the norms that give queries and keys length 1, queries scaled by d ** -0.5.
     """
 
     def __init__(self, spec: KimiDelta, build: Builder, name: str, group: int) -> None:
@@ -39,24 +40,32 @@ class KimiDeltaLayer(RecurrentLayer):
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
-        ops, d = self.ops, self.spec.head_dim
+        ops = self.ops
+        d = self.spec.head_dim
         heads = self.spec.num_heads // self.tp.size
         narrow = self.narrow(x_TD)
         y_TC = ops.causal_conv(self.inputs(x_TD), self.conv_CK, None, True, cache[:2], step)
         q_TC, k_TC, v_TC = y_TC.chunk(3, 1)
-        q_THd, k_THd = (unit_heads(ops, x, weight) for x, weight in zip((q_TC, k_TC), self.unit, strict=True))
+        q_THd, k_THd = (
+            unit_heads(ops, x, weight) for x, weight in zip((q_TC, k_TC), self.unit, strict=True)
+        )
         rates_TC = ops.softplus(self.decays(narrow[:, :d].contiguous()).float() + self.dt_bias_C)
         log_decay_THd = rates_TC.view(-1, heads, d) * self.decay_H1
         beta_TH = ops.sigmoid(narrow[:, 2 * d :].float())
         v_THd = v_TC.reshape(-1, heads, d)
         o_THd = ops.recurrence(q_THd, k_THd, v_THd, log_decay_THd, beta_TH, cache[2:], step)
         normed_TC = ops.rms_norm(o_THd.view(-1, d), self.norm_d, self.eps).view(-1, heads * d)
-        gated = ops.sigmoid_mul(normed_TC, self.gates(narrow[:, d : 2 * d].contiguous())).to(x_TD.dtype)
+        gated = ops.sigmoid_mul(normed_TC, self.gates(narrow[:, d : 2 * d].contiguous())).to(
+            x_TD.dtype
+        )
         return self.project_back(gated, channel)
 
 
-def workspace(spec: KimiDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+def workspace(
+    spec: KimiDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int
+) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    part, narrow = spec.size // tp_size, 2 * spec.head_dim + spec.num_heads
+    part = spec.size // tp_size
+    narrow = 2 * spec.head_dim + spec.num_heads
     rows = tokens * (part * (6 * size + 15 * FP32) + narrow * (2 * size + 2 * FP32))
     return rows + gathered_bytes(tokens, spec.size + width, size, tp_size)

@@ -1,7 +1,9 @@
-"""Multi-head latent attention in numbers: one compressed row per token for all heads (DeepSeek-V2, V3, Kimi-K2, GLM).
+"""Multi-head latent attention in numbers: one compressed row per token for all heads (DeepSeek-V2,
+V3, Kimi-K2, GLM).
 
-D model width, H query heads, n and p the parts of a query without and with rotation, v width of values, L rank of the
-latents, C = L + p width of a cache entry. Tensor-parallel ranks share heads; each computes and caches whole rows.
+D model width, H query heads, n and p the parts of a query without and with rotation, v width of
+values, L rank of the latents, C = L + p width of a cache entry. Tensor-parallel ranks share heads;
+each computes and caches whole rows.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the absorbed form of appendix C is what runs.
 """
@@ -18,17 +20,19 @@ if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
     from moeserve.ops.inputs import HeadShape
 
-_KEYS_UP, _VALUES_UP = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
+_KEYS_UP = "self_attn.k_b_proj.weight"
+_VALUES_UP = "self_attn.v_b_proj.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention(Mixer):
     """A mixer: H heads that attend to one latent per token.
 
-    nope_dim, rope_dim: n and p; without rope p does not rotate either (Kimi-Linear). rank: L. q_rank: of the compressed
-    queries; None: queries are one product (V2-Lite). bias: of the products to latents. scale: of scores; None:
-    (n + p) ** -0.5. query_scale: grows with the position (Mistral 4). indexer: chooses the tokens that a query attends
-    to; None: all. It needs compressed queries.
+    nope_dim, rope_dim: n and p; without rope p does not rotate either (Kimi-Linear). rank: L.
+    q_rank: of the compressed queries; None: queries are one product (V2-Lite). bias: of the
+    products to latents. scale: of scores; None: (n + p) ** -0.5. query_scale: grows with the
+    position (Mistral 4). indexer: chooses the tokens that a query attends to; None: all. It needs
+    compressed queries.
     """
 
     shared = "num_heads", "heads on latents"
@@ -56,7 +60,10 @@ class LatentAttention(Mixer):
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`."""
-        return (CacheTensor("latent", 1, self.entry), *(self.indexer.cache() if self.indexer else ()))
+        return (
+            CacheTensor("latent", 1, self.entry),
+            *(self.indexer.cache() if self.indexer else ()),
+        )
 
     def head_shape(self, tp_size: int) -> "HeadShape":
         """See `Mixer`."""
@@ -65,19 +72,28 @@ class LatentAttention(Mixer):
         return HeadShape(self.num_heads // tp_size, 1, self.entry, self.rank)
 
     def reads(self, tp_size: int) -> tuple[CacheRead, ...]:
-        """See `Mixer`: an indexer reads its own keys of all positions, and attention reads those that it chose."""
+        """See `Mixer`: an indexer reads its own keys of all positions, and attention reads those
+        that it chose.
+        """
         operations = 2 * self.num_heads // tp_size * (self.entry + self.rank)
         if self.indexer is None:
             return (CacheRead(None, self.entry, operations),)
-        chosen, width = CacheRead(self.indexer.top_k, self.entry, operations), self.indexer.dim
+        chosen = CacheRead(self.indexer.top_k, self.entry, operations)
+        width = self.indexer.dim
         return (
-            (chosen,) if self.indexer.shared else (chosen, CacheRead(None, width, 2 * self.indexer.num_heads * width))
+            (chosen,)
+            if self.indexer.shared
+            else (chosen, CacheRead(None, width, 2 * self.indexer.num_heads * width))
         )
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
         queries = self.num_heads * (self.nope_dim + self.rope_dim)
-        q = [(queries, width)] if self.q_rank is None else [(self.q_rank, width), (queries, self.q_rank)]
+        q = (
+            [(queries, width)]
+            if self.q_rank is None
+            else [(self.q_rank, width), (queries, self.q_rank)]
+        )
         up_and_down = self.num_heads * (self.nope_dim + self.v_dim), self.rank
         index = self.indexer.products(width, self.q_rank) if self.indexer and self.q_rank else []
         return [*q, (self.entry, width), up_and_down, (width, self.num_heads * self.v_dim), *index]
@@ -92,11 +108,17 @@ class LatentAttention(Mixer):
 
     def cache_obstacle(self, dtype: str) -> str:
         """See `Mixer`."""
-        return "" if dtype == "auto" else "latents, which keys and values share, are kept as activations are"
+        return (
+            ""
+            if dtype == "auto"
+            else "latents, which keys and values share, are kept as activations are"
+        )
 
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Adds q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out, and what an indexer has."""
-        block, heads, width = plan.block(ours, theirs, "self_attn."), self.num_heads, plan.width
+        block = plan.block(ours, theirs, "self_attn.")
+        heads = self.num_heads
+        width = plan.width
         queries = heads * (self.nope_dim + self.rope_dim)
         if self.q_rank is None:
             block.add("q", (queries, width), "q_proj.weight", sharded=True)
@@ -122,11 +144,18 @@ class LatentAttention(Mixer):
             block.add("out_bias", (width,), "o_proj.bias", sharded=True)
 
     def _split_kv_b(self, param: str, theirs: str, heads: slice) -> LoadPlan:
-        """Plans kv_b of some heads from two tensors, [H, L, n] and [H, v, L], as GGUF files have it."""
-        pieces, each = [], self.nope_dim + self.v_dim
-        keys, values = (self.num_heads, self.rank, self.nope_dim), (self.num_heads, self.v_dim, self.rank)
+        """Plans kv_b of some heads from two tensors, [H, L, n] and [H, v, L], as GGUF files have
+        it.
+        """
+        pieces = []
+        each = self.nope_dim + self.v_dim
+        keys = (self.num_heads, self.rank, self.nope_dim)
+        values = (self.num_heads, self.v_dim, self.rank)
         for i, head in enumerate(range(self.num_heads)[heads]):
-            rows = slice(i * each, i * each + self.nope_dim), slice(i * each + self.nope_dim, (i + 1) * each)
+            rows = (
+                slice(i * each, i * each + self.nope_dim),
+                slice(i * each + self.nope_dim, (i + 1) * each),
+            )
             pieces.append(Piece(theirs + _KEYS_UP, keys, param, rows[:1], (head,), transposed=True))
             pieces.append(Piece(theirs + _VALUES_UP, values, param, rows[1:], (head,)))
         count = heads.stop - heads.start

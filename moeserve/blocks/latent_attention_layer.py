@@ -1,7 +1,8 @@
-"""The latent attention block of a decoder, in its absorbed form: queries meet the latents themselves.
+"""The latent attention block of a decoder, in its absorbed form: queries meet the latents
+themselves.
 
-T tokens (padded rows included), D model width, H heads of this rank, n and p the parts of a query without and with
-rotation, v width of values, L rank of the latents, C = L + p.
+T tokens (padded rows included), D model width, H heads of this rank, n and p the parts of a query
+without and with rotation, v width of values, L rank of the latents, C = L + p.
 """
 
 from dataclasses import dataclass
@@ -49,21 +50,30 @@ class CompressedQueries:
 class LatentAttentionLayer:
     """Attention of this rank's heads to latents; head outputs are gathered before `out`.
 
-    queries: D -> H * (n + p), maybe compressed. latents: D -> C. up: of queries to latents, H products n -> L. down: of
-    summed latents to values, H products L -> v. indexer: None also where another layer's choice serves.
+    queries: D -> H * (n + p), maybe compressed. latents: D -> C. up: of queries to latents, H
+    products n -> L. down: of summed latents to values, H products L -> v. indexer: None also where
+    another layer's choice serves.
     """
 
     def __init__(self, spec: LatentAttention, build: Builder, name: str, group: int) -> None:
-        self.spec, self.tp = spec, build.tp
+        self.spec = spec
+        self.tp = build.tp
         self.ops = ops = build.ops
-        local, nope = spec.heads(build.world), spec.nope_dim
-        heads, queries = local.stop - local.start, nope + spec.rope_dim
+        local = spec.heads(build.world)
+        nope = spec.nope_dim
+        heads = local.stop - local.start
+        queries = nope + spec.rope_dim
         if (order := half_layout(spec.rope, spec.rope_dim)) is not None:
-            rows = [h * queries + i for h in range(heads) for i in (*range(nope), *(nope + j for j in order))]
+            rows = [
+                h * queries + i
+                for h in range(heads)
+                for i in (*range(nope), *(nope + j for j in order))
+            ]
             build.reorder(name + ("q" if spec.q_rank is None else "q_b"), rows)
             for part in ("kv_a", "kv_a_bias"):
                 build.reorder(name + part, [*range(spec.rank), *(spec.rank + j for j in order)])
-        narrow, last_q = None, build.linear(name + ("q" if spec.q_rank is None else "q_b"))
+        narrow = None
+        last_q = build.linear(name + ("q" if spec.q_rank is None else "q_b"))
         self.queries = last_q
         if spec.q_rank is not None:
             narrow = build.linear(name + "q_a"), build.norm(name + "q_norm")
@@ -75,22 +85,38 @@ class LatentAttentionLayer:
         self.down = ops.pack_heads(kv_b[:, nope:].contiguous())
         self.out = build.columns(name + "out", build.width)
         scale = queries**-0.5 if spec.scale is None else spec.scale
-        self.rule = LatentRule(heads, nope, spec.rope_dim, spec.rank, scale, EPS, build.norm(name + "kv_norm"))
-        shape, self.indexer = spec.head_shape(self.tp.size), None
-        self.prepare = prepare_attention(build, group, shape, spec.rope, spec.rope_dim, spec.query_scale)
+        self.rule = LatentRule(
+            heads, nope, spec.rope_dim, spec.rank, scale, EPS, build.norm(name + "kv_norm")
+        )
+        shape = spec.head_shape(self.tp.size)
+        self.indexer = None
+        self.prepare = prepare_attention(
+            build, group, shape, spec.rope, spec.rope_dim, spec.query_scale
+        )
         if spec.indexer is not None:
             assert spec.rope is not None, "an index selector rotates"
             self.prepare = selecting = prepare_selection(build, self.prepare, spec.indexer.top_k)
-            self.indexer = build_indexer(spec.indexer, build, name, selecting, spec.rope, spec.rope_dim)
+            self.indexer = build_indexer(
+                spec.indexer, build, name, selecting, spec.rope, spec.rope_dim
+            )
         self._selects = spec.indexer is not None
         self._attend = ops.opaque(attend_to_chosen if self._selects else AttentionStep.attend)
-        self._choose, self._block = ops.opaque(IndexerLayer.choose), None
-        if ops.latent_block is not None and spec.query_scale is None:  # which would be between its steps
+        self._choose = ops.opaque(IndexerLayer.choose)
+        self._block = None
+        if (
+            ops.latent_block is not None and spec.query_scale is None
+        ):  # which would be between its steps
             last = self.out.part if self.tp.size == 1 else None
-            self._block = ops.latent_block(narrow, last_q, self.latents, self.up, self.down, last, self.rule, ops.dtype)
+            self._block = ops.latent_block(
+                narrow, last_q, self.latents, self.up, self.down, last, self.rule, ops.dtype
+            )
 
-    def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
-        """Returns the block's output [T, D]; writes the new latents, and keys of an indexer, to `cache` first."""
+    def __call__(
+        self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int
+    ) -> Tensor:
+        """Returns the block's output [T, D]; writes the new latents, and keys of an indexer, to
+        `cache` first.
+        """
         latent, *index = cache
         if self.indexer is not None:
             self.indexer.write(x_TD, step, *index)
@@ -98,7 +124,8 @@ class LatentAttentionLayer:
             plan = step.plan.plain if self._selects else step.plan
             y = self._block(x_TD, step.at, latent, plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
-        rank, heads = self.rule.rank, self.rule.num_heads
+        rank = self.rule.rank
+        heads = self.rule.num_heads
         if self.indexer is not None and step.plan.selection:
             assert isinstance(self.queries, CompressedQueries)
             narrow_TN = self.queries.narrow(x_TD)
@@ -106,7 +133,8 @@ class LatentAttentionLayer:
             q_THe = self.queries.up(narrow_TN)
         else:
             q_THe = self.queries(x_TD)
-        q_THe, kv_TC = q_THe.view(len(x_TD), heads, -1), self.latents(x_TD)
+        q_THe = q_THe.view(len(x_TD), heads, -1)
+        kv_TC = self.latents(x_TD)
         q_THC = x_TD.new_empty((len(x_TD), heads, self.spec.entry))
         q_THn = self.ops.latent_rope_cache(q_THe, kv_TC, self.rule, step.at, latent, q_THC)
         self.up(q_THn, out=q_THC[..., :rank])
@@ -117,12 +145,17 @@ class LatentAttentionLayer:
         return self.out(self.tp.gather_columns(v_Tv, channel), channel)
 
 
-def workspace(spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+def workspace(
+    spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int
+) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     shape = spec.head_shape(tp_size)
     queries = shape.num_heads * (spec.nope_dim + spec.rope_dim)
     absorbed = shape.num_heads * (2 * spec.entry + spec.rank + spec.v_dim)
-    rows = tokens * ((queries + (spec.q_rank or 0) + spec.entry + absorbed) * size + (2 * queries + spec.entry) * FP32)
+    rows = tokens * (
+        (queries + (spec.q_rank or 0) + spec.entry + absorbed) * size
+        + (2 * queries + spec.entry) * FP32
+    )
     return (
         rows
         + (indexer_workspace(spec.indexer, width, tokens, max_len, size) if spec.indexer else 0)

@@ -1,4 +1,5 @@
-"""Lightning attention in numbers: a recurrence whose decay is a constant of each head and layer (Ling 2.6).
+"""Lightning attention in numbers: a recurrence whose decay is a constant of each head and layer
+(Ling 2.6).
 
 D model width, H heads, d their width.
 
@@ -17,8 +18,8 @@ from moeserve.blocks.weights import WeightPlan
 class Lightning(RecurrentMixer):
     """A mixer: H heads with a state [d, d] each, and norms of queries and keys per head.
 
-    decay: of the layer; heads' log decays are `slopes` times -decay. norm_groups: parts of the results of all heads,
-    each with an RMS norm of its own.
+    decay: of the layer; heads' log decays are `slopes` times -decay. norm_groups: parts of the
+    results of all heads, each with an RMS norm of its own.
     """
 
     num_heads: int
@@ -57,7 +58,8 @@ class Lightning(RecurrentMixer):
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds qkv, gate, q_norm, k_norm, norm and out."""
-        block, size = plan.block(ours, theirs, "attention."), self.num_heads * self.head_dim
+        block = plan.block(ours, theirs, "attention.")
+        size = self.num_heads * self.head_dim
         block.stack("qkv", [block.share("query_key_value.weight", size)] * 3, plan.width)
         block.add("gate", (size, plan.width), "g_proj.weight", sharded=True)
         block.add("norm", (size,), "g_norm.weight", sharded=True)
@@ -67,8 +69,8 @@ class Lightning(RecurrentMixer):
 
 
 def slopes(heads: int) -> list[float]:
-    """Returns ALiBi's slopes: powers of 2 ** (-8 / n) for n heads, a power of two; others take n, then every second one
-    of 2n.
+    """Returns ALiBi's slopes: powers of 2 ** (-8 / n) for n heads, a power of two; others take n,
+    then every second one of 2n.
 
     2 -> [1/16, 1/256]; 3 -> [1/16, 1/256, 1/4]
     """

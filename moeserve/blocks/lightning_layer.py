@@ -1,4 +1,5 @@
-"""Lightning attention of a decoder: project, normalise, rotate, recur, normalise, gate, project back.
+"""Lightning attention of a decoder: project, normalise, rotate, recur, normalise, gate, project
+back.
 
 T tokens (padded rows included), D model width, H heads of this rank, d their width.
 """
@@ -23,7 +24,9 @@ from moeserve.ops.inputs import LayerCache, StepInputs
 
 @dataclass(frozen=True, slots=True)
 class LightningStep:
-    """The inputs of one step that such layers share: the plan of tiles, and angles as `rotary` takes them."""
+    """The inputs of one step that such layers share: the plan of tiles, and angles as `rotary`
+    takes them.
+    """
 
     tiles: Any
     cos_T1d: Tensor
@@ -45,13 +48,15 @@ class PrepareLightning:
 class LightningLayer(RecurrentLayer):
     """Lightning attention of this rank's heads; their results are gathered before `out`.
 
-    qkv: D -> 3 H * d. gate: D -> H * d. qk_norms: fp32 weights of queries' and keys' norms. scale: of queries. unit,
-    norm: fp32 ones, and the weights, of the norms of results.
+    qkv: D -> 3 H * d. gate: D -> H * d. qk_norms: fp32 weights of queries' and keys' norms. scale:
+    of queries. unit, norm: fp32 ones, and the weights, of the norms of results.
     """
 
     def __init__(self, spec: Lightning, build: Builder, name: str, group: int) -> None:
         super().__init__(build, name, group)
-        dim, device, heads = spec.head_dim, self.ops.device, spec.num_heads // self.tp.size
+        dim = spec.head_dim
+        device = self.ops.device
+        heads = spec.num_heads // self.tp.size
         if (order := half_layout(spec.rope, dim)) is not None:
             moved = [head * dim + i for head in range(2 * heads) for i in order]
             build.reorder(name + "qkv", [*moved, *range(len(moved), 3 * heads * dim)])
@@ -60,34 +65,54 @@ class LightningLayer(RecurrentLayer):
         table = build.rotary_table(spec.rope, dim)
         make_prepare = partial(PrepareLightning, self.prepare, table)
         self.prepare = build.shared(("lightning", group, spec.rope, dim), make_prepare)
-        self.qkv, self.gate = build.linear(name + "qkv"), build.linear(name + "gate")
+        self.qkv = build.linear(name + "qkv")
+        self.gate = build.linear(name + "gate")
         self.qk_norms = build.norm(name + "q_norm"), build.norm(name + "k_norm")
         self.scale = dim**-0.5
         decays = torch.tensor(spec.log_decays, dtype=torch.float64).float()
-        self.log_decay_H1 = decays[self.tp.rank * heads : (self.tp.rank + 1) * heads, None].to(device)
+        self.log_decay_H1 = decays[self.tp.rank * heads : (self.tp.rank + 1) * heads, None].to(
+            device
+        )
         self.unit = torch.ones(spec.num_heads * dim // spec.norm_groups, device=device)
         self.norm = build.norm(name + "norm")
 
-    def __call__(self, x_TD: Tensor, step: LightningStep, cache: LayerCache, channel: int) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, step: LightningStep, cache: LayerCache, channel: int
+    ) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
-        ops, heads, tokens = self.ops, len(self.log_decay_H1), len(x_TD)
+        ops = self.ops
+        heads = len(self.log_decay_H1)
+        tokens = len(x_TD)
         q, k, v = (part.reshape(tokens * heads, -1) for part in self.qkv(x_TD).float().chunk(3, 1))
         q_THd, k_THd = (
-            rotary(ops.rms_norm(part, weight, self.eps).view(tokens, heads, -1), step.cos_T1d, step.sin_T1d)
+            rotary(
+                ops.rms_norm(part, weight, self.eps).view(tokens, heads, -1),
+                step.cos_T1d,
+                step.sin_T1d,
+            )
             for part, weight in zip((q, k), self.qk_norms, strict=True)
         )
         log_decay_TH1 = self.log_decay_H1.expand(tokens, -1, -1)
         o_THd = ops.recurrence(
-            q_THd.mul_(self.scale), k_THd, v.view(tokens, heads, -1), log_decay_TH1, None, cache, step.tiles
+            q_THd.mul_(self.scale),
+            k_THd,
+            v.view(tokens, heads, -1),
+            log_decay_TH1,
+            None,
+            cache,
+            step.tiles,
         )
         normed = ops.rms_norm(o_THd.view(-1, len(self.unit)), self.unit, self.eps).view(tokens, -1)
         gated = ops.sigmoid_mul(normed.mul_(self.norm), self.gate(x_TD)).to(x_TD.dtype)
         return self.project_back(gated, channel)
 
 
-def workspace(spec: Lightning, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+def workspace(
+    spec: Lightning, width: int, tokens: int, max_len: int, size: int, tp_size: int
+) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    heads, dim = spec.num_heads // tp_size, spec.head_dim
+    heads = spec.num_heads // tp_size
+    dim = spec.head_dim
     rows = tokens * heads * dim * (5 * size + 10 * FP32)
     states = 3 * heads * dim * dim * FP32  # the recurrence's own
     return rows + states + gathered_bytes(tokens, spec.num_heads * dim + width, size, tp_size)

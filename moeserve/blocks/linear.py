@@ -1,7 +1,9 @@
-"""Linear layers and gated feed-forward blocks whose output columns are sharded over an engine's ranks.
+"""Linear layers and gated feed-forward blocks whose output columns are sharded over an engine's
+ranks.
 
-Each column is one sum over all inputs, computed by one rank, so its bits are those of the undivided product. M rows,
-K inputs, N outputs in all, n of this rank (zeros beyond N). T tokens, D model width, I inner width.
+Each column is one sum over all inputs, computed by one rank, so its bits are those of the undivided
+product. M rows, K inputs, N outputs in all, n of this rank (zeros beyond N). T tokens, D model
+width, I inner width.
 """
 
 from dataclasses import dataclass
@@ -18,12 +20,17 @@ from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
 W = TypeVar("W", Tensor, Quantised)
-FP32, INT64 = 4, 8  # bytes
-GATHERED = 3  # times that gathered columns are in memory: as sent (kept for a while), as received, and in order
+# bytes
+FP32 = 4
+INT64 = 8
+# times that gathered columns are in memory: as sent (kept for a while), as received, and in order
+GATHERED = 3
 
 
 def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
-    """Gathers [M, N], contiguous: the columns of all ranks without those that pad the last ranks' shares."""
+    """Gathers [M, N], contiguous: the columns of all ranks without those that pad the last ranks'
+    shares.
+    """
     all_MN = part_Mn if tp.size == 1 else tp.gather_columns(part_Mn, channel)
     return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
 
@@ -34,7 +41,8 @@ def gathered_bytes(rows: int, columns: int, size: int, tp_size: int) -> int:
 
 
 def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:
-    """Pads a rank's rows of a weight (or elements of a bias) of `num_columns` with zeros to the length of every rank's.
+    """Pads a rank's rows of a weight (or elements of a bias) of `num_columns` with zeros to the
+    length of every rank's.
 
     parts: the number of weights that lie one below the other, each sharded by itself.
     """
@@ -63,8 +71,8 @@ class ColumnLinear:
 
 @dataclass(eq=False, repr=False)
 class GatedMLP:
-    """down(act(gate(x)) * up(x)), with this rank's columns of gate and up as one product D -> 2i, i of I; or
-    down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)), with this rank's columns of gate and up as one product D -> 2i, i
+    of I; or down(act(up(x)))."""
 
     ops: Ops
     gate_up: Linear
@@ -74,12 +82,17 @@ class GatedMLP:
     activation: Activation = SWIGLU
 
     def __post_init__(self) -> None:
-        self._run, self.block = self.ops.trace(self._all), None
+        self._run = self.ops.trace(self._all)
+        self.block = None
         if self.ops.mlp_block is not None and self.tp.size == 1:
-            self.block = self.ops.mlp_block(self.gate_up, self.down.part, self.activation, self.ops.dtype)
+            self.block = self.ops.mlp_block(
+                self.gate_up, self.down.part, self.activation, self.ops.dtype
+            )
 
     def __call__(self, x_TD: Tensor, channel: int) -> Tensor:
-        """Returns the MLP's output [T, D], whole on every rank. channel: of the gathers between ranks."""
+        """Returns the MLP's output [T, D], whole on every rank. channel: of the gathers between
+        ranks.
+        """
         if self.block is not None:
             return self.block(x_TD)
         y_TD: Tensor = self._run(x_TD, channel)
@@ -91,15 +104,21 @@ class GatedMLP:
 
 
 class SharedMLP:
-    """A shared expert on one rank, for any number of rows: scale * mlp(x), or sigmoid(gate . x) * mlp(x) (Qwen2-MoE).
+    """A shared expert on one rank, for any number of rows: scale * mlp(x), or sigmoid(gate . x) *
+    mlp(x) (Qwen2-MoE).
 
     The gate's single row is widened so that its product and sigmoid are row-invariant.
     """
 
     def __init__(self, ops: Ops, gate_1D: Tensor | None, mlp: GatedMLP, scale: float = 1.0) -> None:
-        self._ops, self._gate, self._mlp, self._scale = ops, None, mlp, scale
+        self._ops = ops
+        self._gate = None
+        self._mlp = mlp
+        self._scale = scale
         if gate_1D is not None:
-            self._gate = ops.pack_linear(torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None)
+            self._gate = ops.pack_linear(
+                torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None
+            )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Returns the shared expert's output, [T, D]."""

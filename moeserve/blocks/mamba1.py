@@ -1,6 +1,8 @@
-"""Mamba in numbers: a selective scan behind a short convolution, with norms of what it selects by (Jamba).
+"""Mamba in numbers: a selective scan behind a short convolution, with norms of what it selects by
+(Jamba).
 
-D model width, C channels, N numbers of a channel's state, R rank of the steps, K inputs of the convolution.
+D model width, C channels, N numbers of a channel's state, R rank of the steps, K inputs of the
+convolution.
 
 Source: Mamba (arXiv 2312.00752), Jamba (2403.19887).
 """
@@ -15,8 +17,8 @@ from moeserve.blocks.weights import WeightPlan
 class Mamba1(RecurrentMixer):
     """A mixer: C channels with a state [N] each.
 
-    rank: of the product that gives each channel its step. conv: inputs of the convolution, K. conv_bias: of it. bias:
-    of the products in and out.
+    rank: of the product that gives each channel its step. conv: inputs of the convolution, K.
+    conv_bias: of it. bias: of the products in and out.
     """
 
     shared = "channels", "channels"
@@ -28,7 +30,9 @@ class Mamba1(RecurrentMixer):
     bias: bool = False
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
-        """See `Mixer`: the convolution's inputs, then the state, x, dt and B of ops/selective_scan.py."""
+        """See `Mixer`: the convolution's inputs, then the state, x, dt and B of
+        ops/selective_scan.py.
+        """
         local = self.channels // tp_size
         return (
             *conv_cache(local, self.conv),
@@ -42,11 +46,17 @@ class Mamba1(RecurrentMixer):
         """See `Mixer`."""
         channels = self.channels
         selected = self.rank + 2 * self.state
-        return [(2 * channels, width), (selected, channels), (channels, self.rank), (width, channels)]
+        return [
+            (2 * channels, width),
+            (selected, channels),
+            (channels, self.rank),
+            (width, channels),
+        ]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, conv, select, dt, their biases, decay, skip, the norms of dt, B and C, and out."""
-        block, channels = plan.block(ours, theirs, "mamba."), self.channels
+        block = plan.block(ours, theirs, "mamba.")
+        channels = self.channels
         block.stack("in", [block.share("in_proj.weight", channels)] * 2, plan.width)
         block.add("conv", (channels, 1, self.conv), "conv1d.weight", sharded=True, fp32=True)
         block.add("select", (self.rank + 2 * self.state, channels), "x_proj.weight")

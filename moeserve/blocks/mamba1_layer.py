@@ -1,7 +1,7 @@
 """Mamba of a decoder: project, convolve, select, scan, gate, project back.
 
-T tokens (padded rows included), D model width, C channels of this rank, N numbers of a channel's state, R rank of the
-steps, K inputs of the convolution.
+T tokens (padded rows included), D model width, C channels of this rank, N numbers of a channel's
+state, R rank of the steps, K inputs of the convolution.
 """
 
 from typing import Any
@@ -19,16 +19,19 @@ from moeserve.ops.rules import SWIGLU, TILE
 
 
 class Mamba1Layer(RecurrentLayer):
-    """Mamba of this rank's channels. Those of all ranks are gathered before `select`, and before `out`.
+    """Mamba of this rank's channels. Those of all ranks are gathered before `select`, and before
+    `out`.
 
-    inputs: D -> the convolution's inputs, then output gates. select: channels of all ranks -> steps, B and C. dt: R ->
-    C. norms: fp32 weights of the norms of steps, B and C.
+    inputs: D -> the convolution's inputs, then output gates. select: channels of all ranks ->
+    steps, B and C. dt: R -> C. norms: fp32 weights of the norms of steps, B and C.
     """
 
     def __init__(self, spec: Mamba1, build: Builder, name: str, group: int) -> None:
         super().__init__(build, name, group)
         self.spec = spec
-        self.inputs, self.select, self.dt = (build.linear(name + part) for part in ("in", "select", "dt"))
+        self.inputs, self.select, self.dt = (
+            build.linear(name + part) for part in ("in", "select", "dt")
+        )
         self.conv_CK = build.fp32(name + "conv")[:, 0]
         self.conv_bias_C = build.fp32(name + "conv_bias") if spec.conv_bias else None
         self.dt_shift_C = build.fp32(name + "dt_shift")
@@ -38,7 +41,9 @@ class Mamba1Layer(RecurrentLayer):
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
-        spec, ops, dtype = self.spec, self.ops, x_TD.dtype
+        spec = self.spec
+        ops = self.ops
+        dtype = x_TD.dtype
         inputs, gates = self.inputs(x_TD).chunk(2, 1)
         x_TC = ops.causal_conv(inputs, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
         selected = self.select(whole(x_TC.to(dtype), spec.channels, self.tp, channel))
@@ -55,8 +60,13 @@ class Mamba1Layer(RecurrentLayer):
 
 def workspace(spec: Mamba1, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    local, selected = spec.channels // tp_size, spec.rank + 2 * spec.state
-    rows = tokens * (local * (5 * size + 12 * FP32) + spec.channels * size + selected * 3 * (size + FP32))
-    states = (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32  # of the convolution and the scan
+    local = spec.channels // tp_size
+    selected = spec.rank + 2 * spec.state
+    rows = tokens * (
+        local * (5 * size + 12 * FP32) + spec.channels * size + selected * 3 * (size + FP32)
+    )
+    states = (
+        (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32
+    )  # of the convolution and the scan
     gathered = gathered_bytes(tokens, 2 * spec.channels + width, size, tp_size)
     return rows + states + gathered

@@ -1,7 +1,8 @@
-"""Mamba-2 in numbers: a linear recurrence with one decay per head, behind a short convolution (Granite 4, Nemotron 3).
+"""Mamba-2 in numbers: a linear recurrence with one decay per head, behind a short convolution
+(Granite 4, Nemotron 3).
 
-D model width, G groups of heads with the same B (what writes the state) and C (what reads it), H heads, d width of B
-and C, v of a head, K inputs of the convolution.
+D model width, G groups of heads with the same B (what writes the state) and C (what reads it), H
+heads, d width of B and C, v of a head, K inputs of the convolution.
 
 Source: arXiv 2405.21060.
 """
@@ -29,7 +30,8 @@ class Mamba2(RecurrentMixer):
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:
         """Returns one rank's groups, heads, and columns of heads and of groups."""
-        groups, heads = self.num_groups // tp_size, self.num_heads // tp_size
+        groups = self.num_groups // tp_size
+        heads = self.num_heads // tp_size
         return groups, heads, heads * self.head_dim, groups * self.state_dim
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:

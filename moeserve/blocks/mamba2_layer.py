@@ -1,6 +1,7 @@
 """Mamba-2 of a decoder: project, convolve, recur, gate, normalise, project back.
 
-T tokens (padded rows included), D model width, G groups and H heads of this rank, d width of the state, v of a head.
+T tokens (padded rows included), D model width, G groups and H heads of this rank, d width of the
+state, v of a head.
 """
 
 from typing import Any
@@ -21,8 +22,9 @@ from moeserve.ops.rules import SWIGLU
 class Mamba2Layer(RecurrentLayer):
     """Mamba-2 of this rank's heads; their outputs are gathered before `out`.
 
-    inputs: D -> output gates, x [H * v], B and C [G * d] and steps of time [H]. decay_H: A, below 0. skip_H1: what of
-    x by-passes the state. norm_I: weights of the norms of all groups; ones_i: as many ones as a group's norm has.
+    inputs: D -> output gates, x [H * v], B and C [G * d] and steps of time [H]. decay_H: A, below
+    0. skip_H1: what of x by-passes the state. norm_I: weights of the norms of all groups; ones_i:
+    as many ones as a group's norm has.
     """
 
     def __init__(self, spec: Mamba2, build: Builder, name: str, group: int) -> None:
@@ -30,8 +32,10 @@ class Mamba2Layer(RecurrentLayer):
         groups, heads, inner, _ = spec.local(self.tp.size)
         self.spec = spec
         self.inputs = build.linear(name + "in")
-        self.conv_CK, self.conv_bias_C = build.fp32(name + "conv")[:, 0], build.fp32(name + "conv_bias")
-        self.decay_H, self.dt_bias_H = -exp(build.fp32(name + "decay")), build.fp32(name + "dt_bias")
+        self.conv_CK = build.fp32(name + "conv")[:, 0]
+        self.conv_bias_C = build.fp32(name + "conv_bias")
+        self.decay_H = -exp(build.fp32(name + "decay"))
+        self.dt_bias_H = build.fp32(name + "dt_bias")
         self.skip_H1 = build.fp32(name + "skip")[:, None]
         self.norm_I = build.fp32(name + "norm")
         self.ones_i = torch.ones(inner // groups, device=self.ops.device)
@@ -41,17 +45,23 @@ class Mamba2Layer(RecurrentLayer):
                 groups, heads, self.conv_CK, self.conv_bias_C, self.decay_H, self.dt_bias_H, self.norm_I, self.eps,
                 skip_H1=self.skip_H1, time_limit=spec.time_limit,
             )  # fmt: skip
-            out, sizes = self.out.part if self.tp.size == 1 else None, (spec.state_dim, spec.head_dim)
-            self._block = self.ops.recurrent_block(self.inputs, None, out, rule, *sizes, self.ops.dtype)
+            out = self.out.part if self.tp.size == 1 else None
+            sizes = (spec.state_dim, spec.head_dim)
+            self._block = self.ops.recurrent_block(
+                self.inputs, None, out, rule, *sizes, self.ops.dtype
+            )
 
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         if self._block is not None:
             y = self._block(x_TD, cache, step)
             return y if self.tp.size == 1 else self.project_back(y, channel)
-        spec, ops = self.spec, self.ops
+        spec = self.spec
+        ops = self.ops
         groups, heads, inner, shared = spec.local(self.tp.size)
-        gate_TI, xBC_TC, dt_TH = torch.split(self.inputs(x_TD), [inner, inner + 2 * shared, heads], 1)
+        gate_TI, xBC_TC, dt_TH = torch.split(
+            self.inputs(x_TD), [inner, inner + 2 * shared, heads], 1
+        )
         xBC_TC = ops.causal_conv(xBC_TC, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
         x_TI, *parts = torch.split(xBC_TC, [inner, shared, shared], 1)
         x_THv = x_TI.reshape(-1, heads, spec.head_dim)
@@ -61,13 +71,21 @@ class Mamba2Layer(RecurrentLayer):
         o_THv = ops.recurrence(C_TGd, B_TGd, x_THv * dt_TH1, log_decay_TH1, None, cache[2:], step)
         o_THv = o_THv + self.skip_H1 * x_THv
         gated_TI = ops.act_mul(torch.cat((gate_TI.float(), o_THv.flatten(1)), 1), SWIGLU)
-        normed_TI = ops.rms_norm(gated_TI.view(-1, len(self.ones_i)), self.ones_i, self.eps).view(gated_TI.shape)
+        normed_TI = ops.rms_norm(gated_TI.view(-1, len(self.ones_i)), self.ones_i, self.eps).view(
+            gated_TI.shape
+        )
         return self.project_back((normed_TI * self.norm_I).to(x_TD.dtype), channel)
 
 
 def workspace(spec: Mamba2, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     _, heads, inner, shared = spec.local(tp_size)
-    rows = tokens * ((3 * inner + 2 * shared + heads) * size + (8 * inner + 4 * shared + 6 * heads) * FP32)
+    rows = tokens * (
+        (3 * inner + 2 * shared + heads) * size + (8 * inner + 4 * shared + 6 * heads) * FP32
+    )
     states = 4 * heads * spec.state_dim * spec.head_dim * FP32
-    return rows + states + gathered_bytes(tokens, spec.num_heads * spec.head_dim + width, size, tp_size)
+    return (
+        rows
+        + states
+        + gathered_bytes(tokens, spec.num_heads * spec.head_dim + width, size, tp_size)
+    )

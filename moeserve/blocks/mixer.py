@@ -1,7 +1,8 @@
-"""The seam of mixers: the blocks of a layer that read earlier tokens. One file each says everything about one kind.
+"""The seam of mixers: the blocks of a layer that read earlier tokens. One file each says everything
+about one kind.
 
-D model width. A mixer's file has no torch: the front end reads specs, too. What computes is beside it and is imported
-when a model is built.
+D model width. A mixer's file has no torch: the front end reads specs, too. What computes is beside
+it and is imported when a model is built.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """What one token, or one tile of tokens, leaves behind in one tensor of a layer's cache: `heads` entries of `width`
-    elements. They are fp32 where the rule of the cache has tiles."""
+    """What one token, or one tile of tokens, leaves behind in one tensor of a layer's cache:
+    `heads` entries of `width` elements. They are fp32 where the rule of the cache has tiles."""
 
     name: str
     heads: int
@@ -35,8 +36,8 @@ class CacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheRead:
-    """What attention reads: `elements` of each position before a query, the last `span` of them (None: all), with
-    `operations` for each query and position."""
+    """What attention reads: `elements` of each position before a query, the last `span` of them
+    (None: all), with `operations` for each query and position."""
 
     span: int | None
     elements: int
@@ -45,14 +46,17 @@ class CacheRead:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """A factor on queries that grows with the position: 1 + slope * log(1 + floor((position + first) / every))."""
+    """A factor on queries that grows with the position: 1 + slope * log(1 + floor((position +
+    first) / every)).
+    """
 
     slope: float
     every: int
     first: int = 0
 
 
-# The inputs of one step that layers share: computed once per step from its inputs and the padded tokens' positions.
+# The inputs of one step that layers share: computed once per step from its inputs and the padded
+# tokens' positions.
 Prepare = Callable[["StepInputs", "Tensor"], Any]
 
 
@@ -72,13 +76,15 @@ class MixerLayer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixer(ABC):
-    """A mixer in numbers. What computes is the class with Layer behind this one's name; that and the function
-    `workspace` are in the file beside its own with _layer behind the name.
+    """A mixer in numbers. What computes is the class with Layer behind this one's name; that and
+    the function `workspace` are in the file beside its own with _layer behind the name.
 
     rope: its rotary embedding, if it has one. rule: how long its cache entries are needed.
     """
 
-    shared: ClassVar[tuple[str, str]]  # the field with the number of what ranks share out evenly, and its name
+    shared: ClassVar[
+        tuple[str, str]
+    ]  # the field with the number of what ranks share out evenly, and its name
     rope: RopeSpec | None
     rule: KVRule = FULL
 
@@ -97,7 +103,9 @@ class Mixer(ABC):
         """Returns the tensors of a layer's cache on one of tp_size ranks."""
 
     def head_shape(self, tp_size: int) -> "HeadShape | None":
-        """Returns the heads that attention is planned for on one of tp_size ranks; None without any."""
+        """Returns the heads that attention is planned for on one of tp_size ranks; None without
+        any.
+        """
         return None
 
     def reads(self, tp_size: int) -> tuple[CacheRead, ...]:
@@ -113,7 +121,9 @@ class Mixer(ABC):
         """Returns (outputs, inputs) of every matrix product of a model that is `width` wide."""
 
     def obstacle(self, kernels: str) -> str:
-        """Returns why the kernels "native", "triton" or "fa3" cannot compute the block; empty if they can."""
+        """Returns why the kernels "native", "triton" or "fa3" cannot compute the block; empty if
+        they can.
+        """
         return ""
 
     def cache_obstacle(self, dtype: str) -> str:
@@ -126,7 +136,9 @@ class Mixer(ABC):
 
     def build(self, build: "Builder", name: str, group: int) -> MixerLayer:
         """Returns the block, made of the parameters `name` + ... group: its KV group."""
-        layer: MixerLayer = getattr(self._beside(), type(self).__name__ + "Layer")(self, build, name, group)
+        layer: MixerLayer = getattr(self._beside(), type(self).__name__ + "Layer")(
+            self, build, name, group
+        )
         return layer
 
     def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
@@ -146,19 +158,29 @@ TILED = KVRule(tile=TILE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentMixer(Mixer):
-    """The part of `Mixer` that is alike for all blocks with a state. States are fp32 whatever the other caches are."""
+    """The part of `Mixer` that is alike for all blocks with a state. States are fp32 whatever the
+    other caches are.
+    """
 
     rope: RopeSpec | None = None
     rule: KVRule = TILED
 
 
 def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
-    """Returns what `ops.causal_conv` keeps: a tile's inputs, and those before its border that it still reads."""
-    return CacheTensor("conv", 1, channels), CacheTensor("conv_border", inputs - 1, channels, per_tile=True)
+    """Returns what `ops.causal_conv` keeps: a tile's inputs, and those before its border that it
+    still reads.
+    """
+    return CacheTensor("conv", 1, channels), CacheTensor(
+        "conv_border", inputs - 1, channels, per_tile=True
+    )
 
 
-def recurrence_cache(groups: int, heads: int, dim: int, v_dim: int, decays: int = 1) -> tuple[CacheTensor, ...]:
-    """Returns what `ops.recurrence` keeps: the state at a tile's border, and k, u and s of its tokens."""
+def recurrence_cache(
+    groups: int, heads: int, dim: int, v_dim: int, decays: int = 1
+) -> tuple[CacheTensor, ...]:
+    """Returns what `ops.recurrence` keeps: the state at a tile's border, and k, u and s of its
+    tokens.
+    """
     return (
         CacheTensor("state", heads, dim * v_dim, per_tile=True),
         CacheTensor("k", groups, dim),

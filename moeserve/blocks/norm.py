@@ -10,7 +10,9 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """RMS norm (Zhang and Sennrich 2019), or, `centred`, layer norm (Ba et al. 2016). Weights and bias are fp32 [D]."""
+    """RMS norm (Zhang and Sennrich 2019), or, `centred`, layer norm (Ba et al. 2016). Weights and
+    bias are fp32 [D].
+    """
 
     ops: Ops
     eps: float
@@ -22,7 +24,9 @@ class Norm:
         """Returns the normed rows, in x's dtype."""
         if not self.centred:
             return self.ops.rms_norm(x_TD, self.weight_D, self.eps)
-        normed = torch.nn.functional.layer_norm(x_TD.float(), self.weight_D.shape, self.weight_D, self.bias_D, self.eps)
+        normed = torch.nn.functional.layer_norm(
+            x_TD.float(), self.weight_D.shape, self.weight_D, self.bias_D, self.eps
+        )
         return normed.to(x_TD.dtype)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:

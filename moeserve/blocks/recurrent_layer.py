@@ -1,5 +1,5 @@
-"""What the recurrent blocks of a decoder have in common: the plan of a step's tiles, the product back to the model's
-width, queries and keys of length 1."""
+"""What the recurrent blocks of a decoder have in common: the plan of a step's tiles, the product
+back to the model's width, queries and keys of length 1."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +35,12 @@ class RecurrentLayer:
     """
 
     def __init__(self, build: Builder, name: str, group: int) -> None:
-        self.ops, self.tp, self.eps = build.ops, build.tp, build.eps
-        self.prepare: Prepare = build.shared(("tiles", group), partial(PrepareTiles, build.ops, group))
+        self.ops = build.ops
+        self.tp = build.tp
+        self.eps = build.eps
+        self.prepare: Prepare = build.shared(
+            ("tiles", group), partial(PrepareTiles, build.ops, group)
+        )
         self.out = build.columns(name + "out", build.width)
 
     def project_back(self, y_TN: Tensor, channel: int) -> Tensor:
@@ -45,12 +49,16 @@ class RecurrentLayer:
 
 
 def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns fp32 weights [d] for `unit_heads`: of queries, which are scaled by d ** -0.5, and of keys."""
+    """Returns fp32 weights [d] for `unit_heads`: of queries, which are scaled by d ** -0.5, and of
+    keys.
+    """
     length = torch.full((dim,), dim**-0.5, device=device)
     return length * dim**-0.5, length
 
 
 def unit_heads(ops: Ops, x_TC: Tensor, weight_d: Tensor) -> Tensor:
-    """Returns heads [T, H, d] of length 1, queries scaled: an RMS norm whose weight takes out the root of d."""
+    """Returns heads [T, H, d] of length 1, queries scaled: an RMS norm whose weight takes out the
+    root of d.
+    """
     dim = len(weight_d)
     return ops.rms_norm(x_TC.reshape(-1, dim), weight_d, UNIT_EPS / dim).view(len(x_TC), -1, dim)

@@ -1,8 +1,9 @@
-"""A rotary embedding in numbers, and how every published layout becomes the one that kernels know. No torch here.
+"""A rotary embedding in numbers, and how every published layout becomes the one that kernels know.
+No torch here.
 
-Kernels rotate the pairs (i, i + d/2) of all d elements of a head (GPT-NeoX's half layout). Other layouts are orders of
-the same pairs, so the rows of the query and key products are reordered once, while weights are loaded: scores are sums
-over a head's elements and do not depend on their order.
+Kernels rotate the pairs (i, i + d/2) of all d elements of a head (GPT-NeoX's half layout). Other
+layouts are orders of the same pairs, so the rows of the query and key products are reordered once,
+while weights are loaded: scores are sums over a head's elements and do not depend on their order.
 """
 
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding. kind: `default`, `linear`, `llama3`, `yarn` or `longrope`; numbers as in config.json's
-    rope_parameters.
+    """Rotary embedding. kind: `default`, `linear`, `llama3`, `yarn` or `longrope`; numbers as in
+    config.json's rope_parameters.
 
-    size: elements of a head that rotate, the first ones; None: all. interleaved: pairs lie side by side (GPT-J,
-    DeepSeek) and not half a head apart. still: so many of the slowest pairs do not rotate (Gemma 4).
-    short_factors, long_factors: of each wavelength (longrope); the long ones, and long_attention_factor, where requests
-    may have more than the original positions.
+    size: elements of a head that rotate, the first ones; None: all. interleaved: pairs lie side by
+    side (GPT-J, DeepSeek) and not half a head apart. still: so many of the slowest pairs do not
+    rotate (Gemma 4). short_factors, long_factors: of each wavelength (longrope); the long ones, and
+    long_attention_factor, where requests may have more than the original positions.
     """
 
     theta: float = 10_000.0
@@ -39,7 +40,8 @@ class RopeSpec:
 
 
 def half_layout(rope: RopeSpec | None, head_dim: int) -> list[int] | None:
-    """Returns the published element that each element of a head in the half layout is; None where nothing moves.
+    """Returns the published element that each element of a head in the half layout is; None where
+    nothing moves.
 
     4 elements, 2 of which rotate: (0, 1), the others in between -> [0, 2, 1, 3]
     """
@@ -47,7 +49,9 @@ def half_layout(rope: RopeSpec | None, head_dim: int) -> list[int] | None:
         return None
     size = rope.size or head_dim
     firsts, seconds = (
-        (range(0, size, 2), range(1, size, 2)) if rope.interleaved else (range(size // 2), range(size // 2, size))
+        (range(0, size, 2), range(1, size, 2))
+        if rope.interleaved
+        else (range(size // 2), range(size // 2, size))
     )
     middle = (head_dim + size) // 2
     return [*firsts, *range(size, middle), *seconds, *range(middle, head_dim)]

@@ -1,7 +1,8 @@
 """Angles of the rotary embedding: one table per model, computed once, looked up by position.
 
-T tokens, d head width. Kinds: default (Su et al. 2021), linear (position interpolation, Chen et al. 2023), llama3
-(Llama 3.1's frequency-dependent scaling), yarn (Peng et al. 2023), longrope (Ding et al. 2024).
+T tokens, d head width. Kinds: default (Su et al. 2021), linear (position interpolation, Chen et al.
+2023), llama3 (Llama 3.1's frequency-dependent scaling), yarn (Peng et al. 2023), longrope (Ding et
+al. 2024).
 """
 
 import math
@@ -13,10 +14,14 @@ from moeserve.blocks.rope import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) -> Tensor:
-    """Returns the radians per position, fp32 [d / 2]. long: requests may have more than the original positions."""
+    """Returns the radians per position, fp32 [d / 2]. long: requests may have more than the
+    original positions.
+    """
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.long_factors if long else rope.short_factors) * rope.theta**exponents)
+        return 1.0 / (
+            torch.tensor(rope.long_factors if long else rope.short_factors) * rope.theta**exponents
+        )
     freqs = 1.0 / rope.theta**exponents
     if rope.still:
         freqs[-rope.still :] = 0.0
@@ -29,43 +34,61 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) ->
 
 def _llama3(freqs: Tensor, rope: RopeSpec) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    turns, low = rope.original_max_position / (2 * math.pi / freqs), rope.low_freq_factor
+    turns = rope.original_max_position / (2 * math.pi / freqs)
+    low = rope.low_freq_factor
     band = max(rope.high_freq_factor - low, 1e-9)  # Llama-4 has none
     kept = ((turns - low) / band).clamp(0, 1)
     return (1 - kept) * freqs / rope.factor + kept * freqs
 
 
 def _yarn(freqs: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """Dimensions that turn often within the original context are kept, slow ones interpolated, a ramp between."""
+    """Dimensions that turn often within the original context are kept, slow ones interpolated, a
+    ramp between.
+    """
 
     def dimension(turns: float) -> float:
         """Returns the dimension that turns this often within the original context."""
-        return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log(rope.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
-    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    first = dimension(rope.beta_fast)
+    last = dimension(rope.beta_slow)
     if rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    low, high = max(first, 0), min(last, head_dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    low = max(first, 0)
+    high = min(last, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return freqs / rope.factor * ramp + freqs * (1 - ramp)
 
 
 class RotaryTable:
-    """cos and sin of every position below `max_position`, fp32 [max_position, d / 2] each, looked up by position.
+    """cos and sin of every position below `max_position`, fp32 [max_position, d / 2] each, looked
+    up by position.
 
-    Elements that do not rotate have cos 1 and sin 0; without rope none does, and one row serves all positions.
+    Elements that do not rotate have cos 1 and sin 0; without rope none does, and one row serves all
+    positions.
     """
 
-    def __init__(self, rope: RopeSpec | None, head_dim: int, max_position: int, device: torch.device) -> None:
+    def __init__(
+        self, rope: RopeSpec | None, head_dim: int, max_position: int, device: torch.device
+    ) -> None:
         self._same = rope is None
         if rope is None:
-            self.cos, self.sin = (torch.full((1, head_dim // 2), value, device=device) for value in (1.0, 0.0))
+            self.cos, self.sin = (
+                torch.full((1, head_dim // 2), value, device=device) for value in (1.0, 0.0)
+            )
             return
         size = rope.size or head_dim
         long = rope.kind == "longrope" and max_position > rope.original_max_position
         magnitude = rope.long_attention_factor if long else rope.attention_factor
-        freqs, still = inverse_frequencies(rope, size, long=long), (0, (head_dim - size) // 2)
-        # fp32 products, as in training; cosines in double precision, so that the tables' length cannot matter
+        freqs = inverse_frequencies(rope, size, long=long)
+        still = (0, (head_dim - size) // 2)
+        # fp32 products, as in training; cosines in double precision, so that the tables' length
+        # cannot matter
         angles = (torch.arange(max_position).float()[:, None] * freqs).double()
         cos, sin = ((table * magnitude).float() for table in (angles.cos(), angles.sin()))
         self.cos = torch.nn.functional.pad(cos, still, value=1.0).to(device)
@@ -77,6 +100,8 @@ class RotaryTable:
         return self.cos.index_select(0, rows_T), self.sin.index_select(0, rows_T)
 
     def of_heads(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of positions as `rotary` of ops/elementwise.py takes them, fp32 [T, 1, d] each."""
+        """Returns cos and sin of positions as `rotary` of ops/elementwise.py takes them, fp32 [T,
+        1, d] each.
+        """
         cos, sin = self(positions_T)
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]

@@ -13,7 +13,9 @@ from moeserve.blocks.weights import WeightPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv(RecurrentMixer):
-    """A mixer: D channels, each convolved over its last K inputs. conv: K. bias: of all three steps."""
+    """A mixer: D channels, each convolved over its last K inputs. conv: K. bias: of all three
+    steps.
+    """
 
     shared = "channels", "channels"
     channels: int
@@ -30,7 +32,8 @@ class ShortConv(RecurrentMixer):
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, conv and out with their biases."""
-        block, channels = plan.block(ours, theirs, "conv."), self.channels
+        block = plan.block(ours, theirs, "conv.")
+        channels = self.channels
         block.stack("in", [block.share("in_proj.weight", channels)] * 3, plan.width)
         block.add("conv", (channels, 1, self.conv), "conv.weight", sharded=True, fp32=True)
         block.add("out", (plan.width, channels), "out_proj.weight", sharded=True)

@@ -1,6 +1,7 @@
 """The short convolution of a decoder: project, gate, convolve, gate, project back.
 
-T tokens (padded rows included), D model width, C channels of this rank, K inputs of the convolution.
+T tokens (padded rows included), D model width, C channels of this rank, K inputs of the
+convolution.
 """
 
 from typing import Any
@@ -35,7 +36,9 @@ class ShortConvLayer(RecurrentLayer):
         return self.project_back(gated_TC, channel)
 
 
-def workspace(spec: ShortConv, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+def workspace(
+    spec: ShortConv, width: int, tokens: int, max_len: int, size: int, tp_size: int
+) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     local = spec.channels // tp_size
     rows = tokens * local * (4 * size + 6 * FP32) + 4 * (TILE + spec.conv) * local * FP32

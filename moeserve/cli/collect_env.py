@@ -1,4 +1,6 @@
-"""`moeserve collect-env`: versions and hardware for a bug report. No other command imports torch by itself."""
+"""`moeserve collect-env`: versions and hardware for a bug report. No other command imports torch by
+itself.
+"""
 
 import argparse
 import json
@@ -13,15 +15,49 @@ from typing import Any
 from moeserve.runner.cores import SYSTEM, fast_cpus, nodes, place, shown
 from moeserve.version import __version__
 
-PACKAGES = ("torch", "numpy", "aiohttp", "msgspec", "pyzmq", "uvloop", "tokenizers", "safetensors", "transformers")
-CPU_FLAGS = tuple("avx2 avx_vnni avx512f avx512_bf16 avx512_vnni amx_tile amx_bf16 amx_int8 asimd bf16 sve".split())  # noqa: SIM905
-VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "LD_PRELOAD", "MALLOC_", "MOESERVE_")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "aiohttp",
+    "msgspec",
+    "pyzmq",
+    "uvloop",
+    "tokenizers",
+    "safetensors",
+    "transformers",
+)
+CPU_FLAGS = (
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "sve",
+)
+VARIABLES = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "CUDA_",
+    "NCCL_",
+    "LD_PRELOAD",
+    "MALLOC_",
+    "MOESERVE_",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the report."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of YAML")
-    parser.add_argument("--no-torch", action="store_true", help="leave torch and the GPUs out (it is quicker)")
+    parser.add_argument(
+        "--no-torch", action="store_true", help="leave torch and the GPUs out (it is quicker)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,13 +65,19 @@ def run(args: argparse.Namespace) -> int:
     import yaml
 
     found = collect(torch=not args.no_torch)
-    print(json.dumps(found, indent=2) if args.json else yaml.safe_dump(found, sort_keys=False, width=120).rstrip())
+    print(
+        json.dumps(found, indent=2)
+        if args.json
+        else yaml.safe_dump(found, sort_keys=False, width=120).rstrip()
+    )
     return 0
 
 
 def collect(*, torch: bool = True) -> dict[str, Any]:
     """Returns the report by topic; sizes in bytes. Environment variables with a KEY are not shown."""
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    variables = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
+    }
     found = {
         "moeserve": __version__,
         "python": sys.version.split()[0],
@@ -43,17 +85,24 @@ def collect(*, torch: bool = True) -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "cpu": cpu(),
         "memory": memory(),
-        "environment": {name: "(not shown)" if "KEY" in name else value for name, value in variables.items()},
+        "environment": {
+            name: "(not shown)" if "KEY" in name else value for name, value in variables.items()
+        },
     }
     return found | ({"torch": torch_facts()} if torch else {})
 
 
 def cpu(system: Path = SYSTEM) -> dict[str, Any]:
-    """Returns model, cores, load and the vector instructions among CPU_FLAGS. Lists of CPUs are as the kernel's."""
+    """Returns model, cores, load and the vector instructions among CPU_FLAGS. Lists of CPUs are as
+    the kernel's.
+    """
     import psutil
 
     first = (_read("/proc/cpuinfo") or "").split("\n\n")[0]
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    fields = {
+        name.strip(): value.strip()
+        for name, _, value in (line.partition(":") for line in first.splitlines())
+    }
     have = (fields.get("flags") or fields.get("Features") or "").split()
     quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -72,10 +121,14 @@ def cpu(system: Path = SYSTEM) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Returns the host's memory, the cgroup's limit if that is lower, and the free space of /dev/shm."""
+    """Returns the host's memory, the cgroup's limit if that is lower, and the free space of
+    /dev/shm.
+    """
     import psutil
 
-    limit = _read("/sys/fs/cgroup/memory.max") or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limit = _read("/sys/fs/cgroup/memory.max") or _read(
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+    )
     host = psutil.virtual_memory()
     limited = limit is not None and limit.isdecimal() and int(limit) < host.total
     return {
@@ -103,10 +156,18 @@ def torch_facts() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.version.cuda,
         "gpus": [
-            {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+            {
+                "name": gpu.name,
+                "memory_bytes": gpu.total_memory,
+                "capability": f"{gpu.major}.{gpu.minor}",
+            }
             for gpu in gpus
         ],
-        "build": [line.strip(" -") for line in torch.__config__.show().splitlines() if "settings" not in line],
+        "build": [
+            line.strip(" -")
+            for line in torch.__config__.show().splitlines()
+            if "settings" not in line
+        ],
         "kernels": (ops := pick_ops("cpu", torch.bfloat16)).chosen,  # last: it changes the threads
         "lossless_compression": ops.compresses,
     }

@@ -1,4 +1,6 @@
-"""`moeserve config show` and `moeserve config check`: every setting with its origin, and whether a file is right."""
+"""`moeserve config show` and `moeserve config check`: every setting with its origin, and whether a
+file is right.
+"""
 
 import argparse
 from pathlib import Path
@@ -15,7 +17,9 @@ class Show:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Adds the flags of `moeserve serve` without help."""
-        parser.description = "Print every setting with its value and origin. FILE is short for --config FILE."
+        parser.description = (
+            "Print every setting with its value and origin. FILE is short for --config FILE."
+        )
         add_flags(parser, shown=False)
         parser.usage = "%(prog)s [FILE | MODEL] [flags of `moeserve serve`]"
 
@@ -60,6 +64,10 @@ def rendered(resolved: ResolvedSettings) -> str:
             lines.append(f"  # {setting.name}: {len(value)} set, not shown  ({origin})")
         else:
             plain = list(value) if isinstance(value, tuple) else value
-            text = yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n...\n").rstrip("\n")
+            text = (
+                yaml.safe_dump(plain, default_flow_style=True, width=10**6)
+                .removesuffix("\n...\n")
+                .rstrip("\n")
+            )
             lines.append(f"  {setting.name}: {text}".ljust(44) + f" # {origin}")
     return "\n".join(lines)

@@ -12,7 +12,11 @@ DEFAULT_URL = "http://localhost:8000"
 
 def add_url_flag(parser: argparse.ArgumentParser, default: str | None = DEFAULT_URL) -> None:
     """Adds --base-url, and --url as another spelling that --help leaves out."""
-    shown = f"running server, with or without /v1 [{default}]" if default else "running server, with or without /v1"
+    shown = (
+        f"running server, with or without /v1 [{default}]"
+        if default
+        else "running server, with or without /v1"
+    )
     parser.add_argument("--base-url", default=default, metavar="URL", help=shown)
     parser.add_argument("--url", dest="base_url", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
@@ -20,7 +24,9 @@ def add_url_flag(parser: argparse.ArgumentParser, default: str | None = DEFAULT_
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --base-url and --api-key."""
     add_url_flag(parser)
-    parser.add_argument("--api-key", metavar="KEY", help="key for the server (default: $MOESERVE_API_KEY)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key for the server (default: $MOESERVE_API_KEY)"
+    )
 
 
 def client_from(args: argparse.Namespace, **options: Any) -> AsyncClient:
@@ -30,7 +36,9 @@ def client_from(args: argparse.Namespace, **options: Any) -> AsyncClient:
 
 
 def client_of(url: str, key: str | None, **options: Any) -> AsyncClient:
-    """Returns a client of `url`, which may end with /v1 or not. Raises ConfigError for a malformed URL."""
+    """Returns a client of `url`, which may end with /v1 or not. Raises ConfigError for a malformed
+    URL.
+    """
     with ConfigError.instead_of(ValueError, "--base-url"):
         return AsyncClient(url.rstrip("/").removesuffix("/v1") + "/v1", key, **options)
 

@@ -14,9 +14,13 @@ CLEAR = "\x1b[H\x1b[2J"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the server and of repetition."""
     add_server_flags(parser)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures [1]")
     parser.add_argument(
-        "--once", action="store_true", help="print one picture (default where the output is no terminal)"
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures [1]"
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print one picture (default where the output is no terminal)",
     )
 
 
@@ -37,7 +41,9 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def picture(shown: ExpertStatus) -> str:
-    """Returns a line per rank with a character per layer: blank is no load, full is twice the layer's mean or more."""
+    """Returns a line per rank with a character per layer: blank is no load, full is twice the
+    layer's mean or more.
+    """
     loads = rank_loads(shown)
     lines = [
         f"{len(shown.engines)} engines, epoch {shown.epoch}, placement {shown.placement.version}, "
@@ -57,7 +63,9 @@ def picture(shown: ExpertStatus) -> str:
 
 
 def rank_loads(shown: ExpertStatus) -> list[list[float]]:
-    """Returns recent rows by layer and rank. An expert's rows count evenly for each of its physical experts."""
+    """Returns recent rows by layer and rank. An expert's rows count evenly for each of its physical
+    experts.
+    """
     per_rank = shown.placement.experts_per_rank
     loads = []
     for physical, recent in zip(shown.placement.experts, shown.load.recent, strict=True):

@@ -1,7 +1,8 @@
-"""The flags of `vllm serve` and SGLang as settings of ours: `assets/foreign_flags.yaml` is the table.
+"""The flags of `vllm serve` and SGLang as settings of ours: `assets/foreign_flags.yaml` is the
+table.
 
-A flag is taken with a note that says what it became, granted with a note that says why there is nothing to set, or
-refused with the way that there is here. None is ignored silently.
+A flag is taken with a note that says what it became, granted with a note that says why there is
+nothing to set, or refused with the way that there is here. None is ignored silently.
 """
 
 import argparse
@@ -16,7 +17,10 @@ import msgspec
 from moeserve.cli.settings import setting_named
 from moeserve.errors import ConfigError
 
-_METHODS = {"draft_model": "model", "eagle3": "eagle"}  # of --speculative-config; others have our names
+_METHODS = {
+    "draft_model": "model",
+    "eagle3": "eagle",
+}  # of --speculative-config; others have our names
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -36,7 +40,9 @@ class ForeignSetting(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """A command line without foreign flags. settings: what those set, by name; notes: one line about each flag."""
+    """A command line without foreign flags. settings: what those set, by name; notes: one line
+    about each flag.
+    """
 
     words: list[str]
     settings: dict[str, ForeignSetting]
@@ -46,7 +52,9 @@ class Translation(NamedTuple):
 @cache
 def table() -> Table:
     """Returns the table, read once."""
-    return msgspec.yaml.decode((files("moeserve") / "assets/foreign_flags.yaml").read_bytes(), type=Table)
+    return msgspec.yaml.decode(
+        (files("moeserve") / "assets/foreign_flags.yaml").read_bytes(), type=Table
+    )
 
 
 def translate(words: Sequence[str], known: Collection[str]) -> Translation:
@@ -101,7 +109,11 @@ def _set(found: Translation, flag: str, value: str | None, template: str) -> Non
         raise ConfigError(f"{found.settings[name].flag} and {flag} disagree: both set {name}")
     setting = setting_named(name)
     setting.read(ours, f"flag {flag}")
-    meant = f"{setting.flag} {ours}" if setting.flag else f"`{setting.section}: {{{name}: {ours!r}}}` in --config"
+    meant = (
+        f"{setting.flag} {ours}"
+        if setting.flag
+        else f"`{setting.section}: {{{name}: {ours!r}}}` in --config"
+    )
     meant = f"the argument {ours}" if name == "model" else meant
     found.notes.append(f"{flag}{'' if value is None else f' {value}'} is {meant}")
 
@@ -113,17 +125,25 @@ def _speculate(flag: str, text: str) -> str:
         asked = msgspec.json.decode(text, type=dict[str, str | int])
     unknown = asked.keys() - {"method", "model", "num_speculative_tokens"}
     if unknown:
-        raise ConfigError(f"{flag}: {', '.join(sorted(unknown))}: no counterpart; use --speculate, e.g. ngram:4")
+        raise ConfigError(
+            f"{flag}: {', '.join(sorted(unknown))}: no counterpart; use --speculate, e.g. ngram:4"
+        )
     method = str(asked.get("method", "draft_model"))
     kind = "mtp" if method.endswith("mtp") else _METHODS.get(method, method)
     path = asked.get("model") if kind in ("model", "eagle") else None
-    return ":".join(str(part) for part in (kind, path, asked.get("num_speculative_tokens")) if part is not None)
+    return ":".join(
+        str(part) for part in (kind, path, asked.get("num_speculative_tokens")) if part is not None
+    )
 
 
 def merge(args: argparse.Namespace, settings: Mapping[str, ForeignSetting]) -> None:
-    """Puts the settings of a translation beside the command's own. Raises ConfigError if one is given twice."""
+    """Puts the settings of a translation beside the command's own. Raises ConfigError if one is
+    given twice.
+    """
     args.foreign_flags = {name: setting.flag for name, setting in settings.items()}
     for name, (flag, value) in settings.items():
         if getattr(args, name, None) is not None:
-            raise ConfigError(f"{flag} and {setting_named(name).flag or name.upper()} both set {name}: give one")
+            raise ConfigError(
+                f"{flag} and {setting_named(name).flag or name.upper()} both set {name}: give one"
+            )
         setattr(args, name, value)

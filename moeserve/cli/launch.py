@@ -1,5 +1,5 @@
-"""`moeserve launch [where] -- serve MODEL ...`: the parts of several machines from one place, or files for what starts
-them."""
+"""`moeserve launch [where] -- serve MODEL ...`: the parts of several machines from one place, or
+files for what starts them."""
 
 import argparse
 import asyncio
@@ -28,7 +28,8 @@ from moeserve.cluster.launch.targets import (
 )
 from moeserve.errors import ConfigError
 
-_SSH, _FILES = ("hosts", "hostfile"), ("kubernetes", "print")
+_SSH = ("hosts", "hostfile")
+_FILES = ("kubernetes", "print")
 _STARTED = (*_SSH, "slurm", "ray", "local")  # by parts of ours
 _WHERE = (*_STARTED, *_FILES)
 _ONLY_FOR = {  # flags that have an effect there only
@@ -41,7 +42,9 @@ _OURS = ("nnodes", "node_rank", "cluster_key_file")  # settings of serve that th
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The command `serve ...` for every machine. flags: as given, by setting; those of the environment are not here."""
+    """The command `serve ...` for every machine. flags: as given, by setting; those of the
+    environment are not here.
+    """
 
     words: list[str]
     flags: argparse.Namespace
@@ -51,7 +54,11 @@ class Served:
         from moeserve.cli.settings import setting_named
 
         given = getattr(self.flags, name)
-        return default if given is None else int(setting_named(name).read(given, f"flag {_flag(name)}"))
+        return (
+            default
+            if given is None
+            else int(setting_named(name).read(given, f"flag {_flag(name)}"))
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,30 +68,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-- serve MODEL ..."
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="A,B,...", help="machines to start over ssh; the first one answers HTTP")
-    where.add_argument("--hostfile", metavar="FILE", help="the same, a line each: host, host slots=N or host:N")
+    where.add_argument(
+        "--hosts", metavar="A,B,...", help="machines to start over ssh; the first one answers HTTP"
+    )
+    where.add_argument(
+        "--hostfile", metavar="FILE", help="the same, a line each: host, host slots=N or host:N"
+    )
     where.add_argument("--slurm", action="store_true", help="the nodes of this job of Slurm")
-    where.add_argument("--ray", action="store_true", help="nodes of a cluster of Ray (pip install 'moeserve[ray]')")
-    where.add_argument("--kubernetes", action="store_true", help="pods of a LeaderWorkerSet, by the system's kubectl")
+    where.add_argument(
+        "--ray", action="store_true", help="nodes of a cluster of Ray (pip install 'moeserve[ray]')"
+    )
+    where.add_argument(
+        "--kubernetes",
+        action="store_true",
+        help="pods of a LeaderWorkerSet, by the system's kubectl",
+    )
     where.add_argument("--local", metavar="N", help="N machines that are all this one, to try it")
-    where.add_argument("--print", choices=KINDS, help="print a file for what starts the machines, and start nothing")
-    parser.add_argument("--ssh-option", metavar="NAME=VALUE", action="append", default=[], help="as in ssh_config")
-    parser.add_argument(
-        "--python", metavar="COMMAND", help="shell text that runs Python there [the path that it has here]"
+    where.add_argument(
+        "--print",
+        choices=KINDS,
+        help="print a file for what starts the machines, and start nothing",
     )
     parser.add_argument(
-        "--env", metavar="NAME[=VALUE]", action="append", default=[], help="a variable for all machines"
+        "--ssh-option", metavar="NAME=VALUE", action="append", default=[], help="as in ssh_config"
+    )
+    parser.add_argument(
+        "--python",
+        metavar="COMMAND",
+        help="shell text that runs Python there [the path that it has here]",
+    )
+    parser.add_argument(
+        "--env",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        help="a variable for all machines",
     )
     parser.add_argument("--max-restarts", metavar="N", help="of each machine within an hour [10]")
     parser.add_argument(
-        "--nodes", metavar="N", help="how many machines, with --print, --kubernetes and --ray [all nodes of Ray]"
+        "--nodes",
+        metavar="N",
+        help="how many machines, with --print, --kubernetes and --ray [all nodes of Ray]",
     )
-    parser.add_argument("--ray-address", metavar="ADDRESS", help="host:port or ray://host:10001 [this node's cluster]")
-    parser.add_argument("--ray-placement", choices=STRATEGIES, help="a node for each machine, or few nodes [spread]")
-    parser.add_argument("--gpus-per-node", metavar="N", help="what a machine asks of Ray, beside one CPU [0]")
+    parser.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="host:port or ray://host:10001 [this node's cluster]",
+    )
+    parser.add_argument(
+        "--ray-placement", choices=STRATEGIES, help="a node for each machine, or few nodes [spread]"
+    )
+    parser.add_argument(
+        "--gpus-per-node", metavar="N", help="what a machine asks of Ray, beside one CPU [0]"
+    )
     parser.add_argument("--namespace", help="of Kubernetes [kubectl's]")
-    parser.add_argument("--image", help="the container's, with --kubernetes, --print lws and compose [moeserve]")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- serve ...", help="as on one machine")
+    parser.add_argument(
+        "--image", help="the container's, with --kubernetes, --print lws and compose [moeserve]"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- serve ...", help="as on one machine"
+    )
     parser.epilog = (
         "Ctrl-C or SIGTERM lets running requests finish; once more stops now. A machine that dies is started again "
         "and requests go on; all ends with machine 0, and with its exit code. See docs/multi-node.md."
@@ -120,16 +163,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _served(words: Sequence[str]) -> Served:
-    """Reads the command that all machines run. Raises ConfigError; a flag that nobody knows ends the process."""
+    """Reads the command that all machines run. Raises ConfigError; a flag that nobody knows ends
+    the process.
+    """
     from moeserve.cli.main import build_parser, parse
 
     if list(words[:1]) != ["serve"]:
-        raise ConfigError(f"give what to run after --, as in `-- serve MODEL --dp 2`; got {' '.join(words)!r:.100}")
+        raise ConfigError(
+            f"give what to run after --, as in `-- serve MODEL --dp 2`; got {' '.join(words)!r:.100}"
+        )
     flags = parse(build_parser("serve"), list(words[1:]))
     for name in _OURS:
         origin = _flag(name) if getattr(flags, name) is not None else f"MOESERVE_{name.upper()}"
         if origin.startswith("--") or os.environ.get(origin):
-            raise ConfigError(f"{origin}: leave it out, the launcher numbers the machines and gives them a common key")
+            raise ConfigError(
+                f"{origin}: leave it out, the launcher numbers the machines and gives them a common key"
+            )
     return Served(list(words), flags)
 
 
@@ -161,8 +210,9 @@ def _places(args: argparse.Namespace) -> tuple[list[LaunchTarget], int | None]:
 
 
 def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
-    """Returns the command with a number of engines: --dp if given, or as many as fit on the machines' slots, or one on
-    each machine. Raises ConfigError if slots and flags contradict each other."""
+    """Returns the command with a number of engines: --dp if given, or as many as fit on the
+    machines' slots, or one on each machine. Raises ConfigError if slots and flags contradict each
+    other."""
     tp = served.number("tp", int(os.environ.get("MOESERVE_TP") or 1))
     if slots is not None and slots % tp:
         raise ConfigError(f"slots={slots} cannot be shared by engines of --tp {tp} processes")
@@ -175,7 +225,9 @@ def _with_engines(served: Served, machines: int, slots: int | None) -> Served:
             f"--dp {dp} contradicts slots={slots}: {machines} machines have {default} engines of --tp {tp}"
         )
     if dp < machines:
-        raise ConfigError(f"--dp {dp}: {machines} machines need an engine each, --dp {machines} at least")
+        raise ConfigError(
+            f"--dp {dp}: {machines} machines need an engine each, --dp {machines} at least"
+        )
     words = served.words if served.flags.dp is not None else [*served.words, "--dp", str(dp)]
     return Served(words, served.flags)
 
@@ -188,7 +240,9 @@ def _environment(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         name, equals, value = text.partition("=")
         if not name or (not equals and name not in os.environ):
-            raise ConfigError(f"--env {text}: must be NAME=VALUE, or the name of a variable that is set here")
+            raise ConfigError(
+                f"--env {text}: must be NAME=VALUE, or the name of a variable that is set here"
+            )
         env[name] = value if equals else os.environ[name]
     return env
 
@@ -207,7 +261,9 @@ def _deployment(args: argparse.Namespace, served: Served) -> Deployment:
     nodes = _number(args.nodes, "--nodes", 1, MAX_HOSTS)
     served, model = _with_engines(served, nodes, None), Path(served.flags.model or "/")
     if args.print not in ("slurm", "systemd") and not model.is_absolute() and model.exists():
-        raise ConfigError(f"MODEL {model}: containers have folders by their whole path; give {model.absolute()}")
+        raise ConfigError(
+            f"MODEL {model}: containers have folders by their whole path; give {model.absolute()}"
+        )
     return Deployment(
         words=served.words[1:],
         nodes=nodes,
@@ -215,7 +271,12 @@ def _deployment(args: argparse.Namespace, served: Served) -> Deployment:
         rendezvous=served.flags.rendezvous,
         host_given=served.flags.host is not None,
         https=served.flags.ssl_certfile is not None,
-        port=_number(str(served.number("port", 8000)), "--port", {"slurm": 0, "systemd": 0}.get(args.print, 1), 65535),
+        port=_number(
+            str(served.number("port", 8000)),
+            "--port",
+            {"slurm": 0, "systemd": 0}.get(args.print, 1),
+            65535,
+        ),
         drain_s=served.number("shutdown_timeout", 30),
         image=args.image or "moeserve",
     )

@@ -1,4 +1,5 @@
-"""The command line. It imports the chosen command's module only, and turns errors into one line and an exit code.
+"""The command line. It imports the chosen command's module only, and turns errors into one line and
+an exit code.
 
 Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 model files, 4 port, 5 memory, 130 Ctrl-C.
 """
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """One command. Its entry is a module or class with `add_arguments(parser)` and `run(args) -> int` (exit code)."""
+    """One command. Its entry is a module or class with `add_arguments(parser)` and `run(args) ->
+    int` (exit code).
+    """
 
     group: str
     entry: str
@@ -23,27 +26,49 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("Serve", "serve", "serve a model over an OpenAI-compatible HTTP API"),
-    "launch": Command("Serve", "launch", "serve on several machines: starts, watches and stops the part of each"),
+    "launch": Command(
+        "Serve", "launch", "serve on several machines: starts, watches and stops the part of each"
+    ),
     "chat": Command(
-        "Talk to a running server", "talk:ChatSession", "chat in the terminal, or ask one question with -q"
+        "Talk to a running server",
+        "talk:ChatSession",
+        "chat in the terminal, or ask one question with -q",
     ),
     "complete": Command("Talk to a running server", "talk:CompleteSession", "continue a text"),
-    "run-batch": Command("Talk to a running server", "run_batch", "answer a file of OpenAI Batch lines"),
-    "bench serve": Command("Measure", "bench.serve", "load a running server, as `vllm bench serve` does"),
+    "run-batch": Command(
+        "Talk to a running server", "run_batch", "answer a file of OpenAI Batch lines"
+    ),
+    "bench serve": Command(
+        "Measure", "bench.serve", "load a running server, as `vllm bench serve` does"
+    ),
     "bench latency": Command("Measure", "bench.offline:Latency", "time one batch, offline"),
-    "bench throughput": Command("Measure", "bench.offline:Throughput", "time many prompts, offline"),
+    "bench throughput": Command(
+        "Measure", "bench.offline:Throughput", "time many prompts, offline"
+    ),
     "tune": Command("Measure", "tune", "find launch parameters of the GPU kernels for a model"),
-    "plan": Command("Measure", "plan", "which layout of a model on some devices serves a load best, and why"),
-    "simulate": Command("Measure", "simulate", "run a trace through the real scheduler in simulated time"),
+    "plan": Command(
+        "Measure", "plan", "which layout of a model on some devices serves a load best, and why"
+    ),
+    "simulate": Command(
+        "Measure", "simulate", "run a trace through the real scheduler in simulated time"
+    ),
     "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
-    "verify": Command("Look", "verify:Verify", "compute the answer of a receipt again, and say whether it is equal"),
+    "verify": Command(
+        "Look",
+        "verify:Verify",
+        "compute the answer of a receipt again, and say whether it is equal",
+    ),
     "replay": Command("Look", "verify:Replay", "do so for a request of a server's request_log"),
     "receipt-key": Command("Look", "verify:MakeReceiptKey", "make a key that signs receipts"),
     "config show": Command("Look", "config:Show", "print every setting with its origin"),
-    "config check": Command("Look", "config:Check", "check a --config file without starting anything"),
+    "config check": Command(
+        "Look", "config:Check", "check a --config file without starting anything"
+    ),
     "collect-env": Command("Look", "collect_env", "versions and hardware, for a bug report"),
 }
-USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+USAGE_ERROR = 2
+FAILURE = 1
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,11 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()  # a reader that has gone (`| head`) is noticed here, not when the interpreter exits
+            # a reader that has gone (`| head`) is noticed here, not when the interpreter exits
+            sys.stdout.flush()
     except BrokenPipeError:
         import os
 
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is left in the buffer goes nowhere
         return FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -99,7 +127,10 @@ def build_parser(name: str) -> "argparse.ArgumentParser":
             super().__init__(prog, max_help_position=38, width=120)
 
     parser = argparse.ArgumentParser(
-        f"moeserve {name}", description=COMMANDS[name].help, formatter_class=Formatter, allow_abbrev=False
+        f"moeserve {name}",
+        description=COMMANDS[name].help,
+        formatter_class=Formatter,
+        allow_abbrev=False,
     )
     _entry(name).add_arguments(parser)
     return parser
@@ -125,7 +156,9 @@ def parse(parser: "argparse.ArgumentParser", words: list[str]) -> "argparse.Name
     return args
 
 
-def _unknown_arguments(parser: "argparse.ArgumentParser", unknown: list[str], hints: Mapping[str, str]) -> NoReturn:
+def _unknown_arguments(
+    parser: "argparse.ArgumentParser", unknown: list[str], hints: Mapping[str, str]
+) -> NoReturn:
     from difflib import get_close_matches
 
     known = parser._option_string_actions
@@ -156,14 +189,21 @@ def _no_command(word: str, rest: list[str]) -> int:
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     """Returns the list of commands by purpose, one screen long."""
-    lines = ["moeserve serves Mixture-of-Experts language models.", "", "usage: moeserve COMMAND [--help] ..."]
+    lines = [
+        "moeserve serves Mixture-of-Experts language models.",
+        "",
+        "usage: moeserve COMMAND [--help] ...",
+    ]
     group = ""
     for name in names:
         if COMMANDS[name].group != group:
             group = COMMANDS[name].group
             lines += ["", f"{group}:"]
         lines.append(f"  {name:<18} {COMMANDS[name].help}")
-    lines += ["", "First steps: `moeserve serve` serves the built-in demo model; `moeserve chat` talks to it."]
+    lines += [
+        "",
+        "First steps: `moeserve serve` serves the built-in demo model; `moeserve chat` talks to it.",
+    ]
     return "\n".join(lines)
 
 

@@ -8,7 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeserve.cli.settings import add_flags, resolve
-from moeserve.cli.simulate import add_load_flags, add_tables_flag, read_load, read_rate, read_spec, simulate, together
+from moeserve.cli.simulate import (
+    add_load_flags,
+    add_tables_flag,
+    read_load,
+    read_rate,
+    read_spec,
+    simulate,
+    together,
+)
 from moeserve.errors import ConfigError, DoesNotFit
 
 if TYPE_CHECKING:
@@ -26,13 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds devices, load and goals, and the flags of `moeserve serve` without help."""
     parser.usage = "%(prog)s MODEL --gpus 2x8xH100 --rates 20/s [flags of `moeserve serve`]"
     parser.add_argument(
-        "--gpus", required=True, metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)"
+        "--gpus",
+        required=True,
+        metavar="2x8xH100",
+        help="machines x devices x kind (docs/planning.md)",
     )
     parser.add_argument("--link", default="ib400", metavar="NAME", help="between machines [ib400]")
-    parser.add_argument("--slo", default="", metavar="ttft=1s,itl=50ms", help="goals, each for 99 of 100 requests")
-    parser.add_argument("--zipf", type=float, default=0.0, metavar="S", help="exponent of the experts' popularity [0]")
+    parser.add_argument(
+        "--slo", default="", metavar="ttft=1s,itl=50ms", help="goals, each for 99 of 100 requests"
+    )
+    parser.add_argument(
+        "--zipf",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="exponent of the experts' popularity [0]",
+    )
     add_tables_flag(parser)
-    parser.add_argument("--explain", action="store_true", help="show the terms of a step, and every refusal in full")
+    parser.add_argument(
+        "--explain", action="store_true", help="show the terms of a step, and every refusal in full"
+    )
     add_load_flags(parser, num_requests=2000)
     add_flags(parser, shown=False)
 
@@ -58,8 +79,11 @@ def run(args: argparse.Namespace) -> int:
     size = model_size(spec)
     kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored)) or spec.dtype
     unit, name = (1e9, "B") if size.total >= 1e9 else (1e6, "M")
-    total, active = size.total / unit, size.active / unit
-    print(f"{spec.architecture}: {total:.1f} {name} parameters, {active:.1f} {name} for a token, {kinds}")
+    total = size.total / unit
+    active = size.active / unit
+    print(
+        f"{spec.architecture}: {total:.1f} {name} parameters, {active:.1f} {name} for a token, {kinds}"
+    )
     print(f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
           f"{f', {cluster.link.name} between machines' if cluster.nodes > 1 else ''}")  # fmt: skip
     print(
@@ -77,7 +101,11 @@ def run(args: argparse.Namespace) -> int:
         if candidate.refused:
             refused.setdefault(candidate.refused.split(". ")[0], []).append(candidate.name)
     for why, names in refused.items():
-        print(f"refused: {why}:\n    {', '.join(names)}\n" if args.explain else f"refused: {len(names)}: {why}\n")
+        print(
+            f"refused: {why}:\n    {', '.join(names)}\n"
+            if args.explain
+            else f"refused: {len(names)}: {why}\n"
+        )
     best = _confirm(rated[:SIMULATED], load, trace)
     _print_best(best, rated, load, cluster, args.explain)
     return 0
@@ -100,8 +128,8 @@ def read_slo(text: str) -> dict[str, float]:
 
 
 def _with_context(config: Config, spec: ModelSpec, tokens: int) -> Config:
-    """Returns the config with a context for twice the usual request, unless one was asked for: work space for the
-    model's longest may take more memory than weights."""
+    """Returns the config with a context for twice the usual request, unless one was asked for: work
+    space for the model's longest may take more memory than weights."""
     if config.model.max_model_len is None:
         rounded = min(spec.max_position, -(-2 * tokens // 1024) * 1024)
         config = replace(config, model=replace(config.model, max_model_len=rounded))
@@ -117,7 +145,8 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
     width = max(len(candidate.name) for _, candidate in rated)
     print(f"{'layout':<{width}}  weights   KV GB  tokens   most/s  ttft ms  itl ms  rows  limit")
     for capacity, candidate in rated:
-        memory, found = candidate.memory, candidate.estimate(load)
+        memory = candidate.memory
+        found = candidate.estimate(load)
         assert memory is not None
         held = memory.limits.num_blocks * memory.limits.block_size
         words = f"{candidate.name:<{width}}{memory.weights / 1e9:>9.1f}{memory.kv / 1e9:>8.1f}{held / 1e3:>7.0f}k"
@@ -125,21 +154,26 @@ def _print_layouts(rated: list[tuple[float, Candidate]], load: Workload) -> None
         if found is None:
             print(f"{words}  more comes than is served")
         else:
-            print(f"{words}{1e3 * found.ttft_s:>9.0f}{1e3 * found.itl_s:>8.1f}{found.rows:>6.0f}  {found.binds}")
+            print(
+                f"{words}{1e3 * found.ttft_s:>9.0f}{1e3 * found.itl_s:>8.1f}{found.rows:>6.0f}  {found.binds}"
+            )
     print()
 
 
 def _confirm(
     rated: list[tuple[float, Candidate]], load: Workload, trace: RequestTrace
 ) -> tuple[Candidate, Estimate | None, dict[str, Any]]:
-    """Simulates layouts at the load; returns the one that keeps the goals with most to spare, or comes nearest."""
+    """Simulates layouts at the load; returns the one that keeps the goals with most to spare, or
+    comes nearest.
+    """
     from moeserve.plan.report import summarise
 
     tried = []
     for capacity, candidate in rated:
         assert candidate.memory is not None
         assert candidate.cost is not None
-        limits, groups = candidate.memory.limits, candidate.memory.groups
+        limits = candidate.memory.limits
+        groups = candidate.memory.groups
         done = simulate(limits, groups, candidate.cost, trace, candidate.config)
         result = summarise(done.clients, done.steps)
         ratio = max(
@@ -163,24 +197,33 @@ def _print_best(
     kept = result["p99_ttft_ms"] <= 1e3 * load.ttft_s and result["p99_tpot_ms"] <= 1e3 * load.itl_s
     print(f"\nbest: moeserve serve MODEL {candidate.name} --max-model-len {candidate.config.model.max_model_len}"
           f"{f' --nnodes {cluster.nodes}' if cluster.nodes > 1 and together(candidate.config) else ''}")  # fmt: skip
-    print(f"goals {'kept' if kept else 'MISSED'} in simulation; by the closed form up to {most:.1f} requests/s")
+    print(
+        f"goals {'kept' if kept else 'MISSED'} in simulation; by the closed form up to {most:.1f} requests/s"
+    )
     if found is None:
         print("more comes than is served: more devices, or fewer requests")
         return
     for kind, terms in (("decodes", found.decode), ("reads a prompt too", found.prefill)):
         total = sum(terms.values())
         parts = sorted(terms.items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in parts if value > 0.02 * total)
+        shown = ", ".join(
+            f"{name} {100 * value / total:.0f} %" for name, value in parts if value > 0.02 * total
+        )
         print(f"a step that {kind}: {1e3 * total:.1f} ms: {shown}")
     print(f"{100 * found.prefills:.0f} % of steps read a prompt; first to run out: {found.binds}")
     if explain and candidate.cost is not None and candidate.memory is not None:
-        weights, memory = candidate.cost.weights, candidate.memory
+        weights = candidate.cost.weights
+        memory = candidate.memory
         if candidate.cost.measured:
-            print(f"measured kernels: {', '.join(candidate.cost.measured)}; all else is the roofline's")
+            print(
+                f"measured kernels: {', '.join(candidate.cost.measured)}; all else is the roofline's"
+            )
         print(f"a rank has {weights.dense_bytes / 1e9:.2f} GB of dense layers, {weights.local_experts} experts of "
               f"{weights.expert_bytes / 1e6:.1f} MB in each of {weights.moe_layers} layers, "
               f"{(weights.head_bytes + weights.embedding_bytes) / 1e9:.2f} GB of embeddings and LM head, "
               f"{memory.workspace / 1e9:.2f} GB of work space, {memory.bytes_per_token / 1e3:.1f} kB of KV "
               "per token")  # fmt: skip
         if candidate.cost.load is not None:
-            print(f"the fullest rank has {candidate.cost.load.imbalance:.2f} times the mean load of experts")
+            print(
+                f"the fullest rank has {candidate.cost.load.imbalance:.2f} times the mean load of experts"
+            )

@@ -1,7 +1,8 @@
-"""`moeserve run-batch`: answers a file of OpenAI Batch lines, with a running server or one of its own.
+"""`moeserve run-batch`: answers a file of OpenAI Batch lines, with a running server or one of its
+own.
 
-It can be stopped and started again: lines that the output file answers are skipped. A bad line gets an error in the
-output and the others go on; only a server that is gone ends the run.
+It can be stopped and started again: lines that the output file answers are skipped. A bad line gets
+an error in the output and the others go on; only a server that is gone ends the run.
 """
 
 import argparse
@@ -28,12 +29,25 @@ from moeserve.server.batch_file import BatchLine, open_output, read_done, read_i
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the batch, and those of `moeserve serve` without help."""
     parser.usage = "%(prog)s -i IN.jsonl -o OUT.jsonl (--base-url URL | --model MODEL [flags of `moeserve serve`])"
-    parser.add_argument("-i", "--input-file", required=True, type=Path, metavar="FILE", help="JSON Lines to answer")
-    parser.add_argument("-o", "--output-file", required=True, type=Path, metavar="FILE", help="where results are added")
+    parser.add_argument(
+        "-i", "--input-file", required=True, type=Path, metavar="FILE", help="JSON Lines to answer"
+    )
+    parser.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="where results are added",
+    )
     add_url_flag(parser, default=None)
     parser.add_argument("--base-url-key", metavar="KEY", help="key for --base-url (or --api-key)")
-    parser.add_argument("--model", metavar="MODEL", help="start a server of our own for this model (default: demo)")
-    parser.add_argument("--max-concurrency", type=int, default=64, metavar="N", help="lines sent at once [64]")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="start a server of our own for this model (default: demo)"
+    )
+    parser.add_argument(
+        "--max-concurrency", type=int, default=64, metavar="N", help="lines sent at once [64]"
+    )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     add_flags(parser, shown=False, model=False)
 
@@ -53,7 +67,9 @@ async def _run(args: argparse.Namespace) -> int:
     done = read_done(args.output_file)
     todo = [line for line in lines if line.key not in done]
     if done:
-        print(f"{len(lines) - len(todo)} of {len(lines)} lines are answered already", file=sys.stderr)
+        print(
+            f"{len(lines) - len(todo)} of {len(lines)} lines are answered already", file=sys.stderr
+        )
     if not todo:
         return 0
     async with AsyncExitStack() as stack:
@@ -82,10 +98,20 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
     from moeserve.server.run import bind, listening
 
     key = secrets.token_urlsafe(24)
-    server = replace(config.server, host="127.0.0.1", port=0, api_key=(key,), api_key_file=None, admin_key_file=None)
-    config = replace(config, server=replace(server, log_level="error", files_dir=None, max_queue_wait=0.0))
+    server = replace(
+        config.server,
+        host="127.0.0.1",
+        port=0,
+        api_key=(key,),
+        api_key_file=None,
+        admin_key_file=None,
+    )
+    config = replace(
+        config, server=replace(server, log_level="error", files_dir=None, max_queue_wait=0.0)
+    )
     set_up_logging("error")
-    context, sock = Context(config.server, Auth(config.server)), bind(config.server)
+    context = Context(config.server, Auth(config.server))
+    sock = bind(config.server)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
     async with (
         listening(sock, context),
@@ -95,7 +121,8 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
         context.front = front
         await front.wait_ready()
         context.started = True
-        block, death = asyncio.current_task(), asyncio.create_task(front.died())
+        block = asyncio.current_task()
+        death = asyncio.create_task(front.died())
         assert block is not None
         left: list[bool] = []  # whether the block has ended, so that nothing is left to cancel
         death.add_done_callback(lambda task: task.cancelled() or left or block.cancel())
@@ -111,7 +138,12 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
 
 
 async def answer(
-    client: AsyncClient, lines: list[BatchLine], output: BinaryIO, max_concurrency: int, *, quiet: bool = False
+    client: AsyncClient,
+    lines: list[BatchLine],
+    output: BinaryIO,
+    max_concurrency: int,
+    *,
+    quiet: bool = False,
 ) -> int:
     """Writes each result as soon as it is there; returns how many are errors.
 
@@ -151,7 +183,12 @@ async def _send(client: AsyncClient, line: BatchLine) -> tuple[bool, bytes]:
     except Unreachable:
         raise
     except RequestError as error:
-        inside = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+        inside = {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
         encoded = msgspec.json.encode({"error": inside})
         return False, line.result(error.http_status, error.request_id, encoded)
     return True, line.result(200, headers.get("x-request-id"), body)

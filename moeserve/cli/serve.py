@@ -40,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _placed(resolved: ResolvedSettings) -> Config | None:
-    """Returns the settings of this machine in a launcher's allocation, if there is one, and says what was chosen.
-    Returns None if this process has nothing to do there."""
+    """Returns the settings of this machine in a launcher's allocation, if there is one, and says
+    what was chosen. Returns None if this process has nothing to do there."""
     from moeserve.cluster.allocation import apply, outside_of_step
 
-    config, given = resolved.config, {path.removeprefix("parallel.") for path in resolved.origins}
+    config = resolved.config
+    given = {path.removeprefix("parallel.") for path in resolved.origins}
     parallel, found = apply(config.parallel, given, os.environ)
     if found is None:
         if "nnodes" not in given and (advice := outside_of_step(os.environ)):
@@ -54,12 +55,18 @@ def _placed(resolved: ResolvedSettings) -> Config | None:
     from moeserve.cluster.default_key import default_key
 
     if found.local_rank:
-        _say(f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts the machine's part")
+        _say(
+            f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts the machine's part"
+        )
         return None
-    _say(f"{found.source}: machine {parallel.node_rank} of {parallel.nnodes}; machine 0 is at {parallel.rendezvous}")
+    _say(
+        f"{found.source}: machine {parallel.node_rank} of {parallel.nnodes}; machine 0 is at {parallel.rendezvous}"
+    )
     rendezvous_of(parallel)  # before a wait for the secret
     if parallel.cluster_key_file is None:
-        _say("machine 0 makes the machines' secret, in their home; --cluster-key-file names another one")
+        _say(
+            "machine 0 makes the machines' secret, in their home; --cluster-key-file names another one"
+        )
         parallel = replace(parallel, cluster_key_file=default_key(parallel.node_rank))
         _say(f"the machines' secret is in {parallel.cluster_key_file}")
     return replace(config, parallel=parallel)

@@ -1,8 +1,8 @@
 """The settings of `moeserve.config` on the command line, in the environment and in YAML.
 
-Flags, help and types come from the fields themselves. Precedence: flag, MOESERVE_* variable, --config file, default.
-Every value knows where it came from. What people write (25.6k, 2GiB, yes, YAML scalars) is converted to the setting's
-type.
+Flags, help and types come from the fields themselves. Precedence: flag, MOESERVE_* variable,
+--config file, default. Every value knows where it came from. What people write (25.6k, 2GiB, yes,
+YAML scalars) is converted to the setting's type.
 """
 
 import argparse
@@ -35,7 +35,14 @@ TITLES = {
     "server": "HTTP server",
 }
 SECRET = ("api_key",)
-FILES = ("chat_template", "api_key_file", "admin_key_file", "cluster_key_file", "ssl_certfile", "ssl_keyfile")
+FILES = (
+    "chat_template",
+    "api_key_file",
+    "admin_key_file",
+    "cluster_key_file",
+    "ssl_certfile",
+    "ssl_keyfile",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,9 @@ def settings() -> tuple[Setting, ...]:
     for section, kind in SECTIONS.items():
         hints = get_type_hints(kind)
         for field in dataclasses.fields(kind):
-            name, help, flag = field.name, field.metadata["help"], field.metadata["flag"]
+            name = field.name
+            help = field.metadata["help"]
+            flag = field.metadata["flag"]
             if flag == "":
                 flag = "--" + name.replace("_", "-")
             env = PREFIX + name.upper() if flag or name == "model" else None
@@ -89,12 +98,15 @@ def settings() -> tuple[Setting, ...]:
 def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: bool = True) -> None:
     """Adds the flags of all settings, grouped by section. shown=False keeps them out of --help.
 
-    model: adds the positional MODEL too. Values stay text until `resolve`, so that every origin is checked alike.
+    model: adds the positional MODEL too. Values stay text until `resolve`, so that every origin is
+    checked alike.
     """
     if model:
         parser.add_argument("model", nargs="?", metavar="MODEL", help=_by_name()["model"].help)
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file with settings by section (see `moeserve config show`)"
+        "--config",
+        metavar="FILE",
+        help="YAML file with settings by section (see `moeserve config show`)",
     )
     groups = {section: parser.add_argument_group(title) for section, title in TITLES.items()}
     for setting in settings():
@@ -131,7 +143,9 @@ def _metavar(setting: Setting, kind: Any) -> str:
 
 
 def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> ResolvedSettings:
-    """Returns the config from flags, environment and file. Raises ConfigError with the origin of a bad value."""
+    """Returns the config from flags, environment and file. Raises ConfigError with the origin of a
+    bad value.
+    """
     path = getattr(args, "config", None)
     file = read_file(Path(path)) if path else {}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
@@ -141,16 +155,19 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Re
         given = getattr(args, setting.name, None)
         if given is not None:
             flag = spelled.get(setting.name, setting.flag)
-            value, origin = given, f"flag {flag}" if flag else "argument MODEL"
+            value = given
+            origin = f"flag {flag}" if flag else "argument MODEL"
         elif setting.env and env.get(setting.env):
-            value, origin = env[setting.env], f"environment {setting.env}"
+            value = env[setting.env]
+            origin = f"environment {setting.env}"
             if setting.name == "port" and value.startswith("tcp://"):
                 raise ConfigError(
                     f"{origin}={value!r} was set by Kubernetes for a service named 'moeserve'; "
                     "give the pod enableServiceLinks: false, or pass --port"
                 )
         elif setting.path in file:
-            value, origin = file[setting.path], f"{path}: {setting.path}"
+            value = file[setting.path]
+            origin = f"{path}: {setting.path}"
         else:
             continue
         values[setting.section][setting.name] = setting.read(value, origin)
@@ -168,13 +185,17 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Returns a YAML file's values by "section.name". Raises ConfigError for an unknown key, with the nearest one."""
+    """Returns a YAML file's values by "section.name". Raises ConfigError for an unknown key, with
+    the nearest one.
+    """
     try:
         document = yaml.load(path.read_text("utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -186,13 +207,19 @@ def read_file(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section, body in (document or {}).items():
         if section not in SECTIONS:
-            raise ConfigError(f"{path}: unknown section {section!r}{_hint('write it', section, SECTIONS)}")
+            raise ConfigError(
+                f"{path}: unknown section {section!r}{_hint('write it', section, SECTIONS)}"
+            )
         if not isinstance(body, dict | None):
-            raise ConfigError(f"{path}: {section}: expected `name: value` lines below it, got {body!r:.64}")
+            raise ConfigError(
+                f"{path}: {section}: expected `name: value` lines below it, got {body!r:.64}"
+            )
         known = [setting.name for setting in settings() if setting.section == section]
         for name, value in (body or {}).items():
             if name not in known:
-                raise ConfigError(f"{path}: unknown setting {section}.{name}{_hint('it belongs', name, known)}")
+                raise ConfigError(
+                    f"{path}: unknown setting {section}.{name}{_hint('it belongs', name, known)}"
+                )
             found[f"{section}.{name}"] = value
     return found
 
@@ -203,11 +230,15 @@ def _hint(advice: str, name: Any, known: Iterable[str]) -> str:
 
 
 def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the MOESERVE_* variables that no setting has, each with a hint: most likely typing errors."""
+    """Returns the MOESERVE_* variables that no setting has, each with a hint: most likely typing
+    errors.
+    """
     known = [s.env for s in settings() if s.env]
     unknown = [n for n in env if n.startswith(PREFIX) and n not in known]
     others = ("_SERVICE_", "_PORT_", "_LAUNCH_")  # of Kubernetes and of `moeserve launch`
-    return [name + nearest(name, known) for name in unknown if not any(word in name for word in others)]
+    return [
+        name + nearest(name, known) for name in unknown if not any(word in name for word in others)
+    ]
 
 
 def setting_named(name: str) -> Setting:
@@ -226,11 +257,21 @@ def _by_name() -> Mapping[str, Setting]:
     return {setting.name: setting for setting in settings()}
 
 
-_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_BOOLS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 def parse_int(text: str) -> int:
-    """Reads a whole number: 4096, 1_000, 25.6k (decimal: k m g t), 4K (binary: K M G T, KiB, ...; kB, MB decimal).
+    """Reads a whole number: 4096, 1_000, 25.6k (decimal: k m g t), 4K (binary: K M G T, KiB, ...;
+    kB, MB decimal).
 
     Raises ValueError with an example if `text` is no such number or has a fraction left.
     """
@@ -255,7 +296,9 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Returns `value` (text from a flag or variable, or a YAML value) as `kind`. ValueError says what was expected."""
+    """Returns `value` (text from a flag or variable, or a YAML value) as `kind`. ValueError says
+    what was expected.
+    """
     inner, optional = strip_optional(kind)
     if value is None and optional:
         return None
@@ -263,14 +306,24 @@ def convert(kind: Any, value: Any) -> Any:
         return parse_int(value)
     form = get_origin(inner) or inner
     try:
-        found = msgspec.convert(_READ[form](value) if form in _READ and isinstance(value, str) else value, kind)
-        if found == "" or (form is tuple and not all(found)) or (form is float and not math.isfinite(found)):
+        found = msgspec.convert(
+            _READ[form](value) if form in _READ and isinstance(value, str) else value, kind
+        )
+        if (
+            found == ""
+            or (form is tuple and not all(found))
+            or (form is float and not math.isfinite(found))
+        ):
             raise ValueError
     except (ValueError, KeyError):  # msgspec.ValidationError is one
         expected = _EXPECTED.get(form) or f"one of {', '.join(map(str, get_args(inner)))}"
-        expected += " (in quotes, as YAML reads it otherwise)" * (form is Literal and isinstance(value, bool))
+        expected += " (in quotes, as YAML reads it otherwise)" * (
+            form is Literal and isinstance(value, bool)
+        )
         shown = repr(value)
-        raise ValueError(f"expected {expected}, got {shown if len(shown) <= 64 else shown[:61] + '...'}") from None
+        raise ValueError(
+            f"expected {expected}, got {shown if len(shown) <= 64 else shown[:61] + '...'}"
+        ) from None
     return found
 
 

@@ -28,30 +28,62 @@ if TYPE_CHECKING:
 def add_load_flags(parser: argparse.ArgumentParser, *, num_requests: int) -> None:
     """Adds what describes synthetic requests."""
     group = parser.add_argument_group("requests")
-    group.add_argument("--rates", metavar="N/s", help="requests per second, Poisson; inf: all at once")
+    group.add_argument(
+        "--rates", metavar="N/s", help="requests per second, Poisson; inf: all at once"
+    )
     group.add_argument("--input", type=int, default=1024, metavar="N", help="prompt tokens [1024]")
     group.add_argument("--output", type=int, default=128, metavar="N", help="answer tokens [128]")
-    group.add_argument("--spread", type=float, default=0.0, metavar="R", help="lengths vary by length*(1-R..1+R) [0]")
-    group.add_argument("--num-requests", type=int, default=num_requests, metavar="N", help=f"how many [{num_requests}]")
+    group.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="lengths vary by length*(1-R..1+R) [0]",
+    )
+    group.add_argument(
+        "--num-requests",
+        type=int,
+        default=num_requests,
+        metavar="N",
+        help=f"how many [{num_requests}]",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of times and lengths [0]")
 
 
 def add_tables_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --tables."""
-    parser.add_argument("--tables", metavar="DIR|aiconfigurator", help="measured kernels (docs/planning.md)")
+    parser.add_argument(
+        "--tables", metavar="DIR|aiconfigurator", help="measured kernels (docs/planning.md)"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the requests, the devices or a calibration, and the flags of `moeserve serve` without help."""
+    """Adds the requests, the devices or a calibration, and the flags of `moeserve serve` without
+    help.
+    """
     parser.usage = "%(prog)s MODEL (--gpus 8xH200 | --calibration FILE | --measure FILE) [flags of `moeserve serve`]"
-    parser.add_argument("--gpus", metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)")
+    parser.add_argument(
+        "--gpus", metavar="2x8xH100", help="machines x devices x kind (docs/planning.md)"
+    )
     parser.add_argument("--link", default="ib400", metavar="NAME", help="between machines [ib400]")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="measured steps instead of a device's data")
-    parser.add_argument("--measure", type=Path, metavar="FILE", help="measure this machine and write a calibration")
-    parser.add_argument("--zipf", type=float, default=0.0, metavar="S", help="exponent of the experts' popularity [0]")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="measured steps instead of a device's data"
+    )
+    parser.add_argument(
+        "--measure", type=Path, metavar="FILE", help="measure this machine and write a calibration"
+    )
+    parser.add_argument(
+        "--zipf",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="exponent of the experts' popularity [0]",
+    )
     add_tables_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests: ShareGPT, Mooncake, or an access log")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="requests: ShareGPT, Mooncake, or an access log"
+    )
     add_load_flags(parser, num_requests=1000)
     add_flags(parser, shown=False)
 
@@ -71,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     from moeserve.plan.report import summarise, table
 
     trace = read_load(args)
-    gc.freeze()  # requests hold no cycles, and looking for some among millions takes a seventh of the time
+    # requests hold no cycles, and looking for some among millions takes a seventh of the time
+    gc.freeze()
     began_s = time.perf_counter()
     simulation = simulate(limits, groups, cost, trace, config)
     took_s = time.perf_counter() - began_s
@@ -89,7 +122,9 @@ def read_load(args: argparse.Namespace) -> RequestTrace:
 
     for name, least in (("input", 1), ("output", 1), ("num_requests", 1), ("seed", 0)):
         if getattr(args, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}"
+            )
     if not 0 <= args.spread < 1:
         raise ConfigError(f"--spread must be from 0 to below 1, got {args.spread}")
     if not 0 <= args.zipf < math.inf:
@@ -98,7 +133,9 @@ def read_load(args: argparse.Namespace) -> RequestTrace:
     if getattr(args, "trace", None):
         return read_trace(args.trace, rate)
     if rate is None:
-        raise ConfigError("say how many requests come per second by --rates 20/s, or give a --trace")
+        raise ConfigError(
+            "say how many requests come per second by --rates 20/s, or give a --trace"
+        )
     times_s = arrival_times(args.num_requests, rate, 1.0, args.seed)
     return synthetic(times_s, args.input, args.output, args.spread, args.seed)
 
@@ -123,7 +160,9 @@ def together(config: Config) -> bool:
 def simulate(
     limits: Limits, groups: tuple[KVGroup, ...], cost: StepCost, trace: RequestTrace, config: Config
 ) -> Simulation:
-    """Runs a trace on all engines: counted as long as none preempts a request, otherwise with their schedulers."""
+    """Runs a trace on all engines: counted as long as none preempts a request, otherwise with their
+    schedulers.
+    """
     from moeserve.plan.counted import Uncountable, is_countable
     from moeserve.plan.simulator import Simulation
 
@@ -138,14 +177,17 @@ def simulate(
     return Simulation(*asked, together=together(config)).run(trace)
 
 
-def _modelled(args: argparse.Namespace, config: Config) -> tuple[Limits, tuple[KVGroup, ...], StepCost, float]:
+def _modelled(
+    args: argparse.Namespace, config: Config
+) -> tuple[Limits, tuple[KVGroup, ...], StepCost, float]:
     from moeserve.cluster.check_parallel import check_parallel
     from moeserve.plan.hardware import read_gpus
     from moeserve.plan.memory import rank_memory
     from moeserve.plan.roofline import Roofline
     from moeserve.plan.tables import read_tables
 
-    cluster, parallel = read_gpus(args.gpus, args.link), config.parallel
+    cluster = read_gpus(args.gpus, args.link)
+    parallel = config.parallel
     if parallel.num_ranks > cluster.num_devices:
         raise ConfigError(
             f"--dp {parallel.dp} --tp {parallel.tp} are {parallel.num_ranks} ranks, and --gpus {args.gpus} has "
@@ -157,7 +199,9 @@ def _modelled(args: argparse.Namespace, config: Config) -> tuple[Limits, tuple[K
     tables = read_tables(args.tables, cluster.device) if args.tables else None
     cost = Roofline(spec, config, cluster.device, cluster.link, cluster.per_node, args.zipf, tables)
     if tables and not cost.measured:
-        raise ConfigError(f"--tables {args.tables} have no kernels of this model on {cluster.device.name}")
+        raise ConfigError(
+            f"--tables {args.tables} have no kernels of this model on {cluster.device.name}"
+        )
     return memory.limits, memory.groups, cost, 0.0
 
 
@@ -165,7 +209,9 @@ def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...]
     from moeserve.engine.blocks import groups_of
     from moeserve.plan.calibration import MeasuredCost, limits_of, read
 
-    calibration, spec, parallel = read(path), read_spec(config.model.model), config.parallel
+    calibration = read(path)
+    spec = read_spec(config.model.model)
+    parallel = config.parallel
     measured = calibration.model, calibration.dp, calibration.tp
     if measured != (spec.architecture, parallel.dp, parallel.tp):
         raise ConfigError(
@@ -173,7 +219,12 @@ def _calibrated(path: Path, config: Config) -> tuple[Limits, tuple[KVGroup, ...]
             f"{spec.architecture} with --dp {parallel.dp} --tp {parallel.tp}; measure again"
         )
     limits = limits_of(calibration)
-    return limits, groups_of(spec.kv_rules, limits.block_size), MeasuredCost(calibration), calibration.delay_s
+    return (
+        limits,
+        groups_of(spec.kv_rules, limits.block_size),
+        MeasuredCost(calibration),
+        calibration.delay_s,
+    )
 
 
 def read_spec(model: str) -> ModelSpec:
@@ -182,7 +233,9 @@ def read_spec(model: str) -> ModelSpec:
     from moeserve.models.hf_config import read_model_spec
 
     path = Path(model)
-    return read_model_spec(path.parent if path.name == "config.json" and path.is_file() else resolve_model_dir(model))
+    return read_model_spec(
+        path.parent if path.name == "config.json" and path.is_file() else resolve_model_dir(model)
+    )
 
 
 def _measure(config: Config, path: Path) -> int:

@@ -1,4 +1,5 @@
-"""`moeserve chat` and `moeserve complete`: flags, the loop over lines, and printing an answer as it comes.
+"""`moeserve chat` and `moeserve complete`: flags, the loop over lines, and printing an answer as it
+comes.
 
 Ctrl-C stops an answer, on the server too; at the prompt it ends the command.
 """
@@ -17,7 +18,9 @@ from moeserve.errors import RequestError
 
 
 class Session:
-    """One conversation with a model. `help` is shown at the start and by /help, `quick` is the help of -q."""
+    """One conversation with a model. `help` is shown at the start and by /help, `quick` is the help
+    of -q.
+    """
 
     help = quick = ""
     max_tokens: int | None = None
@@ -38,14 +41,25 @@ class Session:
         """Adds the flags of server, model and sampling."""
         add_server_flags(parser)
         parser.add_argument(
-            "--model", "--model-name", metavar="NAME", help="model to ask (default: the server's first)"
+            "--model",
+            "--model-name",
+            metavar="NAME",
+            help="model to ask (default: the server's first)",
         )
         parser.add_argument("-q", "--quick", metavar="TEXT", help=cls.quick)
         limit = f"longest answer in tokens [{cls.max_tokens or 'up to the context length'}]"
-        parser.add_argument("--max-tokens", type=int, default=cls.max_tokens, metavar="N", help=limit)
-        parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
-        parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-        parser.add_argument("--stats", action="store_true", help="print time to first token and tokens per second")
+        parser.add_argument(
+            "--max-tokens", type=int, default=cls.max_tokens, metavar="N", help=limit
+        )
+        parser.add_argument(
+            "--temperature", type=float, metavar="T", help="0: always the likeliest token"
+        )
+        parser.add_argument(
+            "--seed", type=int, metavar="N", help="the same seed gives the same answer"
+        )
+        parser.add_argument(
+            "--stats", action="store_true", help="print time to first token and tokens per second"
+        )
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
@@ -63,7 +77,9 @@ class Session:
                 runner.run(client.close())
 
     def command(self, line: str) -> bool:
-        """Handles a line that is a command of this session; returns False if the line is a question."""
+        """Handles a line that is a command of this session; returns False if the line is a
+        question.
+        """
         return False
 
     async def answer(self, line: str) -> None:
@@ -85,21 +101,29 @@ class CompleteSession(Session):
 
 
 class ChatSession(Session):
-    """The conversation so far. An answer that was stopped or failed is forgotten together with its question."""
+    """The conversation so far. An answer that was stopped or failed is forgotten together with its
+    question.
+    """
 
     help = "/clear forgets the conversation, /quit ends, /help prints this; Ctrl-C stops an answer"
     quick = "ask this, print the answer, end"
 
     def __init__(self, client: AsyncClient, model: str, args: argparse.Namespace) -> None:
         super().__init__(client, model, args)
-        self._first = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        self._first = (
+            [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        )
         self.messages: list[dict[str, Any]] = [*self._first]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Adds --system-prompt too."""
         super().add_arguments(parser)
-        parser.add_argument("--system-prompt", metavar="TEXT", help="system message at the start of the conversation")
+        parser.add_argument(
+            "--system-prompt",
+            metavar="TEXT",
+            help="system message at the start of the conversation",
+        )
 
     def command(self, line: str) -> bool:
         """Forgets the conversation at /clear; another word with a slash is answered with the help."""
@@ -112,11 +136,15 @@ class ChatSession(Session):
     async def answer(self, line: str) -> None:
         """Prints the answer, says why if it is cut short, and remembers both."""
         messages = [*self.messages, {"role": "user", "content": line}]
-        stream = await self.client.chat.completions.create(messages=messages, stream=True, **self.options)
+        stream = await self.client.chat.completions.create(
+            messages=messages, stream=True, **self.options
+        )
         text, reason = await print_stream(stream, _content, stats=self.args.stats)
         if reason == "length":
             limit = self.args.max_tokens
-            note(f"[cut off at --max-tokens {limit}]" if limit else "[cut off: the context is full]")
+            note(
+                f"[cut off at --max-tokens {limit}]" if limit else "[cut off: the context is full]"
+            )
         self.messages = [*messages, {"role": "assistant", "content": text}]
 
 
@@ -126,7 +154,9 @@ def _content(choice: Any) -> str | None:
     aside = delta.reasoning or delta.reasoning_content or ""
     for call in delta.tool_calls or ():
         function = call.get("function", {})
-        aside += (f"\n[call] {function['name']} " if function.get("name") else "") + function.get("arguments", "")
+        aside += (f"\n[call] {function['name']} " if function.get("name") else "") + function.get(
+            "arguments", ""
+        )
     if aside:
         note(aside, end="")
     return str(delta.content) if delta.content else None
@@ -137,7 +167,8 @@ def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
     if sys.stdin.isatty():
         import readline  # noqa: F401 - line editing and history for input()
 
-        # \x01 and \x02 enclose what takes no room on the line, so that readline counts columns right.
+        # \x01 and \x02 enclose what takes no room on the line, so that readline counts columns
+        # right.
         prompt = "\x01\x1b[1;36m\x02> \x01\x1b[0m\x02" if _has_colour(sys.stdout) else "> "
         note(f"{name}: {session.help}")
     while True:
@@ -168,10 +199,16 @@ def _has_colour(out: TextIO) -> bool:
     return out.isatty() and not os.environ.get("NO_COLOR")
 
 
-async def print_stream(stream: Stream[Any], text_of: Callable[[Any], str | None], *, stats: bool) -> tuple[str, str]:
-    """Prints each piece at once, then the times if `stats`. Returns the whole text and the finish reason."""
+async def print_stream(
+    stream: Stream[Any], text_of: Callable[[Any], str | None], *, stats: bool
+) -> tuple[str, str]:
+    """Prints each piece at once, then the times if `stats`. Returns the whole text and the finish
+    reason.
+    """
     begin_s = first_s = last_s = time.perf_counter()
-    num_tokens, text, reason = 0, "", ""
+    num_tokens = 0
+    text = ""
+    reason = ""
     async with stream:
         async for chunk in stream:
             if chunk.usage is not None:
@@ -185,7 +222,11 @@ async def print_stream(stream: Stream[Any], text_of: Callable[[Any], str | None]
                     print(piece, end="", flush=True)
     print(flush=True)
     if stats and text:
-        rate = f"{(num_tokens - 1) / (last_s - first_s):.1f}" if num_tokens > 1 and last_s > first_s else "-"
+        rate = (
+            f"{(num_tokens - 1) / (last_s - first_s):.1f}"
+            if num_tokens > 1 and last_s > first_s
+            else "-"
+        )
         note(f"[TTFT {1e3 * (first_s - begin_s):.0f} ms, {num_tokens} tokens, {rate} tok/s]")
     elif stats:
         note("[no tokens]")

@@ -1,4 +1,6 @@
-"""`moeserve tune`: measures launch parameters of the GPU kernels for a model's shapes and keeps the best."""
+"""`moeserve tune`: measures launch parameters of the GPU kernels for a model's shapes and keeps the
+best.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ if TYPE_CHECKING:
 
 FAMILIES = ("grouped_gemm", "linear", "paged_attention")
 DTYPES = ("bfloat16", "float16", "float32")
-WEIGHTS = {"plain": 1, "fp8": 128, "int8": 16, "int4": 128, "fp4": 64}  # of which the experts' widths are multiples
+WEIGHTS = {
+    "plain": 1,
+    "fp8": 128,
+    "int8": 16,
+    "int4": 128,
+    "fp4": 64,
+}  # of which the experts' widths are multiples
 BLOCK_SIZE = 16
 COMPILERS = 16  # processes, of half a gigabyte each
 COMMON = {  # what --all measures: shapes of experts, and their weights
@@ -44,22 +52,39 @@ _SHAPE = re.compile(r"E(\d+) +I(\d+) +D(\d+) +K(\d+)")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the model or its shape, and what to measure."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="model directory; only its config.json is read")
-    parser.add_argument("--shape", metavar="'E128 I768 D2048 K8'", help="experts, their width, model width, top-k")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="type of weights and activations [the model's own, or bfloat16]"
+        "model", nargs="?", metavar="MODEL", help="model directory; only its config.json is read"
     )
     parser.add_argument(
-        "--weights", choices=WEIGHTS, help="weights of experts; fp8: in blocks of 128 x 128, fp4: MXFP4 [16 bits]"
+        "--shape", metavar="'E128 I768 D2048 K8'", help="experts, their width, model width, top-k"
     )
     parser.add_argument(
-        "--all", action="store_true", help="common shapes of experts, the few best predicted of each entry"
+        "--dtype",
+        choices=DTYPES,
+        help="type of weights and activations [the model's own, or bfloat16]",
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="of --all; the same command goes on later [8]")
-    parser.add_argument("--list", action="store_true", help="tables that there are, and where they are from")
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        help="weights of experts; fp8: in blocks of 128 x 128, fp4: MXFP4 [16 bits]",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="common shapes of experts, the few best predicted of each entry",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="of --all; the same command goes on later [8]"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="tables that there are, and where they are from"
+    )
     parser.add_argument("--only", choices=FAMILIES, help="one family of kernels")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder of the tables [the user's cache, where kernels find them]"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the tables [the user's cache, where kernels find them]",
     )
 
 
@@ -69,13 +94,18 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.out or user_folder()
     if args.list:
-        print("\n".join(line for place in (folder, FOLDER) for line in listing(place)) or "there are no tables")
+        print(
+            "\n".join(line for place in (folder, FOLDER) for line in listing(place))
+            or "there are no tables"
+        )
         return 0
     experts = read_shape(args.shape) if args.shape else None
     if (args.model is not None) + (experts is not None) + args.all != 1:
         raise ConfigError("tune needs a model directory or --shape or --all, and only one of them")
     if args.all and (args.weights or args.only):
-        raise ConfigError("--all measures experts in weights of its own choice: leave out --weights and --only")
+        raise ConfigError(
+            "--all measures experts in weights of its own choice: leave out --weights and --only"
+        )
     if not 0 < args.minutes < math.inf:
         raise ConfigError(f"--minutes must be above 0, got {args.minutes:g}")
     from moeserve.loader.model_dir import resolve_model_dir
@@ -92,15 +122,22 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     wanted = [(experts, args.weights or "plain")]
     if args.all:
-        wanted, args.only = [(read_shape(shape), weights) for shape, weights in COMMON.values()], "grouped_gemm"
-    makers = [make for shape, weights in wanted for make in makers_of(spec, shape, dtype, args.only, weights)]
+        wanted = [(read_shape(shape), weights) for shape, weights in COMMON.values()]
+        args.only = "grouped_gemm"
+    makers = [
+        make
+        for shape, weights in wanted
+        for make in makers_of(spec, shape, dtype, args.only, weights)
+    ]
     repeat = {"warmup": 10, "rep": 40} if args.all else {}
     timer = partial(do_bench, return_mode="median", **repeat)
     return tune(makers, timer, device, folder, args.minutes if args.all else None)
 
 
 class ExpertShapes(NamedTuple):
-    """The experts of a layer: how many, their inner width, the model's width, and experts per token."""
+    """The experts of a layer: how many, their inner width, the model's width, and experts per
+    token.
+    """
 
     num_experts: int
     width: int
@@ -125,14 +162,22 @@ def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def makers_of(
-    spec: ModelSpec | None, experts: ExpertShapes | None, dtype: torch.dtype, only: str | None, weights: str
+    spec: ModelSpec | None,
+    experts: ExpertShapes | None,
+    dtype: torch.dtype,
+    only: str | None,
+    weights: str,
 ) -> Iterator[Maker]:
-    """Yields what to measure: grouped products of experts, dense products, attention; `only` names one of them."""
+    """Yields what to measure: grouped products of experts, dense products, attention; `only` names
+    one of them.
+    """
     from moeserve.kernels import tuning
     from moeserve.kernels.paged_attention import AttentionShape
 
     if experts is None and spec is not None and spec.num_experts:
-        experts = ExpertShapes(spec.num_experts, spec.expert_size, spec.hidden_size, spec.experts_per_token)
+        experts = ExpertShapes(
+            spec.num_experts, spec.expert_size, spec.hidden_size, spec.experts_per_token
+        )
     if experts is not None and only in (None, "grouped_gemm"):
         if experts.width % WEIGHTS[weights] or experts.dim % WEIGHTS[weights]:
             sizes = f"{WEIGHTS[weights]}s, and these are {experts.width} and {experts.dim}"
@@ -149,40 +194,62 @@ def makers_of(
 
 
 def compile_ahead(make: Maker, job: Job) -> dict[Key, Facts]:
-    """Compiles the kernels of a job's candidates in processes, into Triton's cache, and returns facts about them;
-    nothing for kernels without a model."""
+    """Compiles the kernels of a job's candidates in processes, into Triton's cache, and returns
+    facts about them; nothing for kernels without a model."""
     from moeserve.kernels import cost, tuning
 
     facts: dict[Key, Facts] = {}
     if job.products:
         workers = min(COMPILERS, os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, get_context("spawn"), cost.compile_only) as pool:
-            for found in pool.map(partial(tuning.compile_variant, make), tuning.variants(job), chunksize=4):
+            for found in pool.map(
+                partial(tuning.compile_variant, make), tuning.variants(job), chunksize=4
+            ):
                 facts |= found
     return facts
 
 
 def tune(
-    makers: Sequence[Maker], timer: Timer, device: torch.device, folder: Path, minutes: float | None = None
+    makers: Sequence[Maker],
+    timer: Timer,
+    device: torch.device,
+    folder: Path,
+    minutes: float | None = None,
 ) -> int:
-    """Measures and writes each result as soon as it is there, so that an interrupted search is not lost. minutes: only
-    the best predicted of what this version has not measured yet, until they are over."""
+    """Measures and writes each result as soon as it is there, so that an interrupted search is not
+    lost. minutes: only the best predicted of what this version has not measured yet, until they are
+    over."""
     import triton
 
     from moeserve.kernels.configs import facts_of, keep, table
     from moeserve.kernels.cost import CARDS
     from moeserve.kernels.tuning import PASSES, ranked, search
 
-    name, by, begun_s = facts_of(device).name, f"moeserve {__version__}, triton {triton.__version__}", time.monotonic()
-    card, paths, number = CARDS.get(name), set(), 0
+    name = facts_of(device).name
+    by = f"moeserve {__version__}, triton {triton.__version__}"
+    begun_s = time.monotonic()
+    card = CARDS.get(name)
+    paths = set()
+    number = 0
     if card is None:
-        print(f"no model of {name!r}, only of {', '.join(CARDS)}: a longer search, from the defaults on", flush=True)
+        print(
+            f"no model of {name!r}, only of {', '.join(CARDS)}: a longer search, from the defaults on",
+            flush=True,
+        )
     for make in makers:
         facts: dict[Key, Facts] | None = None
         for job in make(device=device):
             number += 1
             if minutes is not None:
-                if str(table(job.family, name, folder).get(job.shape, {}).get(job.size, {}).get("by")) == by:
+                if (
+                    str(
+                        table(job.family, name, folder)
+                        .get(job.shape, {})
+                        .get(job.size, {})
+                        .get("by")
+                    )
+                    == by
+                ):
                     continue
                 if time.monotonic() - begun_s > 60 * minutes:
                     print(f"{minutes:g} minutes are over; the same command goes on")
@@ -199,5 +266,7 @@ def tune(
                 print(f"  dropped, other bits: {dict(config)}", flush=True)
     if not number:
         raise ConfigError("nothing to tune: the shape has no kernel of that family")
-    print("\n".join(f"written: {path}" for path in sorted(paths)) or "all of it is measured already")
+    print(
+        "\n".join(f"written: {path}" for path in sorted(paths)) or "all of it is measured already"
+    )
     return 0

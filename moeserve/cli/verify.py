@@ -1,4 +1,6 @@
-"""`moeserve verify` and `replay` compute answers again and compare; `moeserve receipt-key` makes a key for receipts."""
+"""`moeserve verify` and `replay` compute answers again and compare; `moeserve receipt-key` makes a
+key for receipts.
+"""
 
 import argparse
 import asyncio
@@ -36,10 +38,14 @@ class Verify:
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Adds file and model, and the flags of `moeserve serve` without help."""
         flag, metavar, text = cls.chosen
-        parser.usage = f"%(prog)s FILE [{flag} {metavar}] [--model MODEL] [flags of `moeserve serve`]"
+        parser.usage = (
+            f"%(prog)s FILE [{flag} {metavar}] [--model MODEL] [flags of `moeserve serve`]"
+        )
         parser.add_argument("file", type=Path, metavar="FILE", help=cls.about)
         parser.add_argument(flag, metavar=metavar, dest="chosen", help=text)
-        parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory (default: demo)")
+        parser.add_argument(
+            "--model", metavar="MODEL", help="Hugging Face model directory (default: demo)"
+        )
         add_flags(parser, shown=False, model=False)
 
     @classmethod
@@ -50,7 +56,9 @@ class Verify:
         what = f"{args.file} is not what this command takes ({cls.about})"
         with ConfigError.instead_of((OSError, msgspec.DecodeError), what):
             receipts = cls.read(args.file, args.chosen)
-        faults = sum(_seal_faults(receipt, args.chosen) for receipt in receipts) if cls.sealed else 0
+        faults = (
+            sum(_seal_faults(receipt, args.chosen) for receipt in receipts) if cls.sealed else 0
+        )
         faults += _faults(config, receipts)
         print("not equal" if faults else "equal")
         return 1 if faults else 0
@@ -65,7 +73,9 @@ class Verify:
             return found
         if not content.choices:
             return [msgspec.json.decode(path.read_bytes(), type=Receipt)]
-        raise ConfigError(f'{path} has an answer without a receipt: send the request with "receipt": true')
+        raise ConfigError(
+            f'{path} has an answer without a receipt: send the request with "receipt": true'
+        )
 
 
 class Replay(Verify):
@@ -80,7 +90,9 @@ class Replay(Verify):
         """Returns the log's lines about a request."""
         with path.open("rb") as file:
             lines = [msgspec.json.decode(line, type=Receipt) for line in file]
-        if found := [line for line in lines if line.id == (lines[-1].id if chosen is None else chosen)]:
+        if found := [
+            line for line in lines if line.id == (lines[-1].id if chosen is None else chosen)
+        ]:
             return found
         raise ConfigError(f"{path} has no request {chosen!r}; ids are the answers' X-Request-Id")
 
@@ -91,7 +103,9 @@ class MakeReceiptKey:
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the file."""
-        parser.add_argument("file", type=Path, metavar="FILE", help="where the private key goes; must not exist")
+        parser.add_argument(
+            "file", type=Path, metavar="FILE", help="where the private key goes; must not exist"
+        )
 
     @classmethod
     def run(cls, args: argparse.Namespace) -> int:
@@ -107,8 +121,14 @@ def _seal_faults(receipt: Receipt, key: str | None) -> int:
     from moeserve.frontend.signer import is_signed
 
     checks = (
-        (receipt.version == VERSION, f"version: it is {receipt.version}; this moeserve knows {VERSION}"),
-        (is_signed(receipt), "signature: not of this receipt: it was changed, or its public key's owner did not sign"),
+        (
+            receipt.version == VERSION,
+            f"version: it is {receipt.version}; this moeserve knows {VERSION}",
+        ),
+        (
+            is_signed(receipt),
+            "signature: not of this receipt: it was changed, or its public key's owner did not sign",
+        ),
         (key in (None, receipt.public_key), f"key: {receipt.public_key or 'none'}, not {key}"),
     )
     return sum(_say(receipt, wrong) for good, wrong in checks if not good)
@@ -120,12 +140,19 @@ def _faults(config: Config, receipts: list[Receipt]) -> int:
     from moeserve.loader.model_dir import resolve_model_dir
 
     weights, _ = weights_digest(resolve_model_dir(config.model.model))
-    faults, sound = 0, []
+    faults = 0
+    sound = []
     for receipt in receipts:
         if receipt.links and receipt.links[0] != first_link(receipt):
-            faults += _say(receipt, "link 0 is not of this request, these weights and numerics: one was changed")
+            faults += _say(
+                receipt,
+                "link 0 is not of this request, these weights and numerics: one was changed",
+            )
         if receipt.weights != weights:
-            faults += _say(receipt, f"weights: {receipt.weights or 'unknown'}, but {config.model.model} has {weights}")
+            faults += _say(
+                receipt,
+                f"weights: {receipt.weights or 'unknown'}, but {config.model.model} has {weights}",
+            )
         elif wrong := check_form(receipt):
             faults += _say(receipt, f"form: {wrong}")
         else:
@@ -147,23 +174,35 @@ async def _compute(config: Config, receipts: list[Receipt]) -> int:
             except RequestError as error:
                 wrong = f"this engine does not take the request: {error}"
             if others := dict(receipt.numerics.items() - ready.numerics.items()):
-                _say(receipt, f"other numerics, so bits may differ: {others}, here {ready.numerics}")
-            what = "and their logits are equal" if receipt.links else "are equal; the request asked for no receipt"
-            faults += _say(receipt, wrong or f"{len(receipt.token_ids)} tokens {what}") * bool(wrong)
+                _say(
+                    receipt, f"other numerics, so bits may differ: {others}, here {ready.numerics}"
+                )
+            what = (
+                "and their logits are equal"
+                if receipt.links
+                else "are equal; the request asked for no receipt"
+            )
+            faults += _say(receipt, wrong or f"{len(receipt.token_ids)} tokens {what}") * bool(
+                wrong
+            )
     return faults
 
 
 async def compute_again(front: "FrontEnd", receipt: Receipt) -> Computed:
-    """Returns this engine's answer, up to the first token that is not the receipt's. Raises RequestError where the
-    engine takes no such request."""
-    wanted, params = receipt.token_ids, receipt.sampling
+    """Returns this engine's answer, up to the first token that is not the receipt's. Raises
+    RequestError where the engine takes no such request."""
+    wanted = receipt.token_ids
+    params = receipt.sampling
     least = min(params.min_tokens, len(wanted))
     params = msgspec.structs.replace(
         params, n=1, seed=int(receipt.seed), max_tokens=len(wanted), min_tokens=least, receipt=True
     )
     found: list[int] = []
-    prompt, grammar = receipt.prompt_token_ids, receipt.grammar
-    async with await front.generate(prompt, params, marked=receipt.marked, grammar=grammar) as generation:
+    prompt = receipt.prompt_token_ids
+    grammar = receipt.grammar
+    async with await front.generate(
+        prompt, params, marked=receipt.marked, grammar=grammar
+    ) as generation:
         async for delta in generation:
             found += delta.token_ids
             if found != wanted[: len(found)]:

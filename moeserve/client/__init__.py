@@ -1,6 +1,7 @@
 """The asyncio client: `AsyncClient`, its streams and its typed answers.
 
-Reading order: client.py (what users call), transport.py and faults.py (HTTP, retries, errors), stream.py.
+Reading order: client.py (what users call), transport.py and faults.py (HTTP, retries, errors),
+stream.py.
 """
 
 from moeserve.client.client import AsyncClient

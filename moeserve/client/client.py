@@ -14,7 +14,8 @@ from moeserve.errors import RequestError, Unreachable
 
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 RESUME_TRIES = 6  # over about 20 s
-FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
+FIRST_POLL_S = 0.02
+LONGEST_POLL_S = 0.5
 
 
 class AsyncClient:
@@ -24,12 +25,13 @@ class AsyncClient:
             answer = await client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}])
             print(answer.choices[0].message.content)
 
-    The names are those of `openai.AsyncOpenAI`; answers are typed objects. timeout_s: seconds of silence after which a
-    request fails. max_retries: further tries after a lost connection, 408, 409, 429 or 5xx, always before the first
-    byte of an answer; waits 0.5 to 8 s, or what the server asks for with `retry-after-ms` or `Retry-After` (<= 120 s).
-    A stream that breaks is gone on with where the server keeps streams, unless max_retries is 0.
-    Cancelling a task or leaving a stream closes its socket, and the server aborts the request.
-    Raises the `RequestError`s of `moeserve.errors` with http_status, code, param and request_id.
+    The names are those of `openai.AsyncOpenAI`; answers are typed objects. timeout_s: seconds of
+    silence after which a request fails. max_retries: further tries after a lost connection, 408,
+    409, 429 or 5xx, always before the first byte of an answer; waits 0.5 to 8 s, or what the server
+    asks for with `retry-after-ms` or `Retry-After` (<= 120 s). A stream that breaks is gone on with
+    where the server keeps streams, unless max_retries is 0. Cancelling a task or leaving a stream
+    closes its socket, and the server aborts the request. Raises the `RequestError`s of
+    `moeserve.errors` with http_status, code, param and request_id.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class AsyncClient:
         max_retries: int = 2,
     ) -> None:
         if timeout_s <= 0 or max_retries < 0:
-            raise ValueError(f"timeout_s must be > 0 and max_retries >= 0, got {timeout_s} and {max_retries}")
+            raise ValueError(
+                f"timeout_s must be > 0 and max_retries >= 0, got {timeout_s} and {max_retries}"
+            )
         self.transport = Transport(base_url, api_key, timeout_s, max_retries)
         self.chat = Chat(self.transport)
         self.completions = Completions(self.transport)
@@ -59,33 +63,52 @@ class AsyncClient:
         await self.transport.close()
 
     async def tokenize(
-        self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **fields: Any
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        **fields: Any,
     ) -> protocol.Tokenized:
         """Returns the token ids of a text, or of chat messages after the chat template."""
         body = _without_none(prompt=prompt, messages=messages) | fields
-        return await self.transport.fetch("POST", f"{self.transport.root_url}/tokenize", protocol.Tokenized, body)
+        return await self.transport.fetch(
+            "POST", f"{self.transport.root_url}/tokenize", protocol.Tokenized, body
+        )
 
     async def detokenize(self, tokens: Sequence[int], **fields: Any) -> protocol.Detokenized:
         """Returns the text of token ids."""
         body = {"tokens": list(tokens)} | fields
-        return await self.transport.fetch("POST", f"{self.transport.root_url}/detokenize", protocol.Detokenized, body)
+        return await self.transport.fetch(
+            "POST", f"{self.transport.root_url}/detokenize", protocol.Detokenized, body
+        )
 
     async def experts(self) -> protocol.ExpertStatus:
-        """Returns where a moeserve server's experts are, how busy they are, and how its engines fare.
+        """Returns where a moeserve server's experts are, how busy they are, and how its engines
+        fare.
 
         Raises NotFound if the model has no experts.
         """
-        return await self.transport.fetch("GET", f"{self.transport.base_url}/experts", protocol.ExpertStatus)
+        return await self.transport.fetch(
+            "GET", f"{self.transport.base_url}/experts", protocol.ExpertStatus
+        )
 
     async def watch_experts(self, interval_s: float = 1.0) -> Stream[protocol.ExpertStatus]:
-        """Returns a stream with what `experts` returns, again each `interval_s` seconds until the server drains."""
+        """Returns a stream with what `experts` returns, again each `interval_s` seconds until the
+        server drains.
+        """
         url = f"{self.transport.base_url}/experts?stream=true&interval_s={interval_s:g}"
-        return Stream(await self.transport.open("GET", url), protocol.ExpertStatus, self.transport.timeout_s)
+        return Stream(
+            await self.transport.open("GET", url), protocol.ExpertStatus, self.transport.timeout_s
+        )
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Returns as soon as the server takes requests; raises Unreachable with its last error after timeout_s."""
+        """Returns as soon as the server takes requests; raises Unreachable with its last error
+        after timeout_s.
+        """
         loop = asyncio.get_running_loop()
-        deadline, poll_s, path = loop.time() + timeout_s, FIRST_POLL_S, "/readyz"
+        deadline = loop.time() + timeout_s
+        poll_s = FIRST_POLL_S
+        path = "/readyz"
         while True:
             left_s = max(deadline - loop.time(), 0.05)
             try:
@@ -99,7 +122,9 @@ class AsyncClient:
                     path = "/health"  # another engine's server
                     continue
                 if loop.time() + poll_s >= deadline:
-                    raise Unreachable(f"not ready after {timeout_s:g} s: {error.message}") from error
+                    raise Unreachable(
+                        f"not ready after {timeout_s:g} s: {error.message}"
+                    ) from error
             await asyncio.sleep(poll_s)
             poll_s = min(poll_s * 1.5, LONGEST_POLL_S)
 
@@ -118,19 +143,28 @@ class _Resource:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Any:
-        """Returns an answer, or the stream of its chunks. kinds: the types of a whole answer and of a chunk."""
+        """Returns an answer, or the stream of its chunks. kinds: the types of a whole answer and of
+        a chunk.
+        """
         url, (whole, chunk) = self._transport.base_url + path, kinds
         body = _without_none(**fields) | dict(extra_body or {})
         if not body.get("stream"):
-            return await self._transport.fetch("POST", url, whole, body, headers=extra_headers, timeout_s=timeout_s)
+            return await self._transport.fetch(
+                "POST", url, whole, body, headers=extra_headers, timeout_s=timeout_s
+            )
         transport = self._transport
 
         async def reopen(last_id: str) -> ClientResponse:
             """Returns the rest of the stream, maybe from a server that has to start first."""
-            headers, tries = {**(extra_headers or {}), "Last-Event-ID": last_id}, RESUME_TRIES
-            return await transport.open("POST", url, body, headers=headers, timeout_s=timeout_s, max_retries=tries)
+            headers = {**(extra_headers or {}), "Last-Event-ID": last_id}
+            tries = RESUME_TRIES
+            return await transport.open(
+                "POST", url, body, headers=headers, timeout_s=timeout_s, max_retries=tries
+            )
 
-        response = await transport.open("POST", url, body, headers=extra_headers, timeout_s=timeout_s)
+        response = await transport.open(
+            "POST", url, body, headers=extra_headers, timeout_s=timeout_s
+        )
         silence_s = timeout_s or transport.timeout_s
         return Stream(response, chunk, silence_s, reopen if transport.max_retries else None)
 
@@ -147,7 +181,11 @@ class ChatCompletions(_Resource):
 
     @overload
     async def create(
-        self, *, messages: Sequence[Mapping[str, Any]], stream: Literal[False] = False, **fields: Any
+        self,
+        *,
+        messages: Sequence[Mapping[str, Any]],
+        stream: Literal[False] = False,
+        **fields: Any,
     ) -> protocol.ChatCompletion:
         """Returns the whole answer."""
 
@@ -157,31 +195,46 @@ class ChatCompletions(_Resource):
     ) -> Stream[protocol.ChatCompletionChunk]:
         """Returns the answer's stream of chunks."""
 
-    async def create(self, *, messages: Sequence[Mapping[str, Any]], stream: bool = False, **fields: Any) -> Any:
+    async def create(
+        self, *, messages: Sequence[Mapping[str, Any]], stream: bool = False, **fields: Any
+    ) -> Any:
         """Returns the answer to a conversation, or its stream of chunks.
 
-        `fields` are those of the request's JSON, as are the entries of `extra_body`; None is left out of `fields`.
-        `model` may be left out where the server has one. `extra_headers` and `timeout_s` are for this request alone.
+        `fields` are those of the request's JSON, as are the entries of `extra_body`; None is left
+        out of `fields`. `model` may be left out where the server has one. `extra_headers` and
+        `timeout_s` are for this request alone.
         """
         kinds = (protocol.ChatCompletion, protocol.ChatCompletionChunk)
-        return await self._create("/chat/completions", kinds, messages=messages, stream=stream or None, **fields)
+        return await self._create(
+            "/chat/completions", kinds, messages=messages, stream=stream or None, **fields
+        )
 
 
 class Completions(_Resource):
     """POST /v1/completions."""
 
     @overload
-    async def create(self, *, prompt: Prompt, stream: Literal[False] = False, **fields: Any) -> protocol.Completion:
+    async def create(
+        self, *, prompt: Prompt, stream: Literal[False] = False, **fields: Any
+    ) -> protocol.Completion:
         """Returns the whole answer."""
 
     @overload
-    async def create(self, *, prompt: Prompt, stream: Literal[True], **fields: Any) -> Stream[protocol.Completion]:
+    async def create(
+        self, *, prompt: Prompt, stream: Literal[True], **fields: Any
+    ) -> Stream[protocol.Completion]:
         """Returns the answer's stream of chunks."""
 
     async def create(self, *, prompt: Prompt, stream: bool = False, **fields: Any) -> Any:
-        """Returns what follows a text, a list of token ids, or several of either. Other arguments are those of chat."""
+        """Returns what follows a text, a list of token ids, or several of either. Other arguments
+        are those of chat.
+        """
         return await self._create(
-            "/completions", (protocol.Completion, protocol.Completion), prompt=prompt, stream=stream or None, **fields
+            "/completions",
+            (protocol.Completion, protocol.Completion),
+            prompt=prompt,
+            stream=stream or None,
+            **fields,
         )
 
 
@@ -190,18 +243,24 @@ class Models(_Resource):
 
     async def list(self) -> protocol.ModelList:
         """Returns the models that the server has."""
-        return await self._transport.fetch("GET", f"{self._transport.base_url}/models", protocol.ModelList)
+        return await self._transport.fetch(
+            "GET", f"{self._transport.base_url}/models", protocol.ModelList
+        )
 
     async def retrieve(self, id: str) -> protocol.ModelCard:
         """Returns what the server tells of a model. Raises NotFound."""
-        return await self._transport.fetch("GET", f"{self._transport.base_url}/models/{quote(id)}", protocol.ModelCard)
+        return await self._transport.fetch(
+            "GET", f"{self._transport.base_url}/models/{quote(id)}", protocol.ModelCard
+        )
 
 
 class Requests(_Resource):
     """Requests that run on a moeserve server."""
 
     async def abort(self, id: str) -> protocol.Aborted:
-        """Ends the running request with this request id; its reader gets finish_reason "abort". Raises NotFound."""
+        """Ends the running request with this request id; its reader gets finish_reason "abort".
+        Raises NotFound.
+        """
         url = f"{self._transport.base_url}/requests/{quote(id, safe='')}"
         return await self._transport.fetch("DELETE", url, protocol.Aborted, max_retries=0)
 

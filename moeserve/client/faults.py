@@ -1,4 +1,6 @@
-"""HTTP answers that are no success: the error of `moeserve.errors` that says the same, and whether to try again."""
+"""HTTP answers that are no success: the error of `moeserve.errors` that says the same, and whether
+to try again.
+"""
 
 import random
 import time
@@ -16,7 +18,12 @@ LONGEST_RETRY_AFTER_S = 120.0
 
 _BY_CODE = {
     kind.code: kind
-    for kind in (errors.ContextLengthExceeded, errors.ModelNotFound, errors.EngineLost, errors.Overloaded)
+    for kind in (
+        errors.ContextLengthExceeded,
+        errors.ModelNotFound,
+        errors.EngineLost,
+        errors.Overloaded,
+    )
 }
 _BY_STATUS: dict[int, type[errors.RequestError]] = {429: errors.Overloaded} | {
     kind.http_status: kind
@@ -46,17 +53,21 @@ def read_error(body: bytes) -> ErrorBody | None:
 
 
 def request_error(status: int, body: bytes, headers: Mapping[str, str]) -> errors.RequestError:
-    """Returns the exception for an answer with an error status; a body of another shape becomes its message."""
+    """Returns the exception for an answer with an error status; a body of another shape becomes its
+    message.
+    """
     found = read_error(body)
     if found is None:
         text = body[:200].decode("utf-8", "replace").strip()
-        found = ErrorBody(message=f"HTTP {status}: {text}" if text else f"HTTP {status} without a message")
+        found = ErrorBody(
+            message=f"HTTP {status}: {text}" if text else f"HTTP {status} without a message"
+        )
     return build_error(status, found, headers)
 
 
 def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> errors.RequestError:
-    """Returns the exception for an error. status 0: it came inside a stream, so its code decides, which may be a status
-    (vLLM)."""
+    """Returns the exception for an error. status 0: it came inside a stream, so its code decides,
+    which may be a status (vLLM)."""
     code = None if found.code is None else str(found.code)
     if status == 0 and code is not None and code.isdecimal():
         status = int(code)
@@ -90,7 +101,9 @@ def should_retry(status: int, headers: Mapping[str, str]) -> bool:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Returns the seconds that the server asks for: `retry-after-ms`, else `Retry-After` as seconds or as a date."""
+    """Returns the seconds that the server asks for: `retry-after-ms`, else `Retry-After` as seconds
+    or as a date.
+    """
     for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:
             value = float(headers.get(name, "")) * unit_s
@@ -103,8 +116,9 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def delay_s(attempt: int, headers: Mapping[str, str]) -> float:
-    """Returns the seconds to wait after try number `attempt` (0 is the first): what the server asks for, else 0.5 s
-    doubling to 8 s, less up to a quarter, so that clients do not come back in step."""
+    """Returns the seconds to wait after try number `attempt` (0 is the first): what the server asks
+    for, else 0.5 s doubling to 8 s, less up to a quarter, so that clients do not come back in step.
+    """
     asked = retry_after_s(headers)
     if asked is not None and asked <= LONGEST_RETRY_AFTER_S:
         return asked

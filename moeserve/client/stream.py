@@ -23,9 +23,10 @@ MAX_EVENT_BYTES = 64 * 2**20
 class SSEParser:
     """Finds the events in a byte stream that comes in pieces of any size. Lines end in LF or CRLF.
 
-    Works on bytes, so that a character split over two pieces needs no care. Comments and fields other than `data` and
-    `id` are skipped; several `data` lines of one event are joined by LF. An event that the stream's end cuts off is
-    never returned. last_id: of the last event that was returned.
+    Works on bytes, so that a character split over two pieces needs no care. Comments and fields
+    other than `data` and `id` are skipped; several `data` lines of one event are joined by LF. An
+    event that the stream's end cuts off is never returned. last_id: of the last event that was
+    returned.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,9 @@ class SSEParser:
         self._size = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Returns the data of each event that `piece` completes. Raises ValueError if one grows beyond 64 MiB."""
+        """Returns the data of each event that `piece` completes. Raises ValueError if one grows
+        beyond 64 MiB.
+        """
         *lines, self._tail = (self._tail + piece).replace(b"\r\n", b"\n").split(b"\n")
         events = []
         for line in lines:
@@ -47,7 +50,8 @@ class SSEParser:
             elif not line and self._data:
                 self.last_id = self.id
                 events.append(b"\n".join(self._data))
-                self._data, self._size = [], 0
+                self._data = []
+                self._size = 0
         if len(self._tail) + self._size > MAX_EVENT_BYTES:
             raise ValueError(f"an event of the stream is larger than {MAX_EVENT_BYTES} bytes")
         return events
@@ -59,12 +63,19 @@ class Stream(Generic[T]):
         async with await client.chat.completions.create(messages=..., stream=True) as stream:
             async for chunk in stream: ...
 
-    `async for` without `async with` is fine too: the socket closes when the stream ends, fails, is cancelled or is
-    garbage. An error that the server sends inside the stream is raised; so is an end without `[DONE]`, unless events
-    have ids: then `reopen`, called with the last one, returns the response that has the rest.
+    `async for` without `async with` is fine too: the socket closes when the stream ends, fails, is
+    cancelled or is garbage. An error that the server sends inside the stream is raised; so is an
+    end without `[DONE]`, unless events have ids: then `reopen`, called with the last one, returns
+    the response that has the rest.
     """
 
-    def __init__(self, response: ClientResponse, kind: type[T], silence_s: float, reopen: Reopen | None = None) -> None:
+    def __init__(
+        self,
+        response: ClientResponse,
+        kind: type[T],
+        silence_s: float,
+        reopen: Reopen | None = None,
+    ) -> None:
         self.headers: Mapping[str, str] = response.headers
         self.request_id = response.headers.get("x-request-id")
         self._response = response
@@ -106,10 +117,14 @@ class Stream(Generic[T]):
         if piece:
             self._waiting.extend(self._parser.feed(piece))
         else:
-            await self._go_on(Unreachable(f"{url}: the stream ended before its [DONE]", code="stream_cut"))
+            await self._go_on(
+                Unreachable(f"{url}: the stream ended before its [DONE]", code="stream_cut")
+            )
 
     async def _go_on(self, fault: Unreachable) -> None:
-        """Opens the stream again behind its last event. Raises `fault` if that cannot be, or brought nothing before."""
+        """Opens the stream again behind its last event. Raises `fault` if that cannot be, or
+        brought nothing before.
+        """
         last = self._parser.last_id
         if self._reopen is None or last == self._reopened_at:
             raise fault
@@ -128,12 +143,16 @@ class Stream(Generic[T]):
         try:
             chunk = self._decode(data)
         except msgspec.MsgspecError as error:
-            raise Unreachable(f"a chunk of the stream cannot be read: {error}", code="bad_answer") from error
+            raise Unreachable(
+                f"a chunk of the stream cannot be read: {error}", code="bad_answer"
+            ) from error
         chunk.request_id = self.request_id
         return chunk
 
     async def _finish(self) -> None:
-        """Reads the rest of the body after [DONE], so that the connection may serve the next request."""
+        """Reads the rest of the body after [DONE], so that the connection may serve the next
+        request.
+        """
         self._done = True
         self._waiting.clear()
         try:

@@ -20,7 +20,9 @@ _BROKEN = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
 class Transport:
     """A pool of connections to one server."""
 
-    def __init__(self, base_url: str, api_key: str | None, timeout_s: float, max_retries: int) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None, timeout_s: float, max_retries: int
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
@@ -35,8 +37,12 @@ class Transport:
     def session(self) -> ClientSession:
         """Returns aiohttp's session, made on first use because it belongs to the running loop."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)  # the server bounds concurrency, not a hidden queue here
-            self._session = ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
+            connector = aiohttp.TCPConnector(
+                limit=0
+            )  # the server bounds concurrency, not a hidden queue here
+            self._session = ClientSession(
+                connector=connector, headers=self._headers, auto_decompress=True
+            )
         return self._session
 
     async def close(self) -> None:
@@ -55,12 +61,16 @@ class Transport:
         timeout_s: float | None = None,
         max_retries: int | None = None,
     ) -> ClientResponse:
-        """Returns a successful response whose body has not been read yet; retries happen here, before its first byte.
+        """Returns a successful response whose body has not been read yet; retries happen here,
+        before its first byte.
 
         timeout_s bounds the silence between two reads, not the whole answer. Raises RequestError.
         """
         data = None if body is None else msgspec.json.encode(body)
-        sent = {**(headers or {}), **({"Content-Type": "application/json"} if data is not None else {})}
+        sent = {
+            **(headers or {}),
+            **({"Content-Type": "application/json"} if data is not None else {}),
+        }
         silence_s = self.timeout_s if timeout_s is None else timeout_s
         timeout = ClientTimeout(total=None, sock_connect=min(30.0, silence_s), sock_read=silence_s)
         tries_left = self.max_retries if max_retries is None else max_retries
@@ -73,12 +83,14 @@ class Transport:
                 )
                 if 200 <= response.status < 300:
                     return response
-                answered, status = response.headers, response.status
+                answered = response.headers
+                status = response.status
                 async with response:
                     fault: Exception = request_error(status, await response.read(), answered)
                 again = should_retry(status, answered)
             except _BROKEN as error:
-                fault, again = unreachable(url, error, silence_s), True
+                fault = unreachable(url, error, silence_s)
+                again = True
             if not again or attempt >= tries_left:
                 raise fault
             await asyncio.sleep(delay_s(attempt, answered))
@@ -90,11 +102,15 @@ class Transport:
         try:
             answer = msgspec.json.decode(content, type=kind)
         except msgspec.MsgspecError as error:
-            raise Unreachable(f"the server's answer is not a {kind.__name__}: {error}", code="bad_answer") from error
+            raise Unreachable(
+                f"the server's answer is not a {kind.__name__}: {error}", code="bad_answer"
+            ) from error
         answer.request_id = headers.get("x-request-id")
         return answer
 
-    async def read(self, method: str, url: str, body: Any = None, **how: Any) -> tuple[bytes, Mapping[str, str]]:
+    async def read(
+        self, method: str, url: str, body: Any = None, **how: Any
+    ) -> tuple[bytes, Mapping[str, str]]:
         """Returns one whole answer as bytes, with its headers."""
         async with await self.open(method, url, body, **how) as response:
             try:
@@ -108,5 +124,7 @@ def unreachable(url: str, error: BaseException, silence_s: float) -> Unreachable
     if isinstance(error, TimeoutError):
         return Unreachable(f"{url}: no byte for {silence_s:g} s", code="timeout")
     if isinstance(error, aiohttp.ClientConnectorError):
-        return Unreachable(f"cannot connect to {url}: {error.os_error}; is the server running there?")
+        return Unreachable(
+            f"cannot connect to {url}: {error.os_error}; is the server running there?"
+        )
     return Unreachable(f"{url}: the connection broke: {error or type(error).__name__}")

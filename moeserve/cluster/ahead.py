@@ -1,4 +1,6 @@
-"""The first engine's process, begun before the server is imported: its own imports take longest, and need no order."""
+"""The first engine's process, begun before the server is imported: its own imports take longest,
+and need no order.
+"""
 
 import subprocess
 from collections.abc import Iterator
@@ -13,12 +15,16 @@ _begun: list[subprocess.Popen[bytes]] = []  # and waits for its order
 
 @contextmanager
 def begun(config: Config) -> Iterator[None]:
-    """Begins an engine's process for `take`, if this process will start one on its own; ends it if nobody took it."""
+    """Begins an engine's process for `take`, if this process will start one on its own; ends it if
+    nobody took it.
+    """
     parallel = config.parallel
     if parallel.num_ranks == 1 and not (parallel.standby or config.device.null_runner):
         pipe = subprocess.PIPE
         command = [*command_of(ENGINE), "ahead"]
-        _begun.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0))
+        _begun.append(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0)
+        )
     try:
         yield
     finally:

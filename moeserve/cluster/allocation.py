@@ -1,7 +1,9 @@
-"""What a launcher tells its processes: how many machines there are, which one this is, and where machine 0 is.
+"""What a launcher tells its processes: how many machines there are, which one this is, and where
+machine 0 is.
 
-Variables of `moeserve launch`, LWS, Grove, torchrun, SkyPilot and Slurm are read, in this order. The functions are
-pure: they map an environment to an `Allocation`. An empty variable counts as unset.
+Variables of `moeserve launch`, LWS, Grove, torchrun, SkyPilot and Slurm are read, in this order.
+The functions are pure: they map an environment to an `Allocation`. An empty variable counts as
+unset.
 """
 
 import ipaddress
@@ -20,15 +22,17 @@ ALONE = "--nnodes 1 serves on this machine alone"
 BY_FLAGS = "--nnodes, --node-rank and --rendezvous together replace what the environment says"
 _FLAGS = {"nnodes", "node_rank", "rendezvous"}
 _MAX_MACHINES = 1024  # as --nnodes
-_FIRST_SPECIAL_STEP = 0xFFFFFF00  # Slurm's numbers of steps that are none: the batch script, a shell of salloc
+_FIRST_SPECIAL_STEP = (
+    0xFFFFFF00  # Slurm's numbers of steps that are none: the batch script, a shell of salloc
+)
 _JOB_PORTS = range(20_000, 30_000)  # below the ports that kernels give to whoever asks for any
 _LEADERS = {"wkr": "ldr", "worker": "leader"}  # by the last word of a Grove clique's name
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One launcher's machines. host, port: of the rendezvous on machine 0. local_rank: of this process among those that
-    the launcher started on this machine."""
+    """One launcher's machines. host, port: of the rendezvous on machine 0. local_rank: of this
+    process among those that the launcher started on this machine."""
 
     source: str
     num_nodes: int
@@ -46,7 +50,8 @@ class Allocation:
 def find(env: Mapping[str, str]) -> Allocation | None:
     """Returns the allocation of several machines that this process belongs to, or None.
 
-    Raises ConfigError for a variable that is missing or wrong, and for launchers that contradict each other.
+    Raises ConfigError for a variable that is missing or wrong, and for launchers that contradict
+    each other.
     """
     found = [
         it
@@ -60,36 +65,54 @@ def find(env: Mapping[str, str]) -> Allocation | None:
     for other in others:
         # torchrun counts the machines in an order of its own, and anew after each elastic restart.
         same_order = "torchrun" not in (first.source, other.source)
-        if first.num_nodes != other.num_nodes or (same_order and first.node_rank != other.node_rank):
-            told = [f"{it.source} says machine {it.node_rank} of {it.num_nodes}" for it in (first, other)]
-            raise ConfigError(f"{', '.join(told)}: launchers contradict each other; {BY_FLAGS}; {ALONE}")
+        if first.num_nodes != other.num_nodes or (
+            same_order and first.node_rank != other.node_rank
+        ):
+            told = [
+                f"{it.source} says machine {it.node_rank} of {it.num_nodes}"
+                for it in (first, other)
+            ]
+            raise ConfigError(
+                f"{', '.join(told)}: launchers contradict each other; {BY_FLAGS}; {ALONE}"
+            )
     return replace(first, local_rank=max(it.local_rank for it in found))
 
 
 def apply(
     parallel: ParallelConfig, given: Collection[str], env: Mapping[str, str]
 ) -> tuple[ParallelConfig, Allocation | None]:
-    """Returns the settings with those of the allocation, and the allocation if it was used. given: names of settings
-    that the user set, which win. Raises ConfigError where they contradict the environment."""
-    if set(given) >= _FLAGS or ("nnodes" in given and parallel.nnodes == 1) or (found := find(env)) is None:
+    """Returns the settings with those of the allocation, and the allocation if it was used. given:
+    names of settings that the user set, which win. Raises ConfigError where they contradict the
+    environment."""
+    if (
+        set(given) >= _FLAGS
+        or ("nnodes" in given and parallel.nnodes == 1)
+        or (found := find(env)) is None
+    ):
         return parallel, None
     if found.local_rank:
         return parallel, found
     for name, told in (("nnodes", found.num_nodes), ("node_rank", found.node_rank)):
         if name in given and (value := getattr(parallel, name)) != told:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} is {value}, {found.source} says {told}: leave it out; or {BY_FLAGS}; {ALONE}")
+            raise ConfigError(
+                f"{flag} is {value}, {found.source} says {told}: leave it out; or {BY_FLAGS}; {ALONE}"
+            )
     if parallel.dp < found.num_nodes:
         raise ConfigError(
             f"--dp {parallel.dp}: the {found.num_nodes} machines of {found.source} need an engine each, "
             f"--dp {found.num_nodes} at least; {ALONE}"
         )
     rendezvous = parallel.rendezvous or found.rendezvous
-    return replace(parallel, nnodes=found.num_nodes, node_rank=found.node_rank, rendezvous=rendezvous), found
+    return replace(
+        parallel, nnodes=found.num_nodes, node_rank=found.node_rank, rendezvous=rendezvous
+    ), found
 
 
 def outside_of_step(env: Mapping[str, str]) -> str:
-    """Returns advice to who has several machines of Slurm and starts on one: in a shell of salloc or a batch script."""
+    """Returns advice to who has several machines of Slurm and starts on one: in a shell of salloc
+    or a batch script.
+    """
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or ""
     if _step(env) is not None or not re.fullmatch("[0-9]{1,4}", nodes) or int(nodes) < 2:
         return ""
@@ -100,8 +123,11 @@ def outside_of_step(env: Mapping[str, str]) -> str:
 
 
 def expand(nodelist: str) -> list[str]:
-    """Returns the names in Slurm's short form: "a[01-03,7],b" is a01, a02, a03, a7, b. Raises ValueError."""
-    # Own code, not `scontrol show hostnames`: containers of a job have no scontrol, and the form is this small.
+    """Returns the names in Slurm's short form: "a[01-03,7],b" is a01, a02, a03, a7, b. Raises
+    ValueError.
+    """
+    # Own code, not `scontrol show hostnames`: containers of a job have no scontrol, and the form is
+    # this small.
     parts = re.findall(r"(?:[^,\[\]\s]|\[[^\[\]\s]*\])+", nodelist)
     if not parts or ",".join(parts) != nodelist:
         raise ValueError("not a list such as a[01-03,7],b")
@@ -121,7 +147,8 @@ def _numbers(text: str) -> list[str]:
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         if match is None:
             raise ValueError(f"[{text}] are no numbers such as [01-03,7]")
-        low, high = int(match[1]), int(match[2] or match[1])
+        low = int(match[1])
+        high = int(match[2] or match[1])
         if not low <= high < low + _MAX_MACHINES:
             raise ValueError(f"{part} is no range of at most {_MAX_MACHINES} numbers")
         found += [f"{number:0{len(match[1])}}" for number in range(low, high + 1)]
@@ -142,17 +169,25 @@ class _Variables:
         """Returns a variable that has to be set."""
         if value := self.env.get(name):
             return value
-        raise ConfigError(f"{name} is not set, as it must be beside others of its launcher; {BY_FLAGS}; {ALONE}")
+        raise ConfigError(
+            f"{name} is not set, as it must be beside others of its launcher; {BY_FLAGS}; {ALONE}"
+        )
 
     def number(self, name: str, low: int = 0, high: int = 2**32, why: str = "") -> int:
-        """Returns a number from `low` to `high`. why: the rest of the sentence if it is another one."""
+        """Returns a number from `low` to `high`. why: the rest of the sentence if it is another
+        one.
+        """
         value = self.text(name)
         if re.fullmatch("[0-9]{1,10}", value) is None or not low <= int(value) <= high:
-            raise self.wrong(name, f"must be {low if low == high else f'a number from {low} to {high}'}{why}")
+            raise self.wrong(
+                name, f"must be {low if low == high else f'a number from {low} to {high}'}{why}"
+            )
         return int(value)
 
     def rank(self, name: str, nodes: int, first: int = 0) -> int:
-        """Returns a machine's number among `nodes`, of which the launcher counts those from `first` on."""
+        """Returns a machine's number among `nodes`, of which the launcher counts those from `first`
+        on.
+        """
         return first + self.number(name, 0, nodes - 1 - first, f" with {nodes} machines")
 
     def nodes(self, name: str) -> int:
@@ -160,7 +195,9 @@ class _Variables:
         return self.number(name, 1, _MAX_MACHINES)
 
     def host(self, name: str, value: str | None = None) -> str:
-        """Returns a host's name or IP address. value: what the variable says, if it says more than that."""
+        """Returns a host's name or IP address. value: what the variable says, if it says more than
+        that.
+        """
         host = self.text(name) if value is None else value
         try:
             if ":" in host:
@@ -182,7 +219,13 @@ def _launch(read: _Variables) -> Allocation | None:
         return None
     nodes = read.nodes(protocol.NNODES)
     rank = read.rank(protocol.NODE_RANK, nodes)
-    return Allocation("moeserve launch", nodes, rank, read.host(protocol.ADDRESS), read.number(protocol.PORT, 1, 65535))
+    return Allocation(
+        "moeserve launch",
+        nodes,
+        rank,
+        read.host(protocol.ADDRESS),
+        read.number(protocol.PORT, 1, 65535),
+    )
 
 
 def _lws(read: _Variables) -> Allocation | None:
@@ -190,12 +233,14 @@ def _lws(read: _Variables) -> Allocation | None:
     if not read.any("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"):
         return None
     nodes = read.nodes("LWS_GROUP_SIZE")
-    return Allocation("LWS", nodes, read.rank("LWS_WORKER_INDEX", nodes), read.host("LWS_LEADER_ADDRESS"))
+    return Allocation(
+        "LWS", nodes, read.rank("LWS_WORKER_INDEX", nodes), read.host("LWS_LEADER_ADDRESS")
+    )
 
 
 def _grove(read: _Variables) -> Allocation | None:
-    """A Grove scaling group that has a clique of one leader, NAME-ldr, and one of workers, NAME-wkr, as Dynamo makes
-    them. Other groups are no machines of one server."""
+    """A Grove scaling group that has a clique of one leader, NAME-ldr, and one of workers,
+    NAME-wkr, as Dynamo makes them. Other groups are no machines of one server."""
     if not read.any("GROVE_PCSG_NAME"):
         return None
     clique, _, role = read.text("GROVE_PCLQ_NAME").rpartition("-")
@@ -204,21 +249,34 @@ def _grove(read: _Variables) -> Allocation | None:
         return None
     nodes = read.nodes("GROVE_PCSG_TEMPLATE_NUM_PODS")
     index = "GROVE_PCLQ_POD_INDEX"
-    rank = read.rank(index, nodes, 1) if role != leader else read.number(index, 0, 0, ": a group has one leader")
-    name, service = f"{clique}-{leader}-0", read.host("GROVE_HEADLESS_SERVICE")
+    rank = (
+        read.rank(index, nodes, 1)
+        if role != leader
+        else read.number(index, 0, 0, ": a group has one leader")
+    )
+    name = f"{clique}-{leader}-0"
+    service = read.host("GROVE_HEADLESS_SERVICE")
     return Allocation("Grove", nodes, rank, f"{read.host('GROVE_PCLQ_NAME', name)}.{service}")
 
 
 def _torchrun(read: _Variables) -> Allocation | None:
-    if not read.any("TORCHELASTIC_RUN_ID", "GROUP_RANK"):  # RANK and MASTER_ADDR alone are set by many
+    if not read.any(
+        "TORCHELASTIC_RUN_ID", "GROUP_RANK"
+    ):  # RANK and MASTER_ADDR alone are set by many
         return None
-    world, here = read.number("WORLD_SIZE", 1), read.number("LOCAL_WORLD_SIZE", 1)
+    world = read.number("WORLD_SIZE", 1)
+    here = read.number("LOCAL_WORLD_SIZE", 1)
     if world % here or world // here > _MAX_MACHINES:
-        raise read.wrong("WORLD_SIZE", f"must be a multiple of LOCAL_WORLD_SIZE={here}, {_MAX_MACHINES} times at most")
+        raise read.wrong(
+            "WORLD_SIZE",
+            f"must be a multiple of LOCAL_WORLD_SIZE={here}, {_MAX_MACHINES} times at most",
+        )
     nodes = world // here
     node = read.rank("GROUP_RANK", nodes)
     read.number("LOCAL_RANK", 0, here - 1)
-    local = read.number("RANK", 0, world - 1) - node * here  # LOCAL_RANK is 0 everywhere with --virtual-local-rank
+    local = (
+        read.number("RANK", 0, world - 1) - node * here
+    )  # LOCAL_RANK is 0 everywhere with --virtual-local-rank
     if not 0 <= local < here:
         raise read.wrong("RANK", f"contradicts GROUP_RANK={node} and LOCAL_WORLD_SIZE={here}")
     port = read.number("MASTER_PORT", 1, 65535)
@@ -233,13 +291,17 @@ def _skypilot(read: _Variables) -> Allocation | None:
     nodes = read.nodes("SKYPILOT_NUM_NODES")
     hosts = read.text("SKYPILOT_NODE_IPS").split()
     if len(hosts) != nodes:
-        raise read.wrong("SKYPILOT_NODE_IPS", f"has {len(hosts)} addresses, SKYPILOT_NUM_NODES is {nodes}")
+        raise read.wrong(
+            "SKYPILOT_NODE_IPS", f"has {len(hosts)} addresses, SKYPILOT_NUM_NODES is {nodes}"
+        )
     rank = read.rank("SKYPILOT_NODE_RANK", nodes)
     return Allocation("SkyPilot", nodes, rank, read.host("SKYPILOT_NODE_IPS", hosts[0]))
 
 
 def _step(env: Mapping[str, str]) -> int | None:
-    """Returns the number of the job step of Slurm that this process is a task of. Shells and batch scripts are none."""
+    """Returns the number of the job step of Slurm that this process is a task of. Shells and batch
+    scripts are none.
+    """
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
     if not step:
         return None
@@ -258,7 +320,9 @@ def _slurm(read: _Variables) -> Allocation | None:
     tasks = read.number("SLURM_STEP_NUM_TASKS") if read.any("SLURM_STEP_NUM_TASKS") else nodes
     if read.number("SLURM_LOCALID") or tasks != nodes:
         name = "SLURM_LOCALID" if tasks == nodes else "SLURM_STEP_NUM_TASKS"
-        raise read.wrong(name, f"each of the {nodes} machines needs one task: use srun --ntasks-per-node=1")
+        raise read.wrong(
+            name, f"each of the {nodes} machines needs one task: use srun --ntasks-per-node=1"
+        )
     name = "SLURM_STEP_NODELIST" if read.any("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     try:
         hosts = expand(read.text(name))
@@ -267,5 +331,7 @@ def _slurm(read: _Variables) -> Allocation | None:
     if len(hosts) != nodes:
         raise read.wrong(name, f"has {len(hosts)} names, the step {nodes} machines")
     rank = read.rank("SLURM_NODEID", nodes)
-    port = _JOB_PORTS[(read.number("SLURM_JOB_ID") + step) % len(_JOB_PORTS)]  # jobs may share machine 0
+    port = _JOB_PORTS[
+        (read.number("SLURM_JOB_ID") + step) % len(_JOB_PORTS)
+    ]  # jobs may share machine 0
     return Allocation("Slurm", nodes, rank, read.host(name, hosts[0]), port)

@@ -1,4 +1,6 @@
-"""Builds an engine on the running loop: the runner in a thread, the core around it here. Connects it to its group."""
+"""Builds an engine on the running loop: the runner in a thread, the core around it here. Connects
+it to its group.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A builder gets the settings, the role, and progress(name of the phase, percent of the whole). It returns runner,
-# resolved limits, facts for the front end, KV groups, end-of-text ids.
+# A builder gets the settings, the role, and progress(name of the phase, percent of the whole). It
+# returns runner, resolved limits, facts for the front end, KV groups, end-of-text ids.
 Built = tuple["Runner", Limits, Ready, "tuple[KVGroup, ...]", "tuple[int, ...]"]
 Progress = Callable[[str, int], None]
 
@@ -46,13 +48,19 @@ class SeveralRanks(Protocol):
 
 
 async def assemble(
-    config: Config, builder: str, role: Role, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], object], born_s: float
+    config: Config,
+    builder: str,
+    role: Role,
+    inbox: Inbox[EngineIn],
+    emit: Callable[[EngineOut], object],
+    born_s: float,
 ) -> tuple[EngineCore, Ready]:
-    """Builds the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase meanwhile.
+    """Builds the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase
+    meanwhile.
 
-    role: the engine's place among others. born_s: monotonic time at which the start began. Raises what the builder
-    raises. The loop stays free throughout, imports of torch and the like included. Cancelled, it leaves the building
-    thread to itself.
+    role: the engine's place among others. born_s: monotonic time at which the start began. Raises
+    what the builder raises. The loop stays free throughout, imports of torch and the like included.
+    Cancelled, it leaves the building thread to itself.
     """
     loop = asyncio.get_running_loop()
     abandoned = False
@@ -94,15 +102,19 @@ async def assemble(
 
 
 async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
-    """Executes a Join: connects a runner's ranks, and returns the connection to the coordinator, for `GroupCore`.
+    """Executes a Join: connects a runner's ranks, and returns the connection to the coordinator,
+    for `GroupCore`.
 
-    Raises PeerLost as soon as coordinator or runner fails, or another engine gives up before both are connected.
+    Raises PeerLost as soon as coordinator or runner fails, or another engine gives up before both
+    are connected.
     """
     from moeserve.comm.dp_coordinator import open_coordinator
     from moeserve.comm.members import Members
     from moeserve.engine.group_core import drop_coordinator
 
-    os.makedirs(join.directory, mode=0o700, exist_ok=True)  # the front end may be on another machine
+    os.makedirs(
+        join.directory, mode=0o700, exist_ok=True
+    )  # the front end may be on another machine
     loop = asyncio.get_running_loop()
     joining = loop.create_task(runner.join(join))
     meeting = loop.create_task(open_coordinator(Members.of(join, 0)))
@@ -129,7 +141,8 @@ async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
 
 
 def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Calls a function in a daemon thread of its own, whose end nothing waits for, unlike the loop's executor.
+    """Calls a function in a daemon thread of its own, whose end nothing waits for, unlike the
+    loop's executor.
 
     Raises RuntimeError at once when the interpreter ends and starts no threads any more.
     """

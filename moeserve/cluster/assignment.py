@@ -7,14 +7,17 @@ from moeserve.config import ParallelConfig
 
 
 def spread(num_new: int, engines_on: Mapping[int, int]) -> list[int]:
-    """Returns the machines of new engines, in order: each goes to the one with the fewest, ties to the lowest number.
+    """Returns the machines of new engines, in order: each goes to the one with the fewest, ties to
+    the lowest number.
 
     engines_on: the engines that each machine has already. 3, {0: 0, 1: 0} -> [0, 0, 1]
     """
     counts = dict(engines_on)
     for _ in range(num_new):
         counts[min(counts, key=lambda machine: (counts[machine], machine))] += 1
-    return [machine for machine in sorted(counts) for _ in range(counts[machine] - engines_on[machine])]
+    return [
+        machine for machine in sorted(counts) for _ in range(counts[machine] - engines_on[machine])
+    ]
 
 
 def at_start(parallel: ParallelConfig) -> list[int]:
@@ -23,7 +26,8 @@ def at_start(parallel: ParallelConfig) -> list[int]:
 
 
 def equal_shares(machines: Sequence[int]) -> int:
-    """Returns the number of machines if each has equally many engines, one after the other; otherwise 1.
+    """Returns the number of machines if each has equally many engines, one after the other;
+    otherwise 1.
 
     machines: of each engine. [0, 0, 1, 1] -> 2, [0, 0, 1] -> 1
     """

@@ -1,8 +1,9 @@
 """The requests of a fleet: the engine that each goes to, and those that wait for an engine.
 
-`Balancer` chooses by predicted work, room for K/V, and the prefixes that an engine has seen. It is pure: messages in, a
-rank out. Work is counted in prompt tokens to compute; a token to generate costs as much as DECODE_COST of them, because
-it takes a row of a step of its own. `Traffic` sends the requests to the engines that it chooses.
+`Balancer` chooses by predicted work, room for K/V, and the prefixes that an engine has seen. It is
+pure: messages in, a rank out. Work is counted in prompt tokens to compute; a token to generate
+costs as much as DECODE_COST of them, because it takes a row of a step of its own. `Traffic` sends
+the requests to the engines that it chooses.
 """
 
 import asyncio
@@ -37,7 +38,9 @@ class _Request:
 
 @dataclass(slots=True)
 class Load:
-    """The predicted load of one engine, in tokens. free_blocks: KV blocks, as its last step left them."""
+    """The predicted load of one engine, in tokens. free_blocks: KV blocks, as its last step left
+    them.
+    """
 
     block_size: int
     free_blocks: int
@@ -71,10 +74,12 @@ class Load:
 
 
 class Balancer:
-    """Chooses an engine for each request from predictions, which step outputs correct. Engines are known by rank.
+    """Chooses an engine for each request from predictions, which step outputs correct. Engines are
+    known by rank.
 
-    What `choose` compares lies in lists with a place for each engine: work and requests, and room. Those of `_stale`
-    engines are written before they are read, so that a choice among hundreds of engines takes microseconds.
+    What `choose` compares lies in lists with a place for each engine: work and requests, and room.
+    Those of `_stale` engines are written before they are read, so that a choice among hundreds of
+    engines takes microseconds.
     """
 
     def __init__(self) -> None:
@@ -85,7 +90,9 @@ class Balancer:
         self._room: list[int] = []
         self._stale: set[int] = set()
         self._requests: dict[int, _Request] = {}
-        self._prefixes: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bit mask of engines
+        self._prefixes: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # hash of a prefix -> bit mask of engines
         self._mean = FIRST_MEAN
 
     def open(self, rank: int, block_size: int, num_blocks: int) -> None:
@@ -95,20 +102,25 @@ class Balancer:
             self._arrange()
 
     def close(self, rank: int) -> tuple[int, ...]:
-        """Removes an engine with its cached prefixes, and its requests, which are returned: oldest first."""
+        """Removes an engine with its cached prefixes, and its requests, which are returned: oldest
+        first.
+        """
         load = self.loads.pop(rank, None)
         rids = tuple(sorted(load.live)) if load is not None else ()
         for rid in rids:
             del self._requests[rid]
         self._arrange()
         keep = ~(1 << rank)
-        self._prefixes = OrderedDict((key, rest) for key, mask in self._prefixes.items() if (rest := mask & keep))
+        self._prefixes = OrderedDict(
+            (key, rest) for key, mask in self._prefixes.items() if (rest := mask & keep)
+        )
         return rids
 
     def _arrange(self) -> None:
         self._ranks = sorted(self.loads)
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
-        self._costs, self._room = [(0.0, 0)] * len(self.loads), [0] * len(self.loads)
+        self._costs = [(0.0, 0)] * len(self.loads)
+        self._room = [0] * len(self.loads)
         self._stale = set(self.loads)
 
     def rank_of(self, rid: int) -> int | None:
@@ -117,23 +129,32 @@ class Balancer:
         return request.rank if request is not None else None
 
     def choose(self, request: Submit, among: Collection[int]) -> int:
-        """Returns the engine on which this request adds to the least work, if possible one with room for its K/V.
+        """Returns the engine on which this request adds to the least work, if possible one with
+        room for its K/V.
 
-        Ties go to the fewest requests, then to the lowest rank. `among` holds at least one open engine.
+        Ties go to the fewest requests, then to the lowest rank. `among` holds at least one open
+        engine.
         """
         num_tokens = len(request.tokens) // _TOKEN_BYTES
         blocks = -(-num_tokens // next(iter(self.loads.values())).block_size)
         for rank in self._stale:
-            load, place = self.loads[rank], self._place[rank]
-            self._costs[place], self._room[place] = (load.work, len(load.live)), load.room
+            load = self.loads[rank]
+            place = self._place[rank]
+            self._costs[place] = (load.work, len(load.live))
+            self._room[place] = load.room
         self._stale.clear()
         costs = self._costs
         if hits := self._hits(request):
-            costs = [(work - hits.get(rank, 0), live) for rank, (work, live) in zip(self._ranks, costs, strict=True)]
+            costs = [
+                (work - hits.get(rank, 0), live)
+                for rank, (work, live) in zip(self._ranks, costs, strict=True)
+            ]
         best = costs.index(min(costs))
         if len(among) < len(costs) or self._room[best] < blocks:
             allowed = [place for place, rank in enumerate(self._ranks) if rank in among]
-            best = min([p for p in allowed if self._room[p] >= blocks] or allowed, key=costs.__getitem__)
+            best = min(
+                [p for p in allowed if self._room[p] >= blocks] or allowed, key=costs.__getitem__
+            )
         return self._ranks[best]
 
     def assign(self, request: Submit, rank: int) -> None:
@@ -144,7 +165,9 @@ class Balancer:
         hits = self._hits(request).get(rank, 0)
         left = min(request.sampling.max_tokens - emitted, max(self._mean - emitted, self._least))
         blocks = -(-num_tokens // load.block_size)
-        self._requests[request.rid] = _Request(rank, num_tokens - hits, max(1.0, left), hits, emitted)
+        self._requests[request.rid] = _Request(
+            rank, num_tokens - hits, max(1.0, left), hits, emitted
+        )
         load.live.add(request.rid)
         load.promise(request.rid, blocks)
         load.prefill += num_tokens - hits
@@ -154,11 +177,17 @@ class Balancer:
 
     def note(self, rank: int, out: StepOutput) -> None:
         """Corrects the predictions for an engine by the output of one of its steps."""
-        tokens, free = (out.record.num_tokens, out.record.num_free_blocks) if out.record else (None, 0)
+        tokens, free = (
+            (out.record.num_tokens, out.record.num_free_blocks) if out.record else (None, 0)
+        )
         self.stepped(rank, len(out.finish), tokens, free, out.cached)
 
-    def stepped(self, rank: int, rows: int, tokens: int | None, free_blocks: int, cached: dict[int, int]) -> None:
-        """See `note`: rows that sampled, tokens of the step, and the requests whose first token came."""
+    def stepped(
+        self, rank: int, rows: int, tokens: int | None, free_blocks: int, cached: dict[int, int]
+    ) -> None:
+        """See `note`: rows that sampled, tokens of the step, and the requests whose first token
+        came.
+        """
         load = self.loads.get(rank)
         if load is None:
             return
@@ -197,13 +226,18 @@ class Balancer:
         return max(1.0, self._mean / 4)
 
     def _hits(self, request: Submit) -> dict[int, int]:
-        """Returns how many tokens at the beginning of the request each engine has seen before, if any."""
+        """Returns how many tokens at the beginning of the request each engine has seen before, if
+        any.
+        """
         hits: dict[int, int] = {}
-        seen, number = -1, 0  # the engines that have seen so many chunks, as a bit mask
+        # the engines that have seen so many chunks, as a bit mask
+        seen = -1
+        number = 0
         for key in _prefix_keys(request):
             left = seen & self._prefixes.get(key, 0)
             _write(hits, seen & ~left if number else 0, number * CHUNK)
-            seen, number = left, number + 1
+            seen = left
+            number = number + 1
             if not seen:
                 break
         _write(hits, max(seen, 0), number * CHUNK)
@@ -232,13 +266,17 @@ def _prefix_keys(request: Submit) -> Iterator[int]:
     """
     key = hash(request.salt)
     step = CHUNK * _TOKEN_BYTES
-    for start in range(0, len(request.tokens) - step, step):  # the last token is computed in any case
+    for start in range(
+        0, len(request.tokens) - step, step
+    ):  # the last token is computed in any case
         key = hash((key, request.tokens[start : start + step]))
         yield key
 
 
 class Traffic:
-    """Sends requests to engines, and keeps them while none serves. serving: returns those that may get requests."""
+    """Sends requests to engines, and keeps them while none serves. serving: returns those that may
+    get requests.
+    """
 
     def __init__(self, serving: "Callable[[], Sequence[EngineHandle]]") -> None:
         self.balancer = Balancer()
@@ -248,7 +286,9 @@ class Traffic:
         self._retry: asyncio.TimerHandle | None = None
 
     def submit(self, request: Submit) -> None:
-        """Sends a request to the engine that suits it best. Raises Overloaded if that one does not keep up."""
+        """Sends a request to the engine that suits it best. Raises Overloaded if that one does not
+        keep up.
+        """
         engines = {engine.rank: engine for engine in self._serving()}
         if not engines:
             self.waiting[request.rid] = request
@@ -263,7 +303,8 @@ class Traffic:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        waiting, self.waiting = self.waiting, {}
+        waiting = self.waiting
+        self.waiting = {}
         for rid, request in waiting.items():
             try:
                 self.submit(request)
@@ -273,10 +314,15 @@ class Traffic:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.flush)
 
     def abort(self, rids: Sequence[int]) -> None:
-        """Aborts requests. Raises Overloaded if an engine does not keep up; call again with the same requests then."""
+        """Aborts requests. Raises Overloaded if an engine does not keep up; call again with the
+        same requests then.
+        """
         by_rank: dict[int, list[int]] = {}
         for rid in rids:
-            if self.waiting.pop(rid, None) is None and (rank := self.balancer.rank_of(rid)) is not None:
+            if (
+                self.waiting.pop(rid, None) is None
+                and (rank := self.balancer.rank_of(rid)) is not None
+            ):
                 by_rank.setdefault(rank, []).append(rid)
         failure: Overloaded | None = None
         for rank, theirs in by_rank.items():

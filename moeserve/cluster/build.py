@@ -1,4 +1,6 @@
-"""Builds the runner of an engine, with its weights in memory, and the facts about it, from the settings."""
+"""Builds the runner of an engine, with its weights in memory, and the facts about it, from the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ NULL_RUNNER_BYTES = 1 << 40  # no KV is ever allocated: only max_num_seqs and ma
 def build_runner(config: Config, role: Role, progress: Progress) -> Built:
     """Returns runner, limits, facts for the front end, KV groups and end-of-text ids.
 
-    Slow (imports torch, reads weights, starts the engine's other ranks): call it in a thread. Raises ConfigError with
-    what to change.
+    Slow (imports torch, reads weights, starts the engine's other ranks): call it in a thread.
+    Raises ConfigError with what to change.
     """
     began_s = time.monotonic()
     progress("reading the model's configuration", 2)
@@ -69,7 +71,9 @@ def _alone(config: Config, role: Role, progress: Progress) -> Made:
     runner = make_rank(config, role.world, None, grouped=False)
     threaded = ThreadedRunner(runner)
     try:
-        limits = asyncio.run(threaded.call(runner.prepare, progress))  # in the thread that will run it
+        limits = asyncio.run(
+            threaded.call(runner.prepare, progress)
+        )  # in the thread that will run it
     except BaseException:
         threaded.close()
         raise
@@ -90,19 +94,25 @@ def _grouped(config: Config, role: Role, progress: Progress) -> Made:
         return threaded, limits, runner
 
 
-def make_rank(config: Config, world: World, table: PlacementTable | None, *, grouped: bool) -> ModelRunnerBase:
+def make_rank(
+    config: Config, world: World, table: PlacementTable | None, *, grouped: bool
+) -> ModelRunnerBase:
     """Returns the runner of one rank, with nothing loaded yet. grouped: it waits for a Join."""
     from moeserve.moe.placement.placement import Placement
     from moeserve.runner.factory import make_runner
 
     model_dir = resolve_model_dir(config.model.model)
     placement = None if table is None else Placement.from_table(table)
-    return make_runner(config, read_model_spec(model_dir), model_dir, world, placement, grouped=grouped)
+    return make_runner(
+        config, read_model_spec(model_dir), model_dir, world, placement, grouped=grouped
+    )
 
 
 @contextmanager
 def _team(config: Config, role: Role) -> Iterator[Team | None]:
-    """Starts the engine's other tensor-parallel ranks, if it has some; ends them if the block fails."""
+    """Starts the engine's other tensor-parallel ranks, if it has some; ends them if the block
+    fails.
+    """
     if role.world.tp_size == 1:
         yield None
         return
@@ -126,7 +136,9 @@ def _team(config: Config, role: Role) -> Iterator[Team | None]:
         team.close()
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # they are connected: nobody needs the socket's name any more
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # they are connected: nobody needs the socket's name any more
 
 
 def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
@@ -135,16 +147,29 @@ def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
     check(config, spec)
     groups = groups_of((KVRule(),), config.cache.block_size)
     config = with_step_tokens(config, NULL_STEP_TOKENS)
-    limits, notes = resolve(config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False)
-    ready = _ready(config, spec, limits, began_s, dtype=spec.dtype, device="null", notes=tuple(notes))
-    return NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3), limits, ready, groups, ()
+    limits, notes = resolve(
+        config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False
+    )
+    ready = _ready(
+        config, spec, limits, began_s, dtype=spec.dtype, device="null", notes=tuple(notes)
+    )
+    return (
+        NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3),
+        limits,
+        ready,
+        groups,
+        (),
+    )
 
 
-def _ready(config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, dtype: str, **facts: Any) -> Ready:
+def _ready(
+    config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, dtype: str, **facts: Any
+) -> Ready:
     size = model_size(spec)
     itemsize = 4 if dtype == "float32" else 2
     per_weight = bytes_per_weight(spec, config.model.quantization, itemsize)
-    per_expert, experts = per_weight, len(spec.moe_layers) * spec.num_experts * spec.expert_weights
+    per_expert = per_weight
+    experts = len(spec.moe_layers) * spec.num_experts * spec.expert_weights
     if (compressed := config.model.lossless_compression) != "off" and per_weight == 2:
         from moeserve.ops.native_layer import BYTES_IN_12_BITS  # imports torch
 
@@ -163,7 +188,8 @@ def _ready(config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, d
         eos_token_ids=spec.eos_token_ids,
         num_params=size.total,
         num_active_params=size.active,
-        weight_bytes=heads * itemsize + int((size.total - heads - experts) * per_weight + experts * per_expert),
+        weight_bytes=heads * itemsize
+        + int((size.total - heads - experts) * per_weight + experts * per_expert),
         startup_s=time.monotonic() - began_s,
         num_moe_layers=len(spec.moe_layers),
         num_experts=spec.num_experts,

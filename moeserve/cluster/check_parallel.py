@@ -1,4 +1,6 @@
-"""Checks --dp, --tp and the settings of several machines against the model's config. Imports no torch."""
+"""Checks --dp, --tp and the settings of several machines against the model's config. Imports no
+torch.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,9 @@ def check_parallel(config: Config, spec: ModelSpec) -> None:
     spec.check_tp(parallel.tp)
     check_machines(parallel)
     if parallel.node_rank:
-        raise ConfigError(f"--node-rank {parallel.node_rank}: requests go to machine 0; here run `moeserve serve`")
+        raise ConfigError(
+            f"--node-rank {parallel.node_rank}: requests go to machine 0; here run `moeserve serve`"
+        )
     _check_redundant(parallel, spec)
 
 
@@ -23,19 +27,28 @@ def check_machines(parallel: ParallelConfig) -> None:
     """Raises ConfigError if the settings of this machine cannot be those of one among several."""
     nnodes = parallel.nnodes
     if parallel.node_rank >= nnodes:
-        raise ConfigError(f"--node-rank {parallel.node_rank} needs --nnodes {parallel.node_rank + 1} at least")
+        raise ConfigError(
+            f"--node-rank {parallel.node_rank} needs --nnodes {parallel.node_rank + 1} at least"
+        )
     for name in ("rendezvous", "cluster_key_file"):
-        flag, value = f"--{name.replace('_', '-')}", getattr(parallel, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(parallel, name)
         if nnodes > 1 and not value:
-            raise ConfigError(f"--nnodes {nnodes} needs {flag}, the same on all machines; see docs/multi-node.md")
+            raise ConfigError(
+                f"--nnodes {nnodes} needs {flag}, the same on all machines; see docs/multi-node.md"
+            )
         if nnodes == 1 and value:
-            raise ConfigError(f"{flag} {value}: there is one machine; give --nnodes, or leave it out")
+            raise ConfigError(
+                f"{flag} {value}: there is one machine; give --nnodes, or leave it out"
+            )
     if parallel.encrypt_rows and (nnodes == 1 or parallel.ep == "off"):
         raise ConfigError(
             "--encrypt-rows: no rows of tokens leave this machine; it needs --nnodes 2 or more and --ep on"
         )
     if parallel.dp < nnodes:
-        raise ConfigError(f"--dp {parallel.dp}: --nnodes {nnodes} machines need an engine each, --dp {nnodes} at least")
+        raise ConfigError(
+            f"--dp {parallel.dp}: --nnodes {nnodes} machines need an engine each, --dp {nnodes} at least"
+        )
     if nnodes > 1:
         rendezvous_of(parallel)
 
@@ -56,7 +69,9 @@ def check_scale(config: Config, spec: ModelSpec, dp: int) -> None:
 
 
 def _check_redundant(parallel: ParallelConfig, spec: ModelSpec) -> None:
-    redundant, experts, ranks = parallel.redundant_experts, spec.num_experts, parallel.num_ranks
+    redundant = parallel.redundant_experts
+    experts = spec.num_experts
+    ranks = parallel.num_ranks
     if not redundant:
         return
     if not experts:

@@ -1,4 +1,6 @@
-"""The cluster's secret where no --cluster-key-file is given: a file in the user's home, if the machines share that."""
+"""The cluster's secret where no --cluster-key-file is given: a file in the user's home, if the
+machines share that.
+"""
 
 import os
 import secrets
@@ -14,11 +16,17 @@ AGAIN_S = 0.1
 
 
 def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
-    """Returns the file's path: machine 0 makes it where there is none, and others wait for it. Raises
-    ConfigError."""
-    what, kinds = "cannot keep a secret in the home", (OSError, RuntimeError)  # RuntimeError: there is no home
+    """Returns the file's path: machine 0 makes it where there is none, and others wait for it.
+    Raises ConfigError."""
+    # RuntimeError: there is no home
+    what = "cannot keep a secret in the home"
+    kinds = (OSError, RuntimeError)
     with ConfigError.instead_of(kinds, what, "; give --cluster-key-file"):
-        path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moeserve" / "cluster.key"
+        path = (
+            Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+            / "moeserve"
+            / "cluster.key"
+        )
         if node_rank == 0:
             _make(path)
         deadline_s = time.monotonic() + wait_s
@@ -33,7 +41,9 @@ def default_key(node_rank: int, *, wait_s: float = WAIT_S) -> str:
 
 
 def _make(path: Path) -> None:
-    """Makes the file unless there is one. It appears with its content, for readers on other machines."""
+    """Makes the file unless there is one. It appears with its content, for readers on other
+    machines.
+    """
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

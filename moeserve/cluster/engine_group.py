@@ -1,4 +1,6 @@
-"""Brings the engines of a group together: one Join to each per epoch, again after every loss. Combines their facts."""
+"""Brings the engines of a group together: one Join to each per epoch, again after every loss.
+Combines their facts.
+"""
 
 import asyncio
 import logging
@@ -45,10 +47,11 @@ class GroupFailed:
 
 
 class EngineGroup:
-    """A group of engines, which meet again whenever one was lost or replaced. `regroup` changes its members.
+    """A group of engines, which meet again whenever one was lost or replaced. `regroup` changes its
+    members.
 
-    machines: where the engines run. alone: the engines have one process each and no others to meet, so they serve as
-    soon as they are up. tell: gets GroupMet and GroupFailed.
+    machines: where the engines run. alone: the engines have one process each and no others to meet,
+    so they serve as soon as they are up. tell: gets GroupMet and GroupFailed.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class EngineGroup:
         self._changed = asyncio.Event()
         self._outcomes: list[asyncio.Future[str]] = []
         self._folder = ""  # of the epoch in force
-        self._life = asyncio.get_running_loop().create_task(self._run(), name=f"group of {engines[0].name}")
+        self._life = asyncio.get_running_loop().create_task(
+            self._run(), name=f"group of {engines[0].name}"
+        )
 
     @property
     def complete(self) -> bool:
@@ -78,15 +83,23 @@ class EngineGroup:
         return not self._stale and all(engine.epoch == self.epoch for engine in self.engines)
 
     def poke(self) -> None:
-        """Takes note of a change in an engine's standing: if the group is broken, all of its engines wait."""
+        """Takes note of a change in an engine's standing: if the group is broken, all of its
+        engines wait.
+        """
         if not self.complete:
             for engine in self.engines:
                 engine.held = not self._alone
         self._changed.set()
 
-    def regroup(self, engines: list[EngineHandle], placement: PlacementTable | None) -> asyncio.Future[str]:
-        """Makes these engines the group, from the next meeting on; the future holds why that meeting failed, or ""."""
-        self.engines, self.placement, self._stale = engines, placement, True
+    def regroup(
+        self, engines: list[EngineHandle], placement: PlacementTable | None
+    ) -> asyncio.Future[str]:
+        """Makes these engines the group, from the next meeting on; the future holds why that
+        meeting failed, or "".
+        """
+        self.engines = engines
+        self.placement = placement
+        self._stale = True
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._outcomes.append(outcome)
         self.poke()
@@ -124,9 +137,13 @@ class EngineGroup:
             cause = await self._meet(engines, self.placement)
             if not cause:
                 failures = 0
-                level = logging.INFO if self.epoch > 1 else logging.DEBUG  # a start ends with a line of its own
+                level = (
+                    logging.INFO if self.epoch > 1 else logging.DEBUG
+                )  # a start ends with a line of its own
                 took_s = time.monotonic() - began_s
-                log.log(level, "%d engines serve in epoch %d (%.2f s)", len(engines), self.epoch, took_s)
+                log.log(
+                    level, "%d engines serve in epoch %d (%.2f s)", len(engines), self.epoch, took_s
+                )
                 self._tell(GroupMet(self))
             self._resolve(cause)
             if not cause:
@@ -134,7 +151,11 @@ class EngineGroup:
             log.warning("epoch %d did not come about: %s", self.epoch, cause)
             failures += all(engine.up for engine in engines)
             if failures >= MAX_FAILURES:
-                self._tell(GroupFailed(f"the engines could not meet, {failures} times in a row: {cause}", 1))
+                self._tell(
+                    GroupFailed(
+                        f"the engines could not meet, {failures} times in a row: {cause}", 1
+                    )
+                )
                 return
             await asyncio.sleep(min(0.05 * 2.0**failures, 5.0))
 
@@ -146,7 +167,8 @@ class EngineGroup:
     def _resolve(self, cause: str) -> None:
         if self._stale:
             return  # regrouped meanwhile: the meeting that was asked for is yet to come
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes = self._outcomes
+        self._outcomes = []
         for outcome in outcomes:
             if not outcome.done():
                 outcome.set_result(cause)
@@ -156,7 +178,8 @@ class EngineGroup:
         epoch = self.epoch = next(self._machines.epochs)
         self._stale = False
         for engine in engines:
-            engine.epoch, engine.parted = 0, None
+            engine.epoch = 0
+            engine.parted = None
         if self._alone:
             for engine in engines:
                 engine.join(epoch)
@@ -166,7 +189,9 @@ class EngineGroup:
         cause = self._send_joins(engines, epoch, placement)
 
         def joined() -> bool:
-            """Returns whether all are there, although the group may have got other members meanwhile."""
+            """Returns whether all are there, although the group may have got other members
+            meanwhile.
+            """
             return all(engine.epoch == epoch for engine in engines)
 
         try:
@@ -184,10 +209,14 @@ class EngineGroup:
             engine.held = False
         return ""
 
-    def _send_joins(self, engines: list[EngineHandle], epoch: int, placement: PlacementTable | None) -> str:
+    def _send_joins(
+        self, engines: list[EngineHandle], epoch: int, placement: PlacementTable | None
+    ) -> str:
         hosts = tuple(engine.host.name for engine in engines)
         # Free now: if one of the ports is taken meanwhile, they meet again with others.
-        store, vote = _free_addresses(self._machines.address, 2) if len(set(hosts)) > 1 else ("", "")
+        store, vote = (
+            _free_addresses(self._machines.address, 2) if len(set(hosts)) > 1 else ("", "")
+        )
         token = secrets.token_hex(16)
         for number, engine in enumerate(engines):
             folder = os.path.join(engine.host.folder, f"epoch-{epoch}")
@@ -233,7 +262,8 @@ def combined(facts: Sequence[Ready]) -> Ready:
     first = facts[0]
     for other in facts[1:]:
         for name in _EQUAL:
-            ours, theirs = getattr(first, name), getattr(other, name)
+            ours = getattr(first, name)
+            theirs = getattr(other, name)
             if ours != theirs:
                 raise ConfigError(
                     f"the engines disagree: {name} is {ours!r} in process {first.pid}, {theirs!r} in {other.pid}; "

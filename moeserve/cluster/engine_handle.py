@@ -1,4 +1,6 @@
-"""One engine of a fleet: its standing in its group, its messages, and its process (engine_process.py)."""
+"""One engine of a fleet: its standing in its group, its messages, and its process
+(engine_process.py).
+"""
 
 import asyncio
 import logging
@@ -24,7 +26,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ForFleet = (
-    m.Phase | m.Ready | m.StepOutput | m.Refused | m.Stopped | m.Joined | m.Parted | m.ExpertLoad | m.Placed | m.Traced
+    m.Phase
+    | m.Ready
+    | m.StepOutput
+    | m.Refused
+    | m.Stopped
+    | m.Joined
+    | m.Parted
+    | m.ExpertLoad
+    | m.Placed
+    | m.Traced
 )
 
 
@@ -52,13 +63,16 @@ class EngineEnded:
 
 
 class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
-    """The actor that stands for one engine. It tells the fleet EngineSaid, ProcessLost and EngineEnded.
+    """The actor that stands for one engine. It tells the fleet EngineSaid, ProcessLost and
+    EngineEnded.
 
-    rank: its number, which stays the same whatever others come and go. host: the machine that it runs on. options:
-    those of `EngineProcess`.
+    rank: its number, which stays the same whatever others come and go. host: the machine that it
+    runs on. options: those of `EngineProcess`.
     """
 
-    def __init__(self, fleet: "Fleet", rank: int, host: Host, config: Config, **options: Any) -> None:
+    def __init__(
+        self, fleet: "Fleet", rank: int, host: Host, config: Config, **options: Any
+    ) -> None:
         super().__init__(f"engine {rank}", Inbox(f"engine {rank} link", INBOX_LIMIT))
         self.rank = rank
         self.host = host
@@ -87,7 +101,9 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
         self._task = asyncio.get_running_loop().create_task(self.run(), name=self.name)
 
     async def close(self, deadline_s: float) -> None:
-        """Lets the process finish for up to `deadline_s`, then ends it and this actor. May be called again."""
+        """Lets the process finish for up to `deadline_s`, then ends it and this actor. May be
+        called again.
+        """
         if self._task is None:
             return
         self._closing = True
@@ -118,7 +134,8 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
 
     def join(self, epoch: int) -> None:
         """Takes note that the engine serves in this epoch."""
-        self.epoch, self.parted = epoch, None
+        self.epoch = epoch
+        self.parted = None
         self._served = True
 
     @property
@@ -152,19 +169,27 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
                 self._on_end(EngineGone(exit_code=error.exit_code, cause=str(error)))
             else:
                 log.error("the supervision of %s failed", self.name, exc_info=error)
-                self._on_end(EngineGone(exit_code=1, cause=f"the supervision of {self.name} failed: {error!r}"))
+                self._on_end(
+                    EngineGone(
+                        exit_code=1, cause=f"the supervision of {self.name} failed: {error!r}"
+                    )
+                )
         finally:
             self.process.close_wire()
 
     async def turn(self) -> None:
-        """Handles what there is, as fast as the front end reads: the process is held back with this inbox."""
+        """Handles what there is, as fast as the front end reads: the process is held back with this
+        inbox.
+        """
         for msg in await self.inbox.drain(wait=True):
             if self._fleet.outbox.full:
                 await self._room()
             self.handle(msg)
 
     async def _room(self) -> None:
-        """Waits until the front end has read enough; it may not read any more when the engine is closed."""
+        """Waits until the front end has read enough; it may not read any more when the engine is
+        closed.
+        """
         while self._fleet.outbox.full and not self._closing:
             free = asyncio.Event()
             self._fleet.outbox.when_room(free.set)
@@ -172,7 +197,9 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
                 await asyncio.wait_for(free.wait(), LAST_WORDS_S)
 
     def handle(self, msg: m.EngineOut | PeerGone | EngineGone) -> None:
-        """Takes note of a message and tells the fleet. EngineGone comes from the supervisor, the rest from the wire."""
+        """Takes note of a message and tells the fleet. EngineGone comes from the supervisor, the
+        rest from the wire.
+        """
         match msg:
             case EngineGone():
                 self._on_end(msg)
@@ -203,16 +230,23 @@ class EngineHandle(Actor[m.EngineOut | PeerGone | EngineGone]):
             case m.Joined(epoch=epoch):
                 self.join(epoch)
             case m.Parted(epoch=epoch) if epoch >= self.epoch:
-                self.epoch, self.parted = 0, msg
-            case m.StepOutput() | m.Parted() | m.Refused() | m.ExpertLoad() | m.Placed() | m.Traced():
+                self.epoch = 0
+                self.parted = msg
+            case (
+                m.StepOutput() | m.Parted() | m.Refused() | m.ExpertLoad() | m.Placed() | m.Traced()
+            ):
                 pass
             case _:
                 assert_never(msg)
 
     def _on_lost(self) -> None:
         """The process cannot be reached any more; the next one has served in no group yet."""
-        served, self._served = self._served, False
-        self.ready, self.draining, self.epoch, self.parted = None, False, 0, None
+        served = self._served
+        self._served = False
+        self.ready = None
+        self.draining = False
+        self.epoch = 0
+        self.parted = None
         if served:
             self._tell(ProcessLost(self))
 

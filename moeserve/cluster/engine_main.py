@@ -1,9 +1,10 @@
-"""The engine process: `python -m moeserve.cluster.engine_main`, or a fork (fork_server.py); started by nobody else.
+"""The engine process: `python -m moeserve.cluster.engine_main`, or a fork (fork_server.py); started
+by nobody else.
 
-It ties itself to its parent, connects, and only then does the slow part of its start, but for imports, if it was begun
-ahead of its order (ahead.py). With --standby it outlives its
-front end: it drops the requests and waits for the order of the next one. Exit codes: 0 after an ordered
-stop, 2 to 5 for a ConfigError (its own code), 1 for a crash, 77 when the parent is gone.
+It ties itself to its parent, connects, and only then does the slow part of its start, but for
+imports, if it was begun ahead of its order (ahead.py). With --standby it outlives its front end: it
+drops the requests and waits for the order of the next one. Exit codes: 0 after an ordered stop, 2
+to 5 for a ConfigError (its own code), 1 for a crash, 77 when the parent is gone.
 """
 
 import asyncio
@@ -38,7 +39,9 @@ MARK = -1  # number of the ping behind the requests of a lost front end
 
 def main() -> None:
     """Runs an engine until it is told to stop, or fails, and ends the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole terminal; the front end decides
     later: SimpleQueue[bytes] = SimpleQueue()
     if "ahead" in sys.argv[1:]:
         threading.Thread(target=import_ahead, name="imports", daemon=True).start()
@@ -89,7 +92,9 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
     send: Callable[[EngineOut], object] = link.wire.send
     if order.config.parallel.standby:
         send = link.send
-        link.following = asyncio.get_running_loop().create_task(link.follow(later), name="next front end")
+        link.following = asyncio.get_running_loop().create_task(
+            link.follow(later), name="next front end"
+        )
     try:
         await link.wire.connected(CONNECT_S)
         return await _live(order, inbox, send)
@@ -157,7 +162,9 @@ class FrontEndLink:
                 self._emptied.clear()
                 self._inbox.put(AbortAll(), force=True)
                 self._inbox.put(Ping(MARK), force=True)
-                await self._emptied.wait()  # the next front end uses the same numbers for other requests
+                await (
+                    self._emptied.wait()
+                )  # the next front end uses the same numbers for other requests
             self.wire = self._connect(order)
             with suppress(ActorStopped, TimeoutError):  # then it is gone, too
                 await self.wire.connected(CONNECT_S)
@@ -168,12 +175,18 @@ class FrontEndLink:
 def _keys(order: EngineOrder) -> Keys | None:
     """Returns the cluster's keys if the front end is on another machine."""
     key_file = order.config.parallel.cluster_key_file
-    return keys_of(read_secret(key_file)) if key_file and order.address.startswith("tcp://") else None
+    return (
+        keys_of(read_secret(key_file)) if key_file and order.address.startswith("tcp://") else None
+    )
 
 
-async def _live(order: EngineOrder, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], object]) -> int:
+async def _live(
+    order: EngineOrder, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], object]
+) -> int:
     loop = asyncio.get_running_loop()
-    building = loop.create_task(assemble(order.config, order.builder, order.role, inbox, emit, order.born_s))
+    building = loop.create_task(
+        assemble(order.config, order.builder, order.role, inbox, emit, order.born_s)
+    )
     stopping = loop.create_task(_order_to_stop(inbox))
     await asyncio.wait({building, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not building.done():
@@ -193,14 +206,20 @@ async def _live(order: EngineOrder, inbox: Inbox[EngineIn], emit: Callable[[Engi
     either: tuple[asyncio.Future[Any], ...] = running, dying
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
-        running.add_done_callback(lambda task: task.cancelled() or task.exception())  # the cause is known
+        running.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # the cause is known
         log.error("%s", dying.result())
         emit(Stopped(str(dying.result())))
         return 1
     dying.cancel()
     if (error := running.exception()) is not None:
         # Where the loss of another rank was noticed says nothing about its cause.
-        log.error("the engine failed: %s", error, exc_info=None if isinstance(error, EngineDied) else error)
+        log.error(
+            "the engine failed: %s",
+            error,
+            exc_info=None if isinstance(error, EngineDied) else error,
+        )
         return 1
     core.runner.close()
     return 0

@@ -1,4 +1,6 @@
-"""The process of an engine under supervision: how it starts, how hangs and deaths are found, when it starts again."""
+"""The process of an engine under supervision: how it starts, how hangs and deaths are found, when
+it starts again.
+"""
 
 import asyncio
 import secrets
@@ -26,14 +28,15 @@ LAST_WORDS_S = 0.5  # what a dead process has sent arrives within this time
 
 
 class EngineProcess(Supervisor):
-    """The supervisor of one engine: each of its processes has a wire, a token and a heartbeat of its own.
+    """The supervisor of one engine: each of its processes has a wire, a token and a heartbeat of
+    its own.
 
-    The engine's handle gets all that they send in its inbox, and an EngineGone at the end of each. A first start that
-    fails is final: whoever starts a server wants to see why. A later death leads to a restart by `policy`, unless its
-    cause is lasting (settings, model files, memory).
+    The engine's handle gets all that they send in its inbox, and an EngineGone at the end of each.
+    A first start that fails is final: whoever starts a server wants to see why. A later death leads
+    to a restart by `policy`, unless its cause is lasting (settings, model files, memory).
 
-    stall_s: an engine that has work and makes no progress for so long (longer, if its steps take long) is killed and
-    started again. builder: see order.py.
+    stall_s: an engine that has work and makes no progress for so long (longer, if its steps take
+    long) is killed and started again. builder: see order.py.
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class EngineProcess(Supervisor):
         engine = self._engine
         address, keys = engine.host.listen_address(f"{self.name}-{incarnation}")
         token = secrets.token_hex(16)
-        wire = self.wire = listen(address, token=token, receives=EngineOut, inbox=engine.inbox, keys=keys)
+        wire = self.wire = listen(
+            address, token=token, receives=EngineOut, inbox=engine.inbox, keys=keys
+        )
         order = EngineOrder(
             config=self._config,
             address=wire.address,
@@ -87,24 +92,32 @@ class EngineProcess(Supervisor):
             builder=self._builder,
             role=msgspec.structs.replace(engine.role, folder=engine.host.folder),
         )
-        self.last_words, self._misfit, self._lost_s = "", "", None
+        self.last_words = ""
+        self._misfit = ""
+        self._lost_s = None
         engine.held = engine.role.grouped
         self.heard_all.clear()
-        reporting = asyncio.get_running_loop().create_task(self._report_absence(), name=f"{self.name} machine")
+        reporting = asyncio.get_running_loop().create_task(
+            self._report_absence(), name=f"{self.name} machine"
+        )
         try:
             return await engine.host.start(self.name, msgspec.json.encode(order))
         finally:
             reporting.cancel()
 
     async def curable(self, death: Death) -> bool:
-        """Returns whether another process may fare better, once all that the dead one had sent was handled."""
+        """Returns whether another process may fare better, once all that the dead one had sent was
+        handled.
+        """
         engine = self._engine
         if self.wire is not None and self.wire.greeted:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.heard_all.wait(), LAST_WORDS_S)
         first_start_failed = not engine.first_ready.done()
         obeyed = engine.told_to_stop and death.exit_code == 0
-        return death.stranded or not (self._misfit or first_start_failed or obeyed or is_config_error(death.exit_code))
+        return death.stranded or not (
+            self._misfit or first_start_failed or obeyed or is_config_error(death.exit_code)
+        )
 
     async def on_death(self, death: Death, again_in_s: float | None) -> None:
         """Returns once the fleet was told of the death."""
@@ -112,7 +125,9 @@ class EngineProcess(Supervisor):
         self.heard_all.clear()
         cause = self._misfit or self.last_words or death.summary
         tail = death.log_tail if death.exit_code and not is_config_error(death.exit_code) else ()
-        end = EngineGone(exit_code=death.exit_code, cause=cause, log_tail=tail, restart_in_s=again_in_s)
+        end = EngineGone(
+            exit_code=death.exit_code, cause=cause, log_tail=tail, restart_in_s=again_in_s
+        )
         self._engine.inbox.put(end, force=True)
         await self.heard_all.wait()
 
@@ -124,7 +139,8 @@ class EngineProcess(Supervisor):
 
     async def _report_absence(self) -> None:
         """Reports what the start waits for, as long as the machine is not there."""
-        began_s, host = time.monotonic(), self._engine.host
+        began_s = time.monotonic()
+        host = self._engine.host
         while host.absent:
             self._engine.inbox.put(Phase(host.absent, 0, time.monotonic() - began_s), force=True)
             await asyncio.sleep(INTERVAL_S)
@@ -142,5 +158,7 @@ class EngineProcess(Supervisor):
                 continue
             with suppress(Overloaded):  # no pong is an answer too
                 engine.send(ping)
-            if why := self.heart.fault(now_s, self.stall_s, held=engine.held, grouped=engine.role.grouped):
+            if why := self.heart.fault(
+                now_s, self.stall_s, held=engine.held, grouped=engine.role.grouped
+            ):
                 self.kill(why)  # the others would wait for it for ever

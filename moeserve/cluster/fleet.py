@@ -1,8 +1,10 @@
-"""The engine processes behind one link: balances requests over them and keeps their group together over deaths.
+"""The engine processes behind one link: balances requests over them and keeps their group together
+over deaths.
 
-The requests of an engine that dies are handed back (RequestsLost; with a single engine EngineGone says so), the other
-engines keep theirs, and a new process joins them in the next epoch. With ep on all engines form one group and compute
-in lockstep; with ep off, or for a model without experts, each is on its own.
+The requests of an engine that dies are handed back (RequestsLost; with a single engine EngineGone
+says so), the other engines keep theirs, and a new process joins them in the next epoch. With ep on
+all engines form one group and compute in lockstep; with ep off, or for a model without experts,
+each is on its own.
 """
 
 import asyncio
@@ -18,7 +20,13 @@ from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.assignment import equal_shares
 from moeserve.cluster.balance import Traffic
 from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, combined
-from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineSaid, ForFleet, ProcessLost
+from moeserve.cluster.engine_handle import (
+    EngineEnded,
+    EngineHandle,
+    EngineSaid,
+    ForFleet,
+    ProcessLost,
+)
 from moeserve.cluster.heartbeat import UNHEALTHY_S
 from moeserve.cluster.host import Root
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, RequestsLost, Resized
@@ -36,12 +44,13 @@ POLICY = RestartPolicy(first_pause_s=0.05, proven_s=10.0)
 
 
 class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFailed]):
-    """`EngineLink` to dp engines of tp processes each; see link.py. root: the process that keeps the engines here,
-    if that is another one. options: those of `EngineProcess`.
+    """`EngineLink` to dp engines of tp processes each; see link.py. root: the process that keeps
+    the engines here, if that is another one. options: those of `EngineProcess`.
 
-    A fleet is ready once all engines serve, and stays so while some of them are replaced. It ends when the group cannot
-    be brought together again: an engine cannot be restarted, or the engines keep failing to meet. A single engine of
-    one process has no others that could take over: the front end is told of its end instead.
+    A fleet is ready once all engines serve, and stays so while some of them are replaced. It ends
+    when the group cannot be brought together again: an engine cannot be restarted, or the engines
+    keep failing to meet. A single engine of one process has no others that could take over: the
+    front end is told of its end instead.
     """
 
     def __init__(self, config: Config, root: Root | None = None, **options: Any) -> None:
@@ -65,10 +74,13 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
         self._over = False  # the final EngineGone was sent
         self._failure = ""  # its cause, if that was not an ordered stop
 
-    # ---- requests, and what comes back ----------------------------------------------------------------------
+    # ---- requests, and what comes back
+    # ----------------------------------------------------------------------
 
     def send(self, msg: m.EngineIn) -> None:
-        """Sends a message to the engine or the engines that it concerns. Raises Overloaded if one does not keep up."""
+        """Sends a message to the engine or the engines that it concerns. Raises Overloaded if one
+        does not keep up.
+        """
         match msg:
             case m.Submit():
                 self.traffic.submit(msg)
@@ -77,7 +89,8 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
             case m.Drain(deadline_s=deadline_s) if self.single:
                 self.engines[0].drain(deadline_s)
             case m.Drain(deadline_s=deadline_s):
-                # The engines learn of it at the deadline: one that dies before needs the others, also the idle ones.
+                # The engines learn of it at the deadline: one that dies before needs the others,
+                # also the idle ones.
                 self._draining = asyncio.get_running_loop().call_later(deadline_s, self._drain)
             case m.TraceNext():
                 for group in self.groups:
@@ -90,7 +103,9 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
 
     def _serving(self) -> list[EngineHandle]:
         """Returns the engines that may get requests."""
-        known = self.traffic.balancer.loads  # an engine that has joined is opened there a moment later
+        known = (
+            self.traffic.balancer.loads
+        )  # an engine that has joined is opened there a moment later
         return [engine for engine in self.engines if engine.serving and engine.rank in known]
 
     def handle(self, msg: EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFailed) -> None:
@@ -116,7 +131,9 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
         match msg:
             case m.StepOutput():
                 self.traffic.note(engine.rank, msg)
-                if msg.record is not None:  # with ep off, each engine is rank 0 of a group of its own
+                if (
+                    msg.record is not None
+                ):  # with ep off, each engine is rank 0 of a group of its own
                     msg.record.dp_rank = engine.rank
                 self._emit(msg)
             case m.Refused():
@@ -139,10 +156,13 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
         if not self.outbox.closed:
             self.outbox.put(msg, force=True)
 
-    # ---- start and end --------------------------------------------------------------------------------------
+    # ---- start and end
+    # --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts all engines and returns before they are ready. Raises ConfigError for settings that cannot work."""
+        """Starts all engines and returns before they are ready. Raises ConfigError for settings
+        that cannot work.
+        """
         assert self._life is None, "a link is started once"
         await self.scaling.start()
         self._life = asyncio.get_running_loop().create_task(self.run(), name="fleet")
@@ -156,7 +176,9 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
             self._end(EngineGone(exit_code=1, cause=f"the fleet failed: {error!r}"))
 
     async def close(self, deadline_s: float) -> None:
-        """Lets running requests finish for up to `deadline_s`, then ends all engines. May be called again."""
+        """Lets running requests finish for up to `deadline_s`, then ends all engines. May be called
+        again.
+        """
         failure = self._failure
         if self._life is None:
             return
@@ -170,7 +192,9 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
         await self.scaling.close(failure)
 
     def _drain(self) -> None:
-        """Ends the running requests. Engines that do not serve yet are told later: requests may wait for them."""
+        """Ends the running requests. Engines that do not serve yet are told later: requests may
+        wait for them.
+        """
         self._late = True
         for engine in self._serving():
             engine.drain(0.0)
@@ -178,11 +202,13 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
     def _end(self, gone: EngineGone) -> None:
         if self._over:
             return
-        self._over, self.ready = True, None
+        self._over = True
+        self.ready = None
         self._failure = gone.cause if gone.exit_code else ""
         self._emit(gone)
 
-    # ---- what a probe or a person asks ----------------------------------------------------------------------
+    # ---- what a probe or a person asks
+    # ----------------------------------------------------------------------
 
     @property
     def together(self) -> bool:
@@ -196,10 +222,13 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
 
     @property
     def healthy(self) -> bool:
-        """Whether some engines serve, and all that do make progress; a group may take a moment to meet again."""
+        """Whether some engines serve, and all that do make progress; a group may take a moment to
+        meet again.
+        """
         if self.ready is None or self._over:
             return False
-        serving, now_s = self._serving(), time.monotonic()
+        serving = self._serving()
+        now_s = time.monotonic()
         if not serving:
             return self._apart_s is None or now_s - self._apart_s <= UNHEALTHY_S
         return all(engine.process.heart.healthy(now_s) for engine in serving)
@@ -209,7 +238,8 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
         """A snapshot of the fleet."""
         return fleet_view(self)
 
-    # ---- engines that come, go and meet ---------------------------------------------------------------------
+    # ---- engines that come, go and meet
+    # ---------------------------------------------------------------------
 
     def _on_standing(self) -> None:
         """Takes note that an engine is up, lost, in a group, or out of it."""
@@ -225,10 +255,14 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
         if self.experts is not None:
             facts = group.engines[0].ready
             nodes = equal_shares([engine.host.number for engine in group.engines])
-            self.experts.joined(group.placement, facts.expert_bytes if facts is not None else 0, nodes)
+            self.experts.joined(
+                group.placement, facts.expert_bytes if facts is not None else 0, nodes
+            )
         for engine in group.engines:
             assert engine.ready is not None
-            self.traffic.balancer.open(engine.rank, engine.ready.block_size, engine.ready.num_blocks)
+            self.traffic.balancer.open(
+                engine.rank, engine.ready.block_size, engine.ready.num_blocks
+            )
         if self.ready is not None or all(other.complete for other in self.groups):
             self.announce()
         self.traffic.flush()
@@ -245,7 +279,8 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
         except ConfigError as error:
             self._end(EngineGone(exit_code=error.exit_code, cause=str(error)))
             return
-        known, self.ready = self.ready, facts
+        known = self.ready
+        self.ready = facts
         if known is None:
             self._emit(facts)
         elif known != facts:
@@ -259,9 +294,13 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
 
     def _on_refused(self, engine: EngineHandle, msg: m.Refused) -> None:
         self.traffic.balancer.end(msg.rid)
-        if msg.code == "server_draining" and not self._late and not self.single:  # somebody sent it a SIGTERM
+        if (
+            msg.code == "server_draining" and not self._late and not self.single
+        ):  # somebody sent it a SIGTERM
             engine.draining = True
-            self._emit(RequestsLost(rids=(msg.rid,), engine=engine.rank, died=False, cause=msg.message))
+            self._emit(
+                RequestsLost(rids=(msg.rid,), engine=engine.rank, died=False, cause=msg.message)
+            )
         else:
             self._emit(msg)
 
@@ -294,7 +333,9 @@ class Fleet(Actor[EngineSaid | ProcessLost | EngineEnded | GroupMet | GroupFaile
             self._end(end)
         elif end.exit_code == 0 and engine.obeyed:
             # Its group ends: the others would wait for it in vain.
-            others = (other for group in self.groups if engine in group.engines for other in group.engines)
+            others = (
+                other for group in self.groups if engine in group.engines for other in group.engines
+            )
             ends = (other.close(0.0) for other in others if not other.up and other.end is None)
             self._closing += map(asyncio.ensure_future, ends)
         elif self.together or not self.ready:

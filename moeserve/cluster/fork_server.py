@@ -1,4 +1,5 @@
-"""The fork server: `python -m moeserve.cluster.fork_server FD`, started by `LocalHost` and by nobody else.
+"""The fork server: `python -m moeserve.cluster.fork_server FD`, started by `LocalHost` and by
+nobody else.
 
 Each of its forks first forks its tensor-parallel workers and then becomes an engine.
 """
@@ -14,7 +15,9 @@ from moeserve.cluster import engine_main, tp_worker
 
 def main() -> None:
     """Runs the server, and in each fork the engine."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole terminal; the front end decides
     guard.die_with_parent()
     engine_main.import_ahead()
     num_ranks = serve(int(sys.argv[1]))

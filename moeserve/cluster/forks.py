@@ -1,7 +1,9 @@
-"""Starts the engine processes of this machine, as forks of one process that has done the slow imports.
+"""Starts the engine processes of this machine, as forks of one process that has done the slow
+imports.
 
-A fork is there within tens of milliseconds, however many engines die in a row, and shares the libraries' memory. The
-fork server knows nothing of the model, the settings, or any secret. Without a fork server engines start on their own.
+A fork is there within tens of milliseconds, however many engines die in a row, and shares the
+libraries' memory. The fork server knows nothing of the model, the settings, or any secret. Without
+a fork server engines start on their own.
 """
 
 import asyncio
@@ -26,20 +28,27 @@ MAX_PAUSE_S = 60.0
 
 
 class LocalHost:
-    """This machine, which starts engines: from a fork server once `keep` was called. Belongs to one loop.
+    """This machine, which starts engines: from a fork server once `keep` was called. Belongs to one
+    loop.
 
-    number: of the machine. name: hosts of equal names share memory. folder: private here, for sockets. absent: what the
-    start of an engine waits for, for people; empty if the machine is there.
+    number: of the machine. name: hosts of equal names share memory. folder: private here, for
+    sockets. absent: what the start of an engine waits for, for people; empty if the machine is
+    there.
     """
 
     def __init__(self, folder: str) -> None:
-        self.number, self.name, self.folder, self.absent = 0, "node-0", folder, ""
+        self.number = 0
+        self.name = "node-0"
+        self.folder = folder
+        self.absent = ""
         self._tp_size = 1
         self._server: ForkServer | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Returns where to listen for an engine of this machine, and the wire's keys: a socket here needs none."""
+        """Returns where to listen for an engine of this machine, and the wire's keys: a socket here
+        needs none.
+        """
         return f"ipc://{os.path.join(self.folder, name.replace(' ', '-'))}.sock", None
 
     @property
@@ -54,7 +63,9 @@ class LocalHost:
         if self._keeping is None and POSSIBLE and wanted and config.parallel.num_ranks > 1:
             self._keeping = asyncio.get_running_loop().create_task(self._keep(), name="fork server")
 
-    async def start(self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr) -> Child:
+    async def start(
+        self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr
+    ) -> Child:
         """Starts an engine with this order (JSON of an EngineOrder). Raises ConfigError."""
         if self._server is not None:
             try:
@@ -87,10 +98,13 @@ class LocalHost:
             except (ConfigError, OSError) as error:
                 log.warning("%s", error)
             finally:
-                ended, self._server = self._server, None
+                ended = self._server
+                self._server = None
                 if ended is not None:
                     await ended.close()
             failures += 1
             pause_s = min(PAUSE_S * 2.0**failures, MAX_PAUSE_S)
-            log.warning("engines start on their own until there is another fork server, in %g s", pause_s)
+            log.warning(
+                "engines start on their own until there is another fork server, in %g s", pause_s
+            )
             await asyncio.sleep(pause_s)

@@ -3,16 +3,18 @@
 from moeserve.messages import Ping, Pong
 
 INTERVAL_S = 1.0
-UNHEALTHY_S = 5.0  # without progress for this long (or two long steps) it is not ready for new requests
+UNHEALTHY_S = (
+    5.0  # without progress for this long (or two long steps) it is not ready for new requests
+)
 STALL_S = 60.0  # without progress for this long (or ten long steps) it is given up
 
 
 class Heartbeat:
     """Time since the last progress of an engine. Times are monotonic seconds, given by the caller.
 
-    An engine makes progress when it answers and either has nothing to do or has counted another step, so a blocked
-    loop, a stopped process and a step that never ends all show. Engines answer between steps only. step_s: the longest
-    step to expect, which tells how much silence is normal.
+    An engine makes progress when it answers and either has nothing to do or has counted another
+    step, so a blocked loop, a stopped process and a step that never ends all show. Engines answer
+    between steps only. step_s: the longest step to expect, which tells how much silence is normal.
     """
 
     def __init__(self, now_s: float, step_s: float = 0.0) -> None:
@@ -24,7 +26,9 @@ class Heartbeat:
     def ping(self, now_s: float) -> Ping:
         """Returns the next ping to send; call it once per INTERVAL_S."""
         late_s = now_s - self._ping_s - INTERVAL_S
-        if late_s > INTERVAL_S:  # it was us who stood still (stopped, or a blocked loop), so we know nothing
+        if (
+            late_s > INTERVAL_S
+        ):  # it was us who stood still (stopped, or a blocked loop), so we know nothing
             self._progress_s += late_s
             self._answer_s += late_s
         self._ping_s = now_s
@@ -46,19 +50,30 @@ class Heartbeat:
         """Returns whether the last progress is recent enough for new requests."""
         return self.stalled_s(now_s) <= max(UNHEALTHY_S, 2 * self._step_s)
 
-    def fault(self, now_s: float, stall_s: float = STALL_S, *, held: bool = False, grouped: bool = False) -> str:
-        """Returns why the engine must be killed, the end of a sentence about it; "" if it need not be.
+    def fault(
+        self, now_s: float, stall_s: float = STALL_S, *, held: bool = False, grouped: bool = False
+    ) -> str:
+        """Returns why the engine must be killed, the end of a sentence about it; "" if it need not
+        be.
 
-        held: the engine waits for others, so only answers are expected. One that leaves its group first ends its steps.
-        grouped: a group stands still with any one of its engines. Those that answer get twice the time, because the
-        silent one is more likely at fault.
+        held: the engine waits for others, so only answers are expected. One that leaves its group
+        first ends its steps. grouped: a group stands still with any one of its engines. Those that
+        answer get twice the time, because the silent one is more likely at fault.
         """
         silent_s = now_s - self._answer_s
         if held:
             self._progress_s = now_s
-            return f"has not answered for {silent_s:.0f} s" if silent_s > max(stall_s, 3 * self._step_s) else ""
+            return (
+                f"has not answered for {silent_s:.0f} s"
+                if silent_s > max(stall_s, 3 * self._step_s)
+                else ""
+            )
         patience_s = max(stall_s, 10 * self._step_s)
         if grouped and silent_s <= patience_s:
             patience_s *= 2
         stalled_s = self.stalled_s(now_s)
-        return f"has made no progress for {stalled_s:.0f} s although it has work" if stalled_s > patience_s else ""
+        return (
+            f"has made no progress for {stalled_s:.0f} s although it has work"
+            if stalled_s > patience_s
+            else ""
+        )

@@ -1,6 +1,8 @@
-"""The machines that engine processes run on: this one (forks.py), or another one whose agent (node.py) starts them.
+"""The machines that engine processes run on: this one (forks.py), or another one whose agent
+(node.py) starts them.
 
-Each engine talks to the front end over a wire of its own; the agent's wire carries starts, deaths and log lines only.
+Each engine talks to the front end over a wire of its own; the agent's wire carries starts, deaths
+and log lines only.
 """
 
 import asyncio
@@ -30,7 +32,9 @@ LET_GO = "it was let go"
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Orders the start of an engine (order: JSON of an EngineOrder). id: names the process from now on."""
+    """Orders the start of an engine (order: JSON of an EngineOrder). id: names the process from now
+    on.
+    """
 
     id: int
     name: str
@@ -44,8 +48,9 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 class Standing(msgspec.Struct, frozen=True, tag=True):
     """What has changed since the start: the root process keeps it for the next front end.
 
-    engines: the machine of each, by its number, in the order of their ranks. drained: how many engines each machine
-    had that was taken out of service. placement: the experts' that was last in force.
+    engines: the machine of each, by its number, in the order of their ranks. drained: how many
+    engines each machine had that was taken out of service. placement: the experts' that was last in
+    force.
     """
 
     engines: dict[int, int]
@@ -54,14 +59,18 @@ class Standing(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Orders the end of a process: by SIGTERM, or at once if there is a reason (see `Process.kill`)."""
+    """Orders the end of a process: by SIGTERM, or at once if there is a reason (see
+    `Process.kill`).
+    """
 
     id: int
     reason: str = ""
 
 
 class Farewell(msgspec.Struct, frozen=True, tag=True):
-    """Machine 0 ends, and so shall the node. cause: why machine 0 failed, empty after an ordered stop."""
+    """Machine 0 ends, and so shall the node. cause: why machine 0 failed, empty after an ordered
+    stop.
+    """
 
     cause: str
 
@@ -92,13 +101,15 @@ FromNode = Started | LogLine | Ended
 
 
 class RemoteHost:
-    """Machine `number` of `num_machines`, through the agent there. It may come late, vanish, and come back.
+    """Machine `number` of `num_machines`, through the agent there. It may come late, vanish, and
+    come back.
 
     address: our own, on which we listen for the agent and for its engines (as in a URL).
     """
 
     def __init__(self, number: int, num_machines: int, address: str, keys: Keys | None) -> None:
-        self.number, self.name = number, f"node-{number}"
+        self.number = number
+        self.name = f"node-{number}"
         self.folder = ""
         self.absent = self._missing = f"waiting for machine {number} of {num_machines}"
         self.taken = False  # an agent was admitted as this machine
@@ -116,7 +127,9 @@ class RemoteHost:
         return f"tcp://{self._address}:*", self._keys
 
     async def start(self, name: str, order: bytes) -> Process:
-        """Waits for the machine and tells its agent to start the engine, which ends with the machine."""
+        """Waits for the machine and tells its agent to start the engine, which ends with the
+        machine.
+        """
         await self.here.wait()
         process = RemoteProcess(self, next(self._ids), name)
         self._processes[process.id] = process
@@ -124,20 +137,31 @@ class RemoteHost:
         return process
 
     def admit(self, folder: str) -> tuple[str, str]:
-        """Returns address and token of the wire to which the agent may connect now. folder: its private one."""
-        self.taken, self._let_go, self.folder = True, False, folder
+        """Returns address and token of the wire to which the agent may connect now. folder: its
+        private one.
+        """
+        self.taken = True
+        self._let_go = False
+        self.folder = folder
         token = secrets.token_hex(16)
         inbox: Inbox[FromNode | PeerGone] = Inbox(f"{self.name} link")
-        wire = listen(f"tcp://{self._address}:*", token=token, receives=FromNode, inbox=inbox, keys=self._keys)
-        self._serving = asyncio.get_running_loop().create_task(self._serve(wire, inbox), name=inbox.owner)
+        wire = listen(
+            f"tcp://{self._address}:*", token=token, receives=FromNode, inbox=inbox, keys=self._keys
+        )
+        self._serving = asyncio.get_running_loop().create_task(
+            self._serve(wire, inbox), name=inbox.owner
+        )
         return wire.address, token
 
     async def close(self, cause: str) -> None:
-        """Lets the agent go; another one may come. cause: why machine 0 fails, empty if nothing failed."""
+        """Lets the agent go; another one may come. cause: why machine 0 fails, empty if nothing
+        failed.
+        """
         if self._serving is None:
             return
         if self._wire is not None:
-            # The node hangs up, not we: a network that loses packets just then would lose the farewell.
+            # The node hangs up, not we: a network that loses packets just then would lose the
+            # farewell.
             self.tell(Farewell(cause))
             self._let_go = True
             await asyncio.wait([self._serving], timeout=FAREWELL_S)
@@ -145,18 +169,23 @@ class RemoteHost:
         await asyncio.wait([self._serving])
 
     def tell(self, msg: ToNode) -> None:
-        """Sends the agent a message; drops it if the agent is gone, because its processes are gone too."""
+        """Sends the agent a message; drops it if the agent is gone, because its processes are gone
+        too.
+        """
         with suppress(Overloaded):
             if self._wire is not None:
                 self._wire.send(msg)
 
-    async def _serve(self, wire: ZmqWire[ToNode, FromNode | PeerGone], inbox: Inbox[FromNode | PeerGone]) -> None:
+    async def _serve(
+        self, wire: ZmqWire[ToNode, FromNode | PeerGone], inbox: Inbox[FromNode | PeerGone]
+    ) -> None:
         """Serves one life of the agent."""
         cause = LET_GO
         try:
             await wire.connected(CONNECT_S)
             log.info("%s is here", self.name)
-            self._wire, self.absent = wire, ""
+            self._wire = wire
+            self.absent = ""
             self.here.set()
             gone: PeerGone | None = None
             while gone is None:
@@ -169,10 +198,17 @@ class RemoteHost:
         except (ActorStopped, TimeoutError) as error:
             cause = str(error)
         finally:
-            self._wire, self.absent, self.taken = None, self._missing, False
+            self._wire = None
+            self.absent = self._missing
+            self.taken = False
             self.here.clear()
             wire.close()
-            log.log(logging.INFO if cause == LET_GO else logging.WARNING, "%s is gone: %s", self.name, cause)
+            log.log(
+                logging.INFO if cause == LET_GO else logging.WARNING,
+                "%s is gone: %s",
+                self.name,
+                cause,
+            )
             for process in self._processes.values():
                 process.strand(f"was lost with {self.name}: {cause}")
             self._processes.clear()
@@ -189,12 +225,13 @@ class RemoteHost:
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front end is told by the root process (server/standby.py), which keeps this machine's engines.
+    """What a front end is told by the root process (server/standby.py), which keeps this machine's
+    engines.
 
-    number: of the front end, from 0. made_at: when it was made, in tenths of a second: greater than that of all before,
-    also of another root, whose engines may wait on other machines. folder: private, for sockets. address, token: where
-    the root's agent listens. follows: the number of the front end that serves, -1 if there is none. secret: of the
-    journals' feeds.
+    number: of the front end, from 0. made_at: when it was made, in tenths of a second: greater than
+    that of all before, also of another root, whose engines may wait on other machines. folder:
+    private, for sockets. address, token: where the root's agent listens. follows: the number of the
+    front end that serves, -1 if there is none. secret: of the journals' feeds.
     """
 
     number: int

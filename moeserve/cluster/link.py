@@ -1,10 +1,11 @@
-"""The front end's view of its engines, wherever they run: messages in, messages out, and notice of their end.
+"""The front end's view of its engines, wherever they run: messages in, messages out, and notice of
+their end.
 
     link.send(EngineIn)  -->  engine  -->  link.outbox: Phase ... Ready, then StepOutput and the rest of EngineOut,
                                            and EngineGone; after a restart Phase ... Ready once more
 
-`Fleet` (fleet.py) supervises engine processes: when one of several dies, RequestsLost comes in place of EngineGone.
-`LocalEngine` (local_engine.py) runs in this process.
+`Fleet` (fleet.py) supervises engine processes: when one of several dies, RequestsLost comes in
+place of EngineGone. `LocalEngine` (local_engine.py) runs in this process.
 """
 
 from typing import Protocol
@@ -12,7 +13,14 @@ from typing import Protocol
 import msgspec
 
 from moeserve.actor.actor import Inbox
-from moeserve.errors import AddressInUse, CheckpointError, ConfigError, DoesNotFit, EngineDied, MoeserveError
+from moeserve.errors import (
+    AddressInUse,
+    CheckpointError,
+    ConfigError,
+    DoesNotFit,
+    EngineDied,
+    MoeserveError,
+)
 from moeserve.messages import EngineIn, EngineOut, Ready
 
 INBOX_LIMIT = 20_000  # messages that may wait on their way from an engine to the front end
@@ -25,8 +33,8 @@ _ERRORS_BY_EXIT_CODE: dict[int, type[ConfigError]] = {
 class EngineGone(msgspec.Struct, frozen=True, kw_only=True):
     """The engine ended and sends nothing more. Its requests are lost and may be submitted again.
 
-    exit_code: 0 after an ordered stop, negative: minus the signal. restart_in_s: seconds to the next start, None if
-    there will be none.
+    exit_code: 0 after an ordered stop, negative: minus the signal. restart_in_s: seconds to the
+    next start, None if there will be none.
     """
 
     exit_code: int
@@ -40,7 +48,9 @@ class EngineGone(msgspec.Struct, frozen=True, kw_only=True):
         return self.restart_in_s is not None
 
     def error(self) -> MoeserveError:
-        """Returns the exception for a final end: ConfigError and its kin by exit code, otherwise EngineDied."""
+        """Returns the exception for a final end: ConfigError and its kin by exit code, otherwise
+        EngineDied.
+        """
         kind = _ERRORS_BY_EXIT_CODE.get(self.exit_code)
         return kind(self.cause) if kind else EngineDied("\n    ".join([self.cause, *self.log_tail]))
 
@@ -81,10 +91,14 @@ class EngineLink(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine serves and, in a process of its own, makes progress, as a readiness probe asks."""
+        """Whether the engine serves and, in a process of its own, makes progress, as a readiness
+        probe asks.
+        """
 
     async def start(self) -> None:
-        """Starts the engine and returns before it is ready. Raises ConfigError if it cannot be started."""
+        """Starts the engine and returns before it is ready. Raises ConfigError if it cannot be
+        started.
+        """
 
     def send(self, msg: EngineIn) -> None:
         """Sends the engine a message. Raises Overloaded if it does not keep up.
@@ -93,7 +107,8 @@ class EngineLink(Protocol):
         """
 
     async def close(self, deadline_s: float) -> None:
-        """Lets running requests finish for up to `deadline_s`, then ends the engine. The last message is EngineGone.
+        """Lets running requests finish for up to `deadline_s`, then ends the engine. The last
+        message is EngineGone.
 
         May be called again with a shorter deadline.
         """

@@ -1,4 +1,6 @@
-"""An engine inside this process, on this loop, with the model runner in its thread: for `LLM` and `AsyncEngine`."""
+"""An engine inside this process, on this loop, with the model runner in its thread: for `LLM` and
+`AsyncEngine`.
+"""
 
 import asyncio
 import logging
@@ -44,7 +46,9 @@ class LocalEngine:
         return self.ready is not None
 
     def send(self, msg: EngineIn, *, force: bool = False) -> None:
-        """Sends the engine a message; drops it once the engine has ended. Raises Overloaded unless `force`."""
+        """Sends the engine a message; drops it once the engine has ended. Raises Overloaded unless
+        `force`.
+        """
         if not self._engine_inbox.closed:
             self._engine_inbox.put(msg, force=force)
 
@@ -61,10 +65,16 @@ class LocalEngine:
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        exit_code, cause = 1, "cancelled"
+        exit_code = 1
+        cause = "cancelled"
         try:
             core, ready = await assemble(
-                self._config, self._builder, Role(), self._engine_inbox, self._hear, time.monotonic()
+                self._config,
+                self._builder,
+                Role(),
+                self._engine_inbox,
+                self._hear,
+                time.monotonic(),
             )
             self.ready = ready
             self._hear(ready)
@@ -72,15 +82,18 @@ class LocalEngine:
                 await core.run()
             finally:
                 await _close(core.runner)
-            exit_code, cause = 0, "stopped"
+            exit_code = 0
+            cause = "stopped"
         except ConfigError as exc:
-            exit_code, cause = exc.exit_code, str(exc)
+            exit_code = exc.exit_code
+            cause = str(exc)
         except Exception as exc:
             log.exception("the engine failed")
             cause = f"{type(exc).__name__}: {exc}"
         finally:
             self.ready = None
-            self._engine_inbox.close()  # the front end answers for what was in there: see EngineGone
+            # the front end answers for what was in there: see EngineGone
+            self._engine_inbox.close()
             if not self.outbox.closed:
                 self.outbox.put(EngineGone(exit_code=exit_code, cause=cause), force=True)
 

@@ -11,7 +11,9 @@ from moeserve.actor.process import one_line
 
 
 def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text") -> None:
-    """Replaces the root logger's handlers. Control characters are escaped: a prompt cannot forge a line."""
+    """Replaces the root logger's handlers. Control characters are escaped: a prompt cannot forge a
+    line.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLine() if format == "json" else _TextLine())
     root = logging.getLogger()
@@ -24,7 +26,9 @@ class _TextLine(logging.Formatter):
         """Returns the record as text, each line of a traceback indented."""
         at = time.strftime("%H:%M:%S", time.localtime(record.created))
         source = record.name.removeprefix("moeserve.")
-        lines = [f"{at}.{int(record.msecs):03d} {record.levelname:<7} {source}: {one_line(record.getMessage())}"]
+        lines = [
+            f"{at}.{int(record.msecs):03d} {record.levelname:<7} {source}: {one_line(record.getMessage())}"
+        ]
         return "\n".join(lines + [f"    {one_line(line)}" for line in _trace(self, record)])
 
 

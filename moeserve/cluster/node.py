@@ -1,8 +1,9 @@
 """`moeserve serve --node-rank i`: the agent of a machine that is not machine 0. It answers no HTTP.
 
-The agent joins at the rendezvous, starts the engines that machine 0 orders, and reports their ends. Its engines end
-with it, and it ends with machine 0; with --standby it keeps them for the next machine 0, for KEEP_S. Exit codes: 0
-after a stop of machine 0 or of the agent, 1 when machine 0 is lost, 2 when the machine cannot join.
+The agent joins at the rendezvous, starts the engines that machine 0 orders, and reports their ends.
+Its engines end with it, and it ends with machine 0; with --standby it keeps them for the next
+machine 0, for KEEP_S. Exit codes: 0 after a stop of machine 0 or of the agent, 1 when machine 0 is
+lost, 2 when the machine cannot join.
 """
 
 import asyncio
@@ -25,11 +26,30 @@ from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.host import Alive, Ended, Farewell, FromNode, LogLine, Signal, Standing, Start, Started, ToNode
+from moeserve.cluster.host import (
+    Alive,
+    Ended,
+    Farewell,
+    FromNode,
+    LogLine,
+    Signal,
+    Standing,
+    Start,
+    Started,
+    ToNode,
+)
 from moeserve.cluster.launch.protocol import tell
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
-from moeserve.cluster.rendezvous import TOKEN, Admitted, Attendance, TurnedAway, attendance, bracketed, resolve
+from moeserve.cluster.rendezvous import (
+    TOKEN,
+    Admitted,
+    Attendance,
+    TurnedAway,
+    attendance,
+    bracketed,
+    resolve,
+)
 from moeserve.cluster.rundir import RunDir
 from moeserve.config import Config
 from moeserve.errors import ActorStopped, ConfigError, EngineDied, Overloaded
@@ -37,7 +57,9 @@ from moeserve.errors import ActorStopped, ConfigError, EngineDied, Overloaded
 log = logging.getLogger(__name__)
 
 JOIN_S = 4.0  # from the process's own start: less than 5 s until we say what is wrong
-LAUNCHED_JOIN_S = 600.0  # a launcher starts machine 0 too, at its own time: with an image to pull, say
+LAUNCHED_JOIN_S = (
+    600.0  # a launcher starts machine 0 too, at its own time: with an image to pull, say
+)
 ATTEMPT_S = 1.0  # at least, however slow the start was
 AGAIN_S = 0.1
 KEEP_S = 30.0  # for another front end to take over the engines of a lost one
@@ -60,8 +82,8 @@ OpenWire = Callable[[Inbox[ToNode | PeerGone]], ZmqWire[FromNode, ToNode | PeerG
 
 
 def serve_node(config: Config, join_s: float = JOIN_S) -> int:
-    """Runs an agent until machine 0 stops or a signal comes. join_s: from the process's start until it must have
-    joined. Raises ConfigError, or EngineDied if machine 0 is lost."""
+    """Runs an agent until machine 0 stops or a signal comes. join_s: from the process's start until
+    it must have joined. Raises ConfigError, or EngineDied if machine 0 is lost."""
     set_up_logging(config.server.log_level, config.server.log_format)
     check_machines(config.parallel)
     return asyncio.run(_until_signal(config, join_s))
@@ -79,9 +101,11 @@ async def _until_signal(config: Config, join_s: float) -> int:
 
 
 async def _live(config: Config, join_s: float) -> None:
-    secret, clock = read_secret(str(config.parallel.cluster_key_file)), asyncio.get_running_loop().time
+    secret = read_secret(str(config.parallel.cluster_key_file))
+    clock = asyncio.get_running_loop().time
     run_dir = RunDir()
-    host, lost = LocalHost(run_dir.path), ""
+    host = LocalHost(run_dir.path)
+    lost = ""
     kept: Kept | None = {} if config.parallel.standby else None
     try:
         facts = await in_thread("model", lambda: attendance(config, run_dir.path))
@@ -94,7 +118,8 @@ async def _live(config: Config, join_s: float) -> None:
             except FrontEndLost as error:
                 if kept is None:
                     raise
-                lost, deadline_s = str(error), clock() + KEEP_S
+                lost = str(error)
+                deadline_s = clock() + KEEP_S
                 log.warning("%s; %d engines wait for another one, %g s", lost, len(kept), KEEP_S)
             except ConfigError as error:
                 raise EngineDied(f"{lost}; {error}") if lost else error from None
@@ -106,7 +131,9 @@ async def _live(config: Config, join_s: float) -> None:
 
 def dial(admitted: Admitted, keys: Keys) -> OpenWire:
     """Returns what opens the wire to machine 0."""
-    return lambda inbox: connect(admitted.address, token=admitted.token, receives=ToNode, inbox=inbox, keys=keys)
+    return lambda inbox: connect(
+        admitted.address, token=admitted.token, receives=ToNode, inbox=inbox, keys=keys
+    )
 
 
 async def end_all(kept: Kept | None) -> None:
@@ -118,16 +145,20 @@ async def end_all(kept: Kept | None) -> None:
 
 
 async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: float) -> Admitted:
-    """Tries to join until the deadline, on the loop's clock. Raises ConfigError with machine 0's reason or a cause."""
+    """Tries to join until the deadline, on the loop's clock. Raises ConfigError with machine 0's
+    reason or a cause.
+    """
     host, port = rendezvous_of(config.parallel)
-    cause, asked = f"the name {host!r} was not resolved in time", ""
+    cause = f"the name {host!r} was not resolved in time"
+    asked = ""
     clock = asyncio.get_running_loop().time
     with suppress(TimeoutError):
         async with asyncio.timeout_at(deadline_s):
             while True:
                 before = cause
                 try:
-                    # Again each time: a pod's name comes with the pod, and another pod has another address.
+                    # Again each time: a pod's name comes with the pod, and another pod has another
+                    # address.
                     address = f"tcp://{bracketed(await in_thread('resolve', lambda: resolve(host)))}:{port}"
                 except ConfigError as error:
                     cause = str(error)
@@ -152,7 +183,9 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
 def _age_s() -> float:
     """Returns the age of this process, Python's own start included; 0 where there is no /proc."""
     try:
-        begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since the boot
+        begun = int(
+            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        )  # in ticks since the boot
     except OSError:
         return 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK")
@@ -161,7 +194,8 @@ def _age_s() -> float:
 async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | TurnedAway | PeerGone:
     """Asks once. PeerGone: nobody answered, with the cause."""
     inbox: Inbox[Admitted | TurnedAway | PeerGone] = Inbox("rendezvous")
-    token, keys = token_of(secret, TOKEN), keys_of(secret)
+    token = token_of(secret, TOKEN)
+    keys = keys_of(secret)
     wire = connect(address, token=token, receives=Admitted | TurnedAway, inbox=inbox, keys=keys)
     try:
         wire.send(facts)  # after the hello
@@ -173,16 +207,24 @@ async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | Tur
 class NodeAgent(Actor[ToNode | PeerGone]):
     """Starts, ends and watches engines by machine 0's orders.
 
-    `run` returns when machine 0 stops and raises EngineDied when machine 0 fails, FrontEndLost when it is lost. The
-    engines end with it; but when machine 0 is lost, they go to `kept` if there is one, where the next agent finds them.
+    `run` returns when machine 0 stops and raises EngineDied when machine 0 fails, FrontEndLost when
+    it is lost. The engines end with it; but when machine 0 is lost, they go to `kept` if there is
+    one, where the next agent finds them.
     """
 
     def __init__(
-        self, config: Config, host: LocalHost, open_wire: OpenWire, kept: Kept | None = None, connect_s: float = JOIN_S
+        self,
+        config: Config,
+        host: LocalHost,
+        open_wire: OpenWire,
+        kept: Kept | None = None,
+        connect_s: float = JOIN_S,
     ) -> None:
         super().__init__("machine 0")
         self.beats = 0  # how often machine 0 has said that it is alive
-        self.standing: Standing | None = None  # what has changed since the start, if this is the root process
+        self.standing: Standing | None = (
+            None  # what has changed since the start, if this is the root process
+        )
         self._config = config
         self._host = host
         self._kept = kept
@@ -190,7 +232,9 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         self._lost = False
         self._engines: dict[int, KeptEngine] = {}
         self._sweeping: asyncio.Task[None] | None = None
-        self._lives: dict[int, asyncio.Task[None]] = {}  # one for each engine, from the order to its end
+        self._lives: dict[
+            int, asyncio.Task[None]
+        ] = {}  # one for each engine, from the order to its end
         self._wire = open_wire(self.inbox)
 
     async def on_start(self) -> None:
@@ -207,7 +251,9 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
             tell("joined")
         if self._kept:
-            self._sweeping = asyncio.get_running_loop().create_task(self._sweep(), name="engines nobody wants")
+            self._sweeping = asyncio.get_running_loop().create_task(
+                self._sweep(), name="engines nobody wants"
+            )
 
     @property
     def connected(self) -> bool:
@@ -227,7 +273,9 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         """Obeys one order."""
         match msg:
             case Start():
-                self._lives[msg.id] = asyncio.get_running_loop().create_task(self._live(msg), name=msg.name)
+                self._lives[msg.id] = asyncio.get_running_loop().create_task(
+                    self._live(msg), name=msg.name
+                )
             case Signal():
                 self._signal(msg)
             case Alive():
@@ -278,7 +326,9 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             await asyncio.sleep(AGAIN_S)
 
     async def _kept_or_new(self, msg: Start, order: EngineOrder) -> Child:
-        """Gives the order to the engine of that name that lost its front end, or to a new one if that does not fit."""
+        """Gives the order to the engine of that name that lost its front end, or to a new one if
+        that does not fit.
+        """
         kept = None if self._kept is None else self._kept.pop(msg.name, None)
         if kept is not None and kept.child.alive:
             if same_engine(kept.order, order):
@@ -298,13 +348,20 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
     def _made_local(self, order: bytes) -> EngineOrder:
         """Replaces what differs between machines by the settings of our own command line."""
-        own, ordered = self._config, msgspec.json.decode(order, type=EngineOrder)
+        own = self._config
+        ordered = msgspec.json.decode(order, type=EngineOrder)
         config = replace(
             ordered.config,
             model=replace(ordered.config.model, model=own.model.model),
             device=replace(ordered.config.device, threads=own.device.threads),
-            parallel=replace(ordered.config.parallel, cluster_key_file=own.parallel.cluster_key_file),
-            server=replace(ordered.config.server, log_level=own.server.log_level, log_format=own.server.log_format),
+            parallel=replace(
+                ordered.config.parallel, cluster_key_file=own.parallel.cluster_key_file
+            ),
+            server=replace(
+                ordered.config.server,
+                log_level=own.server.log_level,
+                log_format=own.server.log_format,
+            ),
         )
         role = msgspec.structs.replace(ordered.role, folder=self._host.folder)
         return msgspec.structs.replace(ordered, config=config, role=role, born_s=time.monotonic())

@@ -1,4 +1,6 @@
-"""How an engine process is started: its command line, and its start document, which nobody else can read."""
+"""How an engine process is started: its command line, and its start document, which nobody else can
+read.
+"""
 
 import os
 import sys
@@ -16,7 +18,8 @@ BUILDER = "moeserve.cluster.build:build_runner"
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's place among others. grouped: it serves after a Join only. placement: of the experts that it loads.
+    """An engine's place among others. grouped: it serves after a Join only. placement: of the
+    experts that it loads.
 
     folder: private, on the engine's machine, for its sockets.
     """
@@ -28,11 +31,19 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def role_of(
-    parallel: ParallelConfig, together: bool, number: int, machines: Sequence[int], placement: PlacementTable | None
+    parallel: ParallelConfig,
+    together: bool,
+    number: int,
+    machines: Sequence[int],
+    placement: PlacementTable | None,
 ) -> Role:
-    """Returns the role of engine `number` among those on `machines` (of each). together: all of them form one group."""
-    tp, machine = parallel.tp, machines[number]
-    here, before = machines.count(machine) * tp, machines[:number].count(machine) * tp
+    """Returns the role of engine `number` among those on `machines` (of each). together: all of
+    them form one group.
+    """
+    tp = parallel.tp
+    machine = machines[number]
+    here = machines.count(machine) * tp
+    before = machines[:number].count(machine) * tp
     if together:
         world = World(number * tp, len(machines) * tp, tp, ranks_on_host=here, host_rank=before)
     else:
@@ -41,9 +52,11 @@ def role_of(
 
 
 class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The order to start an engine. address: where the front end listens. token: proves the engine's identity.
+    """The order to start an engine. address: where the front end listens. token: proves the
+    engine's identity.
 
-    born_s: monotonic time of the start. builder: `module:function` that makes the runner, see assemble.py.
+    born_s: monotonic time of the start. builder: `module:function` that makes the runner, see
+    assemble.py.
     """
 
     config: Config
@@ -58,15 +71,17 @@ def without_secrets(config: Config) -> Config:
     """Returns the settings that an engine may know: API keys stay in the front end."""
     server = config.server
     kept = ServerConfig(
-        log_level=server.log_level, log_format=server.log_format, shutdown_timeout=server.shutdown_timeout
+        log_level=server.log_level,
+        log_format=server.log_format,
+        shutdown_timeout=server.shutdown_timeout,
     )
     return replace(config, server=kept)
 
 
 def command_of(module: str) -> list[str]:
     """Returns the command that runs `module` with this interpreter."""
-    # -P: a file torch.py in the user's folder must not become the engine's torch. From a bare checkout, though,
-    # the folder is where moeserve itself is.
+    # -P: a file torch.py in the user's folder must not become the engine's torch. From a bare
+    # checkout, though, the folder is where moeserve itself is.
     root = os.path.dirname(os.path.dirname(os.path.abspath(moeserve.__file__)))
     safe = [] if root == os.getcwd() else ["-P"]
     return [sys.executable, *safe, "-m", module]

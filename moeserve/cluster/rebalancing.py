@@ -32,7 +32,12 @@ class Rebalancing:
     """
 
     def __init__(
-        self, num_layers: int, num_experts: int, num_ranks: int, redundant: int, nodes: Nodes = ONE_NODE
+        self,
+        num_layers: int,
+        num_experts: int,
+        num_ranks: int,
+        redundant: int,
+        nodes: Nodes = ONE_NODE,
     ) -> None:
         first = Placement.initial(num_layers, num_experts, num_ranks, redundant, nodes)
         self.rebalancer = Rebalancer(first, nodes=nodes)
@@ -45,13 +50,16 @@ class Rebalancing:
         self._outcome: asyncio.Future[str] | None = None  # of the placement that is on its way
 
     @classmethod
-    def of(cls, spec: "ModelSpec", parallel: "ParallelConfig", machines: Sequence[int] = ()) -> "Rebalancing":
-        """Returns the experts of a model that is sharded over all ranks, each node with its share of them. machines: of
-        each engine, as at the start by default."""
+    def of(
+        cls, spec: "ModelSpec", parallel: "ParallelConfig", machines: Sequence[int] = ()
+    ) -> "Rebalancing":
+        """Returns the experts of a model that is sharded over all ranks, each node with its share
+        of them. machines: of each engine, as at the start by default."""
         router = spec.moe.router if spec.moe is not None else None
         groups = router.groups if router is not None and router.kept_groups < router.groups else 1
         machines = machines or at_start(parallel)
-        nodes, ranks = Nodes(equal_shares(machines), groups), len(machines) * parallel.tp
+        nodes = Nodes(equal_shares(machines), groups)
+        ranks = len(machines) * parallel.tp
         return cls(len(spec.moe_layers), spec.num_experts, ranks, parallel.redundant_experts, nodes)
 
     @property
@@ -60,8 +68,8 @@ class Rebalancing:
         return self.rebalancer.current.to_table()
 
     def joined(self, table: PlacementTable | None, expert_bytes: int, num_nodes: int = 1) -> None:
-        """All ranks have met with this placement and dropped the one that was being put in force. num_nodes: that have
-        equally many of them, see `Nodes`."""
+        """All ranks have met with this placement and dropped the one that was being put in force.
+        num_nodes: that have equally many of them, see `Nodes`."""
         self.rebalancer.expert_bytes, self.rebalancer.nodes = expert_bytes, self._nodes(num_nodes)
         if table is not None:
             self.rebalancer.joined(Placement.from_table(table))
@@ -79,7 +87,8 @@ class Rebalancing:
             self.rebalancer.note(load, time.monotonic())
 
     async def propose(self, *, force: bool) -> Placement | None:
-        """Returns a better placement if there is one that pays (`force`: whatever it costs); solves in a thread.
+        """Returns a better placement if there is one that pays (`force`: whatever it costs); solves
+        in a thread.
 
         The caller puts it in force and awaits `outcome`.
         """
@@ -118,7 +127,9 @@ class Rebalancing:
             self._outcome.set_result(error)
 
     def rescaled(self, was: Sequence[int], num_nodes: int) -> Placement:
-        """Returns the placement for other ranks, to Join with. was: the former number of each, -1 for a new one."""
+        """Returns the placement for other ranks, to Join with. was: the former number of each, -1
+        for a new one.
+        """
         return self.rebalancer.rescaled(len(was), self._redundant, self._nodes(num_nodes), was)
 
     def _nodes(self, number: int) -> Nodes:

@@ -1,7 +1,8 @@
-"""The rendezvous of a cluster's machines: machine 0 listens, the others register and are admitted, or told why not.
+"""The rendezvous of a cluster's machines: machine 0 listens, the others register and are admitted,
+or told why not.
 
-CURVE keys keep strangers out. Machine 0 compares everything that must be the same on all machines, so that a wrong flag
-or an outdated copy of the model is found within seconds and named.
+CURVE keys keep strangers out. Machine 0 compares everything that must be the same on all machines,
+so that a wrong flag or an outdated copy of the model is found within seconds and named.
 """
 
 import asyncio
@@ -15,7 +16,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from moeserve.actor.handshake import Hello, Keys, answer_hello, keys_of, read_secret, secure, token_of
+from moeserve.actor.handshake import (
+    Hello,
+    Keys,
+    answer_hello,
+    keys_of,
+    read_secret,
+    secure,
+    token_of,
+)
 from moeserve.cluster.check_parallel import rendezvous_of
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.host import Host, RemoteHost, Root, RootHost
@@ -37,7 +46,9 @@ _OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
 
 
 class Attendance(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A node's registration. model: its fingerprint. folder: private to the node, for sockets on its machine."""
+    """A node's registration. model: its fingerprint. folder: private to the node, for sockets on
+    its machine.
+    """
 
     node_rank: int
     version: str
@@ -60,9 +71,13 @@ class TurnedAway(msgspec.Struct, frozen=True, tag=True):
 
 
 def attendance(config: Config, folder: str = "") -> Attendance:
-    """Returns this node's registration. Reads the model's headers and samples of its weights, which is slow on a slow
-    disk. Raises ConfigError."""
-    settings = {f.name: getattr(getattr(config, s), f.name) for s in _SHARED for f in fields(getattr(config, s))}
+    """Returns this node's registration. Reads the model's headers and samples of its weights, which
+    is slow on a slow disk. Raises ConfigError."""
+    settings = {
+        f.name: getattr(getattr(config, s), f.name)
+        for s in _SHARED
+        for f in fields(getattr(config, s))
+    }
     return Attendance(
         node_rank=config.parallel.node_rank,
         version=__version__,
@@ -75,7 +90,8 @@ def attendance(config: Config, folder: str = "") -> Attendance:
 
 def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
     """Returns why a node cannot be admitted, or "". taken: machines that are here already."""
-    rank, num_nodes = theirs.node_rank, ours.settings["nnodes"]
+    rank = theirs.node_rank
+    num_nodes = ours.settings["nnodes"]
     if theirs.version != ours.version:
         return f"machine {rank} runs moeserve {theirs.version}, machine 0 {ours.version}; install the same everywhere"
     for name, value in ours.settings.items():
@@ -95,7 +111,9 @@ def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
 
 
 class Rendezvous:
-    """The machines of a fleet, as its hosts. With several of them it listens until `close`: nodes may come back."""
+    """The machines of a fleet, as its hosts. With several of them it listens until `close`: nodes
+    may come back.
+    """
 
     def __init__(self, folder: str) -> None:
         self.here = LocalHost(folder)
@@ -108,9 +126,11 @@ class Rendezvous:
 
     @classmethod
     async def open(cls, config: Config, folder: str, root: Root | None = None) -> "Rendezvous":
-        """Returns the rendezvous of machine 0. folder: private, for sockets. root: keeps the engines of this machine
-        if they are to outlive us. Raises ConfigError for a key or an address that cannot be used."""
-        self, num_nodes = cls(folder if root is None else root.folder), config.parallel.nnodes
+        """Returns the rendezvous of machine 0. folder: private, for sockets. root: keeps the
+        engines of this machine if they are to outlive us. Raises ConfigError for a key or an
+        address that cannot be used."""
+        self = cls(folder if root is None else root.folder)
+        num_nodes = config.parallel.nnodes
         if root is not None:
             self._root = RootHost(root)
             self.hosts = (self._root,)
@@ -120,12 +140,15 @@ class Rendezvous:
             host, port = rendezvous_of(config.parallel)
             self.address = resolve(host, here=True)
             secret = read_secret(str(config.parallel.cluster_key_file))
-            keys, hello = keys_of(secret), Hello(PROTOCOL_VERSION, token_of(secret, TOKEN))
+            keys = keys_of(secret)
+            hello = Hello(PROTOCOL_VERSION, token_of(secret, TOKEN))
             socket = _listen(f"tcp://{bracketed(self.address)}:{port}", keys)
             for number in range(1, num_nodes):
                 self._nodes[number] = RemoteHost(number, num_nodes, bracketed(self.address), keys)
             self.hosts = (*self.hosts, *self._nodes.values())
-            self._listening = asyncio.create_task(self._serve(socket, own, hello), name="rendezvous")
+            self._listening = asyncio.create_task(
+                self._serve(socket, own, hello), name="rendezvous"
+            )
         if root is None:
             self.here.keep(config)  # last: what raises above has no process to end
         return self
@@ -159,7 +182,9 @@ class Rendezvous:
                     greeted.add(sender)
                 if answer is not None:
                     with suppress(zmq.ZMQError):  # it did not wait for us
-                        await socket.send_multipart([sender, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+                        await socket.send_multipart(
+                            [sender, msgspec.msgpack.encode(answer)], zmq.NOBLOCK
+                        )
         finally:
             socket.close()
             socket.context.term()
@@ -192,7 +217,9 @@ def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
 
 
 def resolve(host: str, *, here: bool = False) -> str:
-    """Returns the IP address of a name, IPv4 if it has one. here: it names this machine. Raises ConfigError."""
+    """Returns the IP address of a name, IPv4 if it has one. here: it names this machine. Raises
+    ConfigError.
+    """
     with ConfigError.instead_of(OSError, f"--rendezvous: there is no address for {host!r}"):
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     address = str(min(found, key=lambda info: info[0] != socket.AF_INET)[4][0])

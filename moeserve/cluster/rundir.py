@@ -1,4 +1,6 @@
-"""The private directory of a running server: sockets live there, nobody else can enter, nothing stays behind."""
+"""The private directory of a running server: sockets live there, nobody else can enter, nothing
+stays behind.
+"""
 
 import fcntl
 import os
@@ -9,16 +11,21 @@ from moeserve.errors import ConfigError
 
 _PREFIX = "moeserve-"
 _LOCK = "lock"
-_MAX_BASE_BYTES = 48  # leaves room for our name, an epoch's and a socket's within the 107 bytes of a socket path
+_MAX_BASE_BYTES = (
+    48  # leaves room for our name, an epoch's and a socket's within the 107 bytes of a socket path
+)
 
 
 class RunDir:
-    """A fresh directory with mode 0700, removed by `close`, or by the next server if this one is killed."""
+    """A fresh directory with mode 0700, removed by `close`, or by the next server if this one is
+    killed.
+    """
 
     def __init__(self) -> None:
         base = _base()
         _sweep(base)
-        what, remedy = f"cannot make a directory for sockets in {base}", "; set TMPDIR to one that can be written"
+        what = f"cannot make a directory for sockets in {base}"
+        remedy = "; set TMPDIR to one that can be written"
         with ConfigError.instead_of(OSError, what, remedy):
             self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
             self._lock_fd = _lock(self.path)
@@ -38,7 +45,9 @@ def _base() -> str:
 
 
 def _lock(path: str) -> int:
-    """Takes a lock that the kernel releases however this process ends. (A process id may be reused.)"""
+    """Takes a lock that the kernel releases however this process ends. (A process id may be
+    reused.)
+    """
     unseen = os.path.join(path, _LOCK + ".new")  # a sweep must never see the file without its lock
     fd = os.open(unseen, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -54,7 +63,10 @@ def _sweep(base: str) -> None:
         return
     for entry in entries:
         try:
-            if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.getuid():
+            if (
+                not entry.is_dir(follow_symlinks=False)
+                or entry.stat(follow_symlinks=False).st_uid != os.getuid()
+            ):
                 continue
             fd = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:

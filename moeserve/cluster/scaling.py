@@ -1,4 +1,6 @@
-"""The engines of a fleet: how they start, and how they change while it serves: more, fewer, elsewhere."""
+"""The engines of a fleet: how they start, and how they change while it serves: more, fewer,
+elsewhere.
+"""
 
 import asyncio
 import logging
@@ -36,14 +38,16 @@ BOOT_S = 1800.0  # for new engines to load; one that shows no progress is given 
 MOVE_S = 600.0  # for a placement to be prepared and put in force
 CHECK_S = 5.0  # between two looks at the load
 LOOK_S = 1.0  # between two looks at machines whose engines load
-VERSIONS = 1 << 16  # numbers for the placements of one front end: those of the next one are above them
+VERSIONS = (
+    1 << 16
+)  # numbers for the placements of one front end: those of the next one are above them
 
 T = TypeVar("T")
 
 
 class Scaling:
-    """Starts a fleet's engines, and changes them; each change is done, or undone with its cause in the error, before
-    the next one begins. options: those of `EngineProcess`."""
+    """Starts a fleet's engines, and changes them; each change is done, or undone with its cause in
+    the error, before the next one begins. options: those of `EngineProcess`."""
 
     def __init__(self, fleet: "Fleet", **options: Any) -> None:
         self._fleet = fleet
@@ -53,15 +57,19 @@ class Scaling:
         self._spec: ModelSpec
         self._watching: asyncio.Task[None] | None = None
         self._at_work: asyncio.Task[Any] | None = None
-        self.drained: dict[Host, asyncio.Task[None]] = {}  # machines, and what waits for their return
+        self.drained: dict[
+            Host, asyncio.Task[None]
+        ] = {}  # machines, and what waits for their return
         self._had: dict[int, int] = {}  # engines of drained machines
         self.standing: Standing | None = None  # where the front end before this one has left it
 
-    # ---- the first ones, and the last -----------------------------------------------------------------------
+    # ---- the first ones, and the last
+    # -----------------------------------------------------------------------
 
     async def start(self) -> None:
         """Starts all engines. Raises ConfigError for settings that cannot work."""
-        fleet, parallel = self._fleet, self._fleet.config.parallel
+        fleet = self._fleet
+        parallel = self._fleet.config.parallel
         spec = self._spec = read_model_spec(resolve_model_dir(fleet.config.model.model))
         check_parallel(fleet.config, spec)
         standing = self.standing or Standing(dict(enumerate(at_start(parallel))), {}, None)
@@ -75,12 +83,16 @@ class Scaling:
             raise
         table = fleet.experts.table if fleet.experts is not None else None
         hosts = self.machines.hosts
-        engines = fleet.engines = [self._new(rank, hosts[machine]) for rank, machine in standing.engines.items()]
+        engines = fleet.engines = [
+            self._new(rank, hosts[machine]) for rank, machine in standing.engines.items()
+        ]
         for engine in engines:
             engine.start(self._role_of(engine, engines, table))
         self._add_groups([engines] if fleet.together else [[engine] for engine in engines], table)
         if fleet.experts is not None and parallel.rebalance == "auto":
-            self._watching = asyncio.get_running_loop().create_task(self.watch(), name="rebalancing")
+            self._watching = asyncio.get_running_loop().create_task(
+                self.watch(), name="rebalancing"
+            )
         for machine, had in standing.drained.items():
             self._await_return(hosts[machine], had)
 
@@ -88,9 +100,12 @@ class Scaling:
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
         from moeserve.moe.placement.placement import Placement
 
-        parallel, root = self._fleet.config.parallel, self._fleet.root
+        parallel = self._fleet.config.parallel
+        root = self._fleet.root
         experts = Rebalancing.of(self._spec, parallel, list(standing.engines.values()))
-        if root is not None:  # engines that have served another front end know its placements by their versions
+        if (
+            root is not None
+        ):  # engines that have served another front end know its placements by their versions
             kept = standing.placement
             first = experts.rebalancer.current if kept is None else Placement.from_table(kept)
             experts.rebalancer.joined(replace(first, version=root.made_at * VERSIONS))
@@ -99,16 +114,25 @@ class Scaling:
     def _new(self, rank: int, host: Host) -> EngineHandle:
         return EngineHandle(self._fleet, rank, host, self._fleet.config, **self._options)
 
-    def _role_of(self, engine: EngineHandle, engines: Sequence[EngineHandle], table: PlacementTable | None) -> Role:
-        fleet, machines = self._fleet, [other.host.number for other in engines]
-        return role_of(fleet.config.parallel, fleet.together, engines.index(engine), machines, table)
+    def _role_of(
+        self, engine: EngineHandle, engines: Sequence[EngineHandle], table: PlacementTable | None
+    ) -> Role:
+        fleet = self._fleet
+        machines = [other.host.number for other in engines]
+        return role_of(
+            fleet.config.parallel, fleet.together, engines.index(engine), machines, table
+        )
 
-    def _add_groups(self, groups: Iterable[list[EngineHandle]], table: PlacementTable | None) -> None:
+    def _add_groups(
+        self, groups: Iterable[list[EngineHandle]], table: PlacementTable | None
+    ) -> None:
         """Lets each of these lists of engines meet as a group."""
-        fleet, tell = self._fleet, partial(self._fleet.inbox.put, force=True)
+        fleet = self._fleet
+        tell = partial(self._fleet.inbox.put, force=True)
         alone = not fleet.together and fleet.config.parallel.tp == 1
         fleet.groups += [
-            EngineGroup(engines, self.machines, placement=table, alone=alone, tell=tell) for engines in groups
+            EngineGroup(engines, self.machines, placement=table, alone=alone, tell=tell)
+            for engines in groups
         ]
 
     def _set_placement(self, placement: PlacementTable | None) -> None:
@@ -122,25 +146,30 @@ class Scaling:
 
     def _keep(self) -> None:
         """Tells the root process, if there is one, what the next front end is to begin with."""
-        fleet, root = self._fleet, self.machines.hosts[0]
+        fleet = self._fleet
+        root = self.machines.hosts[0]
         if isinstance(root, RootHost):
             engines = {engine.rank: engine.host.number for engine in fleet.engines}
             root.tell(Standing(engines, self._had, fleet.groups[0].placement))
 
     async def close(self, cause: str) -> None:
-        """Releases groups and machines, once the engines have ended. cause: why the fleet fails, empty if it stops."""
+        """Releases groups and machines, once the engines have ended. cause: why the fleet fails,
+        empty if it stops.
+        """
         for group in self._fleet.groups:
             await group.close()
         await self.machines.close(cause)
         self._run_dir.close()
 
-    # ---- one change at a time -------------------------------------------------------------------------------
+    # ---- one change at a time
+    # -------------------------------------------------------------------------------
 
     async def scale(self, dp: int) -> int:
-        """Changes the number of engines to `dp` while requests go on; returns how many there were before.
+        """Changes the number of engines to `dp` while requests go on; returns how many there were
+        before.
 
-        Raises InvalidRequest for a number that cannot work, Conflict if another change is under way or this one was
-        undone.
+        Raises InvalidRequest for a number that cannot work, Conflict if another change is under way
+        or this one was undone.
         """
         if not isinstance(dp, int) or not 1 <= dp <= 1024:
             raise InvalidRequest(f"dp must be from 1 to 1024, not {dp}", param="dp")
@@ -151,19 +180,26 @@ class Scaling:
         return await self._alone(self._scale(dp))
 
     async def drain(self, machine: int) -> int:
-        """Takes a machine out of service, also one that is lost; returns how many engines there were before.
+        """Takes a machine out of service, also one that is lost; returns how many engines there
+        were before.
 
-        Its requests and experts go to the other machines, then its agent is let go. If an agent joins as this machine
-        later, it gets as many engines again. Raises InvalidRequest and Conflict.
+        Its requests and experts go to the other machines, then its agent is let go. If an agent
+        joins as this machine later, it gets as many engines again. Raises InvalidRequest and
+        Conflict.
         """
         hosts = self.machines.hosts
         if not 0 < machine < len(hosts):
-            why = "it answers HTTP and keeps the requests" if machine == 0 else f"there are {len(hosts)} machines"
+            why = (
+                "it answers HTTP and keeps the requests"
+                if machine == 0
+                else f"there are {len(hosts)} machines"
+            )
             raise InvalidRequest(f"machine {machine} cannot be drained: {why}", param="machine")
         return await self._alone(self._drain(hosts[machine]))
 
     async def rebalance(self) -> RebalanceDecision | None:
-        """Moves experts to fit the load so far, even if that does not pay; returns None if they fit already.
+        """Moves experts to fit the load so far, even if that does not pay; returns None if they fit
+        already.
 
         Raises Conflict if this fleet has no experts to move or another change is under way.
         """
@@ -175,7 +211,11 @@ class Scaling:
         """Rebalances whenever that pays; never returns."""
         while True:
             await asyncio.sleep(CHECK_S)
-            if self._at_work is None and self._fleet.ready is not None and self._fleet.groups[0].complete:
+            if (
+                self._at_work is None
+                and self._fleet.ready is not None
+                and self._fleet.groups[0].complete
+            ):
                 try:
                     await self._alone(self._rebalance(forced=False))
                 except Conflict as cause:
@@ -194,7 +234,9 @@ class Scaling:
         """Runs one change at a time, to its end even if the caller is cancelled."""
         if self._at_work is not None or self._fleet.ready is None:
             work.close()
-            raise Conflict("another change is under way" if self._at_work else "the engines are not ready")
+            raise Conflict(
+                "another change is under way" if self._at_work else "the engines are not ready"
+            )
         task = self._at_work = asyncio.get_running_loop().create_task(work, name="scaling")
         task.add_done_callback(self._done)
         try:
@@ -209,31 +251,46 @@ class Scaling:
         if not task.cancelled():
             task.exception()  # its caller may have left
 
-    # ---- how many -------------------------------------------------------------------------------------------
+    # ---- how many
+    # -------------------------------------------------------------------------------------------
 
     async def _scale(self, dp: int) -> int:
-        engines, before = self._fleet.engines, self._fleet.dp
+        engines = self._fleet.engines
+        before = self._fleet.dp
         stay = sorted(engine.rank for engine in engines)[:dp]
         if dp > before:
             here = Counter(engine.host.number for engine in engines)
-            machines = {host.number: here[host.number] for host in self.machines.hosts if not host.absent}
-            await self._grow([self.machines.hosts[number] for number in spread(dp - before, machines)])
+            machines = {
+                host.number: here[host.number] for host in self.machines.hosts if not host.absent
+            }
+            await self._grow(
+                [self.machines.hosts[number] for number in spread(dp - before, machines)]
+            )
         elif dp < before:
-            await self._shrink([engine for engine in engines if engine.rank in stay], f"only {dp} shall serve")
+            await self._shrink(
+                [engine for engine in engines if engine.rank in stay], f"only {dp} shall serve"
+            )
         return before
 
     def _rescaled(self, engines: Sequence[EngineHandle]) -> PlacementTable | None:
         """Returns the placement for these engines instead of the present ones."""
-        experts, old, tp = self._fleet.experts, self._fleet.engines, self._fleet.config.parallel.tp
+        experts = self._fleet.experts
+        old = self._fleet.engines
+        tp = self._fleet.config.parallel.tp
         if experts is None:
             return None
         starts = [old.index(engine) * tp if engine in old else None for engine in engines]
         was = [-1 if start is None else start + rank for start in starts for rank in range(tp)]
-        return experts.rescaled(was, equal_shares([engine.host.number for engine in engines])).to_table()
+        return experts.rescaled(
+            was, equal_shares([engine.host.number for engine in engines])
+        ).to_table()
 
     async def _grow(self, hosts: Sequence[Host]) -> None:
-        """Adds an engine on each of these machines; they load while the others serve, then all meet."""
-        fleet, old = self._fleet, self._fleet.engines
+        """Adds an engine on each of these machines; they load while the others serve, then all
+        meet.
+        """
+        fleet = self._fleet
+        old = self._fleet.engines
         missing = [engine.host for engine in old if engine.host.absent]
         if fleet.together and missing:
             raise Conflict(f"{missing[0].name} is missing; start it again, or drain it")
@@ -257,7 +314,9 @@ class Scaling:
                 engine.retired = True
             await asyncio.gather(*(engine.close(0.0) for engine in new))
             if isinstance(error, MoeserveError):
-                raise Conflict(f"{len(old)} engines go on, {len(engines)} could not be made to: {error}") from error
+                raise Conflict(
+                    f"{len(old)} engines go on, {len(engines)} could not be made to: {error}"
+                ) from error
             raise
         self._settle(len(old))
 
@@ -268,7 +327,8 @@ class Scaling:
 
     async def _boot(self, new: list[EngineHandle]) -> None:
         """Returns once the new engines are up. Raises what keeps one of them from serving."""
-        loading, began_s = asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new)), time.monotonic()
+        loading = asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new))
+        began_s = time.monotonic()
         while not (await asyncio.wait([loading], timeout=LOOK_S))[0]:
             late = [engine for engine in new if not engine.up]
             lost = [engine.host.name for engine in late if engine.host.absent]
@@ -276,13 +336,21 @@ class Scaling:
                 loading.cancel()
                 why = f"{lost[0]} was lost" if lost else f"they did not load within {BOOT_S:g} s"
                 raise ConfigError(f"{', '.join(engine.name for engine in late)}: {why}")
-        combined([*(engine.ready for engine in self._fleet.engines if engine.ready is not None), *loading.result()])
+        combined(
+            [
+                *(engine.ready for engine in self._fleet.engines if engine.ready is not None),
+                *loading.result(),
+            ]
+        )
 
     async def _meet(self, engines: list[EngineHandle], table: PlacementTable) -> None:
-        """Makes these engines the group. Raises Conflict with the cause if the group stays as it was."""
+        """Makes these engines the group. Raises Conflict with the cause if the group stays as it
+        was.
+        """
         fleet, (group,) = self._fleet, self._fleet.groups
         assert fleet.experts is not None
-        old, old_table = fleet.engines, fleet.experts.table
+        old = fleet.engines
+        old_table = fleet.experts.table
         fleet.engines = engines
         outcome = group.regroup(engines, table)
         await asyncio.wait([outcome], timeout=JOIN_S)  # an old one may be lost meanwhile
@@ -294,8 +362,11 @@ class Scaling:
         self._set_placement(table)
 
     async def _shrink(self, stay: list[EngineHandle], cause: str) -> None:
-        """Removes the other engines: their requests are handed back at once, and those that stay meet without them."""
-        fleet, before = self._fleet, self._fleet.dp
+        """Removes the other engines: their requests are handed back at once, and those that stay
+        meet without them.
+        """
+        fleet = self._fleet
+        before = self._fleet.dp
         if all(engine.end is not None for engine in stay):
             raise Conflict("the engines that would stay are gone for good; start the server anew")
         leave = [engine for engine in fleet.engines if engine not in stay]
@@ -313,14 +384,18 @@ class Scaling:
         ending = asyncio.gather(*(engine.close(0.0) for engine in leave))
         try:
             if table is not None:
-                # If it fails, the next meeting has the same engines; nor can it be while another machine is lost.
+                # If it fails, the next meeting has the same engines; nor can it be while another
+                # machine is lost.
                 meeting = fleet.groups[0].regroup(stay, table)
-                await asyncio.wait([meeting], timeout=JOIN_S if all(engine.up for engine in stay) else 0.0)
+                await asyncio.wait(
+                    [meeting], timeout=JOIN_S if all(engine.up for engine in stay) else 0.0
+                )
         finally:
             await ending
         self._settle(before)
 
-    # ---- a machine that leaves, and comes back --------------------------------------------------------------
+    # ---- a machine that leaves, and comes back
+    # --------------------------------------------------------------
 
     async def _drain(self, host: Host) -> int:
         engines = self._fleet.engines
@@ -343,7 +418,9 @@ class Scaling:
     def _await_return(self, host: Host, had: int) -> None:
         assert isinstance(host, RemoteHost)
         self._had[host.number] = had
-        self.drained[host] = asyncio.get_running_loop().create_task(self._take_back(host, had), name=host.name)
+        self.drained[host] = asyncio.get_running_loop().create_task(
+            self._take_back(host, had), name=host.name
+        )
 
     async def _take_back(self, host: RemoteHost, had: int) -> None:
         """Gives a drained machine its engines back once an agent joins as this machine."""
@@ -362,10 +439,12 @@ class Scaling:
         del self.drained[host], self._had[host.number]
         self._keep()
 
-    # ---- where the experts are ------------------------------------------------------------------------------
+    # ---- where the experts are
+    # ------------------------------------------------------------------------------
 
     async def _rebalance(self, *, forced: bool) -> RebalanceDecision | None:
-        fleet, experts = self._fleet, self._fleet.experts
+        fleet = self._fleet
+        experts = self._fleet.experts
         assert experts is not None
         placement = await experts.propose(force=forced)
         (group,) = fleet.groups
@@ -383,12 +462,17 @@ class Scaling:
             error=error,
         )
         experts.decided(decision)
-        log.info("placement %d: %s", placement.version, error or f"in force after {decision.took_s:.2f} s")
+        log.info(
+            "placement %d: %s",
+            placement.version,
+            error or f"in force after {decision.took_s:.2f} s",
+        )
         return decision
 
     async def _move(self, group: EngineGroup, placement: "Placement") -> str:
         """Puts a placement in force; returns why it is not, or ""."""
-        experts, engines = self._fleet.experts, group.engines
+        experts = self._fleet.experts
+        engines = group.engines
         assert experts is not None
         try:
             if not group.complete:

@@ -1,7 +1,8 @@
 """A tensor-parallel rank that is not its engine's leader: a fork of the leader, or started by it.
 
-It executes the plans that the leader sends, with the same outcome, and keeps what it samples to itself. A rank that is
-lost ends a step, not the worker; it waits for the next command to join. Exit codes as in engine_main.py.
+It executes the plans that the leader sends, with the same outcome, and keeps what it samples to
+itself. A rank that is lost ends a step, not the worker; it waits for the next command to join. Exit
+codes as in engine_main.py.
 """
 
 import logging
@@ -53,13 +54,17 @@ def fork_workers(number: int) -> None:
 
 def take_forked() -> list[Forked]:
     """Returns the workers that `fork_workers` made, for a `Team`; an empty list the next time."""
-    taken, _forked[:] = _forked[:], []
+    taken = _forked[:]
+    _forked[:] = []
     return taken
 
 
 def main() -> None:
     """Runs a worker until its leader closes the connection, and ends the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach whole process groups; the front end decides
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # they reach whole process groups; the front end decides
         signal.signal(number, signal.SIG_IGN)
     birth = msgspec.json.decode(guard.adopt(), type=commands.WorkerBirth)
     set_up_logging(birth.log_level, birth.log_format)
@@ -73,7 +78,9 @@ def _import() -> None:
 
 
 class Worker:
-    """Commands are executed one after the other in the runner's thread; only `Leave` takes effect at once."""
+    """Commands are executed one after the other in the runner's thread; only `Leave` takes effect
+    at once.
+    """
 
     def __init__(self, tp_rank: int, stream: "BlockingStream[commands.WorkerCommand]") -> None:
         self._tp_rank = tp_rank
@@ -94,7 +101,9 @@ class Worker:
             done = self._execute(command)
         except PeerLost as exc:
             self._lost = exc
-            done = commands.CommandDone(command.seq, lost=str(exc) or "a rank is gone", missing=exc.missing)
+            done = commands.CommandDone(
+                command.seq, lost=str(exc) or "a rank is gone", missing=exc.missing
+            )
         except ConfigError as exc:
             self._fail(str(exc), exc.exit_code)
         except BaseException as exc:
@@ -154,7 +163,9 @@ class Worker:
     def _build(self, build: commands.Build) -> int:
         from moeserve.cluster.build import make_rank
 
-        rank, host_rank = (start + self._tp_rank for start in (build.world.rank, build.world.host_rank))
+        rank, host_rank = (
+            start + self._tp_rank for start in (build.world.rank, build.world.host_rank)
+        )
         world = replace(build.world, rank=rank, host_rank=host_rank)
         runner = make_rank(build.config, world, build.placement, grouped=True)
         runner.enter_thread()
@@ -172,7 +183,9 @@ class Worker:
         return commands.CommandDone(seq, value=checksum(result), events=result.events)
 
     def _leave(self) -> None:
-        """Wakes the step that runs, until the runner's thread is idle. In the thread that reads commands."""
+        """Wakes the step that runs, until the runner's thread is idle. In the thread that reads
+        commands.
+        """
         self._lost = self._lost or PeerLost("this engine left its group")
         idle = threading.Event()
         self._thread.do(idle.set)
@@ -184,7 +197,9 @@ class Worker:
             self._runner.leave()  # a `join` may have got through just before the thread was idle
 
     def _tell_how_far(self) -> None:
-        """Reports progress until the placement is in force or given up; between steps nothing else reports it."""
+        """Reports progress until the placement is in force or given up; between steps nothing else
+        reports it.
+        """
         last: int | None = None
         peers = self._here.peers
         while peers.moving:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. state: loading, waiting (for the others), serving, draining, lost (a new one starts) or gone.
+    """One engine. state: loading, waiting (for the others), serving, draining, lost (a new one
+    starts) or gone.
 
     host: the machine's name.
     """
@@ -27,7 +28,9 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one attempt to move experts. error: why it failed, "" if the placement is in force everywhere."""
+    """The outcome of one attempt to move experts. error: why it failed, "" if the placement is in
+    force everywhere.
+    """
 
     at_s: float  # monotonic clock
     forced: bool
@@ -38,11 +41,13 @@ class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertsView(msgspec.Struct, frozen=True, kw_only=True):
-    """Experts over ranks. counts: int64 [layers, experts], row-major: tokens since the start, as far as reported.
+    """Experts over ranks. counts: int64 [layers, experts], row-major: tokens since the start, as
+    far as reported.
 
-    recent: float64, the same with older tokens counting less (see `Rebalancer`). balance: mean over maximum rank load
-    of late, averaged over layers; 1 is even. moved_bytes: since the start, over all ranks. why: the last decision, for
-    people. decisions: the last few; num_placed and num_given_up count all.
+    recent: float64, the same with older tokens counting less (see `Rebalancer`). balance: mean over
+    maximum rank load of late, averaged over layers; 1 is even. moved_bytes: since the start, over
+    all ranks. why: the last decision, for people. decisions: the last few; num_placed and
+    num_given_up count all.
     """
 
     placement: PlacementTable
@@ -58,7 +63,9 @@ class ExpertsView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """epoch: the newest one. together: the engines form one group. experts: None for a dense model or ep off."""
+    """epoch: the newest one. together: the engines form one group. experts: None for a dense model
+    or ep off.
+    """
 
     dp: int
     tp: int
@@ -73,7 +80,8 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
 def fleet_view(fleet: "Fleet") -> FleetView:
     """Returns what there is to see of a fleet now."""
-    loads, drained = fleet.traffic.balancer.loads, fleet.scaling.drained
+    loads = fleet.traffic.balancer.loads
+    drained = fleet.scaling.drained
     engines = []
     for engine in fleet.engines:
         load = loads.get(engine.rank)

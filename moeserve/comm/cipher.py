@@ -1,8 +1,10 @@
-"""Encryption of one direction of a stream between machines: AES-256-GCM, and lengths that cannot be altered either.
+"""Encryption of one direction of a stream between machines: AES-256-GCM, and lengths that cannot be
+altered either.
 
-A message's nonce is its number in the stream. Both ends know it, so it does not travel, and what was altered, repeated,
-left out or put in does not open. The length before it, by which the other end knows how long to wait, has a code of its
-own: length * k + r modulo a prime (Carter and Wegman), k the same and r another one for each message.
+A message's nonce is its number in the stream. Both ends know it, so it does not travel, and what
+was altered, repeated, left out or put in does not open. The length before it, by which the other
+end knows how long to wait, has a code of its own: length * k + r modulo a prime (Carter and
+Wegman), k the same and r another one for each message.
 """
 
 import hashlib
@@ -25,7 +27,9 @@ _PADS_BYTES = 512 * _PAD.size  # made at once
 
 
 class Cipher:
-    """Seals the messages of one direction at one end, or opens them at the other. key: 32 bytes, of no other stream."""
+    """Seals the messages of one direction at one end, or opens them at the other. key: 32 bytes, of
+    no other stream.
+    """
 
     header_bytes = SEALED_HEADER.size
 
@@ -41,14 +45,18 @@ class Cipher:
         return SEALED_HEADER.pack(len(sealed), self._code(len(sealed))) + sealed
 
     def length(self, header: bytearray) -> int:
-        """Returns how many bytes of the next message follow its header; once for each. Raises as `open`."""
+        """Returns how many bytes of the next message follow its header; once for each. Raises as
+        `open`.
+        """
         num_bytes, code = SEALED_HEADER.unpack_from(header)
         if code != self._code(num_bytes):
             raise ValueError(ALTERED)
         return int(num_bytes)
 
     def open(self, sealed: bytes) -> bytes:
-        """Returns the text of the next message. Raises ValueError if it is not what the other end sealed."""
+        """Returns the text of the next message. Raises ValueError if it is not what the other end
+        sealed.
+        """
         try:
             return self._aead.decrypt(next(self._nonces), sealed, None)
         except InvalidTag:

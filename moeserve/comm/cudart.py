@@ -1,4 +1,6 @@
-"""Device memory that other processes may open, by the few calls of the CUDA runtime that torch does not offer."""
+"""Device memory that other processes may open, by the few calls of the CUDA runtime that torch does
+not offer.
+"""
 
 import ctypes
 import os
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from moeserve._native import Region
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
-WHOLE = 2 << 20  # smaller allocations may share a block with others, which would be opened with them
+WHOLE = (
+    2 << 20
+)  # smaller allocations may share a block with others, which would be opened with them
 
 
 class IpcHandle(ctypes.Structure):
@@ -33,8 +37,9 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class CudaMemory:
-    """Regions of device memory over CUDA IPC, between processes on one GPU or on GPUs that reach each other. Errors are
-    ConfigErrors with the CUDA runtime's own message and a remedy. Tests use a stand-in of host memory."""
+    """Regions of device memory over CUDA IPC, between processes on one GPU or on GPUs that reach
+    each other. Errors are ConfigErrors with the CUDA runtime's own message and a remedy. Tests use
+    a stand-in of host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,15 +57,20 @@ class CudaMemory:
         self._lib.cudaMalloc.argtypes = (ctypes.POINTER(address), ctypes.c_size_t)
         self._lib.cudaMemset.argtypes = (address, ctypes.c_int, ctypes.c_size_t)
         self._lib.cudaIpcGetMemHandle.argtypes = (ctypes.POINTER(IpcHandle), address)
-        self._lib.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(address), IpcHandle, ctypes.c_uint)
+        self._lib.cudaIpcOpenMemHandle.argtypes = (
+            ctypes.POINTER(address),
+            IpcHandle,
+            ctypes.c_uint,
+        )
         self._lib.cudaIpcCloseMemHandle.argtypes = (address,)
         self._lib.cudaGetErrorString.restype = ctypes.c_char_p
 
     def allocate(self, num_bytes: int) -> "tuple[Tensor, Region]":
-        """Returns this rank's region, uint8, zeroed when it was made and the same each time, and what lets others open
-        it. The memory lives as long as the process."""
+        """Returns this rank's region, uint8, zeroed when it was made and the same each time, and
+        what lets others open it. The memory lives as long as the process."""
         if self._region is None or self._region[0].nbytes != num_bytes:
-            address, handle = ctypes.c_void_p(), IpcHandle()
+            address = ctypes.c_void_p()
+            handle = IpcHandle()
             whole = -(-num_bytes // WHOLE) * WHOLE
             remedy = f"{whole >> 20} MiB are asked for; lower --memory-utilization, or --max-num-batched-tokens"
             torch.cuda.empty_cache()  # gives back what torch holds in reserve
@@ -69,7 +79,12 @@ class CudaMemory:
             self._call(remedy, "cudaMemset", start, 0, whole)
             torch.cuda.synchronize()
             remedy = "this system lends no device memory between processes (WSL, some virtual GPUs)"
-            self._call(f"{remedy}; use another --all2all", "cudaIpcGetMemHandle", ctypes.byref(handle), start)
+            self._call(
+                f"{remedy}; use another --all2all",
+                "cudaIpcGetMemHandle",
+                ctypes.byref(handle),
+                start,
+            )
             offer = msgspec.msgpack.encode(Offer(bytes(handle.bytes), _uuid(self.device)))
             region = module().Region(len(offer))
             memoryview(region)[:] = offer
@@ -77,8 +92,8 @@ class CudaMemory:
         return self._region
 
     def open(self, rank: int, fd: int) -> int:
-        """Returns the address of another rank's region, of which `fd` holds the offer. Raises ConfigError when that GPU
-        is out of reach."""
+        """Returns the address of another rank's region, of which `fd` holds the offer. Raises
+        ConfigError when that GPU is out of reach."""
         offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
         here = torch.cuda.current_device()
         there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
@@ -92,7 +107,8 @@ class CudaMemory:
                 f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
                 "peer access; use --all2all deepep_v2, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
             )
-        address, handle = ctypes.c_void_p(), IpcHandle.from_buffer_copy(offer.handle)
+        address = ctypes.c_void_p()
+        handle = IpcHandle.from_buffer_copy(offer.handle)
         remedy = f"rank {rank}'s memory is out of reach"
         self._call(remedy, "cudaIpcOpenMemHandle", ctypes.byref(address), handle, LAZY_PEER_ACCESS)
         self._opened.append(int(address.value or 0))
@@ -103,13 +119,23 @@ class CudaMemory:
         if self._region is not None:
             torch.cuda.synchronize(self.device)
         while self._opened:
-            self._call("the device failed before; start again", "cudaIpcCloseMemHandle", self._opened.pop())
+            self._call(
+                "the device failed before; start again", "cudaIpcCloseMemHandle", self._opened.pop()
+            )
 
     def words(self, count: int) -> Tensor:
         """Returns int32 zeros whose changes host and device both see at once."""
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
-    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
+    def meet(
+        self,
+        bases_R: Tensor,
+        state: Tensor,
+        rank: int,
+        control: Tensor,
+        timeout_s: float,
+        call: int,
+    ) -> None:
         """Queues the kernel that waits for all ranks; see kernels/exchange.py."""
         meet(bases_R, state, rank, control, timeout_s, call)
 

@@ -1,8 +1,10 @@
-"""The step vote between the engines of a group, over one stream from each follower to the leader, engine 0.
+"""The step vote between the engines of a group, over one stream from each follower to the leader,
+engine 0.
 
-Followers send their votes to the leader, which sends all of them back; each engine decides from them by itself. On one
-host the streams are Unix sockets in the members' directory, between hosts TCP, encrypted. All of it runs on the
-caller's event loop: a vote is one message and one wake-up, without a thread in between.
+Followers send their votes to the leader, which sends all of them back; each engine decides from
+them by itself. On one host the streams are Unix sockets in the members' directory, between hosts
+TCP, encrypted. All of it runs on the caller's event loop: a vote is one message and one wake-up,
+without a thread in between.
 """
 
 import asyncio
@@ -14,13 +16,26 @@ from typing import Any
 import msgspec
 
 from moeserve.comm.members import Members
-from moeserve.comm.stream import Address, AsyncStream, KeyedSocket, Peer, StreamListener, connect, frame, to_address
+from moeserve.comm.stream import (
+    Address,
+    AsyncStream,
+    KeyedSocket,
+    Peer,
+    StreamListener,
+    connect,
+    frame,
+    to_address,
+)
 from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote, decide
 from moeserve.errors import ConfigError, PeerLost, StepSkew
 
 MAX_FRAME_BYTES = 1 << 20
-FOLLOWER_WAITS = 1.25  # times the deadline: the leader knows better who is silent, and should report it first
-FIRST_VOTE = 10  # times the deadline: others may still read experts from disk before their first step
+FOLLOWER_WAITS = (
+    1.25  # times the deadline: the leader knows better who is silent, and should report it first
+)
+FIRST_VOTE = (
+    10  # times the deadline: others may still read experts from disk before their first step
+)
 
 
 class Votes(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -30,22 +45,28 @@ class Votes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Leader to followers: an engine has voted in this step, which all the others have slept through so far."""
+    """Leader to followers: an engine has voted in this step, which all the others have slept
+    through so far.
+    """
 
     step: int
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Either way, as the last message: the sender leaves. missing: ranks that are lost, as far as it knows."""
+    """Either way, as the last message: the sender leaves. missing: ranks that are lost, as far as
+    it knows.
+    """
 
     cause: str
     missing: tuple[int, ...]
 
 
 async def open_coordinator(members: Members) -> DPCoordinator:
-    """Connects to the other engines. To be called by each engine's tp_rank 0, on the loop that will vote.
+    """Connects to the other engines. To be called by each engine's tp_rank 0, on the loop that will
+    vote.
 
-    Raises PeerLost naming the engines that did not come, ConfigError when this machine does not let us listen.
+    Raises PeerLost naming the engines that did not come, ConfigError when this machine does not let
+    us listen.
     """
     if members.size == members.tp_size:
         return _Leader(members, {})
@@ -55,7 +76,9 @@ async def open_coordinator(members: Members) -> DPCoordinator:
 
 
 class _Coordinator:
-    """The shared part of leader and follower: one open vote, its deadline, the wake-up, and how the group ends."""
+    """The shared part of leader and follower: one open vote, its deadline, the wake-up, and how the
+    group ends.
+    """
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -92,7 +115,9 @@ class _Coordinator:
         self._cast(vote)
         try:
             return await self._open
-        except asyncio.CancelledError:  # nobody will read the answer, and no later vote could match it
+        except (
+            asyncio.CancelledError
+        ):  # nobody will read the answer, and no later vote could match it
             self.close()
             raise
         finally:
@@ -104,7 +129,9 @@ class _Coordinator:
         self._raise_if_lost()
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Drops the connections; the other engines learn the cause and the ranks known to be missing."""
+        """Drops the connections; the other engines learn the cause and the ranks known to be
+        missing.
+        """
         self._end(PeerLost(cause or "this engine left the vote", missing))
 
     def _cast(self, vote: Vote) -> None:
@@ -131,7 +158,9 @@ class _Coordinator:
             self._timer = self._loop.call_later(deadline_s, self._overdue)
 
     def _finish(self, votes: list[Vote]) -> Decision | None:
-        """Gives the open vote its decision; None when there is none, or nobody waits for it any more."""
+        """Gives the open vote its decision; None when there is none, or nobody waits for it any
+        more.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -243,7 +272,11 @@ class _Leader(_Coordinator):
 
     def _overdue(self) -> None:
         silent = [engine for engine in range(self._num_engines) if engine not in self._votes]
-        self._end(_engines_lost(self.members, silent, f"did not vote in step {self._step} of epoch {self.epoch}"))
+        self._end(
+            _engines_lost(
+                self.members, silent, f"did not vote in step {self._step} of epoch {self.epoch}"
+            )
+        )
 
 
 class _Follower(_Coordinator):
@@ -254,9 +287,13 @@ class _Follower(_Coordinator):
         """Connects to the leader."""
         try:
             async with asyncio.timeout(members.deadline_s):
-                link = await connect(_address(members), members.token, members.epoch, Peer(members.dp_rank))
+                link = await connect(
+                    _address(members), members.token, members.epoch, Peer(members.dp_rank)
+                )
         except TimeoutError:
-            cause = f"did not open the vote of epoch {members.epoch} within {members.deadline_s:g} s"
+            cause = (
+                f"did not open the vote of epoch {members.epoch} within {members.deadline_s:g} s"
+            )
             raise _engines_lost(members, [0], cause) from None
         except ConnectionError as error:
             raise _engines_lost(members, [0], f"did not accept this engine: {error}") from None
@@ -265,7 +302,9 @@ class _Follower(_Coordinator):
     def __init__(self, members: Members, link: KeyedSocket) -> None:
         super().__init__(members)
         lost = partial(self._died, 0)
-        self._streams[0] = AsyncStream(link, Votes | Wake | Leaving, self._heard, lost, MAX_FRAME_BYTES)
+        self._streams[0] = AsyncStream(
+            link, Votes | Wake | Leaving, self._heard, lost, MAX_FRAME_BYTES
+        )
 
     def _cast(self, vote: Vote) -> None:
         self._set_deadline(FOLLOWER_WAITS)
@@ -283,11 +322,17 @@ class _Follower(_Coordinator):
             raise ValueError(f"votes while this engine does not vote, in step {self._step}")
 
     def _overdue(self) -> None:
-        self._end(_engines_lost(self.members, [0], f"did not answer in step {self._step} of epoch {self.epoch}"))
+        self._end(
+            _engines_lost(
+                self.members, [0], f"did not answer in step {self._step} of epoch {self.epoch}"
+            )
+        )
 
 
 def _address(members: Members) -> Address:
-    return to_address(os.path.join(members.directory, "vote.sock") if members.one_host else members.vote)
+    return to_address(
+        os.path.join(members.directory, "vote.sock") if members.one_host else members.vote
+    )
 
 
 def _listen(members: Members) -> StreamListener:

@@ -1,11 +1,12 @@
 """Messages between the ranks of one epoch by torch's Gloo, without any process-wide state.
 
-A mesh has one `ProcessGroupGloo`, and one channel per micro-batch. Messages go from rank to rank instead of through
-collectives: at four ranks on two cores a small exchange takes a sixth of the time of `alltoall_base` (no hop through
-the group's worker threads), receivers need not know the sizes beforehand, and a failed one names its peer.
+A mesh has one `ProcessGroupGloo`, and one channel per micro-batch. Messages go from rank to rank
+instead of through collectives: at four ranks on two cores a small exchange takes a sixth of the
+time of `alltoall_base` (no hop through the group's worker threads), receivers need not know the
+sizes beforehand, and a failed one names its peer.
 
-Gloo's own `abort` wakes nobody. A receive that times out does: it closes every connection of its group, and thereby
-the peers' ends. `close` makes use of that.
+Gloo's own `abort` wakes nobody. A receive that times out does: it closes every connection of its
+group, and thereby the peers' ends. `close` makes use of that.
 """
 
 import contextlib
@@ -36,10 +37,13 @@ BREAK_TAG = (1 << 31) - 1  # no message has it
 
 
 class Plain:
-    """How the messages of an exchange travel: as they are, unless they are encrypted (`comm/seal.py`)."""
+    """How the messages of an exchange travel: as they are, unless they are encrypted
+    (`comm/seal.py`).
+    """
 
     def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Returns where the peer's next message has to arrive, and what then brings its text to `into`.
+        """Returns where the peer's next message has to arrive, and what then brings its text to
+        `into`.
 
         That raises PermissionError if the message is not what the peer sent.
         """
@@ -54,14 +58,21 @@ PLAIN = Plain()
 
 
 class Mesh:
-    """The connections between all ranks of an epoch. `close` may be called at any time, from any thread.
+    """The connections between all ranks of an epoch. `close` may be called at any time, from any
+    thread.
 
-    name: keeps one user's keys apart from another's. terms: what all ranks must agree on, such as sizes. sealed:
-    messages between machines are encrypted.
+    name: keeps one user's keys apart from another's. terms: what all ranks must agree on, such as
+    sizes. sealed: messages between machines are encrypted.
     """
 
     def __init__(
-        self, members: Members, num_channels: int, name: str, terms: str = "", *, sealed: bool = False
+        self,
+        members: Members,
+        num_channels: int,
+        name: str,
+        terms: str = "",
+        *,
+        sealed: bool = False,
     ) -> None:
         self.members = members
         self.missing: tuple[int, ...] = ()  # known once a wait failed
@@ -81,13 +92,17 @@ class Mesh:
 
     @property
     def store(self) -> MembersStore:
-        """The store by which the ranks connected, for further connections. Raises PeerLost after `close`."""
+        """The store by which the ranks connected, for further connections. Raises PeerLost after
+        `close`.
+        """
         if self._store is None or self.closed:
             raise self.lost()
         return self._store
 
     def connect(self) -> None:
-        """Connects to the other ranks. Raises PeerLost naming those that did not come, ConfigError for other terms."""
+        """Connects to the other ranks. Raises PeerLost naming those that did not come, ConfigError
+        for other terms.
+        """
         members = self.members
         if members.size == 1:
             self._channels = [Channel(self, index) for index in range(self.num_channels)]
@@ -104,10 +119,16 @@ class Mesh:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         try:
             prefixed = dist.PrefixStore("gloo", store)
-            self._group = group = dist.ProcessGroupGloo(prefixed, members.rank, members.size, options)
-            group.set_timeout(timedelta(seconds=members.deadline_s))  # of sends and collectives, from here on
+            self._group = group = dist.ProcessGroupGloo(
+                prefixed, members.rank, members.size, options
+            )
+            group.set_timeout(
+                timedelta(seconds=members.deadline_s)
+            )  # of sends and collectives, from here on
         except (RuntimeError, PeerLost) as error:
-            lost = self.lost(f"a rank left while all were connecting: {error}", getattr(error, "missing", ()))
+            lost = self.lost(
+                f"a rank left while all were connecting: {error}", getattr(error, "missing", ())
+            )
             self.close()
             raise lost from None
         self._channels = [Channel(self, index) for index in range(self.num_channels)]
@@ -117,7 +138,9 @@ class Mesh:
 
     @property
     def group(self) -> Any:
-        """The process group, whose connections carry the messages of all channels. Raises PeerLost after `close`."""
+        """The process group, whose connections carry the messages of all channels. Raises PeerLost
+        after `close`.
+        """
         if (group := self._group) is None:
             raise self.lost()
         return group
@@ -136,15 +159,20 @@ class Mesh:
         """Closes every connection: waits here and at the peers fail."""
         self._closed.set()
         with self.lock:
-            channels, self._channels = self._channels, []
+            channels = self._channels
+            self._channels = []
             group: Any = self._group
             self._group = None
             if self._store is not None:  # not dropped: torch's threads may still ask it
                 self._store.close()
-        others = [] if group is None else [rank for rank in range(group.size()) if rank != group.rank()]
+        others = (
+            [] if group is None else [rank for rank in range(group.size()) if rank != group.rank()]
+        )
         for peer in others:  # a connection that is gone fails at once, without closing the others
             with contextlib.suppress(RuntimeError):  # the time-out is the purpose
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
         for channel in channels:
             channel.close()
 
@@ -152,11 +180,17 @@ class Mesh:
         """Closes every connection, and waits where ending them takes time."""
         self.close()
 
-    def lost(self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()) -> PeerLost:
-        """Returns the error of a call that cannot succeed any more. The first ranks found missing stay the cause."""
+    def lost(
+        self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()
+    ) -> PeerLost:
+        """Returns the error of a call that cannot succeed any more. The first ranks found missing
+        stay the cause.
+        """
         if missing and not self.missing and not self.closed:
             self.missing = missing
-        return PeerLost(f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing)
+        return PeerLost(
+            f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing
+        )
 
     def _await_ranks(self, store: MembersStore) -> None:
         """Waits until every rank is here and compares their terms, before Gloo's own time-out."""
@@ -176,18 +210,20 @@ class Mesh:
 
 
 class Channel:
-    """The messages of one micro-batch, used by one thread at a time. All ranks post the same exchanges in the same
-    order.
+    """The messages of one micro-batch, used by one thread at a time. All ranks post the same
+    exchanges in the same order.
 
-    The messages of all channels between two ranks share a connection: what is sent first has the whole link to itself
-    and arrives first. With two connections the rows that are needed first would arrive later than they can.
+    The messages of all channels between two ranks share a connection: what is sent first has the
+    whole link to itself and arrives first. With two connections the rows that are needed first
+    would arrive later than they can.
     """
 
     def __init__(self, mesh: Mesh, index: int) -> None:
         self.mesh = mesh
         self._index = index
         self._num_exchanges = 0
-        # What was sent, until it is known to have arrived: tag, works, tensors to keep alive, what releases them.
+        # What was sent, until it is known to have arrived: tag, works, tensors to keep alive, what
+        # releases them.
         self.sends: list[tuple[int, list[Any], list[Tensor], Callable[[], None]]] = []
         self._watch: SimpleQueue[Exchange | None] | None = None
 
@@ -197,11 +233,11 @@ class Channel:
         send: Mapping[int, Tensor],
         release: Callable[[], None] = lambda: None,
     ) -> "Exchange":
-        """Starts an exchange of contiguous uint8 tensors by peer, none empty. A message may be shorter than the tensor
-        that receives it.
+        """Starts an exchange of contiguous uint8 tensors by peer, none empty. A message may be
+        shorter than the tensor that receives it.
 
-        The tensors to send belong to the channel until it calls `release`, in the wait of a later exchange. Raises
-        PeerLost.
+        The tensors to send belong to the channel until it calls `release`, in the wait of a later
+        exchange. Raises PeerLost.
         """
         exchange = self.expect(receive.items())
         exchange.send(send, release)
@@ -209,11 +245,15 @@ class Channel:
         return exchange
 
     def expect(self, receive: Iterable[tuple[int, Tensor]]) -> "Exchange":
-        """Starts an exchange by its receives: nothing travels before the receiver has provided the memory. A peer may
-        send several messages, which fill the tensors in the order given here. Raises PeerLost."""
-        mesh, self._num_exchanges = self.mesh, self._num_exchanges + 1
-        tag, envelope = self._num_exchanges % NUM_TAGS, mesh.envelope(self._index, self._num_exchanges)
-        peer, receives = -1, []
+        """Starts an exchange by its receives: nothing travels before the receiver has provided the
+        memory. A peer may send several messages, which fill the tensors in the order given here.
+        Raises PeerLost."""
+        mesh = self.mesh
+        self._num_exchanges = self._num_exchanges + 1
+        tag = self._num_exchanges % NUM_TAGS
+        envelope = mesh.envelope(self._index, self._num_exchanges)
+        peer = -1
+        receives = []
         if mesh.closed:
             raise mesh.lost()
         try:
@@ -229,8 +269,11 @@ class Channel:
         return tag * self.mesh.num_channels + self._index
 
     def finish(self, tag: int) -> None:
-        """Releases what was sent before exchange `tag`: a peer that answered this one has received all before it."""
-        sends, self.sends = self.sends, []
+        """Releases what was sent before exchange `tag`: a peer that answered this one has received
+        all before it.
+        """
+        sends = self.sends
+        self.sends = []
         for sent in sends:
             sent_tag, works, _, release = sent
             if sent_tag == tag:
@@ -247,14 +290,16 @@ class Channel:
         self.sends = []  # they keep the group alive, and with it the store's port
 
     def watch(self, exchange: "Exchange") -> None:
-        """Has a thread receive the exchange: its time of arrival is then exact though nobody waits yet, and a wait can
-        be given up. Gloo does not wake a receive whose message had begun to arrive when its sender died; that thread
-        then hangs until the deadline."""
+        """Has a thread receive the exchange: its time of arrival is then exact though nobody waits
+        yet, and a wait can be given up. Gloo does not wake a receive whose message had begun to
+        arrive when its sender died; that thread then hangs until the deadline."""
         with self.mesh.lock:  # an exchange that `close` does not find would never be received
             if not self.mesh.closed:
                 if self._watch is None:
                     self._watch = SimpleQueue()
-                    threading.Thread(target=_receive_all, args=(self._watch,), name="gloo-watch", daemon=True).start()
+                    threading.Thread(
+                        target=_receive_all, args=(self._watch,), name="gloo-watch", daemon=True
+                    ).start()
                 self._watch.put(exchange)
 
 
@@ -262,9 +307,13 @@ _Receive = tuple[int, dist.Work, Callable[[], None]]  # peer, what receives, wha
 
 
 class Exchange:
-    """One exchange under way. arrived_ns: when its last message was here, by the monotonic clock; 0 before."""
+    """One exchange under way. arrived_ns: when its last message was here, by the monotonic clock; 0
+    before.
+    """
 
-    def __init__(self, channel: Channel, tag: int, envelope: Plain, receives: list[_Receive]) -> None:
+    def __init__(
+        self, channel: Channel, tag: int, envelope: Plain, receives: list[_Receive]
+    ) -> None:
         self.arrived_ns = 0
         self._watched = False
         self._underway = threading.Lock()  # held until all is here; an Event takes 15 us more
@@ -277,8 +326,14 @@ class Exchange:
         self._error: PeerLost | None = None
 
     def send(self, tensors: Mapping[int, Tensor], release: Callable[[], None]) -> None:
-        """Sends this rank's messages of the exchange, or some of them, as in `Channel.post`. Raises PeerLost."""
-        channel, mesh, peer, works, sent = self._channel, self._channel.mesh, -1, [], []
+        """Sends this rank's messages of the exchange, or some of them, as in `Channel.post`. Raises
+        PeerLost.
+        """
+        channel = self._channel
+        mesh = self._channel.mesh
+        peer = -1
+        works = []
+        sent = []
         if mesh.closed:
             raise mesh.lost()
         try:
@@ -295,8 +350,8 @@ class Exchange:
         self._channel.watch(self)
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Returns when every message is here. Raises PeerLost naming the first rank whose message did not come within
-        `limit_s` seconds (default: the members' deadline)."""
+        """Returns when every message is here. Raises PeerLost naming the first rank whose message
+        did not come within `limit_s` seconds (default: the members' deadline)."""
         mesh = self._channel.mesh
         limit = mesh.members.deadline_s if limit_s is None else limit_s
         until = time.monotonic() + limit
@@ -306,7 +361,9 @@ class Exchange:
             if mesh.closed:
                 raise mesh.lost()
             if time.monotonic() > until:
-                error = mesh.lost(f"rank {self._awaited} was silent for {limit:g} s", (self._awaited,))
+                error = mesh.lost(
+                    f"rank {self._awaited} was silent for {limit:g} s", (self._awaited,)
+                )
                 mesh.close()
                 raise error
         self._underway.release()  # for another `wait`
@@ -332,7 +389,11 @@ class Exchange:
             reason = f"was silent for {limit_s:g} s" if silent else f"is gone: {_brief(error)}"
             if isinstance(error, PermissionError):
                 reason = str(error)
-            self._error = mesh.lost() if mesh.closed else mesh.lost(f"rank {self._awaited} {reason}", (self._awaited,))
+            self._error = (
+                mesh.lost()
+                if mesh.closed
+                else mesh.lost(f"rank {self._awaited} {reason}", (self._awaited,))
+            )
             mesh.close()
         if self._receives:
             self.arrived_ns = time.monotonic_ns()

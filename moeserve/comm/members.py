@@ -9,11 +9,12 @@ from moeserve.messages import Join
 class Members:
     """The members of one epoch. Rank r is process r % tp_size of engine r // tp_size.
 
-    host_of[r]: the machine of rank r; equal names share memory. directory: private folder (mode 0700) of this epoch for
-    Unix sockets and the like, the same for all ranks of a machine. store: host:port at which rank 0 opens this epoch's
-    store, or the path of a Unix socket for ranks of one machine. vote: host:port at which rank 0 listens for the step
-    vote, where there are several machines. token: a secret that the members share. deadline_s: how long to wait
-    for a member before it counts as missing. terms: what must be the same on all ranks whose rows go by a mesh.
+    host_of[r]: the machine of rank r; equal names share memory. directory: private folder (mode
+    0700) of this epoch for Unix sockets and the like, the same for all ranks of a machine. store:
+    host:port at which rank 0 opens this epoch's store, or the path of a Unix socket for ranks of
+    one machine. vote: host:port at which rank 0 listens for the step vote, where there are several
+    machines. token: a secret that the members share. deadline_s: how long to wait for a member
+    before it counts as missing. terms: what must be the same on all ranks whose rows go by a mesh.
     """
 
     epoch: int

@@ -1,12 +1,15 @@
-"""Collectives between GPUs by torch's NCCL, one GPU per rank; messages of the host still go by Gloo.
+"""Collectives between GPUs by torch's NCCL, one GPU per rank; messages of the host still go by
+Gloo.
 
-NCCL neither names a rank that is missing nor wakes a host that waits for one of its kernels. So whatever can be asked
-beforehand (which ranks are here, how many rows will come) is asked over Gloo, with its deadlines. When a rank leaves,
-the communicator is aborted: its kernels end at once, and with them all waits for the device, with invalid results.
-`check` detects that. torch's own watchdog aborts the communicator too when a kernel waits longer than the deadline.
+NCCL neither names a rank that is missing nor wakes a host that waits for one of its kernels. So
+whatever can be asked beforehand (which ranks are here, how many rows will come) is asked over Gloo,
+with its deadlines. When a rank leaves, the communicator is aborted: its kernels end at once, and
+with them all waits for the device, with invalid results. `check` detects that. torch's own watchdog
+aborts the communicator too when a kernel waits longer than the deadline.
 
-CUDA graphs can record collectives. torch's watchdog does not know of those that are replayed, but of the next one that
-is not, behind them. And NCCL ends a communicator only after all graphs that use it: who leaves drops them first.
+CUDA graphs can record collectives. torch's watchdog does not know of those that are replayed, but
+of the next one that is not, behind them. And NCCL ends a communicator only after all graphs that
+use it: who leaves drops them first.
 """
 
 import contextlib
@@ -40,8 +43,8 @@ def in_line(work: Callable[[], object]) -> Callable[[], object]:
 class DeviceMesh(Mesh):
     """A mesh with collectives on tensors of this process's GPU; the host never waits for them.
 
-    All ranks launch collectives in the same order. launch: puts them on a stream. max_sms: multiprocessors that NCCL
-    takes at most, None: as many as it likes.
+    All ranks launch collectives in the same order. launch: puts them on a stream. max_sms:
+    multiprocessors that NCCL takes at most, None: as many as it likes.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class DeviceMesh(Mesh):
         self._aborting: threading.Thread | None = None
 
     def connect(self) -> None:
-        """Connects the hosts by Gloo and the GPUs by NCCL. Raises PeerLost and ConfigError as in `Mesh`."""
+        """Connects the hosts by Gloo and the GPUs by NCCL. Raises PeerLost and ConfigError as in
+        `Mesh`.
+        """
         super().connect()
         if self.members.size == 1:
             return
@@ -82,15 +87,18 @@ class DeviceMesh(Mesh):
     def all_to_all(
         self, out: Tensor, mine: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int]
     ) -> Callable[[], None]:
-        """Sends to_ranks[r] rows of `mine` to rank r, for all ranks in order, and receives from_ranks[r] rows of rank r
-        into `out`; see `_start`."""
+        """Sends to_ranks[r] rows of `mine` to rank r, for all ranks in order, and receives
+        from_ranks[r] rows of rank r into `out`; see `_start`."""
         if self.members.size == 1:
             return self._waiting(self._launch(lambda: out.copy_(mine)))
-        return self._start(lambda nccl: nccl.alltoall_base(out, mine, list(from_ranks), list(to_ranks)))
+        return self._start(
+            lambda nccl: nccl.alltoall_base(out, mine, list(from_ranks), list(to_ranks))
+        )
 
     def _start(self, collective: Callable[[Any], Any]) -> Callable[[], None]:
-        """Returns a function that orders what comes next on the current stream behind the collective. The host does not
-        wait, so the deadline is NCCL's, which is the members'. Both calls raise PeerLost when the group is gone."""
+        """Returns a function that orders what comes next on the current stream behind the
+        collective. The host does not wait, so the deadline is NCCL's, which is the members'. Both
+        calls raise PeerLost when the group is gone."""
         nccl = self.check()
         try:
             # NCCL's `wait` blocks the stream, not the host, whichever stream NCCL itself uses.
@@ -107,8 +115,9 @@ class DeviceMesh(Mesh):
         return wait
 
     def check(self) -> Any:
-        """Returns NCCL's group. Raises PeerLost if what the device computed is invalid, because this rank left or NCCL
-        gave up on a peer. To be called once the host has waited for the device."""
+        """Returns NCCL's group. Raises PeerLost if what the device computed is invalid, because
+        this rank left or NCCL gave up on a peer. To be called once the host has waited for the
+        device."""
         nccl = self._nccl
         if self.closed or (nccl is None and self.members.size > 1):
             raise self.lost()
@@ -118,10 +127,13 @@ class DeviceMesh(Mesh):
         return nccl
 
     def close(self) -> None:
-        """Closes every connection and begins to abort NCCL's kernels: whoever notices a loss still has its graphs."""
+        """Closes every connection and begins to abort NCCL's kernels: whoever notices a loss still
+        has its graphs.
+        """
         super().close()
         with self.lock:
-            nccl, self._nccl = self._nccl, None
+            nccl = self._nccl
+            self._nccl = None
             if nccl is not None:
                 self._aborting = threading.Thread(target=_abort, args=(nccl,), daemon=True)
                 self._aborting.start()
@@ -129,7 +141,8 @@ class DeviceMesh(Mesh):
     def leave(self) -> None:
         """Closes every connection and waits until NCCL's kernels have ended, once."""
         self.close()
-        aborting, self._aborting = self._aborting, None
+        aborting = self._aborting
+        self._aborting = None
         if aborting is not None:
             aborting.join(ABORT_S)
 
@@ -147,7 +160,9 @@ class DeviceMesh(Mesh):
 
 
 def _abort(nccl: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # raised when aborting took too long; nothing waits any more
+    with contextlib.suppress(
+        RuntimeError
+    ):  # raised when aborting took too long; nothing waits any more
         nccl.abort()
 
 

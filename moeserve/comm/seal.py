@@ -1,8 +1,9 @@
 """Encryption of the messages between ranks of different machines: AES-256-GCM.
 
-Each direction between two ranks has a key of its own, derived (HKDF-SHA256) from the secret that the members of an
-epoch share. A message's nonce is its place: channel, exchange, number within the exchange. Both ends know it, so it
-does not travel, no two messages of a key have the same, and what was altered, repeated or put elsewhere does not open.
+Each direction between two ranks has a key of its own, derived (HKDF-SHA256) from the secret that
+the members of an epoch share. A message's nonce is its place: channel, exchange, number within the
+exchange. Both ends know it, so it does not travel, no two messages of a key have the same, and what
+was altered, repeated or put elsewhere does not open.
 
 A sealed message: length of the text (8 bytes, authenticated), ciphertext, tag (16 bytes).
 """
@@ -22,14 +23,18 @@ from torch import Tensor
 from moeserve.comm.gloo import Plain
 from moeserve.comm.members import Members
 
-HEAD_BYTES, TAG_BYTES = 8, 16
+HEAD_BYTES = 8
+TAG_BYTES = 16
 
 
 class Seal:
-    """The keys of one rank of a mesh. name: keeps them apart from those of another mesh of the epoch."""
+    """The keys of one rank of a mesh. name: keeps them apart from those of another mesh of the
+    epoch.
+    """
 
     def __init__(self, members: Members, name: str) -> None:
-        me, host_of = members.rank, members.host_of
+        me = members.rank
+        host_of = members.host_of
         remote = [rank for rank in range(members.size) if host_of[rank] != host_of[me]]
         self.to = {rank: _key(members.token, f"{name}: {me} to {rank}") for rank in remote}
         self.back = {rank: _key(members.token, f"{name}: {rank} to {me}") for rank in remote}
@@ -40,7 +45,9 @@ class Seal:
 
 
 class SealedExchange(Plain):
-    """The messages of one exchange; those that stay on the machine travel as they are. Tensors are uint8 [n]."""
+    """The messages of one exchange; those that stay on the machine travel as they are. Tensors are
+    uint8 [n].
+    """
 
     def __init__(self, seal: Seal, channel: int, exchange: int) -> None:
         self._seal = seal
@@ -61,9 +68,12 @@ class SealedExchange(Plain):
             return text
         sealed = torch.empty(HEAD_BYTES + text.numel() + TAG_BYTES, dtype=torch.uint8)
         wire = sealed.numpy().data
-        head, body = wire[:HEAD_BYTES], wire[HEAD_BYTES:]
+        head = wire[:HEAD_BYTES]
+        body = wire[HEAD_BYTES:]
         head[:] = text.numel().to_bytes(HEAD_BYTES, "big")
-        self._seal.to[peer].encrypt_into(self._nonce(self._sent, peer), text.numpy().data, head, body)
+        self._seal.to[peer].encrypt_into(
+            self._nonce(self._sent, peer), text.numpy().data, head, body
+        )
         return sealed
 
     def _nonce(self, counted: Counter[int], peer: int) -> bytes:
@@ -78,11 +88,18 @@ class SealedExchange(Plain):
         try:
             if num_bytes > into.numel():
                 raise InvalidTag
-            body, text = wire[HEAD_BYTES:][: num_bytes + TAG_BYTES], into.numpy().data[:num_bytes]
+            body = wire[HEAD_BYTES:][: num_bytes + TAG_BYTES]
+            text = into.numpy().data[:num_bytes]
             self._seal.back[peer].decrypt_into(nonce, body, head, text)
         except InvalidTag:
-            raise PermissionError("sent a message that was altered on the way, or is not its own") from None
+            raise PermissionError(
+                "sent a message that was altered on the way, or is not its own"
+            ) from None
 
 
 def _key(secret: str, purpose: str) -> AESGCM:
-    return AESGCM(HKDF(algorithm=SHA256(), length=32, salt=None, info=purpose.encode()).derive(secret.encode()))
+    return AESGCM(
+        HKDF(algorithm=SHA256(), length=32, salt=None, info=purpose.encode()).derive(
+            secret.encode()
+        )
+    )

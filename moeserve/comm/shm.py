@@ -1,4 +1,5 @@
-"""Shared memory between the ranks of one host: how they exchange it, and the tensor-parallel gathers on top of it.
+"""Shared memory between the ranks of one host: how they exchange it, and the tensor-parallel
+gathers on top of it.
 
 T rows, N columns of one rank, D model width.
 """
@@ -33,12 +34,16 @@ def module() -> ModuleType:
     """Returns `moeserve._native`. Raises ConfigError where it was not built."""
     found = native()
     if found is None:
-        raise ConfigError("shared memory needs moeserve's native code, which is not installed; use --all2all torch")
+        raise ConfigError(
+            "shared memory needs moeserve's native code, which is not installed; use --all2all torch"
+        )
     return found
 
 
 class ShmGroup:
-    """Streams between `ranks`, one per pair and micro-batch, over which they exchange each rank's memory."""
+    """Streams between `ranks`, one per pair and micro-batch, over which they exchange each rank's
+    memory.
+    """
 
     def __init__(self, members: Members, ranks: Sequence[int], name: str, ubatches: int) -> None:
         self._members = members
@@ -52,7 +57,9 @@ class ShmGroup:
         self._channels: list[Channel] = []
 
     def open_channels(self, region_bytes: int, facts: str) -> "list[tuple[Channel, Region]]":
-        """Returns a channel and this rank's own region for each micro-batch. Raises what `connect` raises."""
+        """Returns a channel and this rank's own region for each micro-batch. Raises what `connect`
+        raises.
+        """
         regions = [module().Region(region_bytes) for _ in range(self._num_ubatches)]
         self.connect(regions, facts)
         try:
@@ -62,11 +69,12 @@ class ShmGroup:
             raise
 
     def connect(self, regions: "list[Region]", facts: str) -> dict[int, tuple[socket.socket, int]]:
-        """Returns, for micro-batch 0, each other rank's socket and the descriptor of its region. Both stay this
-        group's. To be called in a thread without an event loop.
+        """Returns, for micro-batch 0, each other rank's socket and the descriptor of its region.
+        Both stay this group's. To be called in a thread without an event loop.
 
-        Every rank listens, connects to all ranks before it and accepts all after it. Raises PeerLost naming the ranks
-        that did not come before the members' deadline, ConfigError when a rank's facts differ.
+        Every rank listens, connects to all ranks before it and accepts all after it. Raises
+        PeerLost naming the ranks that did not come before the members' deadline, ConfigError when a
+        rank's facts differ.
         """
         until_s = time.monotonic() + self._members.deadline_s
         folder = os.open(self._members.directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -79,7 +87,11 @@ class ShmGroup:
         finally:
             os.close(folder)
         with self._lock:
-            return {peer.rank: (sock, self._fds[peer]) for peer, sock in self._sockets.items() if peer.channel == 0}
+            return {
+                peer.rank: (sock, self._fds[peer])
+                for peer, sock in self._sockets.items()
+                if peer.channel == 0
+            }
 
     def close(self) -> None:
         """Leaves, and closes everything that channels do not own."""
@@ -93,7 +105,9 @@ class ShmGroup:
             self._fds.clear()
 
     def leave(self) -> None:
-        """Ends all streams, from any thread and at any time: calls that wait, here or at a peer, raise PeerLost."""
+        """Ends all streams, from any thread and at any time: calls that wait, here or at a peer,
+        raise PeerLost.
+        """
         self._left.set()
         with self._lock:
             for channel in self._channels:
@@ -111,15 +125,24 @@ class ShmGroup:
         later = [peer for peer in peers if peer.rank > members.rank]
         with closing(StreamListener(path, members.token, members.epoch, later)) as listener:
             waiting: set[asyncio.Task[Any]] = {asyncio.create_task(listener.complete.wait())}
-            waiting |= {asyncio.create_task(self._connect(folder, peer)) for peer in peers if peer.rank < members.rank}
+            waiting |= {
+                asyncio.create_task(self._connect(folder, peer))
+                for peer in peers
+                if peer.rank < members.rank
+            }
             try:
                 while waiting:
-                    done, waiting = await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    done, waiting = await asyncio.wait(
+                        waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                    )
                     if errors := [error for task in done if (error := task.exception())]:
                         raise errors[0]
                     here = self._sockets.keys() | listener.accepted.keys()
                     if waiting:
-                        self._check_time(until_s, {p.rank for p in peers if p.rank != members.rank and p not in here})
+                        self._check_time(
+                            until_s,
+                            {p.rank for p in peers if p.rank != members.rank and p not in here},
+                        )
             finally:
                 self._keep({peer: link.sock for peer, link in listener.accepted.items()})
 
@@ -129,7 +152,9 @@ class ShmGroup:
         try:
             link = await connect(self._path(folder, peer.rank), members.token, members.epoch, me)
         except ConnectionError as error:
-            raise PeerLost(f"rank {peer.rank} refused this rank, or ended: {error}", (peer.rank,)) from None
+            raise PeerLost(
+                f"rank {peer.rank} refused this rank, or ended: {error}", (peer.rank,)
+            ) from None
         self._keep({peer: link.sock})
 
     def _keep(self, sockets: dict[Peer, socket.socket]) -> None:
@@ -149,7 +174,9 @@ class ShmGroup:
                 theirs[peer.rank], fd = _receive_facts(sock)
             except (OSError, ValueError):
                 self._check_time(until_s, {peer.rank})
-                raise PeerLost(f"rank {peer.rank} ended while the ranks connected", (peer.rank,)) from None
+                raise PeerLost(
+                    f"rank {peer.rank} ended while the ranks connected", (peer.rank,)
+                ) from None
             with self._lock:
                 self._fds[peer] = fd
         for rank, other in theirs.items():
@@ -158,7 +185,8 @@ class ShmGroup:
                 raise ConfigError(f"ranks must be started alike; {has}")
 
     def _path(self, folder: int, rank: int) -> str:
-        # Through the descriptor: a Unix socket's path may have 107 bytes, and folders of tests are longer.
+        # Through the descriptor: a Unix socket's path may have 107 bytes, and folders of tests are
+        # longer.
         return f"/proc/self/fd/{folder}/{self._name}-{rank}.sock"
 
     def _check_time(self, until_s: float, missing: Iterable[int]) -> None:
@@ -167,7 +195,9 @@ class ShmGroup:
         if time.monotonic() >= until_s:
             ranks = tuple(sorted(missing))
             names = ", ".join(map(str, ranks))
-            raise PeerLost(f"ranks that did not come in {self._members.deadline_s:g} s: {names}", ranks)
+            raise PeerLost(
+                f"ranks that did not come in {self._members.deadline_s:g} s: {names}", ranks
+            )
 
     def _open(self, regions: "list[Region]") -> "list[tuple[Channel, Region]]":
         index = self._ranks.index(self._members.rank)
@@ -175,14 +205,17 @@ class ShmGroup:
             if self._left.is_set():
                 raise PeerLost("this rank left its group while the ranks connected")
             for ubatch, region in enumerate(regions):
-                sockets, fds = [], []
+                sockets = []
+                fds = []
                 for rank in self._ranks:
                     sock = self._sockets.pop(Peer(rank, ubatch), None)
                     if sock is not None:
                         sock.setblocking(False)
                     sockets.append(-1 if sock is None else sock.detach())
                     fds.append(self._fds.pop(Peer(rank, ubatch), -1))
-                self._channels.append(module().Channel(index, self._ranks, ubatch, sockets, region, fds))
+                self._channels.append(
+                    module().Channel(index, self._ranks, ubatch, sockets, region, fds)
+                )
             return list(zip(self._channels, regions, strict=True))
 
 
@@ -190,7 +223,11 @@ def _receive_facts(sock: socket.socket) -> tuple[str, int]:
     """Returns a peer's facts and the descriptor of its memory. Raises OSError or ValueError."""
     header, fds, _, _ = socket.recv_fds(sock, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
-        if len(header) < HEADER.size or len(fds) != 1 or (size := HEADER.unpack(header)[0]) > MAX_FACTS_BYTES:
+        if (
+            len(header) < HEADER.size
+            or len(fds) != 1
+            or (size := HEADER.unpack(header)[0]) > MAX_FACTS_BYTES
+        ):
             raise ValueError("these are no facts")
         body = b""  # exactly: what the rank sends behind it is for its channel
         while len(body) < size:
@@ -214,7 +251,8 @@ class ShmTensor(TensorParallel):
 
     def leave(self) -> None:
         """Drops all connections, from any thread."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.leave()
         self._gathers = ()  # memory goes when the last call that is inside ends
@@ -222,7 +260,9 @@ class ShmTensor(TensorParallel):
     def _connect(self, members: Members) -> None:
         group = self._group = ShmGroup(members, members.tp_ranks, "tensor", self._num_channels)
         gather = module().Gather
-        channels = group.open_channels(gather.region_bytes(GATHER_PART_BYTES), f"{self._num_channels} channels")
+        channels = group.open_channels(
+            gather.region_bytes(GATHER_PART_BYTES), f"{self._num_channels} channels"
+        )
         self._gathers = [gather(channel, GATHER_PART_BYTES) for channel, _ in channels]
         self._deadline_s = members.deadline_s
 
@@ -230,13 +270,17 @@ class ShmTensor(TensorParallel):
         rows, columns = x_TN.shape
         x_TN, out_TN = x_TN.contiguous(), x_TN.new_empty((rows, self.size * columns))
         row_bytes = columns * x_TN.element_size()
-        self._gather(channel).columns(x_TN.data_ptr(), rows, row_bytes, out_TN.data_ptr(), self._deadline_s)
+        self._gather(channel).columns(
+            x_TN.data_ptr(), rows, row_bytes, out_TN.data_ptr(), self._deadline_s
+        )
         return out_TN
 
     def _rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
         x_TD, out_TD = x_TD.contiguous(), x_TD.new_empty((sum(counts), x_TD.shape[1]))
         row_bytes = x_TD.shape[1] * x_TD.element_size()
-        self._gather(channel).rows(x_TD.data_ptr(), list(counts), row_bytes, out_TD.data_ptr(), self._deadline_s)
+        self._gather(channel).rows(
+            x_TD.data_ptr(), list(counts), row_bytes, out_TD.data_ptr(), self._deadline_s
+        )
         return out_TD
 
     def _gather(self, channel: int) -> "Gather":

@@ -1,10 +1,11 @@
-"""torch's `Store` over authenticated streams: by it the ranks of an epoch tell each other their addresses.
+"""torch's `Store` over authenticated streams: by it the ranks of an epoch tell each other their
+addresses.
 
     rank r  -- Put -->  rank 0  -- Put -->  all others
 
-Every rank has all values, so that only `set` travels. There are what Gloo and NCCL call, and no more: both set a key
-once, and on one rank. Unlike torch's own TCPStore it lets in members only, is encrypted between machines, asks no DNS,
-and a rank that does not come is named on all the others.
+Every rank has all values, so that only `set` travels. There are what Gloo and NCCL call, and no
+more: both set a key once, and on one rank. Unlike torch's own TCPStore it lets in members only, is
+encrypted between machines, asks no DNS, and a rank that does not come is named on all the others.
 """
 
 import asyncio
@@ -20,7 +21,15 @@ import torch.distributed
 
 from moeserve.comm.dp_coordinator import FOLLOWER_WAITS, Leaving
 from moeserve.comm.members import Members
-from moeserve.comm.stream import AsyncStream, KeyedSocket, Peer, StreamListener, connect, frame, to_address
+from moeserve.comm.stream import (
+    AsyncStream,
+    KeyedSocket,
+    Peer,
+    StreamListener,
+    connect,
+    frame,
+    to_address,
+)
 from moeserve.errors import PeerLost
 
 dist: Any = torch.distributed  # its type hints lack most of what is used here
@@ -34,7 +43,8 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class MembersStore(dist.Store):  # type: ignore[misc]
-    """The store of an epoch at `members.store`, where rank 0 listens. Its streams live in a thread until `close`.
+    """The store of an epoch at `members.store`, where rank 0 listens. Its streams live in a thread
+    until `close`.
 
     Calls that wait raise PeerLost, naming the ranks that did not come or are gone.
     """
@@ -64,12 +74,16 @@ class MembersStore(dist.Store):  # type: ignore[misc]
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
         """Returns once all keys have values. limit: the members' deadline if None."""
-        limit_s = FOLLOWER_WAITS * self._members.deadline_s if limit is None else limit.total_seconds()
+        limit_s = (
+            FOLLOWER_WAITS * self._members.deadline_s if limit is None else limit.total_seconds()
+        )
         with self._changed:
             self._changed.wait_for(lambda: self.check(keys) or self._lost is not None, limit_s)
             if not self.check(keys):
                 absent = ", ".join(key for key in keys if key not in self._values)
-                raise self._lost or PeerLost(f"the store was told nothing of {absent} within {limit_s:g} s")
+                raise self._lost or PeerLost(
+                    f"the store was told nothing of {absent} within {limit_s:g} s"
+                )
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all keys have values."""
@@ -80,7 +94,9 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         return self
 
     def close(self, lost: PeerLost | None = None) -> None:
-        """Drops the connections, from any thread. The other ranks learn the cause; the first one counts."""
+        """Drops the connections, from any thread. The other ranks learn the cause; the first one
+        counts.
+        """
         with self._changed:
             self._lost = self._lost or lost or PeerLost("this rank left the group")
             self._changed.notify_all()
@@ -112,12 +128,16 @@ class MembersStore(dist.Store):  # type: ignore[misc]
     async def _accept(self) -> None:
         members = self._members
         others = map(Peer, range(1, members.size))
-        with closing(StreamListener(self._address, members.token, members.epoch, others)) as listener:
+        with closing(
+            StreamListener(self._address, members.token, members.epoch, others)
+        ) as listener:
             try:
                 await asyncio.wait_for(listener.complete.wait(), members.deadline_s)
             except TimeoutError:
                 absent = tuple(sorted(peer.rank for peer in listener.missing))
-                raise PeerLost(f"ranks {[*absent]} did not come within {members.deadline_s:g} s", absent) from None
+                raise PeerLost(
+                    f"ranks {[*absent]} did not come within {members.deadline_s:g} s", absent
+                ) from None
             finally:
                 for peer, link in listener.accepted.items():
                     self._open(peer.rank, link)
@@ -129,7 +149,9 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             self._open(0, await asyncio.wait_for(connecting, members.deadline_s))
         except OSError as error:
             cause = str(error) or f"nobody listened within {members.deadline_s:g} s"
-            raise PeerLost(f"rank 0 did not open the store at {members.store}: {cause}", (0,)) from None
+            raise PeerLost(
+                f"rank 0 did not open the store at {members.store}: {cause}", (0,)
+            ) from None
 
     def _open(self, rank: int, link: KeyedSocket) -> None:
         def died(cause: str) -> None:

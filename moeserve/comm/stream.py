@@ -1,4 +1,5 @@
-"""An authenticated stream between two processes of a group: a mutual proof of the group's token, then framed messages.
+"""An authenticated stream between two processes of a group: a mutual proof of the group's token,
+then framed messages.
 
     connector                  listener
     hello with a nonce    ->
@@ -51,15 +52,17 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Peer(NamedTuple):
-    """The connecting end of a stream: its rank, and the number of this stream among those that it opens here."""
+    """The connecting end of a stream: its rank, and the number of this stream among those that it
+    opens here.
+    """
 
     rank: int
     channel: int = 0
 
 
 class KeyedSocket(NamedTuple):
-    """A connection between ranks that know the token: a non-blocking socket, and the keys that this end encrypts with
-    and the other one does."""
+    """A connection between ranks that know the token: a non-blocking socket, and the keys that this
+    end encrypts with and the other one does."""
 
     sock: socket.socket
     keys: tuple[bytes, bytes]
@@ -68,8 +71,8 @@ class KeyedSocket(NamedTuple):
 class StreamListener:
     """Accepts one connection of each expected peer on the running loop, until `close`.
 
-    Each connection is greeted by a task of its own, so that a stranger holds nobody up. `complete` is set once every
-    peer is in `accepted`. Raises OSError for an address that cannot be used.
+    Each connection is greeted by a task of its own, so that a stranger holds nobody up. `complete`
+    is set once every peer is in `accepted`. Raises OSError for an address that cannot be used.
     """
 
     def __init__(self, address: Address, token: str, epoch: int, expected: Iterable[Peer]) -> None:
@@ -117,17 +120,24 @@ class StreamListener:
         sock.setblocking(False)
         self._greetings.add(task := self._loop.create_task(self._greet(sock)))
         task.add_done_callback(self._greetings.discard)
-        task.add_done_callback(lambda task: sock.close() if task.cancelled() or not task.result() else None)
+        task.add_done_callback(
+            lambda task: sock.close() if task.cancelled() or not task.result() else None
+        )
 
     async def _greet(self, sock: socket.socket) -> bool:
         try:
             async with asyncio.timeout(_GREET_S):
                 peer, keys = await self._prove(sock)
             if peer not in self.missing:
-                raise ValueError(f"rank {peer.rank} (channel {peer.channel}) is connected already or does not exist")
+                raise ValueError(
+                    f"rank {peer.rank} (channel {peer.channel}) is connected already or does not exist"
+                )
             sock.send(_ACCEPTED)
         except TimeoutError:
-            log.warning("a connection to this rank was closed: it did not introduce itself in %g s", _GREET_S)
+            log.warning(
+                "a connection to this rank was closed: it did not introduce itself in %g s",
+                _GREET_S,
+            )
         except ValueError as error:
             log.warning("a connection to this rank was closed: %s", error)
         except (OSError, EOFError) as error:
@@ -160,8 +170,8 @@ class StreamListener:
 async def connect(address: Address, token: str, epoch: int, me: Peer) -> KeyedSocket:
     """Returns a link once a listener at `address` has accepted us.
 
-    Tries until somebody listens there; the caller sets the deadline. Raises ConnectionError when the listener is none
-    of the group, or turned us away.
+    Tries until somebody listens there; the caller sets the deadline. Raises ConnectionError when
+    the listener is none of the group, or turned us away.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -188,7 +198,8 @@ async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> t
     hello = _HELLO.pack(_MAGIC, epoch, *me, os.urandom(_NONCE_BYTES))
     await loop.sock_sendall(sock, hello)
     answer = await _receive(sock, _NONCE_BYTES + _PROOF_BYTES)
-    nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    nonce = answer[:_NONCE_BYTES]
+    proof = answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"listener", hello, nonce)):
         raise ConnectionError("the listener does not know this group's token")
     await loop.sock_sendall(sock, _proof(token, b"connector", hello, nonce))
@@ -216,8 +227,12 @@ def _proof(token: str, side: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def _keys(token: str, hello: bytes, nonce: bytes) -> tuple[bytes, bytes]:
-    """Returns what the connector encrypts with, and what the listener does: of this connection alone."""
-    return _proof(token, b"from connector", hello, nonce), _proof(token, b"from listener", hello, nonce)
+    """Returns what the connector encrypts with, and what the listener does: of this connection
+    alone.
+    """
+    return _proof(token, b"from connector", hello, nonce), _proof(
+        token, b"from listener", hello, nonce
+    )
 
 
 def _tune(sock: socket.socket) -> None:
@@ -241,14 +256,20 @@ def frame(msg: msgspec.Struct) -> bytes:
     """Returns a message as it travels. Raises ValueError for one that no peer would accept."""
     body = _encode(msg)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a {type(msg).__name__} of {len(body)} bytes; the longest message has {MAX_FRAME_BYTES}")
+        raise ValueError(
+            f"a {type(msg).__name__} of {len(body)} bytes; the longest message has {MAX_FRAME_BYTES}"
+        )
     return HEADER.pack(len(body)) + body
 
 
 class FrameSplitter(Generic[In]):
-    """Splits received bytes into messages of the union `receives`, of at most `max_bytes` each. cipher: opens them."""
+    """Splits received bytes into messages of the union `receives`, of at most `max_bytes` each.
+    cipher: opens them.
+    """
 
-    def __init__(self, receives: Any, max_bytes: int = MAX_FRAME_BYTES, cipher: Cipher | None = None) -> None:
+    def __init__(
+        self, receives: Any, max_bytes: int = MAX_FRAME_BYTES, cipher: Cipher | None = None
+    ) -> None:
         self._buffer = bytearray()
         self._cipher = cipher
         self._header_bytes = HEADER.size if cipher is None else cipher.header_bytes
@@ -261,15 +282,23 @@ class FrameSplitter(Generic[In]):
         self._buffer += data
 
     def take(self) -> In | None:
-        """Removes the first message and returns it; None if it is not whole yet. Raises ValueError for anything else
-        than a message."""
-        buffer, begin, num_bytes = self._buffer, self._header_bytes, self._num_bytes
+        """Removes the first message and returns it; None if it is not whole yet. Raises ValueError
+        for anything else than a message."""
+        buffer = self._buffer
+        begin = self._header_bytes
+        num_bytes = self._num_bytes
         if num_bytes is None:
             if len(buffer) < begin:
                 return None
-            num_bytes = HEADER.unpack_from(buffer)[0] if self._cipher is None else self._cipher.length(buffer)
+            num_bytes = (
+                HEADER.unpack_from(buffer)[0]
+                if self._cipher is None
+                else self._cipher.length(buffer)
+            )
             if num_bytes > self._max_bytes:
-                raise ValueError(f"a message of {num_bytes} bytes; the longest has {self._max_bytes}")
+                raise ValueError(
+                    f"a message of {num_bytes} bytes; the longest has {self._max_bytes}"
+                )
             self._num_bytes = num_bytes
         end = begin + num_bytes
         if len(buffer) < end:
@@ -286,8 +315,9 @@ class FrameSplitter(Generic[In]):
 
 
 class AsyncStream(Generic[In]):
-    """A stream that is used on the running loop, which calls `heard(message)`, one of the union `receives`, and, once
-    the stream is lost and closed, `lost(cause)`. What TCP carries is encrypted."""
+    """A stream that is used on the running loop, which calls `heard(message)`, one of the union
+    `receives`, and, once the stream is lost and closed, `lost(cause)`. What TCP carries is
+    encrypted."""
 
     def __init__(
         self,
@@ -301,7 +331,9 @@ class AsyncStream(Generic[In]):
         self._cipher: Cipher | None = None
         theirs: Cipher | None = None
         if self._sock.family != socket.AF_UNIX:
-            from moeserve.comm.cipher import Cipher  # 40 ms that engines on one machine need not spend
+            from moeserve.comm.cipher import (
+                Cipher,
+            )  # 40 ms that engines on one machine need not spend
 
             self._cipher, theirs = map(Cipher, link.keys)
         self._frames: FrameSplitter[In] = FrameSplitter(receives, max_bytes, theirs)
@@ -312,8 +344,8 @@ class AsyncStream(Generic[In]):
         self._loop.add_reader(self._sock, self._read)
 
     def send(self, data: bytes) -> None:
-        """Sends a frame without waiting. A peer that lets the socket's buffer fill up is lost; protocols on this stream
-        have a peer read each message before it causes another one."""
+        """Sends a frame without waiting. A peer that lets the socket's buffer fill up is lost;
+        protocols on this stream have a peer read each message before it causes another one."""
         if not self._is_open:
             return
         if self._cipher is not None:
@@ -375,7 +407,9 @@ class BlockingStream(Generic[In]):
         self._lock = threading.Lock()
 
     def send(self, msg: msgspec.Struct) -> None:
-        """Blocks while the peer does not read. A peer that is gone is not an error here: `receive` reports it."""
+        """Blocks while the peer does not read. A peer that is gone is not an error here: `receive`
+        reports it.
+        """
         with self._lock, suppress(OSError):
             self._sock.sendall(frame(msg))
 

@@ -1,5 +1,5 @@
-"""Tensor parallelism without partial sums: ranks compute whole columns or rows and gather them. No sum is ever split,
-so the bits are those of one rank.
+"""Tensor parallelism without partial sums: ranks compute whole columns or rows and gather them. No
+sum is ever split, so the bits are those of one rank.
 
 T rows, N columns of one rank, D model width.
 """
@@ -18,11 +18,13 @@ from moeserve.errors import PeerLost
 
 
 class TensorParallel:
-    """The ranks of one engine. With one rank, as here, every gather returns its argument; subclasses connect several.
+    """The ranks of one engine. With one rank, as here, every gather returns its argument;
+    subclasses connect several.
 
-    Between `join` and `leave` all ranks make the same calls in the same order on each channel (a micro-batch's index),
-    which one thread at a time uses. Before the first `join` a rank warms up alone: shapes are right, the parts of other
-    ranks are this rank's own or zero. After `leave` every call raises PeerLost until the next `join`.
+    Between `join` and `leave` all ranks make the same calls in the same order on each channel (a
+    micro-batch's index), which one thread at a time uses. Before the first `join` a rank warms up
+    alone: shapes are right, the parts of other ranks are this rank's own or zero. After `leave`
+    every call raises PeerLost until the next `join`.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, num_channels: int = 1) -> None:
@@ -44,11 +46,13 @@ class TensorParallel:
         self._connect(members)
 
     def leave(self) -> None:
-        """Drops all connections, at any time, from any thread: calls that wait, here or at a peer, raise PeerLost."""
+        """Drops all connections, at any time, from any thread: calls that wait, here or at a peer,
+        raise PeerLost.
+        """
 
     def gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
-        """Returns every rank's columns in rank order, [T, size * N]. T and N are the same on all ranks; nothing travels
-        when either is 0. Raises PeerLost."""
+        """Returns every rank's columns in rank order, [T, size * N]. T and N are the same on all
+        ranks; nothing travels when either is 0. Raises PeerLost."""
         if self.size == 1:
             return x_TN
         if not self._joined_once or not x_TN.numel():
@@ -56,8 +60,8 @@ class TensorParallel:
         return self._columns(x_TN, channel)
 
     def gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
-        """Returns every rank's rows in rank order, [sum(counts), D]; rank r has counts[r]. Nothing travels when all
-        counts are 0. Raises PeerLost."""
+        """Returns every rank's rows in rank order, [sum(counts), D]; rank r has counts[r]. Nothing
+        travels when all counts are 0. Raises PeerLost."""
         assert counts[self.rank] == x_TD.shape[0], (counts, x_TD.shape)
         if self.size == 1:
             return x_TD
@@ -93,10 +97,14 @@ class GlooTensor(TensorParallel):
 
     def _connect(self, members: Members) -> None:
         self._first_rank = members.tp_ranks[0]
-        first, last = members.tp_ranks[0], members.tp_ranks[-1]
-        hosts, store = members.host_of[first : last + 1], os.path.join(members.directory, f"tensor-{members.dp_rank}")
+        first = members.tp_ranks[0]
+        last = members.tp_ranks[-1]
+        hosts = members.host_of[first : last + 1]
+        store = os.path.join(members.directory, f"tensor-{members.dp_rank}")
         engine = replace(members, rank=members.tp_rank, host_of=hosts, store=store)
-        self._mesh = self._new_mesh(engine, self._num_channels, "tensor", f"{self._num_channels} channels")
+        self._mesh = self._new_mesh(
+            engine, self._num_channels, "tensor", f"{self._num_channels} channels"
+        )
         try:
             self._mesh.connect()
         except PeerLost as error:
@@ -125,18 +133,24 @@ class GlooTensor(TensorParallel):
         receive = {rank: _bytes(parts[rank]) for rank in others if parts[rank].numel()}
         sent = _bytes(mine.contiguous()) if mine.numel() else None
         try:
-            exchange = self._mesh.channel(channel).post(receive, {} if sent is None else dict.fromkeys(others, sent))
+            exchange = self._mesh.channel(channel).post(
+                receive, {} if sent is None else dict.fromkeys(others, sent)
+            )
             exchange.wait()
         except PeerLost as error:
             raise self._of_group(error) from None
 
     def _of_group(self, error: PeerLost) -> PeerLost:
         """Returns the same error with the numbers that ranks have in the whole group."""
-        return PeerLost(f"tensor parallelism: {error}", tuple(self._first_rank + rank for rank in error.missing))
+        return PeerLost(
+            f"tensor parallelism: {error}", tuple(self._first_rank + rank for rank in error.missing)
+        )
 
 
 class DeviceTensor(GlooTensor):
-    """`TensorParallel` by NCCL, one GPU per rank, on the stream that computes; the host does not wait."""
+    """`TensorParallel` by NCCL, one GPU per rank, on the stream that computes; the host does not
+    wait.
+    """
 
     _new_mesh = DeviceMesh
     not_recorded = None
@@ -147,7 +161,9 @@ class DeviceTensor(GlooTensor):
             self._mesh.check()
 
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
-        """Sends as many rows of every rank as the longest part has: all ranks know how many of them count."""
+        """Sends as many rows of every rank as the longest part has: all ranks know how many of them
+        count.
+        """
         assert isinstance(self._mesh, DeviceMesh)
         most = max(len(part) for part in parts)
         all_RTN = mine.new_empty((self.size, most, mine.shape[1]))

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class World:
     """One rank among `size`: engines of tp_size processes each, an engine's ranks side by side.
 
-    ep: experts are sharded over all ranks; otherwise each rank has all of them. ranks_on_host: the number of ranks that
-    share this machine's cores and memory. host_rank: this rank's number among those.
+    ep: experts are sharded over all ranks; otherwise each rank has all of them. ranks_on_host: the
+    number of ranks that share this machine's cores and memory. host_rank: this rank's number among
+    those.
     """
 
     rank: int = 0
@@ -20,7 +21,9 @@ class World:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} is not in a world of {self.size}; ranks run from 0 to {self.size - 1}")
+            raise ValueError(
+                f"rank {self.rank} is not in a world of {self.size}; ranks run from 0 to {self.size - 1}"
+            )
         if self.size % self.tp_size:
             raise ValueError(f"{self.size} ranks cannot be sharded over engines of {self.tp_size}")
 
@@ -46,7 +49,8 @@ class World:
 
 
 def share(total: int, size: int, rank: int) -> slice:
-    """Returns a rank's contiguous part of `total` rows or columns: ceil(total / size), the last ranks fewer or none.
+    """Returns a rank's contiguous part of `total` rows or columns: ceil(total / size), the last
+    ranks fewer or none.
 
     (5, 4, 2) -> slice(4, 5), (5, 4, 3) -> slice(5, 5)
     """

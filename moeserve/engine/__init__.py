@@ -1,1 +1,3 @@
-"""Decides what runs next: requests, plans, scheduler, KV blocks, prefix cache, the core loop. No torch here."""
+"""Decides what runs next: requests, plans, scheduler, KV blocks, prefix cache, the core loop. No
+torch here.
+"""

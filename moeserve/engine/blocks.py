@@ -1,12 +1,14 @@
-"""KV blocks: the groups of layers that share a block table, and the pools that groups take blocks from.
+"""KV blocks: the groups of layers that share a block table, and the pools that groups take blocks
+from.
 
-Groups with a cache entry per token share one pool. A group of recurrent layers has a pool of its own: its blocks hold
-states, which are far larger, and a request needs two of them however long it is.
+Groups with a cache entry per token share one pool. A group of recurrent layers has a pool of its
+own: its blocks hold states, which are far larger, and a request needs two of them however long it
+is.
 
-A block is free (no content), idle (no request holds it, but its content can be found by key) or held (by one or more
-requests). Block 0 is null: it pads tables and is never given out. Free blocks are reused first, the most recently
-freed one first because it is warm; idle ones are evicted in the order in which they were freed, those released as
-`cold` before all others.
+A block is free (no content), idle (no request holds it, but its content can be found by key) or
+held (by one or more requests). Block 0 is null: it pads tables and is never given out. Free blocks
+are reused first, the most recently freed one first because it is warm; idle ones are evicted in the
+order in which they were freed, those released as `cold` before all others.
 """
 
 from collections import OrderedDict
@@ -38,14 +40,19 @@ class KVGroup:
         return int(self.has_states)
 
 
-STATES_HELD = 2  # blocks that a request needs of a group with states: the open tile's and the one before
+STATES_HELD = (
+    2  # blocks that a request needs of a group with states: the open tile's and the one before
+)
 
 
-def groups_of(rules: Sequence[KVRule], block_size: int, num_drafting: int = 0) -> tuple[KVGroup, ...]:
-    """Returns one group per distinct rule, in order of first appearance. rules[i] is layer i's. num_drafting: layers of
-    a drafter behind these, which are in the group with full attention.
+def groups_of(
+    rules: Sequence[KVRule], block_size: int, num_drafting: int = 0
+) -> tuple[KVGroup, ...]:
+    """Returns one group per distinct rule, in order of first appearance. rules[i] is layer i's.
+    num_drafting: layers of a drafter behind these, which are in the group with full attention.
 
-    (full, window 64, full, window 64) -> full group with layers (0, 2), window group with layers (1, 3)
+    (full, window 64, full, window 64) -> full group with layers (0, 2), window group with layers
+    (1, 3)
     """
     by_rule: dict[KVRule, list[int]] = {}
     for layer, rule in enumerate(rules):
@@ -56,7 +63,8 @@ def groups_of(rules: Sequence[KVRule], block_size: int, num_drafting: int = 0) -
 
 
 def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
-    """Returns the most blocks that a request of num_tokens holds at once if it computes at most `chunk` per step.
+    """Returns the most blocks that a request of num_tokens holds at once if it computes at most
+    `chunk` per step.
 
     window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
     """
@@ -69,10 +77,12 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
 
 
 def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], limit: int) -> int:
-    """Returns the largest n <= limit such that the request can continue at block n with cached blocks alone.
+    """Returns the largest n <= limit such that the request can continue at block n with cached
+    blocks alone.
 
-    is_cached(i): whether block i of the request's prefix is cached. A full group needs blocks 0..n-1; any other
-    group needs only those that the first token of block n reads, so the search goes from right to left.
+    is_cached(i): whether block i of the request's prefix is cached. A full group needs blocks
+    0..n-1; any other group needs only those that the first token of block n reads, so the search
+    goes from right to left.
     """
     if group.rule.is_full:
         return next((i for i in range(limit) if not is_cached(i)), limit)
@@ -90,14 +100,16 @@ Key = tuple[bytes, int]  # (chained content hash, KV group)
 
 
 class BlockPool:
-    """num_blocks blocks, the null block included. `on_evict(key, block)` is called before content is lost, unless it
-    is cold."""
+    """num_blocks blocks, the null block included. `on_evict(key, block)` is called before content
+    is lost, unless it is cold."""
 
     def __init__(self, num_blocks: int, on_evict: Callable[[Key, int], None] | None = None) -> None:
         assert num_blocks > 1, num_blocks
         self.num_blocks = num_blocks
         self._on_evict = on_evict
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack, its top is at _num_free
+        self._free = np.arange(
+            num_blocks - 1, -1, -1, dtype=np.int32
+        )  # a stack, its top is at _num_free
         self._num_free = num_blocks - 1
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._cold: OrderedDict[int, None] = OrderedDict()  # likewise
@@ -122,7 +134,9 @@ class BlockPool:
         return len(self._by_key)
 
     def take(self, count: int) -> I32:
-        """Returns `count` blocks with undefined content, held once. The caller has checked `num_free`."""
+        """Returns `count` blocks with undefined content, held once. The caller has checked
+        `num_free`.
+        """
         assert count <= self.num_free, (count, self.num_free)
         if count > self._num_free:
             self._evict(count - self._num_free)
@@ -138,7 +152,9 @@ class BlockPool:
         self._refs[block] += 1
 
     def release(self, blocks: I32, *, cold: bool = False) -> None:
-        """Removes one holder from each of these distinct blocks, in table order: the last is evicted first."""
+        """Removes one holder from each of these distinct blocks, in table order: the last is
+        evicted first.
+        """
         self._refs[blocks] -= 1
         gone = blocks[self._refs[blocks] == 0]
         keyed = self._keyed[gone]
@@ -178,22 +194,34 @@ class BlockPool:
         self._push(idle)
 
     def audit(self) -> None:
-        """Raises AssertionError unless each block is in exactly one state and each key leads to its block and back."""
+        """Raises AssertionError unless each block is in exactly one state and each key leads to its
+        block and back.
+        """
         free = self._free[: self._num_free]
         idle = self._all_idle()
-        times = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (self._refs > 0)
+        times = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (
+            self._refs > 0
+        )
         assert int(self._refs[0]) + int(times[0]) == 0, "the null block was given out"
-        assert (times[1:] == 1).all(), f"blocks not in exactly one state: {np.flatnonzero(times != 1)[:8]}"
+        assert (times[1:] == 1).all(), (
+            f"blocks not in exactly one state: {np.flatnonzero(times != 1)[:8]}"
+        )
         assert (self._refs >= 0).all(), "a block was released more often than it was taken"
         assert self._keyed[idle].all(), "an idle block has no key"
         assert not self._keyed[free].any(), "a free block has a key"
         assert len(self._keys) == int(self._keyed.sum()), "a block lost its key"
-        assert self._by_key == {key: block for block, key in self._keys.items()}, "a key leads elsewhere"
+        assert self._by_key == {key: block for block, key in self._keys.items()}, (
+            "a key leads elsewhere"
+        )
 
     def check_holds(self, holds: I32) -> None:
-        """Raises AssertionError unless holds[b], how often the tables name block b, is its reference count."""
+        """Raises AssertionError unless holds[b], how often the tables name block b, is its
+        reference count.
+        """
         wrong = np.flatnonzero(holds[1:] != self._refs[1:]) + 1
-        assert not len(wrong), f"blocks {wrong[:8]}: tables {holds[wrong[:8]]}, pool {self._refs[wrong[:8]]}"
+        assert not len(wrong), (
+            f"blocks {wrong[:8]}: tables {holds[wrong[:8]]}, pool {self._refs[wrong[:8]]}"
+        )
 
     def _all_idle(self) -> I32:
         return np.array([*self._cold, *self._idle], np.int32)

@@ -1,4 +1,6 @@
-"""The engine's loop: handles messages, plans one step ahead of the one that runs, and emits outputs."""
+"""The engine's loop: handles messages, plans one step ahead of the one that runs, and emits
+outputs.
+"""
 
 import asyncio
 import math
@@ -23,7 +25,9 @@ LOAD_REPORT_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that the runner has. agreed: the group's decision about the step, if the engine is in a group."""
+    """A step that the runner has. agreed: the group's decision about the step, if the engine is in
+    a group.
+    """
 
     plan: StepPlan
     handle: StepHandle
@@ -36,8 +40,8 @@ class Step:
 class EngineCore(Actor[messages.EngineIn]):
     """The actor that runs a scheduler's plans on a runner until it is drained.
 
-    Every request ends by a message through `emit`: a row of a `StepOutput`, a `Refused`, or the `Stopped` that is
-    always the last message and carries the cause. The caller closes the runner.
+    Every request ends by a message through `emit`: a row of a `StepOutput`, a `Refused`, or the
+    `Stopped` that is always the last message and carries the cause. The caller closes the runner.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class EngineCore(Actor[messages.EngineIn]):
         return self._stopping or (self._draining and not self.busy)
 
     async def run(self) -> None:
-        """Serves until `over`. An error of the runner or the scheduler ends the actor; `Stopped` names the cause."""
+        """Serves until `over`. An error of the runner or the scheduler ends the actor; `Stopped`
+        names the cause.
+        """
         try:
             await super().run()
         except BaseException as error:
@@ -88,7 +94,9 @@ class EngineCore(Actor[messages.EngineIn]):
         self._load.flush()
 
     async def turn(self) -> None:
-        """Handles the messages that are there, then starts a step, or else waits for the oldest step's result."""
+        """Handles the messages that are there, then starts a step, or else waits for the oldest
+        step's result.
+        """
         if not self.busy:
             self._audit_when_due()
         for msg in await self.inbox.drain(wait=not self.busy):
@@ -98,8 +106,8 @@ class EngineCore(Actor[messages.EngineIn]):
             self._in_flight.append(step)
         elif self._in_flight:
             step = self._in_flight.popleft()
-            # The wires get time also where results are there already. Where no step is in flight, the next one starts
-            # before the outputs of the last one are sent.
+            # The wires get time also where results are there already. Where no step is in flight,
+            # the next one starts before the outputs of the last one are sent.
             if is_last := not self._in_flight:
                 await asyncio.sleep(0)
             self._update_from_output(step, await step.handle.result())
@@ -126,7 +134,10 @@ class EngineCore(Actor[messages.EngineIn]):
                 self.emit(messages.Parted(epoch, "this engine was started to serve alone"))
             case messages.Place(placement=placement):
                 self.emit(
-                    messages.Placed(version=placement.version, error="this engine serves alone and has all experts")
+                    messages.Placed(
+                        version=placement.version,
+                        error="this engine serves alone and has all experts",
+                    )
                 )
             case _:
                 assert_never(msg)
@@ -144,7 +155,9 @@ class EngineCore(Actor[messages.EngineIn]):
         at_s = self._clock()
         plan = self.scheduler.plan()
         if plan is None:
-            assert self._in_flight or not self.scheduler.has_work, "requests wait, and nothing will ever wake them"
+            assert self._in_flight or not self.scheduler.has_work, (
+                "requests wait, and nothing will ever wake them"
+            )
             return None
         plan_us = round((self._clock() - at_s) * 1e6)
         if not self._trace_next:
@@ -159,14 +172,18 @@ class EngineCore(Actor[messages.EngineIn]):
         updated_s = self._clock()
         record = output.record
         assert record is not None
-        record.at_s, record.plan_us, record.vote_us = step.at_s, step.plan_us, step.vote_us
+        record.at_s = step.at_s
+        record.plan_us = step.plan_us
+        record.vote_us = step.vote_us
         record.ubatches = step.agreed.ubatches if step.agreed is not None else 1
         record.dp_rank = self._dp_rank
         self.emit(output)
         self._account(step, result, start_s, updated_s)
 
     def _account(self, step: Step, result: StepResult, start_s: float, updated_s: float) -> None:
-        """Counts the step, and reports its expert load and trace. The scheduler's update took start_s to updated_s."""
+        """Counts the step, and reports its expert load and trace. The scheduler's update took
+        start_s to updated_s.
+        """
         self.num_finished_steps += 1
         if result.load_LE is not None:
             self._load.add(result.load_LE)
@@ -180,7 +197,9 @@ class EngineCore(Actor[messages.EngineIn]):
             self._emit_rows(self.scheduler.abort_all())
 
     def _emit_rows(self, output: messages.StepOutput | None) -> None:
-        """Emits the ends of aborted requests, and the gauges if no step follows that would tell them."""
+        """Emits the ends of aborted requests, and the gauges if no step follows that would tell
+        them.
+        """
         if output is None:
             return
         self.emit(output)
@@ -196,7 +215,8 @@ class EngineCore(Actor[messages.EngineIn]):
 
 
 class LoadReport:
-    """Sums the tokens per expert over steps, and emits an ExpertLoad one second after the first step of each sum.
+    """Sums the tokens per expert over steps, and emits an ExpertLoad one second after the first
+    step of each sum.
 
     version: the number of the placement in force, which the messages carry.
     """
@@ -208,7 +228,9 @@ class LoadReport:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, load_LE: NDArray[np.int64]) -> None:
-        """Adds one step's tokens. load_LE: int64 [layers, experts]. Must be called on the event loop."""
+        """Adds one step's tokens. load_LE: int64 [layers, experts]. Must be called on the event
+        loop.
+        """
         if self._sum_LE is None:
             self._sum_LE = load_LE.astype(np.int64)  # a copy: the runner may reuse its own
         else:
@@ -232,10 +254,16 @@ class LoadReport:
 
 
 def _spans(step: Step, start_s: float, updated_s: float) -> list[messages.TraceEvent]:
-    """The loop's own spans of a step. "run" lasts from the start to the result, and so includes the step before."""
+    """The loop's own spans of a step. "run" lasts from the start to the result, and so includes the
+    step before.
+    """
     planned_s = step.at_s + step.plan_us / 1e6
     voted_s = planned_s + step.vote_us / 1e6
-    times_s = {"plan": (step.at_s, planned_s), "vote": (planned_s, voted_s), "run": (voted_s, start_s)}
+    times_s = {
+        "plan": (step.at_s, planned_s),
+        "vote": (planned_s, voted_s),
+        "run": (voted_s, start_s),
+    }
     times_s["update"] = (start_s, updated_s)
     return [
         messages.TraceEvent(name, "engine", round(begin * 1e9), round(end * 1e9))

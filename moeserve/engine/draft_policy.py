@@ -1,13 +1,16 @@
-"""How many drafts a step uses: as many as give most tokens per time, and none where they cost more than they give.
+"""How many drafts a step uses: as many as give most tokens per time, and none where they cost more
+than they give.
 
-Acceptance is kept per slot and position in the row (exponential averages); a new request begins with what all have.
-The time of a decode step is learned by its number of rows: without drafts, and how it rises with them. Of all drafts at
-hand the likeliest are taken, up to the number at which expected tokens over expected time is largest.
+Acceptance is kept per slot and position in the row (exponential averages); a new request begins
+with what all have. The time of a decode step is learned by its number of rows: without drafts, and
+how it rises with them. Of all drafts at hand the likeliest are taken, up to the number at which
+expected tokens over expected time is largest.
 
-Estimates can be wrong, so an account bounds what they cost, in units of steps without drafts. Each step pays in 1 %;
-each step with drafts pays in its tokens and pays out its time, as far as there are more than without. While the account
-is empty there are no drafts; where drafts do not seem to pay but it has a step to spend, they are tried ("probe"). So
-drafts that never pay cost 1 % in the long run, and a probe that pays is followed by the next one at once.
+Estimates can be wrong, so an account bounds what they cost, in units of steps without drafts. Each
+step pays in 1 %; each step with drafts pays in its tokens and pays out its time, as far as there
+are more than without. While the account is empty there are no drafts; where drafts do not seem to
+pay but it has a step to spend, they are tried ("probe"). So drafts that never pay cost 1 % in the
+long run, and a probe that pays is followed by the next one at once.
 
 R rows that decode, k drafts at most, m drafts of all rows together.
 """
@@ -20,28 +23,41 @@ from numpy.typing import NDArray
 from moeserve.engine.plan import I32, Slots
 
 F64 = NDArray[np.float64]
-_ACCEPTANCE, _COST = 0.7, 0.3  # of a draft, and of one draft per row, before anything is known
-_INCOME, _START, _MOST, _PROBE = 0.01, 2.0, 4.0, 1.0  # of the account, in steps
+# of a draft, and of one draft per row, before anything is known
+_ACCEPTANCE = 0.7
+_COST = 0.3
+# of the account, in steps
+_INCOME = 0.01
+_START = 2.0
+_MOST = 4.0
+_PROBE = 1.0
 _OVERHEAD = 0.01  # of a step with drafts, beyond what is measured: planning them
 _DOUBT = 0.2  # of one measured time, relative
-_OUTLIER = 1.4  # times as long, or as short, as expected counts at most: other work disturbs single steps
+_OUTLIER = (
+    1.4  # times as long, or as short, as expected counts at most: other work disturbs single steps
+)
 _NUM_PLAIN = 5  # measured steps without drafts before there are any
 _MEASURE_EVERY = 48  # steps with drafts until one without is measured; earlier while there are few
-_SLOT_RATE, _BEYOND_RATE, _PLAIN_RATE, _COST_RATE = 0.1, 0.02, 0.05, 0.03
+_SLOT_RATE = 0.1
+_BEYOND_RATE = 0.02
+_PLAIN_RATE = 0.05
+_COST_RATE = 0.03
 
 
 class DraftPolicy:
     """Limits the drafts of each step. propose: whether the next step's proposer should run at all.
 
-    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most num_drafts drafts.
-    There is no clock: the same calls have the same results.
+    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most
+    num_drafts drafts. There is no clock: the same calls have the same results.
     """
 
     def __init__(self, slots: int, num_drafts: int, auto: bool) -> None:
         self.propose = True
         self._auto = auto
         self._num_drafts = num_drafts
-        self._accepted_SK: F64 = np.full((slots, num_drafts), _ACCEPTANCE)  # given that those before it were
+        self._accepted_SK: F64 = np.full(
+            (slots, num_drafts), _ACCEPTANCE
+        )  # given that those before it were
         self._accepted_K: F64 = np.full(num_drafts, _ACCEPTANCE)
         # By number of rows: one bucket each up to 8, then 8 per power of two.
         rows = np.maximum(np.arange(slots + 1), 1)
@@ -50,7 +66,8 @@ class DraftPolicy:
         self._plain_us: F64 = np.zeros(count)
         self._num_plain = np.zeros(count, np.int64)
         self._first_us: F64 = np.zeros((count, _NUM_PLAIN))
-        # Least squares of time = plain (1 + fixed + cost m/R): sums of 1, x, x^2, y, xy, x = m/R. Near buckets count.
+        # Least squares of time = plain (1 + fixed + cost m/R): sums of 1, x, x^2, y, xy, x = m/R.
+        # Near buckets count.
         self._sums: F64 = np.zeros((5, count))
         self._near: F64 = np.exp(-np.abs(np.subtract.outer(np.arange(count), np.arange(count))) / 2)
         self._account = _START
@@ -63,10 +80,13 @@ class DraftPolicy:
         self._accepted_SK[slots] = self._accepted_K
 
     def limit(self, slots: Slots, available: I32) -> I32:
-        """Returns how many of its available drafts each row uses, and sets `propose`. Call it once per step."""
+        """Returns how many of its available drafts each row uses, and sets `propose`. Call it once
+        per step.
+        """
         if not self._auto or not len(slots):
             return available
-        rows, none = len(slots), np.zeros_like(available)
+        rows = len(slots)
+        none = np.zeros_like(available)
         bucket = self._bucket[rows]
         num_plain = int(self._num_plain[bucket])
         if num_plain < _NUM_PLAIN or self._since_plain >= min(2 * num_plain, _MEASURE_EVERY):
@@ -90,12 +110,16 @@ class DraftPolicy:
         return np.bincount(usable[:num] // self._num_drafts, minlength=rows).astype(np.int32)
 
     def update(self, slots: Slots, num_drafts: I32, num_accepted: I32) -> None:
-        """Takes the outcome of a step: drafts of each row, and how many were accepted. Call it before `note`."""
+        """Takes the outcome of a step: drafts of each row, and how many were accepted. Call it
+        before `note`.
+        """
         if not self._auto:
             return
         self._num_accepted += int(num_accepted.sum())
         tried = num_drafts > 0
-        slots, num_drafts, num_accepted = slots[tried], num_drafts[tried], num_accepted[tried]
+        slots = slots[tried]
+        num_drafts = num_drafts[tried]
+        num_accepted = num_accepted[tried]
         position = np.arange(self._num_drafts)
         seen = position < np.minimum(num_accepted + 1, num_drafts)[:, None]
         hit = position < num_accepted[:, None]
@@ -107,10 +131,18 @@ class DraftPolicy:
         count = seen.sum(0)
         self._accepted_K += (hit.sum(0) - count * self._accepted_K) / (count + 64)
 
-    def note(self, num_tokens: int, num_rows: int, num_drafts: int, device_us: int, proposed: bool = False) -> None:
-        """Takes the time of a step and of the drafting before it; those with prompts are ignored. proposed: there was
-        such drafting, by a model."""
-        accepted, self._num_accepted = self._num_accepted, 0
+    def note(
+        self,
+        num_tokens: int,
+        num_rows: int,
+        num_drafts: int,
+        device_us: int,
+        proposed: bool = False,
+    ) -> None:
+        """Takes the time of a step and of the drafting before it; those with prompts are ignored.
+        proposed: there was such drafting, by a model."""
+        accepted = self._num_accepted
+        self._num_accepted = 0
         if not self._auto or not num_rows or num_tokens != num_rows + num_drafts or device_us <= 0:
             return
         bucket = self._bucket[num_rows]
@@ -121,18 +153,26 @@ class DraftPolicy:
             fixed, cost = self._costs(bucket)
             x = num_drafts / num_rows
             expected = 1 + fixed + cost * x
-            y = np.clip(device_us / self._plain_us[bucket], expected / _OUTLIER, _OUTLIER * expected) - 1
+            y = (
+                np.clip(
+                    device_us / self._plain_us[bucket], expected / _OUTLIER, _OUTLIER * expected
+                )
+                - 1
+            )
             if num_drafts:
                 self._since_plain += 1
                 self._sums[:, bucket] *= 1 - _COST_RATE
                 self._sums[:, bucket] += (1, x, x * x, y, x * y)
                 mean = self._sums[3, bucket] / self._sums[0, bucket]
-                self._plain_us[bucket] *= 1 + _PLAIN_RATE * min(mean, 0)  # drafts make no step faster
+                self._plain_us[bucket] *= 1 + _PLAIN_RATE * min(
+                    mean, 0
+                )  # drafts make no step faster
                 y += self._margin(bucket)
             self._account = min(self._account + accepted / num_rows - y, _MOST)
 
     def _note_plain(self, bucket: np.intp, us: float) -> None:
-        known, num = self._plain_us[bucket], self._num_plain[bucket]
+        known = self._plain_us[bucket]
+        num = self._num_plain[bucket]
         self._num_plain[bucket] += 1
         if num < _NUM_PLAIN:
             self._first_us[bucket, num] = us
@@ -144,9 +184,13 @@ class DraftPolicy:
     def _costs(self, bucket: np.intp) -> tuple[float, float]:
         """Returns what drafts add to the time of a step without any: at all, and per token and row."""
         n, x, xx, y, xy = (self._sums @ self._near[bucket]).tolist()
-        n, xx, xy = n + 0.5, xx + 0.5, xy + 0.5 * _COST  # what is assumed before anything is known
+        # what is assumed before anything is known
+        n = n + 0.5
+        xx = xx + 0.5
+        xy = xy + 0.5 * _COST
         det = n * xx - x * x
-        fixed, cost = (y * xx - x * xy) / det, (n * xy - x * y) / det
+        fixed = (y * xx - x * xy) / det
+        cost = (n * xy - x * y) / det
         if fixed < 0:
             return 0.0, max(xy / xx, 0.0)
         return (fixed, cost) if cost >= 0 else (max(y / n, 0.0), 0.0)
@@ -155,7 +199,9 @@ class DraftPolicy:
         return _OVERHEAD + _DOUBT / math.sqrt(self._num_plain[bucket])
 
     def _best(self, likely_M: F64, rows: int, fixed: float, cost: float) -> int:
-        """Returns how many of the drafts, likeliest first, give most tokens per time; 0 if none pay."""
+        """Returns how many of the drafts, likeliest first, give most tokens per time; 0 if none
+        pay.
+        """
         if not len(likely_M):
             return 0
         tokens = rows + np.cumsum(likely_M)

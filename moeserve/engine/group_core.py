@@ -2,8 +2,8 @@
 
     waiting for a Join --form--> joined --PeerLost, or a PAUSE for a newer Join--> waiting for a Join --> ...
 
-Requests, their progress and their K/V stay throughout. Plans whose step failed are kept and started again, in their
-order, before anything new: they write the same values to the same places.
+Requests, their progress and their K/V stay throughout. Plans whose step failed are kept and started
+again, in their order, before anything new: they write the same values to the same places.
 """
 
 import asyncio
@@ -40,8 +40,9 @@ Form = Callable[[Join], Coroutine[Any, Any, DPCoordinator]]
 class GroupCore(EngineCore):
     """An EngineCore whose steps run together with those of other engines.
 
-    form: connects the engine and its runner with the others of a Join. It raises PeerLost if that fails, and is
-    cancelled when a newer Join comes; `runner.leave` follows in both cases. Emits Joined and Parted.
+    form: connects the engine and its runner with the others of a Join. It raises PeerLost if that
+    fails, and is cancelled when a newer Join comes; `runner.leave` follows in both cases. Emits
+    Joined and Parted.
     """
 
     def __init__(
@@ -60,9 +61,13 @@ class GroupCore(EngineCore):
         self._coordinator: DPCoordinator | None = None
         self._join: Join | None = None  # of the current epoch, or of the last one
         self._next_join: Join | None = None
-        self._unfinished: deque[StepPlan] = deque()  # plans without a result, which run before any new one
+        self._unfinished: deque[StepPlan] = (
+            deque()
+        )  # plans without a result, which run before any new one
         self._num_votes = 0  # in this epoch
-        self._parked_state: tuple[bool, bool, int] | None = None  # what the last vote said, if it decided to PARK
+        self._parked_state: tuple[bool, bool, int] | None = (
+            None  # what the last vote said, if it decided to PARK
+        )
         self._in_force = 0
         self._placing = False
         self._pause_deadline_s = math.inf
@@ -82,7 +87,9 @@ class GroupCore(EngineCore):
 
     @property
     def _may_start(self) -> bool:
-        """Whether to vote now. With drafts, an engine's vote waits for its result: without, it would have no plan."""
+        """Whether to vote now. With drafts, an engine's vote waits for its result: without, it
+        would have no plan.
+        """
         return len(self._in_flight) < (1 if self.scheduler.awaits_result else self._depth)
 
     @property
@@ -91,7 +98,9 @@ class GroupCore(EngineCore):
 
     @property
     def _leave_deadline_s(self) -> float:
-        """Time at which to leave a group that keeps this engine from stopping or from joining a newer one."""
+        """Time at which to leave a group that keeps this engine from stopping or from joining a
+        newer one.
+        """
         return min(self._deadline_s + DRAIN_GRACE_S, self._pause_deadline_s)
 
     @property
@@ -123,7 +132,11 @@ class GroupCore(EngineCore):
         """Acts on one message."""
         match msg:
             case Join(epoch=epoch) if epoch <= self._newest_epoch:
-                log.warning("a Join for epoch %d came late or twice: this engine is at %d", epoch, self._newest_epoch)
+                log.warning(
+                    "a Join for epoch %d came late or twice: this engine is at %d",
+                    epoch,
+                    self._newest_epoch,
+                )
             case Join():
                 self._next_join = msg
                 self._pause_deadline_s = self._clock() + PAUSE_TIMEOUT_S
@@ -137,7 +150,9 @@ class GroupCore(EngineCore):
                 super().handle(msg)
 
     async def turn(self) -> None:
-        """Handles messages; then forms a group, or votes on a step, or finishes the oldest one, or sleeps."""
+        """Handles messages; then forms a group, or votes on a step, or finishes the oldest one, or
+        sleeps.
+        """
         coordinator = self._coordinator
         if coordinator is None:
             await self._form_group()
@@ -160,7 +175,9 @@ class GroupCore(EngineCore):
     # ---- one step
 
     async def _vote_and_start(self, coordinator: DPCoordinator) -> bool:
-        """Votes and carries out the decision. Returns False if the group sleeps and this engine's vote is unchanged."""
+        """Votes and carries out the decision. Returns False if the group sleeps and this engine's
+        vote is unchanged.
+        """
         at_s = self._clock()
         plan = None
         if self._next_join is None:
@@ -180,7 +197,9 @@ class GroupCore(EngineCore):
         self._parked_state = state if decision.action is Action.PARK else None
         if decision.agreed is not None:
             vote_us = round((self._clock() - voted_s) * 1e6)
-            self._start_agreed(plan, vote.split_at, decision.agreed, at_s, round((voted_s - at_s) * 1e6), vote_us)
+            self._start_agreed(
+                plan, vote.split_at, decision.agreed, at_s, round((voted_s - at_s) * 1e6), vote_us
+            )
         elif decision.action is not Action.PARK:
             await self._disconnect()  # no engine has a step in flight, or plans one
             if decision.action is Action.STOP or self._drained:
@@ -195,7 +214,9 @@ class GroupCore(EngineCore):
             epoch=self._join.epoch,
             has_work=plan is not None,
             tokens=plan.num_tokens if plan is not None else 0,
-            split_at=best_split(plan.counts_R, whole=self._has_states) if plan is not None and ubatches_ok else 0,
+            split_at=best_split(plan.counts_R, whole=self._has_states)
+            if plan is not None and ubatches_ok
+            else 0,
             requests=len(plan.slots_R) if plan is not None else 0,
             ubatches_ok=ubatches_ok,
             pause=self._next_join is not None and not self._in_flight,
@@ -206,9 +227,17 @@ class GroupCore(EngineCore):
         )
 
     def _start_agreed(
-        self, plan: StepPlan | None, split_at: int, agreed: Agreed, at_s: float, plan_us: int, vote_us: int
+        self,
+        plan: StepPlan | None,
+        split_at: int,
+        agreed: Agreed,
+        at_s: float,
+        plan_us: int,
+        vote_us: int,
     ) -> None:
-        """Starts the agreed step. Without a plan, the engine only serves its experts to the others' tokens."""
+        """Starts the agreed step. Without a plan, the engine only serves its experts to the others'
+        tokens.
+        """
         plan = self._no_rows if plan is None else plan
         self._in_force = agreed.placed
         self._trace_next = self._trace_next and not agreed.trace
@@ -216,7 +245,9 @@ class GroupCore(EngineCore):
         self._in_flight.append(Step(plan, self.runner.start(sent), at_s, plan_us, agreed, vote_us))
 
     async def _finish_oldest(self) -> None:
-        """Waits for the oldest step, which stays in `_in_flight` until then so that it survives a broken group."""
+        """Waits for the oldest step, which stays in `_in_flight` until then so that it survives a
+        broken group.
+        """
         if is_last := len(self._in_flight) == 1:  # see EngineCore.turn
             await asyncio.sleep(0)
         result = await self._responsive(self._in_flight[0].handle.result())
@@ -234,7 +265,9 @@ class GroupCore(EngineCore):
     # ---- membership
 
     async def _form_group(self) -> None:
-        """Waits for a Join and forms its group. Gives up if a newer Join comes, or if the engine is drained."""
+        """Waits for a Join and forms its group. Gives up if a newer Join comes, or if the engine is
+        drained.
+        """
         if self._next_join is None:
             await self._handle_until(None, self._deadline_s)
             self._abort_when_late()
@@ -264,7 +297,10 @@ class GroupCore(EngineCore):
     def _begin_epoch(self, join: Join, coordinator: DPCoordinator, took_s: float) -> None:
         self._coordinator = coordinator
         self._watching = asyncio.get_running_loop().create_task(self._watch(coordinator))
-        self._num_votes, self._parked_state, self._in_force, self._placing = 0, None, 0, False
+        self._num_votes = 0
+        self._parked_state = None
+        self._in_force = 0
+        self._placing = False
         if self._next_join is None:
             self._pause_deadline_s = math.inf
         if join.placement is not None:
@@ -280,7 +316,9 @@ class GroupCore(EngineCore):
         await self._group_runner.leave()
 
     async def _leave_broken_group(self, error: PeerLost | StepSkew) -> None:
-        """Leaves the group and keeps the plans that have no result. Raises any error of a step but PeerLost."""
+        """Leaves the group and keeps the plans that have no result. Raises any error of a step but
+        PeerLost.
+        """
         await self._disconnect(str(error), _missing(error))
         failed: deque[StepPlan] = deque()
         while self._in_flight:
@@ -314,12 +352,16 @@ class GroupCore(EngineCore):
     # ---- waiting
 
     async def _watch(self, coordinator: DPCoordinator) -> None:
-        """Fails the running step at once when the group breaks, so that it does not wait for engines that are gone."""
+        """Fails the running step at once when the group breaks, so that it does not wait for
+        engines that are gone.
+        """
         await coordinator.broken()
         await self._group_runner.leave()
 
     async def _sleep(self, coordinator: DPCoordinator) -> None:
-        """Returns when a message comes, when another engine wakes this one, or when it is time to check again."""
+        """Returns when a message comes, when another engine wakes this one, or when it is time to
+        check again.
+        """
         self._audit_when_due()
         called = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
@@ -327,15 +369,21 @@ class GroupCore(EngineCore):
             await self._handle_until(called, until_s)
         finally:
             await _end(called)
-            failure = None if called.cancelled() else called.exception()  # looked at also when we are cancelled
+            failure = (
+                None if called.cancelled() else called.exception()
+            )  # looked at also when we are cancelled
         if failure is not None:
             raise failure
 
     async def _responsive(self, awaited: Awaitable[T]) -> T:
-        """Returns what `awaited` returns. Messages are handled meanwhile if that takes longer than QUIET_WAIT_S."""
+        """Returns what `awaited` returns. Messages are handled meanwhile if that takes longer than
+        QUIET_WAIT_S.
+        """
         loop = asyncio.get_running_loop()
         helpers: list[asyncio.Task[None]] = []
-        timer = loop.call_later(QUIET_WAIT_S, lambda: helpers.append(loop.create_task(self._handle_messages())))
+        timer = loop.call_later(
+            QUIET_WAIT_S, lambda: helpers.append(loop.create_task(self._handle_messages()))
+        )
         try:
             return await awaited
         finally:
@@ -346,7 +394,9 @@ class GroupCore(EngineCore):
                     helper.result()
 
     async def _handle_messages(self) -> None:
-        """Handles messages until cancelled. Breaks the group at `_leave_deadline_s`, which fails what is awaited."""
+        """Handles messages until cancelled. Breaks the group at `_leave_deadline_s`, which fails
+        what is awaited.
+        """
         while self._clock() < self._leave_deadline_s:
             due_s = self._deadline_s if self._clock() < self._deadline_s else self._leave_deadline_s
             await self._handle_until(None, min(due_s, self._leave_deadline_s))
@@ -355,7 +405,9 @@ class GroupCore(EngineCore):
             self._coordinator.close("the others did not pause or stop in time")
 
     async def _handle_until(self, task: asyncio.Task[Any] | None, until_s: float) -> None:
-        """Handles messages as soon as there are some, unless `task` ends first or the clock reaches `until_s`."""
+        """Handles messages as soon as there are some, unless `task` ends first or the clock reaches
+        `until_s`.
+        """
         messages = asyncio.get_running_loop().create_task(self.inbox.drain(wait=True))
         waits: set[asyncio.Task[Any]] = {messages} if task is None else {messages, task}
         timeout_s = max(0.0, until_s - self._clock()) if until_s < math.inf else None
@@ -375,7 +427,9 @@ async def _end(task: asyncio.Task[Any]) -> None:
         await asyncio.wait({task})
 
 
-def drop_coordinator(forming: asyncio.Task[DPCoordinator], cause: str = "", missing: tuple[int, ...] = ()) -> None:
+def drop_coordinator(
+    forming: asyncio.Task[DPCoordinator], cause: str = "", missing: tuple[int, ...] = ()
+) -> None:
     """Closes the DP coordinator that a task made too late."""
     if not forming.cancelled() and forming.exception() is None:
         forming.result().close(cause, missing)
@@ -386,7 +440,9 @@ def _missing(error: PeerLost | StepSkew) -> tuple[int, ...]:
 
 
 def _no_rows(num_groups: int) -> StepPlan:
-    """Returns the plan of an engine that computes nothing itself but serves its experts to the others."""
+    """Returns the plan of an engine that computes nothing itself but serves its experts to the
+    others.
+    """
     empty = np.zeros(0, np.int32)
     diffs = (BlockDiff(empty, empty, empty),) * num_groups
     return StepPlan(-1, empty, empty, empty, np.zeros(0, np.bool_), diffs)

@@ -1,18 +1,21 @@
-"""The KV-cache manager: slots, blocks, table entries and cached prefixes of the running requests. The scheduler decides
-which requests get them.
+"""The KV-cache manager: slots, blocks, table entries and cached prefixes of the running requests.
+The scheduler decides which requests get them.
 
-`free` undoes everything that `admit` and `grow` took, and `audit` checks that nothing is lost or held twice.
+`free` undoes everything that `admit` and `grow` took, and `audit` checks that nothing is lost or
+held twice.
 
-The prefix cache finds blocks of equal prompt beginnings by a chained hash per full block and KV group:
-h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as little-endian int32.
-The root hashes everything besides tokens that K/V depend on, each value tagged with its kind. A block may be
-registered as soon as the step that computes it is submitted, because steps run in order.
+The prefix cache finds blocks of equal prompt beginnings by a chained hash per full block and KV
+group: h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as
+little-endian int32. The root hashes everything besides tokens that K/V depend on, each value tagged
+with its kind. A block may be registered as soon as the step that computes it is submitted, because
+steps run in order.
 
-States of recurrent layers are blocks of a pool of their own, which always has the two that every request needs. What
-that leaves holds states where other requests may go on: first at a request's borders, the ends of its prompt and of
-what it shares with an earlier one, then at further blocks. A request that has passed a state gives it up as cold
-unless it is at a border; the last one that it computed is kept as well. A state is found from the next plan on, so that
-no row reads what another row of its step writes.
+States of recurrent layers are blocks of a pool of their own, which always has the two that every
+request needs. What that leaves holds states where other requests may go on: first at a request's
+borders, the ends of its prompt and of what it shares with an earlier one, then at further blocks. A
+request that has passed a state gives it up as cold unless it is at a border; the last one that it
+computed is kept as well. A state is found from the next plan on, so that no row reads what another
+row of its step writes.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,8 +42,8 @@ _NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
 class Hit:
     """The cached beginning of a request: blocks[g][i] for the first num_blocks blocks of group g.
 
-    A block of 0 was passed by the window and is never read; IN_STORE is to be loaded into a new block. border: the
-    blocks that would be found if all their states were cached.
+    A block of 0 was passed by the window and is never read; IN_STORE is to be loaded into a new
+    block. border: the blocks that would be found if all their states were cached.
     """
 
     num_blocks: int
@@ -53,12 +56,16 @@ def root_of(salt: str, num_resets: int = 0) -> bytes:
     extras = [(b"salt", salt.encode())] if salt else []
     if num_resets:
         extras.append((b"num_resets", num_resets.to_bytes(8, "little")))
-    tagged = b"".join(tag + b"\0" + len(value).to_bytes(8, "little") + value for tag, value in extras)
+    tagged = b"".join(
+        tag + b"\0" + len(value).to_bytes(8, "little") + value for tag, value in extras
+    )
     return sha256(b"moeserve kv 1\0" + tagged).digest()
 
 
 def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
-    """Returns the hashes of the full blocks of `tokens` (little-endian int32), which follow the block `parent`."""
+    """Returns the hashes of the full blocks of `tokens` (little-endian int32), which follow the
+    block `parent`.
+    """
     step = 4 * block_size
     data = tokens.tobytes()
     hashes = []
@@ -69,10 +76,11 @@ def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
 
 
 class KVCacheManager:
-    """The input batch, the block pool and the prefix cache with the store behind it, kept consistent.
+    """The input batch, the block pool and the prefix cache with the store behind it, kept
+    consistent.
 
-    Changes that the runner must repeat on the device are collected until `take_changes`, once per plan: new table
-    entries, and blocks to copy to the host store (`stores`) and back (`loads`).
+    Changes that the runner must repeat on the device are collected until `take_changes`, once per
+    plan: new table entries, and blocks to copy to the host store (`stores`) and back (`loads`).
     """
 
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
@@ -82,7 +90,10 @@ class KVCacheManager:
         sizes = [(limits.num_blocks, limits.num_store_blocks)]
         if self.num_kv_groups < len(groups):
             sizes.append((limits.num_states, limits.num_store_states))
-        self.stores = [HostStore(stored) if stored and limits.enable_prefix_caching else None for _, stored in sizes]
+        self.stores = [
+            HostStore(stored) if stored and limits.enable_prefix_caching else None
+            for _, stored in sizes
+        ]
         self.pools = [
             BlockPool(number, None if store is None else partial(self._evicted, pool))
             for pool, ((number, _), store) in enumerate(zip(sizes, self.stores, strict=True))
@@ -95,7 +106,9 @@ class KVCacheManager:
         self._num_resets = 0
         self._moves_out: list[BlockMove] = []
         self._loads: list[BlockMove] = []
-        self._entries: list[list[tuple[I32, I32, I32]]] = [[] for _ in groups]  # slots, indices, blocks
+        self._entries: list[list[tuple[I32, I32, I32]]] = [
+            [] for _ in groups
+        ]  # slots, indices, blocks
         self._new_states: set[int] = set()  # taken since the last plan
 
     @property
@@ -106,21 +119,30 @@ class KVCacheManager:
     # ---- the prefix cache
 
     def match(self, request: Request) -> Hit:
-        """Returns the longest cached beginning of a waiting request, its last token excepted. Takes no references yet.
+        """Returns the longest cached beginning of a waiting request, its last token excepted. Takes
+        no references yet.
 
-        The hash chain begins here, again after a reset. A request that runs during a reset keeps its old hashes, which
-        no later request has.
+        The hash chain begins here, again after a reset. A request that runs during a reset keeps
+        its old hashes, which no later request has.
         """
         limit = (len(request.tokens) - 1) // self._block_size
         if self._caches_prefixes and request.num_resets != self._num_resets:
             request.num_resets = self._num_resets
             request.root = root_of(request.salt, self._num_resets)
             request.hashes.clear()
-        if not self._caches_prefixes or request.sampling.prompt_logprobs is not None:  # these need all positions
+        if (
+            not self._caches_prefixes or request.sampling.prompt_logprobs is not None
+        ):  # these need all positions
             return Hit(0, ((),) * len(self.groups))
         self._extend(request, request.tokens, limit)
-        border = self._common_hit(request, limit, [g for g, group in enumerate(self.groups) if not group.has_states])
-        length = self._common_hit(request, border, range(len(self.groups))) if len(self.pools) > 1 else border
+        border = self._common_hit(
+            request, limit, [g for g, group in enumerate(self.groups) if not group.has_states]
+        )
+        length = (
+            self._common_hit(request, border, range(len(self.groups)))
+            if len(self.pools) > 1
+            else border
+        )
         blocks = []
         for g, group in enumerate(self.groups):
             first = int(group.rule.first_live(length * self._block_size)) // self._block_size
@@ -130,11 +152,13 @@ class KVCacheManager:
 
     def _common_hit(self, request: Request, limit: int, numbers: Iterable[int]) -> int:
         """Returns the longest hit that the groups of these numbers share."""
-        length, before = limit, -1
+        length = limit
+        before = -1
         for g in numbers:
             if self.groups[g].rule.is_full:
                 length = longest_hit(self.groups[g], self._finder(request, g), length)
-        # A shorter hit stays good for full groups but not for others: repeat these until they all agree.
+        # A shorter hit stays good for full groups but not for others: repeat these until they all
+        # agree.
         while length != before:
             before = length
             for g in numbers:
@@ -143,7 +167,9 @@ class KVCacheManager:
         return length
 
     def register(self, slots: Slots) -> None:
-        """Makes blocks findable in the prefix cache that are full and scheduled and whose tokens are known."""
+        """Makes blocks findable in the prefix cache that are full and scheduled and whose tokens
+        are known.
+        """
         if not self._caches_prefixes:
             return
         batch = self.batch
@@ -174,14 +200,17 @@ class KVCacheManager:
         hashes = request.hashes
         start = len(hashes) * self._block_size
         parent = hashes[-1] if hashes else request.root
-        hashes.extend(chain(parent, tokens[start : num_blocks * self._block_size], self._block_size))
+        hashes.extend(
+            chain(parent, tokens[start : num_blocks * self._block_size], self._block_size)
+        )
 
     def _finder(self, request: Request, g: int) -> Callable[[int], bool]:
         return lambda i: self._find((request.hashes[i], g)) is not None
 
     def _find(self, key: Key) -> int | None:
         pool = self.groups[key[1]].pool
-        block, store = self.pools[pool].find(key), self.stores[pool]
+        block = self.pools[pool].find(key)
+        store = self.stores[pool]
         if pool and block in self._new_states:
             return None
         if block is None and store is not None and store.lookup(key):
@@ -192,7 +221,8 @@ class KVCacheManager:
 
     def admit(self, request: Request, hit: Hit) -> int:
         """Gives the request a slot, which is returned, and the blocks of its cache hit."""
-        batch, tables = self.batch, [np.array(blocks, np.int32) for blocks in hit.blocks]
+        batch = self.batch
+        tables = [np.array(blocks, np.int32) for blocks in hit.blocks]
         self._claim(request, tables)
         ends = (request.num_prompt - 1) // self._block_size, request.num_prompt // self._block_size
         request.borders = tuple(dict.fromkeys((hit.border, *ends, hit.num_blocks)))
@@ -210,7 +240,8 @@ class KVCacheManager:
         """Takes references to the blocks of a hit; writes new ones over IN_STORE and loads them."""
         absent: list[tuple[int, int, int]] = []
         for g, table in enumerate(tables):
-            pool, store = self.pools[self.groups[g].pool], self.stores[self.groups[g].pool]
+            pool = self.pools[self.groups[g].pool]
+            store = self.stores[self.groups[g].pool]
             for i, block in enumerate(table.tolist()):
                 if block > 0:
                     pool.touch(block)
@@ -225,12 +256,17 @@ class KVCacheManager:
             self._loads.append(BlockMove(block, host_block, number))
 
     def free(self, slot: int) -> Request:
-        """Takes back the slot and its blocks and returns the request. Results in flight for it will be dropped."""
+        """Takes back the slot and its blocks and returns the request. Results in flight for it will
+        be dropped.
+        """
         self.register(np.array([slot], np.intp))
-        batch, end = self.batch, -(-int(self.batch.scheduled[slot]) // self._block_size)
+        batch = self.batch
+        end = -(-int(self.batch.scheduled[slot]) // self._block_size)
         for g, (group, blocks) in enumerate(zip(self.groups, batch.held(slot), strict=True)):
             if group.has_states:
-                self._release_states(g, slot, end, (*batch.request(slot).borders, int(batch.hashed[slot])))
+                self._release_states(
+                    g, slot, end, (*batch.request(slot).borders, int(batch.hashed[slot]))
+                )
             else:
                 self.pool.release(blocks)
         return batch.vacate(slot)
@@ -238,7 +274,9 @@ class KVCacheManager:
     # ---- many rows at once
 
     def grow(self, slots: Slots, start: I32, new: I32) -> None:
-        """Appends new[i] blocks per group to the table of slots[i], whose entries end at position start[i]."""
+        """Appends new[i] blocks per group to the table of slots[i], whose entries end at position
+        start[i].
+        """
         some = np.flatnonzero(new)
         if not len(some):
             return
@@ -250,17 +288,22 @@ class KVCacheManager:
         rows_i32 = rows.astype(np.int32)
         for g, table in enumerate(self.batch.tables):
             has_states = self.groups[g].has_states
-            blocks = self._take_states(rows, indices, count) if has_states else self.pool.take(total)
+            blocks = (
+                self._take_states(rows, indices, count) if has_states else self.pool.take(total)
+            )
             table[rows, indices] = blocks
             self._entries[g].append((rows_i32, indices, blocks))
 
     def _take_states(self, rows: Slots, indices: I32, count: I32) -> I32:
-        """Returns blocks for the table entries indices[i] of slots rows[i]; of the n-th row there are count[n].
+        """Returns blocks for the table entries indices[i] of slots rows[i]; of the n-th row there
+        are count[n].
 
-        The last of each row needs one. Beyond those that requests may need, one each goes to borders, then to further
-        entries, evenly spread, as far as nothing but cold states is lost. All others get the null block.
+        The last of each row needs one. Beyond those that requests may need, one each goes to
+        borders, then to further entries, evenly spread, as far as nothing but cold states is lost.
+        All others get the null block.
         """
-        pool, last = self.pools[1], np.cumsum(count) - 1
+        pool = self.pools[1]
+        last = np.cumsum(count) - 1
         taken = np.zeros(len(indices), np.bool_)
         taken[last] = True
         room = pool.num_free - self._reserved_states
@@ -269,11 +312,14 @@ class KVCacheManager:
             for first, end in zip((last - count + 1).tolist(), last.tolist(), strict=True):
                 if first < end:
                     offset = first - int(indices[first]) - 1
-                    at = (border + offset for border in self.batch.request(int(rows[first])).borders)
+                    at = (
+                        border + offset for border in self.batch.request(int(rows[first])).borders
+                    )
                     borders += [i for i in at if first <= i < end]
             taken[borders[:room]] = True
             room = min(room, pool.num_spare - len(count)) - len(borders)
-            others, step = len(indices) - int(taken.sum()), 1
+            others = len(indices) - int(taken.sum())
+            step = 1
             while others // step > max(room, 0):
                 step *= 2
             taken[np.flatnonzero(~taken & ((indices + 1) % step == 0))[: max(room, 0)]] = True
@@ -283,8 +329,8 @@ class KVCacheManager:
         return blocks
 
     def _release_states(self, g: int, slot: int, end: int, kept: tuple[int, ...]) -> None:
-        """Gives up the states of a slot's entries before `end`; those behind so many blocks as are in `kept` not as
-        cold."""
+        """Gives up the states of a slot's entries before `end`; those behind so many blocks as are
+        in `kept` not as cold."""
         first = int(self.batch.passed[g][slot])
         blocks = self.batch.tables[g][slot, first:end].copy()
         is_kept = np.isin(np.arange(first + 1, end + 1), kept)
@@ -292,8 +338,9 @@ class KVCacheManager:
             self.pools[1].release(blocks[(blocks > 0) & (is_kept != cold)], cold=cold)
 
     def release_passed(self, slots: Slots, start: I32, count: I32) -> None:
-        """Gives up blocks that no position from start[i] on can see; the null block takes their table entries. Of a
-        group with states, the last full block stays until count[i] positions need another one, if there is room."""
+        """Gives up blocks that no position from start[i] on can see; the null block takes their
+        table entries. Of a group with states, the last full block stays until count[i] positions
+        need another one, if there is room."""
         batch = self.batch
         for g, group in enumerate(self.groups):
             if group.rule.is_full:
@@ -304,7 +351,9 @@ class KVCacheManager:
                 grows = batch.num_blocks(start + count) > batch.num_blocks(start)
                 live = np.where(grows, live, start // self._block_size - 1)
             for i in np.flatnonzero(live > passed[slots]).tolist():
-                slot, first, end = int(slots[i]), int(passed[slots[i]]), int(live[i])
+                slot = int(slots[i])
+                first = int(passed[slots[i]])
+                end = int(live[i])
                 row = batch.tables[g][slot]
                 if group.has_states:
                     self._release_states(g, slot, end, batch.request(slot).borders)
@@ -312,12 +361,16 @@ class KVCacheManager:
                     self.pool.release(row[first:end].copy())
                 row[first:end] = 0
                 passed[slot] = end
-                rows, nulls = np.full(end - first, slot, np.int32), np.zeros(end - first, np.int32)
+                rows = np.full(end - first, slot, np.int32)
+                nulls = np.zeros(end - first, np.int32)
                 self._entries[g].append((rows, np.arange(first, end, dtype=np.int32), nulls))
 
     def give_back(self, slots: Slots, end: I32, kept: I32) -> None:
-        """Gives up the blocks of positions kept[i] .. end[i] - 1 of slots[i], which a later step computes again."""
-        first, last = self.batch.num_blocks(kept), self.batch.num_blocks(end)
+        """Gives up the blocks of positions kept[i] .. end[i] - 1 of slots[i], which a later step
+        computes again.
+        """
+        first = self.batch.num_blocks(kept)
+        last = self.batch.num_blocks(end)
         for i in np.flatnonzero(last > first).tolist():
             for group, table in zip(self.groups, self.batch.tables, strict=True):
                 blocks = table[slots[i], first[i] : last[i]].copy()
@@ -330,34 +383,58 @@ class KVCacheManager:
 
     def peak_blocks(self, num_tokens: int) -> int:
         """Returns the most blocks that a request of this many tokens holds at once."""
-        return sum(blocks_needed(group, num_tokens, self.chunk) for group in self.groups if not group.has_states)
+        return sum(
+            blocks_needed(group, num_tokens, self.chunk)
+            for group in self.groups
+            if not group.has_states
+        )
 
     def num_exclusive(self, slot: int) -> int:
         """Returns how many blocks would be free without the request in this slot."""
         held = zip(self.groups, self.batch.held(slot), strict=True)
-        return sum(self.pool.num_exclusive(blocks) for group, blocks in held if not group.has_states)
+        return sum(
+            self.pool.num_exclusive(blocks) for group, blocks in held if not group.has_states
+        )
 
     def cost(self, request: Request, hit: Hit) -> int:
         """Returns the free blocks that the request takes until all its known tokens are computed."""
-        tables = (blocks for group, blocks in zip(self.groups, hit.blocks, strict=True) if not group.has_states)
+        tables = (
+            blocks
+            for group, blocks in zip(self.groups, hit.blocks, strict=True)
+            if not group.has_states
+        )
         found = [block for blocks in tables for block in blocks if block > 0]
         return self.peak_blocks(len(request.tokens)) - self.pool.num_shared(found)
 
     def promised(self, slots: Slots) -> int:
-        """Returns the free blocks that these rows still take until all their known tokens are computed."""
+        """Returns the free blocks that these rows still take until all their known tokens are
+        computed.
+        """
         batch = self.batch
-        known, scheduled = batch.known[slots], batch.scheduled[slots]
+        known = batch.known[slots]
+        scheduled = batch.scheduled[slots]
         rest = np.maximum(batch.num_blocks(known) - batch.num_blocks(scheduled), 0)
-        caps = (blocks_needed(group, 2**31, self.chunk) for group in self.groups if not group.has_states)
+        caps = (
+            blocks_needed(group, 2**31, self.chunk) for group in self.groups if not group.has_states
+        )
         return sum(int(np.minimum(rest, cap).sum()) for cap in caps)
 
     # ---- the plan
 
-    def take_changes(self) -> tuple[tuple[BlockDiff, ...], tuple[BlockMove, ...], tuple[BlockMove, ...]]:
-        """Returns the table entries, stores and loads since the last call, and ends the store's leases."""
-        diffs = tuple(BlockDiff(*concatenate(parts)) if parts else _NO_DIFF for parts in self._entries)
-        stores, loads = tuple(self._moves_out), tuple(self._loads)
-        self._entries, self._moves_out, self._loads = [[] for _ in self.groups], [], []
+    def take_changes(
+        self,
+    ) -> tuple[tuple[BlockDiff, ...], tuple[BlockMove, ...], tuple[BlockMove, ...]]:
+        """Returns the table entries, stores and loads since the last call, and ends the store's
+        leases.
+        """
+        diffs = tuple(
+            BlockDiff(*concatenate(parts)) if parts else _NO_DIFF for parts in self._entries
+        )
+        stores = tuple(self._moves_out)
+        loads = tuple(self._loads)
+        self._entries = [[] for _ in self.groups]
+        self._moves_out = []
+        self._loads = []
         self._new_states.clear()
         for store in self.stores:
             if store is not None:

@@ -8,9 +8,10 @@ from typing import Any
 class KVRule:
     """How long the KV entries of a layer are needed.
 
-    window: tokens that a query sees, itself included. chunk: a query sees the tokens of its own chunk of so many
-    (Llama-4). tile: a recurrence reads the tile of so many tokens that its token is in, or, for the first token of a
-    tile, the one before. At most one of them; without any a query sees all earlier tokens.
+    window: tokens that a query sees, itself included. chunk: a query sees the tokens of its own
+    chunk of so many (Llama-4). tile: a recurrence reads the tile of so many tokens that its token
+    is in, or, for the first token of a tile, the one before. At most one of them; without any a
+    query sees all earlier tokens.
     """
 
     window: int | None = None
@@ -23,7 +24,9 @@ class KVRule:
         return self.window is None and self.chunk is None and self.tile is None
 
     def first_live(self, position: Any) -> Any:
-        """Returns the oldest position that is read to compute `position` (one or an array of them) or any later one."""
+        """Returns the oldest position that is read to compute `position` (one or an array of them)
+        or any later one.
+        """
         if self.tile is not None:
             before = position - 1
             return before * (before > 0) // self.tile * self.tile

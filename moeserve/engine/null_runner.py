@@ -26,9 +26,11 @@ class NullHandle:
 
 
 class NullRunner:
-    """A GroupRunner whose tokens, in 0..vocab_size-1, depend only on their position. It has no experts to place.
+    """A GroupRunner whose tokens, in 0..vocab_size-1, depend only on their position. It has no
+    experts to place.
 
-    step_s: time between two results, for a load on the front end that does not depend on the host's speed.
+    step_s: time between two results, for a load on the front end that does not depend on the host's
+    speed.
     """
 
     placed = 0
@@ -60,7 +62,9 @@ class NullRunner:
     def prepare(self, placement: PlacementTable) -> None:
         """Reports that there is nothing to place."""
         if self.on_placed is not None:
-            self.on_placed(Placed(version=placement.version, error="the null runner has no experts"))
+            self.on_placed(
+                Placed(version=placement.version, error="the null runner has no experts")
+            )
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
         """Returns False for every step with tokens."""

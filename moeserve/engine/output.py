@@ -1,4 +1,6 @@
-"""What a step's result means to its requests: their new tokens, how they end, cache hits and logprobs."""
+"""What a step's result means to its requests: their new tokens, how they end, cache hits and
+logprobs.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,20 +18,27 @@ def append_tokens(
     result: StepResult,
     end_ids: frozenset[int],
 ) -> tuple[Slots, I32, NDArray[np.uint8], dict[int, int]]:
-    """Appends the tokens of live rows up to the end of each request, and counts them as known. Returns, for each
-    token, its slot, its value and how it ends the request, if it does; and the stop tokens by request id."""
-    counts_S, tokens = result.counts_S, result.tokens_N
+    """Appends the tokens of live rows up to the end of each request, and counts them as known.
+    Returns, for each token, its slot, its value and how it ends the request, if it does; and the
+    stop tokens by request id."""
+    counts_S = result.counts_S
+    tokens = result.tokens_N
     live_S = live_R[plan.samples_R]
     slots = slots_R[live_R & plan.samples_R]
     place = None
     if counts_S is None:
-        tokens, known = tokens[live_S], batch.known[slots] + 1
+        tokens = tokens[live_S]
+        known = batch.known[slots] + 1
     else:
-        tokens, counts = tokens[np.repeat(live_S, counts_S)], counts_S[live_S].copy()
-        slots, place = np.repeat(slots, counts), ranges(np.zeros_like(counts), counts)
+        tokens = tokens[np.repeat(live_S, counts_S)]
+        counts = counts_S[live_S].copy()
+        slots = np.repeat(slots, counts)
+        place = ranges(np.zeros_like(counts), counts)
         if result.complete:
             kept = place < [result.complete.get(slot, len(tokens)) for slot in slots.tolist()]
-            slots, tokens, place = slots[kept], tokens[kept], place[kept]
+            slots = slots[kept]
+            tokens = tokens[kept]
+            place = place[kept]
         known = batch.known[slots] + (place + 1).astype(np.int32)
     batch.tokens[slots, known - 1] = tokens
     finish = np.zeros(len(slots), np.uint8)
@@ -40,20 +49,29 @@ def append_tokens(
     if place is not None and finish.any():  # nothing follows the first ending
         endings: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
         kept = endings == endings[np.arange(len(slots)) - place]
-        slots, tokens, known, finish = slots[kept], tokens[kept], known[kept], finish[kept]
+        slots = slots[kept]
+        tokens = tokens[kept]
+        known = known[kept]
+        finish = finish[kept]
     batch.known[slots] = known  # of a slot that is there several times, the last and largest counts
     return slots, tokens, finish, stop_ids
 
 
 def _stop(
-    batch: InputBatch, slots: Slots, tokens: I32, known: I32, finish: NDArray[np.uint8], end_ids: frozenset[int]
+    batch: InputBatch,
+    slots: Slots,
+    tokens: I32,
+    known: I32,
+    finish: NDArray[np.uint8],
+    end_ids: frozenset[int],
 ) -> dict[int, int]:
-    """Marks rows that a stop token ended, at so many known tokens; returns, by request id, the first stop tokens
-    that are not the model's end tokens."""
+    """Marks rows that a stop token ended, at so many known tokens; returns, by request id, the
+    first stop tokens that are not the model's end tokens."""
     stop_ids: dict[int, int] = {}
     ended: set[int] = set()
     for row in batch.stops.hits(slots, tokens):
-        slot, token = int(slots[row]), int(tokens[row])
+        slot = int(slots[row])
+        token = int(tokens[row])
         if known[row] >= batch.min_known[slot] and slot not in ended:
             ended.add(slot)
             finish[row] = FinishReason.STOP
@@ -76,8 +94,8 @@ def unsent_hits(batch: InputBatch, slots: Slots) -> dict[int, int]:
 def logprobs_of(
     batch: InputBatch, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
 ) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs], dict[int, list[bytes]]]:
-    """Returns logprobs, prompt logprobs and digests by request id; of prompt logprobs, those not sent before a
-    preemption caused them to be computed again."""
+    """Returns logprobs, prompt logprobs and digests by request id; of prompt logprobs, those not
+    sent before a preemption caused them to be computed again."""
     if not (result.logprobs or result.prompt_logprobs or result.digests):
         return {}, {}, {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
@@ -88,7 +106,8 @@ def logprobs_of(
     for slot, part in result.prompt_logprobs.items():
         if slot not in rid_of:
             continue
-        request, end = batch.request(slot), part.start + len(part.rows)
+        request = batch.request(slot)
+        end = part.start + len(part.rows)
         start = max(part.start, request.num_scored)
         if start < end:
             prompt_logprobs[rid_of[slot]] = PromptLogprobs(start, part.rows[start - part.start :])

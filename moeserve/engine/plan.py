@@ -1,7 +1,8 @@
-"""The plan of one step, which is the scheduler's output and the runner's input, and the step's result.
+"""The plan of one step, which is the scheduler's output and the runner's input, and the step's
+result.
 
-R rows scheduled in the step, S rows that sample (those rows where `samples_R`), N new block-table entries, or sampled
-tokens.
+R rows scheduled in the step, S rows that sample (those rows where `samples_R`), N new block-table
+entries, or sampled tokens.
 """
 
 from dataclasses import dataclass, field
@@ -22,9 +23,11 @@ UNEVEN_WHOLE = 0.5  # likewise, before requests that cannot be split run in one
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that takes a slot: the runner writes its tokens and sampling row before anything reads them.
+    """A request that takes a slot: the runner writes its tokens and sampling row before anything
+    reads them.
 
-    tokens: prompt and, after a preemption or a replay, the tokens generated since; the first num_prompt are prompt.
+    tokens: prompt and, after a preemption or a replay, the tokens generated since; the first
+    num_prompt are prompt.
     """
 
     slot: int
@@ -44,7 +47,9 @@ class BlockDiff:
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """Copy one KV block between the device pool and a host block of the block store, before the forward pass."""
+    """Copy one KV block between the device pool and a host block of the block store, before the
+    forward pass.
+    """
 
     block: int
     host_block: int
@@ -55,9 +60,10 @@ class BlockMove:
 class Agreed:
     """The decision of all ranks about a step that they run together; the same on each of them.
 
-    step: the number of the vote within its epoch, counting votes that decide to rest. ubatches: 1 or 2 micro-batches.
-    most_tokens: per micro-batch, the tokens of the engine that has most. placed: how far the pending placement is to
-    be in force (runner/experts.py). trace: whether to record this step.
+    step: the number of the vote within its epoch, counting votes that decide to rest. ubatches: 1
+    or 2 micro-batches. most_tokens: per micro-batch, the tokens of the engine that has most.
+    placed: how far the pending placement is to be in force (runner/experts.py). trace: whether to
+    record this step.
     """
 
     step: int
@@ -69,11 +75,13 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Row i computes positions starts_R[i] .. starts_R[i]+counts_R[i]-1 of the request in slots_R[i].
+    """One step. Row i computes positions starts_R[i] .. starts_R[i]+counts_R[i]-1 of the request in
+    slots_R[i].
 
-    A row with samples_R ends at its last known token, or at the last of num_drafts_R[i] drafts behind it, and samples
-    the next token there and at each position before a draft. The runner keeps tokens in its own table, so the following
-    step may be planned before the host knows them. propose: whether drafts of the next tokens are wanted.
+    A row with samples_R ends at its last known token, or at the last of num_drafts_R[i] drafts
+    behind it, and samples the next token there and at each position before a draft. The runner
+    keeps tokens in its own table, so the following step may be planned before the host knows them.
+    propose: whether drafts of the next tokens are wanted.
     """
 
     step: int
@@ -105,13 +113,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of a step. tokens_N has the tokens of the plan's sampling rows, one after the other: counts_S of each
-    row, None if each has one.
+    """The outcome of a step. tokens_N has the tokens of the plan's sampling rows, one after the
+    other: counts_S of each row, None if each has one.
 
-    The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing: its one token is
-    -1, its request ends with that message, and all others go on. drafts_S: how many drafts each row has for its next
-    step, None if nothing proposes. complete: how many of a slot's tokens complete what its grammar asks for. digests:
-    of the logits behind each of a slot's tokens.
+    The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing:
+    its one token is -1, its request ends with that message, and all others go on. drafts_S: how
+    many drafts each row has for its next step, None if nothing proposes. complete: how many of a
+    slot's tokens complete what its grammar asks for. digests: of the logits behind each of a slot's
+    tokens.
     """
 
     step: int
@@ -134,8 +143,9 @@ class StepResult:
 
     @property
     def took_us(self) -> int:
-        """The step's time, with the drafting and the idle time before it: that of the host's work, which overlaps with
-        drafting. Idle for longer than the step means that there was nothing to do."""
+        """The step's time, with the drafting and the idle time before it: that of the host's work,
+        which overlaps with drafting. Idle for longer than the step means that there was nothing to
+        do."""
         return self.device_us + self.drafting_us + min(self.idle_us, self.device_us)
 
 
@@ -147,7 +157,9 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """The engine core's view of a model runner, which executes plans strictly in the order of `start`."""
+    """The engine core's view of a model runner, which executes plans strictly in the order of
+    `start`.
+    """
 
     def start(self, plan: StepPlan) -> StepHandle:
         """Queues a step without waiting for it."""
@@ -159,9 +171,10 @@ class Runner(Protocol):
 def best_split(counts_R: I32, *, whole: bool = False) -> int:
     """Returns the tokens of the first of two micro-batches; 0 when there is nothing to split.
 
-    The split falls between two requests if the halves are even enough, otherwise inside one. whole: never inside one,
-    as a recurrence needs it, which goes on from tile to tile of a call without a block for each. counts_R: tokens of
-    each row, at least one. [1, 1, 1, 1] -> 2, [100] -> 50, [3, 90, 3] -> 48; whole: [30, 70] -> 30, [3, 90, 3] -> 0
+    The split falls between two requests if the halves are even enough, otherwise inside one. whole:
+    never inside one, as a recurrence needs it, which goes on from tile to tile of a call without a
+    block for each. counts_R: tokens of each row, at least one. [1, 1, 1, 1] -> 2, [100] -> 50, [3,
+    90, 3] -> 48; whole: [30, 70] -> 30, [3, 90, 3] -> 0
     """
     total = int(counts_R.sum())
     if total < 2:
@@ -179,7 +192,9 @@ def ranges(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[
 
     starts [5, 2], counts [2, 1] -> [5, 6, 2]
     """
-    return np.repeat(starts.astype(np.int64) - (counts.cumsum() - counts), counts) + np.arange(int(counts.sum()))
+    return np.repeat(starts.astype(np.int64) - (counts.cumsum() - counts), counts) + np.arange(
+        int(counts.sum())
+    )
 
 
 def _pack(value: Any) -> tuple[str, bytes]:
@@ -190,7 +205,9 @@ def _pack(value: Any) -> tuple[str, bytes]:
 
 def _unpack(_: type, packed: Any) -> Any:
     array = np.frombuffer(packed[1], packed[0])
-    return array.astype(array.dtype.newbyteorder("="))  # a copy: torch wants memory that it may write to
+    return array.astype(
+        array.dtype.newbyteorder("=")
+    )  # a copy: torch wants memory that it may write to
 
 
 # A plan as bytes, for the other processes of an engine, which execute the same plans as its leader.

@@ -1,7 +1,9 @@
-"""Requests: the scheduler's record of one, the queue of those that wait, and the batch of those that run.
+"""Requests: the scheduler's record of one, the queue of those that wait, and the batch of those
+that run.
 
-The batch has NumPy columns, one row (slot) per running request, so that a decode step touches no Python object. Two
-counters tell a request's progress; both only grow while the request holds its slot:
+The batch has NumPy columns, one row (slot) per running request, so that a decode step touches no
+Python object. Two counters tell a request's progress; both only grow while the request holds its
+slot:
 
     scheduled   positions that submitted steps compute
     known       tokens whose value the host has: the prompt, then the sampled tokens
@@ -14,8 +16,8 @@ Everything else is derived. A decode is a request whose next position is its new
                     was scheduled for drafts that were wrong is given back when the result comes
     blocks          ceil(scheduled / block_size) table entries
 
-`occupancy` tells the successive requests of a slot apart: it grows when a request leaves, and a result that carries an
-old value is dropped.
+`occupancy` tells the successive requests of a slot apart: it grows when a request leaves, and a
+result that carries an old value is dropped.
 """
 
 import sys
@@ -37,8 +39,9 @@ from moeserve.sampling import TokenSampling
 class Request:
     """A request's facts, in a slot or not. Its progress lives in `InputBatch` while it runs.
 
-    tokens: those known at the last admission or preemption: the prompt, then generated ones. max_total: length at
-    which the request ends, prompt included; no step follows the token at max_total - 1.
+    tokens: those known at the last admission or preemption: the prompt, then generated ones.
+    max_total: length at which the request ends, prompt included; no step follows the token at
+    max_total - 1.
     """
 
     rid: int
@@ -68,11 +71,13 @@ class Request:
 def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -> Request:
     """Makes a Request of a Submit. Raises InvalidRequest for a number out of its range.
 
-    The front end has checked all of this with better messages: this protects the engine and its other requests.
+    The front end has checked all of this with better messages: this protects the engine and its
+    other requests.
     """
     if len(msg.tokens) % 4:
         raise InvalidRequest(f"tokens has {len(msg.tokens)} bytes, not a whole number of int32")
-    tokens, sampling = np.frombuffer(msg.tokens, "<i4"), msg.sampling
+    tokens = np.frombuffer(msg.tokens, "<i4")
+    sampling = msg.sampling
     num_emitted = len(tokens) - msg.num_prompt
     for name, values, low, high in (
         ("the number of tokens", [len(tokens)], 1, max_model_len - 1),
@@ -135,7 +140,9 @@ class WaitingQueue:
 
 
 class InputBatch:
-    """num_slots rows. `tables[g]` is KV group g's block table; entry 0 is the null block, left of a window."""
+    """num_slots rows. `tables[g]` is KV group g's block table; entry 0 is the null block, left of a
+    window.
+    """
 
     def __init__(self, num_slots: int, max_len: int, groups: tuple[KVGroup, ...]) -> None:
         self.block_size = groups[0].block_size
@@ -152,14 +159,24 @@ class InputBatch:
         self.hashed = np.zeros(num_slots, np.int32)  # leading blocks that the prefix cache has seen
         self.unsent = np.zeros(num_slots, np.bool_)  # none of the request's tokens was sent yet
         self.speculates = np.zeros(num_slots, np.bool_)
-        self.drafts = np.zeros(num_slots, np.int32)  # guesses of the next tokens that the next step is to verify
-        self.tokens = np.zeros((num_slots, max_len), "<i4")  # memory is touched only as far as it is used
+        self.drafts = np.zeros(
+            num_slots, np.int32
+        )  # guesses of the next tokens that the next step is to verify
+        self.tokens = np.zeros(
+            (num_slots, max_len), "<i4"
+        )  # memory is touched only as far as it is used
         self.tables = [np.zeros((num_slots, max_blocks), np.int32) for _ in groups]
-        self.passed = [np.zeros(num_slots, np.int32) for _ in groups]  # leading entries given up by the window
+        self.passed = [
+            np.zeros(num_slots, np.int32) for _ in groups
+        ]  # leading entries given up by the window
         self.stops = StopTable()
         self._free = list(range(num_slots - 1, -1, -1))
-        self._by_priority: list[tuple[int, int, int]] = []  # (priority, arrival, slot), first in line first
-        self.order: Slots = np.zeros(0, np.intp)  # the slots of _by_priority; replaced, never changed in place
+        self._by_priority: list[
+            tuple[int, int, int]
+        ] = []  # (priority, arrival, slot), first in line first
+        self.order: Slots = np.zeros(
+            0, np.intp
+        )  # the slots of _by_priority; replaced, never changed in place
 
     @property
     def num_running(self) -> int:
@@ -183,7 +200,9 @@ class InputBatch:
         return request
 
     def admit(self, request: Request, num_hit: int) -> int:
-        """Gives `request` a slot, which is returned; its first num_hit positions are computed already."""
+        """Gives `request` a slot, which is returned; its first num_hit positions are computed
+        already.
+        """
         slot = self._free.pop()
         self.requests[slot] = request
         self.slot_of[request.rid] = slot
@@ -205,7 +224,9 @@ class InputBatch:
         return slot
 
     def vacate(self, slot: int) -> Request:
-        """Frees the slot and returns its request. Results in flight for it will be dropped; blocks are not freed."""
+        """Frees the slot and returns its request. Results in flight for it will be dropped; blocks
+        are not freed.
+        """
         request = self.request(slot)
         del self.slot_of[request.rid]
         self.requests[slot] = None
@@ -225,11 +246,19 @@ class InputBatch:
         return [b[b > 0] if g.has_states else b for b, g in zip(held, self._groups, strict=True)]
 
     def audit(self, num_blocks: Sequence[int]) -> list[I32]:
-        """Checks the rows; returns how often the tables name each of num_blocks[p] blocks of every pool p."""
-        running = [(slot, request) for slot, request in enumerate(self.requests) if request is not None]
+        """Checks the rows; returns how often the tables name each of num_blocks[p] blocks of every
+        pool p.
+        """
+        running = [
+            (slot, request) for slot, request in enumerate(self.requests) if request is not None
+        ]
         busy = [slot for slot, _ in running]
-        assert sorted([*busy, *self._free]) == list(range(len(self.requests))), "slots do not add up"
-        assert self.slot_of == {int(self.rid[slot]): slot for slot in busy}, "slots and request ids disagree"
+        assert sorted([*busy, *self._free]) == list(range(len(self.requests))), (
+            "slots do not add up"
+        )
+        assert self.slot_of == {int(self.rid[slot]): slot for slot in busy}, (
+            "slots and request ids disagree"
+        )
         by_priority = sorted((*request.order, slot) for slot, request in running)
         assert by_priority == self._by_priority, "the priorities are wrong"
         assert self.order.tolist() == [entry[-1] for entry in by_priority], "the order is wrong"
@@ -243,7 +272,9 @@ class InputBatch:
 
 
 class StopTable:
-    """Stop ids of the running requests. A count per token id finds the few rows whose stop ids are worth a look."""
+    """Stop ids of the running requests. A count per token id finds the few rows whose stop ids are
+    worth a look.
+    """
 
     def __init__(self) -> None:
         self._ids: dict[int, frozenset[int]] = {}
@@ -274,8 +305,8 @@ class StopTable:
 def share(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
     """Cuts counts to a token budget and drops rows that get nothing. Rows come first in line first.
 
-    Rows that need just one token get it, so that no long prompt stalls a stream; then the others in order.
-    counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
+    Rows that need just one token get it, so that no long prompt stalls a stream; then the others in
+    order. counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
     """
     single: NDArray[np.bool_] = count == 1
     single &= np.cumsum(single) <= budget

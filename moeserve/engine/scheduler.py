@@ -1,12 +1,15 @@
-"""Decides what runs next. Pure: no torch, no clock, no I/O; requests and results in, plans and outputs out.
+"""Decides what runs next. Pure: no torch, no clock, no I/O; requests and results in, plans and
+outputs out.
 
-There is no prefill phase and no decode phase, only positions of a request that are not computed yet. A plan may be
-made before the results of earlier ones are known (`Limits.depth`); results come in the order of their plans. Nothing
-here waits for the device, and blocks are reused at once: the runner executes plans strictly in order, so a block that
-one plan gives up is read for the last time before any later plan writes it.
+There is no prefill phase and no decode phase, only positions of a request that are not computed
+yet. A plan may be made before the results of earlier ones are known (`Limits.depth`); results come
+in the order of their plans. Nothing here waits for the device, and blocks are reused at once: the
+runner executes plans strictly in order, so a block that one plan gives up is read for the last time
+before any later plan writes it.
 
-One step: `Scheduler.plan` grants rows in a PlanBuilder and takes blocks from the KVCacheManager (kv_cache_manager.py),
-whose rows are the InputBatch (requests.py); `Scheduler.update_from_output` applies the step's result.
+One step: `Scheduler.plan` grants rows in a PlanBuilder and takes blocks from the KVCacheManager
+(kv_cache_manager.py), whose rows are the InputBatch (requests.py); `Scheduler.update_from_output`
+applies the step's result.
 """
 
 from collections import deque
@@ -33,7 +36,9 @@ _NO_TOKEN = -1
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The rows that the scheduler has granted so far in this step. budget: tokens that are left to grant."""
+    """The rows that the scheduler has granted so far in this step. budget: tokens that are left to
+    grant.
+    """
 
     budget: int
     rows: list[tuple[Slots, I32, I32]] = field(default_factory=list)  # slots, starts, counts
@@ -47,7 +52,9 @@ class PlanBuilder:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A plan without a result yet. occupancy: which occupant of each row's slot the plan was made for."""
+    """A plan without a result yet. occupancy: which occupant of each row's slot the plan was made
+    for.
+    """
 
     plan: StepPlan
     slots: Slots
@@ -58,9 +65,9 @@ class InFlightStep:
 class Scheduler:
     """Plans steps for requests that may come and go at any time.
 
-    `plan` and `update_from_output` alternate, with up to limits.depth plans in between. eos_ids: the model's end
-    tokens (an ending by any other stop id is reported as such). vocab_size: guards against token ids that the model
-    does not have.
+    `plan` and `update_from_output` alternate, with up to limits.depth plans in between. eos_ids:
+    the model's end tokens (an ending by any other stop id is reported as such). vocab_size: guards
+    against token ids that the model does not have.
     """
 
     def __init__(
@@ -79,14 +86,21 @@ class Scheduler:
         self.kv_manager = KVCacheManager(limits, groups)
         self.waiting = WaitingQueue()
         self.num_planned = 0
-        self.budget = TokenBudget(limits.max_num_batched_tokens, limits.itl_target_us) if limits.itl_target_us else None
+        self.budget = (
+            TokenBudget(limits.max_num_batched_tokens, limits.itl_target_us)
+            if limits.itl_target_us
+            else None
+        )
         self.policy = DraftPolicy(limits.max_num_seqs, limits.num_drafts, auto=limits.auto_drafts)
         self._speculates = limits.num_drafts > 0
         self._drafting = False  # whether any row may have drafts
         self._proposed = False  # whether a model guessed behind the last settled step
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
-        self._blocked: tuple[Request | None, int] = (None, 0)  # a head that did not fit, and the room there was
+        self._blocked: tuple[Request | None, int] = (
+            None,
+            0,
+        )  # a head that did not fit, and the room there was
 
     @property
     def num_running(self) -> int:
@@ -105,8 +119,8 @@ class Scheduler:
 
     @property
     def awaits_result(self) -> bool:
-        """Whether the next plan needs the result of the step in flight: some row has drafts, whose number and whose
-        successor only that step tells."""
+        """Whether the next plan needs the result of the step in flight: some row has drafts, whose
+        number and whose successor only that step tells."""
         return self._drafting and bool(self._in_flight)
 
     # ---- requests
@@ -116,7 +130,8 @@ class Scheduler:
         if msg.rid in self.waiting or msg.rid in self.kv_manager.batch.slot_of:
             raise InvalidRequest(f"request {msg.rid} is running already", code="duplicate_request")
         request = request_of(msg, self._arrivals, self.limits.max_model_len, self.vocab_size)
-        need, have = self.kv_manager.peak_blocks(request.max_total - 1), self.limits.num_blocks - 1
+        need = self.kv_manager.peak_blocks(request.max_total - 1)
+        have = self.limits.num_blocks - 1
         if need > have:
             raise InvalidRequest(
                 f"prompt and answer of up to {request.max_total} tokens need {need} KV blocks of "
@@ -128,7 +143,9 @@ class Scheduler:
         self.waiting.push(request)
 
     def abort(self, rids: Iterable[int]) -> StepOutput | None:
-        """Ends these requests at once: slot and blocks are free when this returns. Unknown ids are ignored."""
+        """Ends these requests at once: slot and blocks are free when this returns. Unknown ids are
+        ignored.
+        """
         ended = []
         for rid in rids:
             slot = self.kv_manager.batch.slot_of.get(rid)
@@ -154,17 +171,22 @@ class Scheduler:
         return self.abort([*running, *(request.rid for request in self.waiting)])
 
     def reset_prefix_cache(self) -> None:
-        """Makes later requests compute their whole prompts: they find nothing that was computed until now."""
+        """Makes later requests compute their whole prompts: they find nothing that was computed
+        until now.
+        """
         self.kv_manager.reset_prefix_cache()
 
     # ---- one step
 
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None if everything that may run is in flight already."""
-        kv_manager, batch = self.kv_manager, self.kv_manager.batch
+        kv_manager = self.kv_manager
+        batch = self.kv_manager.batch
         if self.awaits_result:
             return None
-        builder = PlanBuilder(self.budget.tokens(batch) if self.budget else self.limits.max_num_batched_tokens)
+        builder = PlanBuilder(
+            self.budget.tokens(batch) if self.budget else self.limits.max_num_batched_tokens
+        )
         self._preempt_for_head(builder)
         if self._schedule_running(builder):
             self._schedule_waiting(builder)
@@ -192,8 +214,8 @@ class Scheduler:
         return plan
 
     def start_over(self) -> None:
-        """Discards the steps in flight and all computed K/V. Running requests wait again with their known tokens, and
-        end with the same answers."""
+        """Discards the steps in flight and all computed K/V. Running requests wait again with their
+        known tokens, and end with the same answers."""
         self._in_flight.clear()
         for slot in self.kv_manager.batch.order.tolist():
             self._preempt(slot)
@@ -206,8 +228,11 @@ class Scheduler:
     # ---- the parts of a plan
 
     def _preempt_for_head(self, builder: PlanBuilder) -> None:
-        """Preempts running requests of lower priority than the first waiting one, if that makes it fit."""
-        head, batch = self.waiting.head, self.kv_manager.batch
+        """Preempts running requests of lower priority than the first waiting one, if that makes it
+        fit.
+        """
+        head = self.waiting.head
+        batch = self.kv_manager.batch
         if head is None or not batch.num_running:
             return
         order = batch.order
@@ -229,8 +254,11 @@ class Scheduler:
         builder.num_preempted += len(victims)
 
     def _schedule_running(self, builder: PlanBuilder) -> bool:
-        """Grants tokens and blocks to running requests, first in line first. Returns False if blocks ran out."""
-        kv_manager, batch = self.kv_manager, self.kv_manager.batch
+        """Grants tokens and blocks to running requests, first in line first. Returns False if
+        blocks ran out.
+        """
+        kv_manager = self.kv_manager
+        batch = self.kv_manager.batch
         enough = True
         while batch.num_running:
             slots = batch.order
@@ -259,19 +287,28 @@ class Scheduler:
 
     def _fits(self, start: I32, count: I32, budget: int) -> bool:
         """Whether all rows with their drafts fit into the budget and the free blocks."""
-        batch, kv_manager = self.kv_manager.batch, self.kv_manager
+        batch = self.kv_manager.batch
+        kv_manager = self.kv_manager
         new = int((batch.num_blocks(start + count) - batch.num_blocks(start)).sum())
-        return int(count.sum()) <= budget and new * kv_manager.num_kv_groups <= kv_manager.pool.num_free
+        return (
+            int(count.sum()) <= budget
+            and new * kv_manager.num_kv_groups <= kv_manager.pool.num_free
+        )
 
     def _drafts_of(self, slots: Slots) -> I32:
         """Returns how many of the tokens that were granted to each row are drafts."""
         batch = self.kv_manager.batch
-        drafts: I32 = np.where(batch.drafts[slots] > 0, batch.scheduled[slots] - batch.known[slots], 0)
+        drafts: I32 = np.where(
+            batch.drafts[slots] > 0, batch.scheduled[slots] - batch.known[slots], 0
+        )
         return drafts
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
-        """Admits waiting requests, first in line first, until one does not fit: nobody overtakes it."""
-        kv_manager, batch = self.kv_manager, self.kv_manager.batch
+        """Admits waiting requests, first in line first, until one does not fit: nobody overtakes
+        it.
+        """
+        kv_manager = self.kv_manager
+        batch = self.kv_manager.batch
         while builder.budget > 0 and batch.num_free and (head := self.waiting.head) is not None:
             hit = self._hit_if_fits(head)
             if hit is None:
@@ -285,7 +322,9 @@ class Scheduler:
             slot = kv_manager.admit(head, hit)
             if self._speculates:
                 self.policy.admit(np.array([slot], np.intp))
-            builder.new_requests.append(NewRequest(slot, head.tokens, head.num_prompt, head.sampling))
+            builder.new_requests.append(
+                NewRequest(slot, head.tokens, head.num_prompt, head.sampling)
+            )
             slots = np.array([slot], np.intp)
             start = batch.scheduled[slots]
             count = np.minimum(batch.known[slots] - start, min(builder.budget, kv_manager.chunk))
@@ -294,7 +333,9 @@ class Scheduler:
             kv_manager.register(slots)  # at once: the next one in line may begin alike
 
     def _hit_if_fits(self, head: Request) -> Hit | None:
-        """Returns the head's cache hit if its whole prompt fits beside the running requests and the watermark."""
+        """Returns the head's cache hit if its whole prompt fits beside the running requests and the
+        watermark.
+        """
         order = self.kv_manager.batch.order
         if not len(order):
             return self.kv_manager.match(head)
@@ -308,8 +349,14 @@ class Scheduler:
         return hit
 
     def _room(self, order: Slots) -> int:
-        """Returns the blocks that a new request may take, after those that running requests were promised."""
-        return self.kv_manager.pool.num_free - self.kv_manager.promised(order) - self.limits.watermark_blocks
+        """Returns the blocks that a new request may take, after those that running requests were
+        promised.
+        """
+        return (
+            self.kv_manager.pool.num_free
+            - self.kv_manager.promised(order)
+            - self.limits.watermark_blocks
+        )
 
     def _grant(self, builder: PlanBuilder, slots: Slots, start: I32, count: I32, new: I32) -> None:
         self.kv_manager.grow(slots, start, new)
@@ -320,7 +367,9 @@ class Scheduler:
         builder.budget -= num_tokens
 
     def _preempt(self, slot: int) -> None:
-        """Puts a request back into the queue with its known tokens. Later ones are computed again, equal to before."""
+        """Puts a request back into the queue with its known tokens. Later ones are computed again,
+        equal to before.
+        """
         batch = self.kv_manager.batch
         tokens = batch.tokens[slot, : batch.known[slot]].copy()
         request = self.kv_manager.free(slot)
@@ -330,11 +379,11 @@ class Scheduler:
     # ---- the result of a plan
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Applies the result of the oldest plan: appends tokens, ends requests that are complete or failed, frees what
-        they held, and reports all of it.
+        """Applies the result of the oldest plan: appends tokens, ends requests that are complete or
+        failed, frees what they held, and reports all of it.
 
-        Rows are ignored if their request left the slot since the plan was made: a preempted request computes that
-        token again, and an ended or aborted one has had its ending.
+        Rows are ignored if their request left the slot since the plan was made: a preempted request
+        computes that token again, and an ended or aborted one has had its ending.
         """
         in_flight = self._in_flight.popleft()
         assert in_flight.plan is plan, (in_flight.plan.step, plan.step)
@@ -342,12 +391,16 @@ class Scheduler:
         batch = self.kv_manager.batch
         errors = self._fail(in_flight, result.failed) if result.failed else {}
         live = batch.occupancy[in_flight.slots] == in_flight.occupancy
-        slots, tokens, finish, stop_ids = append_tokens(batch, plan, in_flight.slots, live, result, self.eos_ids)
+        slots, tokens, finish, stop_ids = append_tokens(
+            batch, plan, in_flight.slots, live, result, self.eos_ids
+        )
         cached = unsent_hits(batch, slots)
         logprobs, prompt_logprobs, digests = logprobs_of(batch, in_flight.slots, live, result)
         if self.budget:
             self.budget.note(plan, result.took_us)
-        drafts = self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
+        drafts = (
+            self._settle_drafts(plan, in_flight.slots, live, result) if self._speculates else {}
+        )
         rids = batch.rid[slots]
         for row in np.flatnonzero(finish).tolist():
             self.kv_manager.free(int(slots[row]))
@@ -373,24 +426,35 @@ class Scheduler:
     def _settle_drafts(
         self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
     ) -> dict[int, tuple[int, int]]:
-        """Gives back what was scheduled for wrong drafts, and notes the drafts that rows have now. Returns, by request
-        id, how many drafts were verified and how many of them were right."""
-        batch, live_S = self.kv_manager.batch, live_R[plan.samples_R]
+        """Gives back what was scheduled for wrong drafts, and notes the drafts that rows have now.
+        Returns, by request id, how many drafts were verified and how many of them were right."""
+        batch = self.kv_manager.batch
+        live_S = live_R[plan.samples_R]
         verified: dict[int, tuple[int, int]] = {}
         slots = slots_R[live_R & plan.samples_R]
         if plan.num_drafts_R is not None and result.counts_S is not None:
-            num_drafts, counts = plan.num_drafts_R[plan.samples_R][live_S], result.counts_S[live_S]
-            end, kept = batch.scheduled[slots], batch.known[slots] - 1
+            num_drafts = plan.num_drafts_R[plan.samples_R][live_S]
+            counts = result.counts_S[live_S]
+            end = batch.scheduled[slots]
+            kept = batch.known[slots] - 1
             self.kv_manager.give_back(slots, end, kept)
             batch.scheduled[slots] = kept
             self.policy.update(slots, num_drafts, counts - 1)
             some = num_drafts > 0
-            new = batch.known[slots] - (plan.starts_R + plan.counts_R)[live_R & plan.samples_R] + num_drafts
-            right = np.minimum(counts - 1, new)  # those behind the end of an answer are no part of it
+            new = (
+                batch.known[slots]
+                - (plan.starts_R + plan.counts_R)[live_R & plan.samples_R]
+                + num_drafts
+            )
+            right = np.minimum(
+                counts - 1, new
+            )  # those behind the end of an answer are no part of it
             both = zip(num_drafts[some].tolist(), right[some].tolist(), strict=True)
             verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
         if result.drafts_S is not None:
-            batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
+            batch.drafts[slots] = (
+                self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
+            )
         self._drafting = bool(batch.drafts[batch.order].any())
         total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
         self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.took_us, self._proposed)
@@ -406,23 +470,34 @@ class Scheduler:
     def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
         """Returns the step's numbers; the core, which has a clock, sets the others."""
         builder = in_flight.builder
-        plan, num_drafts, num_accepted = in_flight.plan, [], []
+        plan = in_flight.plan
+        num_drafts = []
+        num_accepted = []
         if plan.num_drafts_R is not None and result.counts_S is not None:
-            drafts_S, right_S = plan.num_drafts_R[plan.samples_R], result.counts_S - 1
+            drafts_S = plan.num_drafts_R[plan.samples_R]
+            right_S = result.counts_S - 1
             places = range(int(drafts_S.max(initial=0)))
-            num_drafts, num_accepted = ([int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S))
+            num_drafts, num_accepted = (
+                [int((n_S > i).sum()) for i in places] for n_S in (drafts_S, right_S)
+            )
         record = self.gauges(result.step)
         record.num_tokens = builder.num_tokens
-        record.num_requests, record.num_preempted = len(in_flight.slots), builder.num_preempted
-        record.prompt_tokens, record.cached_tokens = builder.prompt_tokens, builder.cached_tokens
-        record.device_us, record.comm_us = result.device_us, result.comm_us
-        record.exposed_comm_us, record.expert_cache = result.exposed_comm_us, result.expert_cache
-        record.num_drafts, record.num_accepted = num_drafts, num_accepted
+        record.num_requests = len(in_flight.slots)
+        record.num_preempted = builder.num_preempted
+        record.prompt_tokens = builder.prompt_tokens
+        record.cached_tokens = builder.cached_tokens
+        record.device_us = result.device_us
+        record.comm_us = result.comm_us
+        record.exposed_comm_us = result.exposed_comm_us
+        record.expert_cache = result.expert_cache
+        record.num_drafts = num_drafts
+        record.num_accepted = num_accepted
         return record
 
     def gauges(self, step: int) -> StepRecord:
         """Returns the record of a step without work: what runs and waits, and what is free."""
-        pool, states = self.kv_manager.pool, self.kv_manager.pools[1:]
+        pool = self.kv_manager.pool
+        states = self.kv_manager.pools[1:]
         record = StepRecord(
             step=step, num_tokens=0, num_requests=0, num_running=self.num_running, num_waiting=self.num_waiting,
             num_free_blocks=pool.num_free, num_blocks=pool.num_blocks,

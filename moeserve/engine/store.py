@@ -1,7 +1,7 @@
 """The block store: keeps prefix blocks that the pool evicts, by content, in host memory.
 
-The scheduler keeps the index; the runner owns the bytes and copies them as a plan says (`StepPlan.stores` before
-`StepPlan.loads`, both before the forward pass).
+The scheduler keeps the index; the runner owns the bytes and copies them as a plan says
+(`StepPlan.stores` before `StepPlan.loads`, both before the forward pass).
 """
 
 from collections import OrderedDict
@@ -10,7 +10,9 @@ from moeserve.engine.blocks import Key
 
 
 class HostStore:
-    """`num_blocks` host blocks, the runner's places for the bytes. Drops the least recently used content first."""
+    """`num_blocks` host blocks, the runner's places for the bytes. Drops the least recently used
+    content first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -29,12 +31,15 @@ class HostStore:
         return self._blocks[key]
 
     def store(self, key: Key) -> int | None:
-        """Returns the host block to copy into, leased until `release`; None if nothing must or can be copied."""
+        """Returns the host block to copy into, leased until `release`; None if nothing must or can
+        be copied.
+        """
         if key in self._blocks:
             self._blocks.move_to_end(key)
             return None
         if not self._free:
-            # Leased keys were used in this very plan, so they are the newest: if the oldest is leased, all are.
+            # Leased keys were used in this very plan, so they are the newest: if the oldest is
+            # leased, all are.
             oldest = next(iter(self._blocks))
             if oldest in self._leased:
                 return None
@@ -55,7 +60,9 @@ class HostStore:
         self._blocks.clear()
 
     def audit(self) -> None:
-        """Raises AssertionError unless each host block is free or holds one content, and nothing is leased."""
+        """Raises AssertionError unless each host block is free or holds one content, and nothing is
+        leased.
+        """
         host_blocks = sorted([*self._free, *self._blocks.values()])
         assert host_blocks == list(range(self.num_blocks)), "host blocks do not add up"
         assert not self._leased, f"{len(self._leased)} leases outlived their plan"

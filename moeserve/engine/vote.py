@@ -1,4 +1,6 @@
-"""The step vote: the message of each engine before a step, and the decision as a pure function of all of them."""
+"""The step vote: the message of each engine before a step, and the decision as a pure function of
+all of them.
+"""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -15,9 +17,9 @@ from moeserve.messages import Join, Placed, PlacementTable
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One engine's vote on a step.
 
-    tokens: those of its next plan, `split_at` of them in the first micro-batch if there are two. ubatches_ok: two
-    micro-batches would pay, or would not matter, on this engine. placed: how far the pending placement is prepared;
-    in_force: how far the last decision put it in force.
+    tokens: those of its next plan, `split_at` of them in the first micro-batch if there are two.
+    ubatches_ok: two micro-batches would pay, or would not matter, on this engine. placed: how far
+    the pending placement is prepared; in_force: how far the last decision put it in force.
     """
 
     step: int
@@ -27,7 +29,9 @@ class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
     split_at: int = 0
     requests: int = 0
     ubatches_ok: bool = False
-    pause: bool = False  # has a newer Join: nothing is in flight or planned until the next group is formed
+    pause: bool = (
+        False  # has a newer Join: nothing is in flight or planned until the next group is formed
+    )
     drained: bool = False  # has a Drain, and nothing is in flight or left to do
     placed: int = 0
     in_force: int = 0
@@ -54,15 +58,23 @@ class Decision:
 def decide(votes: Sequence[Vote]) -> Decision:
     """Returns the decision that follows from the votes of all engines, in rank order.
 
-    A step runs if any engine has work, or if the placement needs one: all have prepared more than is in force, or one
-    has given it up. Two micro-batches need the consent of all and a split inside some batch; engines with nothing to
-    split run one empty micro-batch. Raises StepSkew if the votes are not on the same step.
+    A step runs if any engine has work, or if the placement needs one: all have prepared more than
+    is in force, or one has given it up. Two micro-batches need the consent of all and a split
+    inside some batch; engines with nothing to split run one empty micro-batch. Raises StepSkew if
+    the votes are not on the same step.
     """
     first = votes[0]
-    step, epoch = first.step, first.epoch
-    has_work, ubatches_ok, is_split, trace, drained, paused = False, True, False, False, True, True
+    step = first.step
+    epoch = first.epoch
+    has_work = False
+    ubatches_ok = True
+    is_split = False
+    trace = False
+    drained = True
+    paused = True
     most = most_first = most_second = 0
-    placed, in_force = first.placed, first.in_force
+    placed = first.placed
+    in_force = first.in_force
     for vote in votes:
         if vote.step != step or vote.epoch != epoch:
             raise StepSkew([(vote.epoch, vote.step) for vote in votes])
@@ -70,12 +82,14 @@ def decide(votes: Sequence[Vote]) -> Decision:
         trace |= vote.trace
         drained &= vote.drained
         paused &= vote.pause or vote.drained
-        placed, in_force = min(placed, vote.placed), max(in_force, vote.in_force)
+        placed = min(placed, vote.placed)
+        in_force = max(in_force, vote.in_force)
         ubatches_ok &= vote.ubatches_ok
         if tokens := vote.tokens:
             is_split |= 0 < vote.split_at < tokens
             most = max(most, tokens)
-            most_first, most_second = max(most_first, vote.split_at), max(most_second, tokens - vote.split_at)
+            most_first = max(most_first, vote.split_at)
+            most_second = max(most_second, tokens - vote.split_at)
     if has_work or placed != in_force:
         if ubatches_ok and is_split:
             return Decision(Action.RUN, Agreed(step, 2, (most_first, most_second), placed, trace))
@@ -87,7 +101,9 @@ _NOTHING_TO_RUN = {action: Decision(action) for action in Action}
 
 
 class DPCoordinator(Protocol):
-    """One engine's connection to the engines that step together (comm/dp_coordinator.py), on the core's loop."""
+    """One engine's connection to the engines that step together (comm/dp_coordinator.py), on the
+    core's loop.
+    """
 
     @property
     def epoch(self) -> int:
@@ -102,8 +118,8 @@ class DPCoordinator(Protocol):
         """The error that broke the group; None while it works."""
 
     async def decide(self, vote: Vote) -> Decision:
-        """Votes, waits for all votes, and returns the common decision. Raises PeerLost if the group is broken, StepSkew
-        if the engines do not vote on the same step."""
+        """Votes, waits for all votes, and returns the common decision. Raises PeerLost if the group
+        is broken, StepSkew if the engines do not vote on the same step."""
 
     async def wait_woken(self) -> None:
         """Returns once `woken` is true. Raises PeerLost."""
@@ -112,38 +128,48 @@ class DPCoordinator(Protocol):
         """Returns once the group is broken."""
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Drops the connections. The other engines learn the cause and the ranks known to be missing."""
+        """Drops the connections. The other engines learn the cause and the ranks known to be
+        missing.
+        """
 
 
 class GroupRunner(Runner, Protocol):
     """A runner whose steps run together with those of other engines.
 
-    After a step that failed with PeerLost, the same plan can run again after the next `join`. Until then later steps
-    fail with PeerLost as well, before they touch tables or blocks; if one has touched them, the runner is `overtaken`.
-    A repeated plan must not repeat its `stores`: its first attempt may have overwritten the blocks that they save.
+    After a step that failed with PeerLost, the same plan can run again after the next `join`. Until
+    then later steps fail with PeerLost as well, before they touch tables or blocks; if one has
+    touched them, the runner is `overtaken`. A repeated plan must not repeat its `stores`: its first
+    attempt may have overwritten the blocks that they save.
     """
 
     on_placed: Callable[[Placed], None] | None  # set by the core, called from any thread
 
     @property
     def overtaken(self) -> bool:
-        """Whether a step of this epoch had begun when one before it failed. Then no plan can run again: its blocks may
-        have been overwritten by the later step."""
+        """Whether a step of this epoch had begun when one before it failed. Then no plan can run
+        again: its blocks may have been overwritten by the later step."""
 
     @property
     def placed(self) -> int:
-        """Progress of preparing the pending placement, as in the vote; never decreases within an epoch."""
+        """Progress of preparing the pending placement, as in the vote; never decreases within an
+        epoch.
+        """
 
     async def join(self, join: Join) -> None:
-        """Connects this engine's ranks with the other engines' and forgets a failed step. Raises PeerLost.
+        """Connects this engine's ranks with the other engines' and forgets a failed step. Raises
+        PeerLost.
 
         `leave` is called if this fails or is cancelled."""
 
     async def leave(self) -> None:
-        """Drops the connections, which fails a step that waits on them; returns when no step runs any more."""
+        """Drops the connections, which fails a step that waits on them; returns when no step runs
+        any more.
+        """
 
     def prepare(self, placement: PlacementTable) -> None:
         """Starts preparing a placement in the background."""
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Returns whether two micro-batches would pay for this plan, or would cost nothing (None: no tokens)."""
+        """Returns whether two micro-batches would pay for this plan, or would cost nothing (None:
+        no tokens).
+        """

@@ -1,1 +1,3 @@
-"""Between text and engine: streams of text deltas over any wire, for the server, AsyncEngine and LLM."""
+"""Between text and engine: streams of text deltas over any wire, for the server, AsyncEngine and
+LLM.
+"""

@@ -1,16 +1,18 @@
-"""Admission: whether one more request may wait, by the wait that is predicted for it and by how many come; and the
-sequences that were admitted and run, which it is predicted from.
+"""Admission: whether one more request may wait, by the wait that is predicted for it and by how
+many come; and the sequences that were admitted and run, which it is predicted from.
 
-A new sequence waits for two things: for the prompts before it to be read, at the rate at which prompts were read
-lately; and, if every place in the engine is taken, for so many sequences to end, at the rate at which they ended while
-all places were taken. Both rates are measured; a server that has measured nothing yet predicts nothing. A request whose
-wait would be longer than it may be is refused at once: it would not be served sooner by waiting here, and those that
-were admitted before it start in time.
+A new sequence waits for two things: for the prompts before it to be read, at the rate at which
+prompts were read lately; and, if every place in the engine is taken, for so many sequences to end,
+at the rate at which they ended while all places were taken. Both rates are measured; a server that
+has measured nothing yet predicts nothing. A request whose wait would be longer than it may be is
+refused at once: it would not be served sooner by waiting here, and those that were admitted before
+it start in time.
 
-A queue is there to keep the places taken while nobody comes. Where more come than can be served it always stands, and
-all it does is to make everybody wait; so then it is only as long as the places need. If `load` times as many come as
-end, and k may wait, then load^-k / (load - 1) places are empty on average. A burst is no such load: what comes is
-counted over a time in which the server ends some sequences.
+A queue is there to keep the places taken while nobody comes. Where more come than can be served it
+always stands, and all it does is to make everybody wait; so then it is only as long as the places
+need. If `load` times as many come as end, and k may wait, then load^-k / (load - 1) places are
+empty on average. A burst is no such load: what comes is counted over a time in which the server
+ends some sequences.
 """
 
 import asyncio
@@ -25,7 +27,9 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.messages import Ready, StepRecord
 
 MAX_RETRY_AFTER_S = 60.0
-KV_FULL = 8  # with less than an eighth of the blocks free, they limit the sequences that run, and not their number
+# with less than an eighth of the blocks free, they limit the sequences that run, and not their
+# number
+KV_FULL = 8
 EMPTY = 0.01  # share of the places that may be empty for want of a longer queue
 COUNTED_ENDS = 8  # what comes is counted over the time of at least so many ends,
 COUNTED_WAIT = 0.25  # and of at least this part of the longest wait
@@ -35,9 +39,9 @@ _KEPT = 0.95  # weight of what was measured before one more step, or one more en
 class Admission:
     """Bounds the number of sequences, and the wait of the last one.
 
-    max_queued: sequences that may wait beyond those that the engine runs at once; None for no bound at all. max_wait_s:
-    longest predicted wait where every place is taken; 0 for any, whatever comes. unread_tokens: of prompts without a
-    first token, kept by the front end.
+    max_queued: sequences that may wait beyond those that the engine runs at once; None for no bound
+    at all. max_wait_s: longest predicted wait where every place is taken; 0 for any, whatever
+    comes. unread_tokens: of prompts without a first token, kept by the front end.
     """
 
     def __init__(self, stats: FrontStats, max_queued: int | None, max_wait_s: float = 0.0) -> None:
@@ -45,11 +49,15 @@ class Admission:
         self._max_queued = max_queued
         self._max_wait_s = max_wait_s
         self.unread_tokens = 0
-        self._read_tokens = 0.0  # prompt tokens of late, cached ones included, and the seconds that they took
+        self._read_tokens = (
+            0.0  # prompt tokens of late, cached ones included, and the seconds that they took
+        )
         self._read_s = 0.0
         self._seconds_per_end = 0.0  # moving average; 0: not measured yet
         self._last_end_s = 0.0
-        self._came = 0.0  # sequences that were admitted or refused lately, and when the last one was
+        self._came = (
+            0.0  # sequences that were admitted or refused lately, and when the last one was
+        )
         self._came_s = 0.0
 
     def check(
@@ -61,10 +69,11 @@ class Admission:
         within_s: float | None = None,
         num_behind: int = 0,
     ) -> None:
-        """Raises Overloaded unless num_more sequences may come now, InvalidRequest if they never may.
+        """Raises Overloaded unless num_more sequences may come now, InvalidRequest if they never
+        may.
 
-        within_s: the time that the request has; DeadlineExceeded if that is over. num_behind: of the live ones, those
-        that have to let this request pass, and so are no reason to wait.
+        within_s: the time that the request has; DeadlineExceeded if that is over. num_behind: of
+        the live ones, those that have to let this request pass, and so are no reason to wait.
         """
         if within_s is not None and within_s <= 0:
             raise DeadlineExceeded("the request's time was over before it could start")
@@ -72,7 +81,9 @@ class Admission:
             return
         capacity = ready.max_num_seqs + self._max_queued
         if num_more > capacity:
-            raise InvalidRequest(f"{num_more} sequences in one request; this server takes at most {capacity} at once")
+            raise InvalidRequest(
+                f"{num_more} sequences in one request; this server takes at most {capacity} at once"
+            )
         if (excess := num_live + num_more - capacity) > 0:
             raise Overloaded(
                 f"{num_live} sequences run or wait; no more are taken now",
@@ -82,9 +93,12 @@ class Admission:
         if num_then == num_more:
             return
         places = self._places(ready)
-        limits = [limit for limit in (self._max_wait_s if num_then > places else 0, within_s) if limit]
+        limits = [
+            limit for limit in (self._max_wait_s if num_then > places else 0, within_s) if limit
+        ]
         load = (self._came_lately(now_s) + num_more) * self._seconds_per_end / self._counted_s
-        wait_s, too_much_s = self.wait_s(num_then, ready), (load - 1) * self._counted_s
+        wait_s = self.wait_s(num_then, ready)
+        too_much_s = (load - 1) * self._counted_s
         if limits and wait_s > min(limits):
             raise Overloaded(
                 f"a new request would wait {wait_s:.1f} s for its turn, and may wait {min(limits):g} s",
@@ -102,7 +116,9 @@ class Admission:
             )
 
     def came(self, num: int, now_s: float, unread_tokens: int = 0) -> None:
-        """Counts sequences that were admitted or refused. unread_tokens: of the prompts of those that were admitted."""
+        """Counts sequences that were admitted or refused. unread_tokens: of the prompts of those
+        that were admitted.
+        """
         self.unread_tokens += unread_tokens
         self._came = self._came_lately(now_s) + num
         self._came_s = now_s
@@ -117,13 +133,21 @@ class Admission:
     def wait_s(self, num_live: int, ready: Ready) -> float:
         """Returns the predicted wait of the last of so many sequences, in seconds."""
         num_engines = sum(engine.last is not None for engine in self._stats.engines.values()) or 1
-        reading_s = self.unread_tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
-        return reading_s / num_engines + max(0, num_live - self._places(ready)) * self._seconds_per_end
+        reading_s = (
+            self.unread_tokens * self._read_s / self._read_tokens if self._read_tokens else 0.0
+        )
+        return (
+            reading_s / num_engines + max(0, num_live - self._places(ready)) * self._seconds_per_end
+        )
 
     def _places(self, ready: Ready) -> int:
         """Returns how many sequences can run at once."""
         last = self._stats.last
-        if last is not None and last.num_waiting and last.num_free_blocks * KV_FULL < last.num_blocks:
+        if (
+            last is not None
+            and last.num_waiting
+            and last.num_free_blocks * KV_FULL < last.num_blocks
+        ):
             return min(ready.max_num_seqs, last.num_running)
         return ready.max_num_seqs
 
@@ -137,16 +161,22 @@ class Admission:
     def ended(self, now_s: float, num_live: int, ready: Ready) -> None:
         """Notes the end of one sequence; num_live are left."""
         if num_live + 1 < self._places(ready):
-            self._last_end_s = 0.0  # a place was free: the time to the next end says nothing about a wait
+            self._last_end_s = (
+                0.0  # a place was free: the time to the next end says nothing about a wait
+            )
             return
         if self._last_end_s:
             seconds = now_s - self._last_end_s
-            self._seconds_per_end += (1 - _KEPT if self._seconds_per_end else 1) * (seconds - self._seconds_per_end)
+            self._seconds_per_end += (1 - _KEPT if self._seconds_per_end else 1) * (
+                seconds - self._seconds_per_end
+            )
         self._last_end_s = now_s
 
 
 class Running:
-    """The sequences that run, by rid, and what is counted of each from start to end. idle: set when none runs."""
+    """The sequences that run, by rid, and what is counted of each from start to end. idle: set when
+    none runs.
+    """
 
     def __init__(self, stats: FrontStats, admission: Admission) -> None:
         self.sequences: dict[int, Sequence] = {}
@@ -171,7 +201,9 @@ class Running:
     def note_starts(self, rids: list[int], began_s: float) -> None:
         """Notes when these sequences stopped waiting. began_s: when their first step began."""
         for rid in rids:
-            if (sequence := self.sequences.get(rid)) and sequence.started_at is None:  # a replay does not start again
+            if (
+                sequence := self.sequences.get(rid)
+            ) and sequence.started_at is None:  # a replay does not start again
                 sequence.started_at = max(began_s, sequence.owner.submitted_at)
                 self._stats.queue_s.add(sequence.started_at - sequence.owner.submitted_at)
 
@@ -191,13 +223,16 @@ class Running:
 
     def end(self, sequence: Sequence, reason: str, ready: Ready) -> None:
         """Counts the end of a sequence, which is not known here any more."""
-        now, stats = monotonic(), self._stats
+        now = monotonic()
+        stats = self._stats
         del self.sequences[sequence.rid]
         owner = sequence.owner
         owner.num_live -= 1
         self._num_live -= Counter((owner.priority,))  # without zeros
         stats.num_active = len(self.sequences)
-        stats.end(reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens))
+        stats.end(
+            reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens)
+        )
         if sequence.first_at is None:
             self._admission.unread_tokens -= len(owner.prompt_token_ids)
         else:

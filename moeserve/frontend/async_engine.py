@@ -1,4 +1,6 @@
-"""`AsyncEngine`: the engine inside an asyncio program, no HTTP in between; and its outputs, with vLLM's names."""
+"""`AsyncEngine`: the engine inside an asyncio program, no HTTP in between; and its outputs, with
+vLLM's names.
+"""
 
 import operator
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,7 +26,9 @@ Prompt = str | Mapping[str, Any]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n answers. logprobs[i] belongs to token_ids[i]; logprobs is None if not asked for."""
+    """One of a request's n answers. logprobs[i] belongs to token_ids[i]; logprobs is None if not
+    asked for.
+    """
 
     index: int
     text: str = ""
@@ -46,7 +50,9 @@ class CompletionOutput:
         self.token_ids += delta.token_ids
         if delta.logprobs:
             self.logprobs = (self.logprobs or []) + delta.logprobs
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(p.values[0] for p in delta.logprobs)
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(
+                p.values[0] for p in delta.logprobs
+            )
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.receipt = delta.receipt
@@ -80,8 +86,9 @@ class AsyncEngine:
         async for out in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(out.outputs[0].text, end="")
 
-    Keyword arguments are the fields of `moeserve.config` (`dtype`, `max_model_len`, `max_num_seqs`, `threads`, ...);
-    or pass a whole `Config`. logits_processors: factories that requests may name (docs/logits-processors.md).
+    Keyword arguments are the fields of `moeserve.config` (`dtype`, `max_model_len`, `max_num_seqs`,
+    `threads`, ...); or pass a whole `Config`. logits_processors: factories that requests may name
+    (docs/logits-processors.md).
     """
 
     def __init__(
@@ -102,7 +109,9 @@ class AsyncEngine:
     def front(self) -> FrontEnd:
         """The front end. Raises RuntimeError outside of the `async with` block."""
         if self._front is None:
-            raise RuntimeError("the engine is not open: use it inside `async with AsyncEngine(...) as engine`")
+            raise RuntimeError(
+                "the engine is not open: use it inside `async with AsyncEngine(...) as engine`"
+            )
         return self._front
 
     @property
@@ -122,7 +131,10 @@ class AsyncEngine:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._front = None
         await self._stack.aclose()
@@ -135,23 +147,32 @@ class AsyncEngine:
         request_id: str = "",
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields new pieces of the answers, one entry in `outputs` each. Leaving the loop early aborts the request.
+        """Yields new pieces of the answers, one entry in `outputs` each. Leaving the loop early
+        aborts the request.
 
-        prompt: a text, or {"prompt_token_ids": [...]}. Raises RequestError before the first piece if it is refused.
+        prompt: a text, or {"prompt_token_ids": [...]}. Raises RequestError before the first piece
+        if it is refused.
         """
         params = checked(params)
         text, tokens = await read_prompt(self.front, prompt)
-        async with await self.front.generate(tokens, params, priority=priority, request_id=request_id) as deltas:
+        async with await self.front.generate(
+            tokens, params, priority=priority, request_id=request_id
+        ) as deltas:
             open_sequences = params.n
             async for delta in deltas:
                 open_sequences -= delta.finish_reason is not None
                 answer = CompletionOutput(delta.index)
-                piece = RequestOutput(request_id, text, tokens, [answer], finished=open_sequences == 0)
+                piece = RequestOutput(
+                    request_id, text, tokens, [answer], finished=open_sequences == 0
+                )
                 piece.add(answer, delta)
                 yield piece
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        **kwargs: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Like `generate`, with these messages rendered by the model's chat template as the prompt."""
         tokens = render_chat(self.front, messages)
@@ -169,13 +190,17 @@ def checked(params: SamplingParams | None) -> SamplingParams:
 
 
 async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """Returns a prompt's text (None if given as ids) and its token ids. Raises InvalidRequest for anything else."""
+    """Returns a prompt's text (None if given as ids) and its token ids. Raises InvalidRequest for
+    anything else.
+    """
     text: Any = prompt
     if isinstance(prompt, Mapping):
         text = prompt.get("prompt")
         if (ids := prompt.get("prompt_token_ids")) is not None:
             try:
-                return text, [operator.index(token) for token in ids]  # arrays of integers are welcome
+                return text, [
+                    operator.index(token) for token in ids
+                ]  # arrays of integers are welcome
             except TypeError as error:
                 raise InvalidRequest(f"prompt_token_ids: {error}", param="prompt") from error
     if not isinstance(text, str):
@@ -184,9 +209,19 @@ async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list
 
 
 def render_chat(front: FrontEnd, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the token ids of a conversation, ready for the assistant's answer. Raises InvalidRequest."""
+    """Returns the token ids of a conversation, ready for the assistant's answer. Raises
+    InvalidRequest.
+    """
     if front.tokenizer is None or front.chat_template is None:
-        raise InvalidRequest("this model has no chat template: use generate, or give one with chat_template=")
-    if isinstance(messages, str) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-        raise InvalidRequest('messages are a list like [{"role": "user", "content": "..."}]', param="messages")
-    return front.chat_template.encode(front.tokenizer, [dict(m) for m in messages], add_generation_prompt=True)
+        raise InvalidRequest(
+            "this model has no chat template: use generate, or give one with chat_template="
+        )
+    if isinstance(messages, str) or not all(
+        isinstance(m, Mapping) and "role" in m for m in messages
+    ):
+        raise InvalidRequest(
+            'messages are a list like [{"role": "user", "content": "..."}]', param="messages"
+        )
+    return front.chat_template.encode(
+        front.tokenizer, [dict(m) for m in messages], add_generation_prompt=True
+    )

@@ -1,8 +1,10 @@
-"""The front end: everything between a caller's text and the engine's integers, on one asyncio loop, without torch.
+"""The front end: everything between a caller's text and the engine's integers, on one asyncio loop,
+without torch.
 
-It numbers sequences, submits them to the engine over a link, turns step outputs into deltas, finds stop strings and
-counts. It survives the engine: prompts and generated tokens stay here, so that the sequences of an engine that died are
-submitted again with the tokens that they have, and go on with the same tokens.
+It numbers sequences, submits them to the engine over a link, turns step outputs into deltas, finds
+stop strings and counts. It survives the engine: prompts and generated tokens stay here, so that the
+sequences of an engine that died are submitted again with the tokens that they have, and go on with
+the same tokens.
 """
 
 import asyncio
@@ -20,7 +22,14 @@ from moeserve.actor.actor import Actor
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
 from moeserve.frontend.admission import Admission, Running
-from moeserve.frontend.generation import Delta, Generation, Sequence, check_request, submission, token_sampling
+from moeserve.frontend.generation import (
+    Delta,
+    Generation,
+    Sequence,
+    check_request,
+    submission,
+    token_sampling,
+)
 from moeserve.frontend.grammars import GrammarAdmission
 from moeserve.frontend.notary import Notary
 from moeserve.frontend.resumable import Resumable
@@ -44,9 +53,10 @@ class FrontEnd(Actor[FromEngine], ServingState):
     """The actor that owns all running sequences; its inbox is that of the engine link.
 
     answer_format: how the model writes reasoning and tool calls, None if that is unknown.
-    max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
-    max_wait_s: see `Admission`. processors: the names of logits processors. notary: makes receipts; without one, only
-    the digests for them are made. resume_window_s: see `Resumable`; 0: streams end with their readers.
+    max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit
+    (offline use). max_wait_s: see `Admission`. processors: the names of logits processors. notary:
+    makes receipts; without one, only the digests for them are made. resume_window_s: see
+    `Resumable`; 0: streams end with their readers.
     """
 
     def __init__(
@@ -75,7 +85,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.defaults = defaults
         self.notary = notary
         self.stats = FrontStats()
-        self.fleet = link if isinstance(link, Fleet) and not link.single else None  # where there may be several engines
+        self.fleet = (
+            link if isinstance(link, Fleet) and not link.single else None
+        )  # where there may be several engines
         self.watch = Watch(link, self.fleet, self.stats)
         self.link = link
         self._admission = Admission(self.stats, max_queued, max_wait_s)
@@ -88,7 +100,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
         self._drain_by_s: float | None = None  # when draining ends
 
-    # ---- requests -------------------------------------------------------------------------------------------
+    # ---- requests
+    # -------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -105,14 +118,20 @@ class FrontEnd(Actor[FromEngine], ServingState):
     ) -> Generation:
         """Admits, checks and submits a request. Raises RequestError before anything runs.
 
-        marked: special tokens are in the text, between marks. parser: makes what reads each sequence's answer, which
-        is marked then. grammar: what answers must match, in place of `params.structured_outputs`. grammar_param: the
-        field that errors in it are said to be in.
+        marked: special tokens are in the text, between marks. parser: makes what reads each
+        sequence's answer, which is marked then. grammar: what answers must match, in place of
+        `params.structured_outputs`. grammar_param: the field that errors in it are said to be in.
         """
         check_request(prompt, priority, ready := self.admit(params.n, priority=priority))
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
-            raise errors.InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
-        bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
+            raise errors.InvalidRequest(
+                "stop strings and bad words need a tokenizer; this server runs without one"
+            )
+        bad = (
+            bad_sequences(self.tokenizer, params.bad_words)
+            if self.tokenizer and params.bad_words
+            else ()
+        )
         if grammar is not None or params.structured_outputs is not None:
             grammar = await self._grammars.of(params, grammar, grammar_param, ready)
             ready = self.admit(params.n, priority=priority)  # again: others came meanwhile
@@ -121,7 +140,9 @@ class FrontEnd(Actor[FromEngine], ServingState):
             ready = self.admit(params.n, priority=priority)
         samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
         marked = marked or parser is not None
-        generation = Generation(prompt, params, request_id, monotonic(), self.drop, priority, salt, marked)
+        generation = Generation(
+            prompt, params, request_id, monotonic(), self.drop, priority, salt, marked
+        )
         generation.begin(samplings, self.rids, self.tokenizer, parser)
         self.running.add(generation.sequences)
         try:
@@ -133,14 +154,18 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return generation
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Returns the token ids of a text, with the tokenizer's own special tokens around it if `special`."""
+        """Returns the token ids of a text, with the tokenizer's own special tokens around it if
+        `special`.
+        """
         return (await self.encode_all([text], special=special))[0]
 
     async def encode_all(self, texts: list[str], *, special: bool = True) -> list[list[int]]:
         """Returns the token ids of several texts; see `encode`."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise errors.InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
+            raise errors.InvalidRequest(
+                "this server runs without a tokenizer: send token ids", param="prompt"
+            )
 
         def work() -> list[list[int]]:
             """Encodes the texts, in this thread."""
@@ -148,9 +173,11 @@ class FrontEnd(Actor[FromEngine], ServingState):
 
         return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
-    def admit(self, num_sequences: int, within_s: float | None = None, priority: int = 0) -> m.Ready:
-        """Raises Overloaded unless so many more sequences may come now and would have their turn `within_s` seconds,
-        InvalidRequest if they never may.
+    def admit(
+        self, num_sequences: int, within_s: float | None = None, priority: int = 0
+    ) -> m.Ready:
+        """Raises Overloaded unless so many more sequences may come now and would have their turn
+        `within_s` seconds, InvalidRequest if they never may.
 
         `generate` calls this; call it earlier only to save work on a prompt that would be refused.
         """
@@ -158,7 +185,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             raise self.refusal()
         now = monotonic()
         try:
-            num_live, behind = len(self.running.sequences), self.running.num_behind(priority)
+            num_live = len(self.running.sequences)
+            behind = self.running.num_behind(priority)
             self._admission.check(num_live, num_sequences, self.ready, now, within_s, behind)
         except errors.Overloaded:
             self.stats.rejected += 1
@@ -185,15 +213,20 @@ class FrontEnd(Actor[FromEngine], ServingState):
             return
         self._unsent_aborts = []
 
-    # ---- messages from the engine ---------------------------------------------------------------------------
+    # ---- messages from the engine
+    # ---------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
-        """Whether the front end was stopped, or the engine is gone for good (`failure` is the reason)."""
+        """Whether the front end was stopped, or the engine is gone for good (`failure` is the
+        reason).
+        """
         return self._stopping or self.failure is not None
 
     async def turn(self) -> None:
-        """Handles the engine's messages. An unexpected error is logged and becomes the `failure` that callers see."""
+        """Handles the engine's messages. An unexpected error is logged and becomes the `failure`
+        that callers see.
+        """
         try:
             await super().turn()
             for generation in self._due:  # once, however many steps came
@@ -257,23 +290,31 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 sequences[rid].digests += digests
         for rid, token, finish in zip(rids, tokens, out.finish, strict=True):
             if (sequence := sequences.get(rid)) is None:
-                continue  # aborted here, or ended by a stop string, while the engine still computed it
+                # aborted here, or ended by a stop string, while the engine still computed it
+                continue
             try:
                 self._advance(sequence, token, finish, out, now)
             except Exception as error:  # in its text, say; the other sequences go on
-                log.error("request %s failed: %s", sequence.owner.request_id, errors.place_of(error))
+                log.error(
+                    "request %s failed: %s", sequence.owner.request_id, errors.place_of(error)
+                )
                 self._fail(sequence.owner, errors.RequestFailed(f"{type(error).__name__}: {error}"))
         if self._unsent_aborts:
             self._stop_computing([])
 
-    def _advance(self, sequence: Sequence, token: int, finish: int, out: m.StepOutput, now: float) -> None:
+    def _advance(
+        self, sequence: Sequence, token: int, finish: int, out: m.StepOutput, now: float
+    ) -> None:
         """Applies one row of a step output to a running sequence."""
         rid = sequence.rid
         if finish == m.FinishReason.ERROR:
             self._end(sequence, "error")
             why = out.errors.get(rid, "the request failed inside the engine")
             own_doing = why.startswith((m.NO_TOKEN_LEFT, m.GRAMMAR_FAILED))
-            self._fail(sequence.owner, (errors.ConstraintFailed if own_doing else errors.RequestFailed)(why))
+            self._fail(
+                sequence.owner,
+                (errors.ConstraintFailed if own_doing else errors.RequestFailed)(why),
+            )
             return
         delta = sequence.advance(token, finish, out)
         if token >= 0:
@@ -281,7 +322,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if delta.cached_tokens is not None:
             self.stats.cached_prompt_tokens += delta.cached_tokens
         if sequence.owner.prompt_rows is not None and sequence.index == 0:
-            delta.prompt_logprobs, sequence.owner.prompt_rows = sequence.owner.prompt_rows, None
+            delta.prompt_logprobs = sequence.owner.prompt_rows
+            sequence.owner.prompt_rows = None
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
             if not finish:
@@ -291,8 +333,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self._due.append(sequence.owner)
 
     def receipt(self, sequence: Sequence, last: Delta) -> Receipt | None:
-        """Returns the receipt of a sequence that ends with this delta, if it asked for one, and logs it."""
-        if last.finish_reason == "abort" or self.notary is None:  # nobody could compute where an abort ended it
+        """Returns the receipt of a sequence that ends with this delta, if it asked for one, and
+        logs it.
+        """
+        if (
+            last.finish_reason == "abort" or self.notary is None
+        ):  # nobody could compute where an abort ended it
             return None
         if not sequence.sampling.receipt and not self.notary.logs:
             return None
@@ -346,7 +392,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.enter("lost")
         self._fail_all("the engine stopped while this request ran; send it again")
 
-    # ---- endings --------------------------------------------------------------------------------------------
+    # ---- endings
+    # --------------------------------------------------------------------------------------------
 
     def _fail(self, generation: Generation, error: errors.RequestError) -> None:
         """Fails a whole request because of one sequence."""
@@ -369,7 +416,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return self.state == "ready" and self.link.healthy
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the rest.
+        """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the
+        rest.
 
         An engine that dies meanwhile is replaced as usual, and its requests go on.
         """

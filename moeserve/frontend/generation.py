@@ -1,7 +1,8 @@
 """A request in the front end, from its check to its deltas.
 
-`Generation` is the running request: an async iterator of deltas over n sequences, each with its text state. Before it
-come `check_request` and `token_sampling`; `submission` makes the message to the engine.
+`Generation` is the running request: an async iterator of deltas over n sequences, each with its
+text state. Before it come `check_request` and `token_sampling`; `submission` makes the message to
+the engine.
 """
 
 import asyncio
@@ -28,10 +29,11 @@ _SEED_MASK = 2**63 - 1
 class Delta(msgspec.Struct, gc=False):
     """New text and tokens of one sequence of a request, `index` in 0..n-1.
 
-    text: new text without stop strings; empty while a character or a possible stop string is incomplete. logprobs:
-    aligned with token_ids, empty if not asked for. finish_reason: "stop", "length" or "abort" in the sequence's last
-    delta; stop_reason: the stop string or stop token that ended it. prompt_logprobs: in the first delta of sequence 0;
-    entry i belongs to prompt token i, entry 0 is None. parts: the text, which has marks then, read by a parser.
+    text: new text without stop strings; empty while a character or a possible stop string is
+    incomplete. logprobs: aligned with token_ids, empty if not asked for. finish_reason: "stop",
+    "length" or "abort" in the sequence's last delta; stop_reason: the stop string or stop token
+    that ended it. prompt_logprobs: in the first delta of sequence 0; entry i belongs to prompt
+    token i, entry 0 is None. parts: the text, which has marks then, read by a parser.
     num_reasoning: tokens of reasoning.
     """
 
@@ -52,7 +54,9 @@ class Delta(msgspec.Struct, gc=False):
     def append(self, later: "Delta") -> None:
         """Appends the next delta of the same sequence."""
         self.text += later.text
-        self.cached_tokens = later.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        self.cached_tokens = (
+            later.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        )
         self.add(later)
 
     def add(self, later: "Delta") -> None:
@@ -64,12 +68,15 @@ class Delta(msgspec.Struct, gc=False):
         self.num_drafts += later.num_drafts
         self.num_accepted += later.num_accepted
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
-        self.finish_reason, self.stop_reason, self.receipt = later.finish_reason, later.stop_reason, later.receipt
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.receipt = later.receipt
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of a request's n sequences: its sampling parameters, its tokens so far, and its text state.
+    """One of a request's n sequences: its sampling parameters, its tokens so far, and its text
+    state.
 
     The generated tokens stay here, so that a new engine can continue where a dead one stopped.
     """
@@ -84,21 +91,25 @@ class Sequence:
     reasoning: bool = False  # whether the parser's latest part is reasoning
     tokens: list[int] = field(default_factory=list)
     started_at: float | None = None  # when its first step began
-    digests: list[bytes] = field(default_factory=list)  # of the tokens' logits, if asked for; maybe of more
+    digests: list[bytes] = field(
+        default_factory=list
+    )  # of the tokens' logits, if asked for; maybe of more
     ended: bool = False
     receipt: Receipt | None = None
     first_at: float | None = None
     last_at: float = 0.0
 
     def advance(self, token: int, finish: int, out: StepOutput) -> Delta:
-        """Takes one row of a step output and returns the delta for the caller. A token of -1 means no token. What is
-        in columns of `out` for a request's rows is taken out of them.
+        """Takes one row of a step output and returns the delta for the caller. A token of -1 means
+        no token. What is in columns of `out` for a request's rows is taken out of them.
 
         A stop token ends the text before itself unless `include_stop_str_in_output`.
         """
         if token >= 0:
             self.tokens.append(token)
-        ends = finish == FinishReason.STOP and token in self.sampling.stop_ids  # not where it completes a grammar
+        ends = (
+            finish == FinishReason.STOP and token in self.sampling.stop_ids
+        )  # not where it completes a grammar
         shown = not ends or self.owner.params.include_stop_str_in_output
         text = self.detok.push(token) if self.detok is not None and token >= 0 and shown else ""
         delta = Delta(self.index, text, [token] if token >= 0 else [])
@@ -115,13 +126,17 @@ class Sequence:
             delta.logprobs.append(rows.pop(0))
         if out.drafts and (verified := out.drafts.pop(self.rid, None)):
             delta.num_drafts, delta.num_accepted = verified
-        if out.cached and len(self.tokens) <= 1:  # a replay's cache hits are on our own earlier work
+        if (
+            out.cached and len(self.tokens) <= 1
+        ):  # a replay's cache hits are on our own earlier work
             delta.cached_tokens = out.cached.get(self.rid)
         self.ended = delta.finish_reason is not None
         return delta
 
     def read(self, delta: Delta) -> None:
-        """Adds to a delta what the parser makes of it: here, so that it does not depend on how deltas are merged."""
+        """Adds to a delta what the parser makes of it: here, so that it does not depend on how
+        deltas are merged.
+        """
         assert self.parser is not None
         delta.parts = self.parser.push(delta.text, final=delta.finish_reason is not None)
         if delta.parts:
@@ -134,7 +149,8 @@ class Sequence:
         searching = len(self.tokens) >= self.owner.params.min_tokens
         delta.text, found = self.stops.push(delta.text, active=searching)
         if found is not None:
-            delta.finish_reason, delta.stop_reason = "stop", found
+            delta.finish_reason = "stop"
+            delta.stop_reason = found
         elif delta.finish_reason is not None:
             delta.text += self.stops.flush()
 
@@ -142,14 +158,15 @@ class Sequence:
 class Generation:
     """A running request. `async for delta in generation` ends after the last sequence has ended.
 
-    A slow reader gets several tokens merged into one delta, so that memory is bounded by the answer itself. `aclose()`,
-    leaving an `async with`, or cancelling the reader aborts the sequences that still run, unless it is resumable.
+    A slow reader gets several tokens merged into one delta, so that memory is bounded by the answer
+    itself. `aclose()`, leaving an `async with`, or cancelling the reader aborts the sequences that
+    still run, unless it is resumable.
 
-    prompt_rows: prompt logprobs that came and were not delivered; None if there are none.
-    taker: gets each delta for which the reader would be woken, and returns whether it took it; waking costs as much as
-    the rest of a token's way. What it raises is raised to the reader.
-    merges: whether unread deltas are merged. recorded: what is kept of it, if it is resumable. leave: called when its
-    reader goes, by default to abort.
+    prompt_rows: prompt logprobs that came and were not delivered; None if there are none. taker:
+    gets each delta for which the reader would be woken, and returns whether it took it; waking
+    costs as much as the rest of a token's way. What it raises is raised to the reader. merges:
+    whether unread deltas are merged. recorded: what is kept of it, if it is resumable. leave:
+    called when its reader goes, by default to abort.
     """
 
     def __init__(
@@ -173,7 +190,9 @@ class Generation:
         self.salt = salt
         self.marked = marked  # see `FrontEnd.generate`
         self.taker: Callable[[Delta], bool] | None = None
-        self.prompt_rows: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.prompt_rows: list[Logprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
         self.merges = True
         self.recorded: Recorded | None = None
         self.leave: Callable[[Generation], None] = Generation.abort
@@ -195,23 +214,32 @@ class Generation:
             sequence = Sequence(next(rids), index, self, sampling)
             if tokenizer is not None:
                 pieces = tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
-                sequence.detok = Detokenizer(tokenizer.marked_pieces if self.marked else pieces, self.prompt_token_ids)
+                sequence.detok = Detokenizer(
+                    tokenizer.marked_pieces if self.marked else pieces, self.prompt_token_ids
+                )
             sequence.parser = parser and parser()
             if params.stop_strings:
-                sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
+                sequence.stops = StopMatcher(
+                    params.stop_strings, include_stop=params.include_stop_str_in_output
+                )
             self.sequences.append(sequence)
 
     def push(self, delta: Delta) -> None:
-        """Adds a delta, merged with an unread one of the same sequence; `deliver` is due then. For the front end."""
+        """Adds a delta, merged with an unread one of the same sequence; `deliver` is due then. For
+        the front end.
+        """
         held = self._pending.setdefault(delta.index if self.merges else object(), delta)
         if held is not delta:
             held.append(delta)
 
     def deliver(self) -> None:
-        """Gives the deltas to the taker, as far as it takes them, or wakes the reader. For the front end."""
+        """Gives the deltas to the taker, as far as it takes them, or wakes the reader. For the
+        front end.
+        """
         if self._waiter is None or self._waiter.done():
             return
-        pending, taker = self._pending, self.taker
+        pending = self._pending
+        taker = self.taker
         try:
             while taker is not None and pending:
                 index = next(iter(pending))
@@ -230,7 +258,9 @@ class Generation:
         self.prompt_rows = rows
 
     def fail(self, error: Exception) -> None:
-        """Ends the whole request with an error, which is raised after the unread deltas. The first error counts."""
+        """Ends the whole request with an error, which is raised after the unread deltas. The first
+        error counts.
+        """
         self._error = self._error or error
         self._wake()
 
@@ -258,12 +288,16 @@ class Generation:
         return self._pending.pop(next(iter(self._pending)))
 
     def abort(self) -> None:
-        """Ends the sequences that still run; the engine frees them before its next step. Idempotent."""
+        """Ends the sequences that still run; the engine frees them before its next step.
+        Idempotent.
+        """
         if self.num_live:
             self._abort(self)
 
     def replace(self, error: Exception) -> None:
-        """Gives the reader an error in place of what it has not read. The sequences go on elsewhere."""
+        """Gives the reader an error in place of what it has not read. The sequences go on
+        elsewhere.
+        """
         self._pending.clear()
         self.fail(error)
 
@@ -279,14 +313,17 @@ class Generation:
 
 
 def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
-    """Raises InvalidRequest for an empty prompt, an unknown token id or a priority that is no 32-bit integer, and
-    ContextLengthExceeded for a long prompt."""
+    """Raises InvalidRequest for an empty prompt, an unknown token id or a priority that is no
+    32-bit integer, and ContextLengthExceeded for a long prompt."""
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
-    low, high = min(prompt), max(prompt)
+    low = min(prompt)
+    high = max(prompt)
     if low < 0 or high >= ready.vocab_size:
         bad = low if low < 0 else high
-        raise InvalidRequest(f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt")
+        raise InvalidRequest(
+            f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt"
+        )
     if len(prompt) >= ready.max_model_len:
         raise ContextLengthExceeded(
             f"this model's maximum context length is {ready.max_model_len} tokens, prompt and answer together; "
@@ -294,7 +331,9 @@ def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
             param="prompt",
         )
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-        raise InvalidRequest("priority must be an integer of 32 bits; lower ones go first", param="priority")
+        raise InvalidRequest(
+            "priority must be an integer of 32 bits; lower ones go first", param="priority"
+        )
 
 
 def token_sampling(
@@ -305,11 +344,12 @@ def token_sampling(
     grammar: GrammarSpec | None = None,
     known_processors: Collection[str] = (),
 ) -> list[TokenSampling]:
-    """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i, and only the first one
-    computes prompt logprobs.
+    """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i,
+    and only the first one computes prompt logprobs.
 
-    max_tokens is cut to the room that the context leaves (at least 1: `check_request` came first). known_processors:
-    names of logits processors. Raises InvalidRequest for a parameter out of its range.
+    max_tokens is cut to the room that the context leaves (at least 1: `check_request` came first).
+    known_processors: names of logits processors. Raises InvalidRequest for a parameter out of its
+    range.
     """
     params.check(ready.vocab_size)
     room = ready.max_model_len - prompt_len
@@ -330,15 +370,20 @@ def token_sampling(
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,
-        processors=checked_processors(asked, known_processors) if (asked := params.logits_processors) else (),
+        processors=checked_processors(asked, known_processors)
+        if (asked := params.logits_processors)
+        else (),
     )
     each = [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
     return [each[0], *(msgspec.structs.replace(other, prompt_logprobs=None) for other in each[1:])]
 
 
 def submission(sequence: Sequence) -> Submit:
-    """Returns the message that starts a sequence, or replays it with the tokens that were already generated."""
-    owner, sampling = sequence.owner, sequence.sampling
+    """Returns the message that starts a sequence, or replays it with the tokens that were already
+    generated.
+    """
+    owner = sequence.owner
+    sampling = sequence.sampling
     if sequence.tokens and sampling.prompt_logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # already delivered
     return Submit(

@@ -1,9 +1,11 @@
-"""The journal: what is known of each resumable stream, and the feed that keeps the same journal in another process.
+"""The journal: what is known of each resumable stream, and the feed that keeps the same journal in
+another process.
 
-Text, tool calls and chunks are functions of the tokens, so tokens are all that has to be kept: an `Entry` says what was
-asked, a `Known` what came for one of its sequences. A `Journal` here and one elsewhere that `apply`s its changes in
-their order hold the same: who connects to the `feed` of the front end that serves gets what is there and then each
-change. If a kill takes the last ones along, the tokens in them are computed again, and are the same.
+Text, tool calls and chunks are functions of the tokens, so tokens are all that has to be kept: an
+`Entry` says what was asked, a `Known` what came for one of its sequences. A `Journal` here and one
+elsewhere that `apply`s its changes in their order hold the same: who connects to the `feed` of the
+front end that serves gets what is there and then each change. If a kill takes the last ones along,
+the tokens in them are computed again, and are the same.
 """
 
 import asyncio
@@ -31,11 +33,12 @@ _NOTHING = StepOutput(rids=b"", tokens=b"", finish=b"")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream answers, enough to compute it again. Its sequences have these `rids` in the recording front end.
+    """What a stream answers, enough to compute it again. Its sequences have these `rids` in the
+    recording front end.
 
-    id: hard to guess, in the ids of the stream's events. created: unix time. digest: of the route and the body, which
-    have to be sent again. owner: of the key that asked. samplings: one for each sequence, with the seeds that were
-    drawn. marked: see `FrontEnd.generate`.
+    id: hard to guess, in the ids of the stream's events. created: unix time. digest: of the route
+    and the body, which have to be sent again. owner: of the key that asked. samplings: one for each
+    sequence, with the seeds that were drawn. marked: see `FrontEnd.generate`.
     """
 
     id: str
@@ -59,7 +62,9 @@ class Known(msgspec.Struct, kw_only=True):
     """
 
     tokens: list[int] = []
-    finish: int = FinishReason.NONE  # of the last row; an abort has a row of its own, without a token
+    finish: int = (
+        FinishReason.NONE
+    )  # of the last row; an abort has a row of its own, without a token
     stop_id: int | None = None
     cached: int | None = None
     logprobs: list[Logprobs] = []
@@ -86,7 +91,8 @@ class Known(msgspec.Struct, kw_only=True):
             found.append((token, FinishReason.NONE, _columns(columns)))
         if self.finish:
             ends = {} if self.stop_id is None else {"stop_ids": {rid: self.stop_id}}
-            token, others = -1, _NOTHING
+            token = -1
+            others = _NOTHING
             if self.finish != FinishReason.ABORT:
                 token, _, others = found.pop()
             found.append((token, self.finish, msgspec.structs.replace(others, **ends)))
@@ -110,12 +116,16 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
-Change = Opened | StepOutput | Closed  # a StepOutput may have rows of others, which are not for the journal
+Change = (
+    Opened | StepOutput | Closed
+)  # a StepOutput may have rows of others, which are not for the journal
 
 
 @dataclass(eq=False)
 class Recorded:
-    """A stream that is kept. running: the front end's `Generation` of it. settled: tokens that were charged for."""
+    """A stream that is kept. running: the front end's `Generation` of it. settled: tokens that were
+    charged for.
+    """
 
     entry: Entry
     known: list[Known]
@@ -131,17 +141,22 @@ class Recorded:
 class Journal:
     """The streams that are kept, by id. window_s: how long one is kept that nobody reads.
 
-    Those that are read are bounded by their number, and cost little that the front end does not have anyway; those that
-    nobody reads also by max_bytes. listener: gets each change, and has to encode it before it returns.
+    Those that are read are bounded by their number, and cost little that the front end does not
+    have anyway; those that nobody reads also by max_bytes. listener: gets each change, and has to
+    encode it before it returns.
     """
 
-    def __init__(self, window_s: float, max_count: int = 4096, max_bytes: int = 256 * 2**20) -> None:
+    def __init__(
+        self, window_s: float, max_count: int = 4096, max_bytes: int = 256 * 2**20
+    ) -> None:
         self.window_s = window_s
         self.listener: Callable[[Change], None] | None = None
         self.streams: dict[str, Recorded] = {}
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._unread: dict[str, int] = {}  # bytes of those that nobody reads, by id, the oldest first
+        self._unread: dict[
+            str, int
+        ] = {}  # bytes of those that nobody reads, by id, the oldest first
         self._known: dict[int, Known] = {}  # by rid
 
     def open(self, entry: Entry, known: list[Known]) -> Recorded | None:
@@ -155,7 +170,9 @@ class Journal:
         return recorded
 
     def step(self, out: StepOutput) -> None:
-        """Notes what a step made, but for its tokens: in a front end these are added as it applies the rows."""
+        """Notes what a step made, but for its tokens: in a front end these are added as it applies
+        the rows.
+        """
         if not self.streams:
             return
         if self.listener is not None:
@@ -167,21 +184,30 @@ class Journal:
         for known, verified in self._of(out.drafts):
             known.drafts[len(known.tokens)] = verified
         for known, cached in self._of(out.cached):
-            known.cached = known.cached if known.tokens else cached  # later hits are on our own earlier work
+            known.cached = (
+                known.cached if known.tokens else cached
+            )  # later hits are on our own earlier work
         for known, stop_id in self._of(out.stop_ids):
             known.stop_id = stop_id
         if out.finish.count(0) < len(out.finish):
-            for known, finish in self._of(dict(zip(memoryview(out.rids).cast("q"), out.finish, strict=True))):
+            for known, finish in self._of(
+                dict(zip(memoryview(out.rids).cast("q"), out.finish, strict=True))
+            ):
                 known.finish = finish
 
     def _of(self, column: Mapping[int, T]) -> list[tuple[Known, T]]:
         known = self._known
-        return [(known[rid], value) for rid, value in column.items() if rid in known] if column else []
+        return (
+            [(known[rid], value) for rid, value in column.items() if rid in known] if column else []
+        )
 
     def leave(self, recorded: Recorded) -> list[Recorded]:
-        """Notes that nobody reads a stream any more; returns those that have to be closed for want of room."""
+        """Notes that nobody reads a stream any more; returns those that have to be closed for want
+        of room.
+        """
         self._unread[recorded.entry.id] = recorded.num_bytes
-        total, full = sum(self._unread.values()), list[Recorded]()
+        total = sum(self._unread.values())
+        full = list[Recorded]()
         for id, num_bytes in self._unread.items():
             if total <= self._max_bytes and len(self.streams) - len(full) < self._max_count:
                 break
@@ -215,7 +241,9 @@ class Journal:
                 self.close(id)
             case StepOutput(rids=rids, tokens=tokens):
                 self.step(change)
-                for rid, token in zip(memoryview(rids).cast("q"), memoryview(tokens).cast("i"), strict=True):
+                for rid, token in zip(
+                    memoryview(rids).cast("q"), memoryview(tokens).cast("i"), strict=True
+                ):
                     if token >= 0 and rid in self._known:
                         self._known[rid].tokens.append(token)
 
@@ -229,7 +257,9 @@ class Journal:
 
 
 async def feed(journal: Journal, root: Root) -> None:
-    """Tells all changes of our journal to one front end that stands by after the other; never returns."""
+    """Tells all changes of our journal to one front end that stands by after the other; never
+    returns.
+    """
     while True:
         inbox: Inbox[Closed | PeerGone] = Inbox("journal feed")
         wire: ZmqWire[Change, Closed | PeerGone] = listen(
@@ -237,7 +267,9 @@ async def feed(journal: Journal, root: Root) -> None:
         )
 
         def tell(change: Change, wire: ZmqWire[Change, Closed | PeerGone] = wire) -> None:
-            """Sends a change, or lets a reader go that does not keep up: it comes again for all of it."""
+            """Sends a change, or lets a reader go that does not keep up: it comes again for all of
+            it.
+            """
             try:
                 wire.send(change)
             except Overloaded as error:
@@ -260,7 +292,9 @@ async def feed(journal: Journal, root: Root) -> None:
 
 
 async def follow(root: Root, window_s: float, ours: asyncio.Event) -> Journal:
-    """Keeps a copy of the journal of the front end that serves; returns it once that is dead and it is our turn."""
+    """Keeps a copy of the journal of the front end that serves; returns it once that is dead and it
+    is our turn.
+    """
     journal = Journal(window_s)
     while root.follows >= 0 and not ours.is_set():
         inbox: Inbox[Change | PeerGone] = Inbox("journal")

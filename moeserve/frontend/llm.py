@@ -32,15 +32,20 @@ class LLM:
         for out in llm.generate(["Once upon a time", "A fox"], SamplingParams(max_tokens=64)):
             print(out.outputs[0].text)
 
-    model: a Hugging Face directory, or "demo". Keyword arguments are the fields of `moeserve.config` under their own
-    names: dtype, max_model_len, max_num_seqs, enable_prefix_caching, skip_tokenizer_init, threads, kv_cache_bytes, ...
-    logits_processors: {name: factory} (docs/logits-processors.md).
-    Raises ConfigError when the model cannot be served. `close()` is idempotent; leaving the `with` block calls it, and
-    so does the end of the program or of the last reference to this object. May be used from several threads.
+    model: a Hugging Face directory, or "demo". Keyword arguments are the fields of
+    `moeserve.config` under their own names: dtype, max_model_len, max_num_seqs,
+    enable_prefix_caching, skip_tokenizer_init, threads, kv_cache_bytes, ... logits_processors:
+    {name: factory} (docs/logits-processors.md). Raises ConfigError when the model cannot be served.
+    `close()` is idempotent; leaving the `with` block calls it, and so does the end of the program
+    or of the last reference to this object. May be used from several threads.
     """
 
     def __init__(
-        self, model: str | PathLike[str] | None = None, *, config: Config | None = None, **settings: Any
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        config: Config | None = None,
+        **settings: Any,
     ) -> None:
         self._engine = AsyncEngine(model, config=config, **settings)
         self._thread = LoopThread(self._engine)
@@ -66,9 +71,11 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Returns all answers, in the order of the prompts. Takes one SamplingParams for all, or one each.
+        """Returns all answers, in the order of the prompts. Takes one SamplingParams for all, or
+        one each.
 
-        Raises RequestError for the first prompt that is refused; nothing of that call keeps running then.
+        Raises RequestError for the first prompt that is refused; nothing of that call keeps running
+        then.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _one_each(sampling_params, len(batch), self.ready.vocab_size)
@@ -85,23 +92,39 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Like `generate` for one conversation or several, through the model's chat template."""
-        several = isinstance(messages, Sequence) and messages and isinstance(messages[0], list | tuple)
+        several = (
+            isinstance(messages, Sequence) and messages and isinstance(messages[0], list | tuple)
+        )
         conversations: Any = messages if several else [messages]
-        prompts = [{"prompt_token_ids": async_engine.render_chat(self._front, c)} for c in conversations]
+        prompts = [
+            {"prompt_token_ids": async_engine.render_chat(self._front, c)} for c in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     @staticmethod
     async def _run_all(
-        front: FrontEnd, batch: list[Prompt], params: list[SamplingParams], priorities: list[int], use_tqdm: bool
+        front: FrontEnd,
+        batch: list[Prompt],
+        params: list[SamplingParams],
+        priorities: list[int],
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         room = asyncio.Semaphore(max(1, IN_FLIGHT // max((p.n for p in params), default=1)))
-        bar = tqdm(total=len(batch), unit="req", delay=BAR_DELAY_S, disable=not use_tqdm, dynamic_ncols=True)
+        bar = tqdm(
+            total=len(batch),
+            unit="req",
+            delay=BAR_DELAY_S,
+            disable=not use_tqdm,
+            dynamic_ncols=True,
+        )
 
         async def answer(i: int) -> RequestOutput:
             """Generates all answers to prompt i."""
             async with room:
                 text, tokens = await async_engine.read_prompt(front, batch[i])
-                async with await front.generate(tokens, params[i], priority=priorities[i]) as deltas:
+                async with await front.generate(
+                    tokens, params[i], priority=priorities[i]
+                ) as deltas:
                     answers = [CompletionOutput(k) for k in range(params[i].n)]
                     result = RequestOutput(str(i), text, tokens, answers, finished=True)
                     async for delta in deltas:
@@ -151,7 +174,9 @@ def _one_each(
 
 
 class LoopThread:
-    """An open AsyncEngine on an event loop in a thread, until `close`. Raises the error of opening the engine."""
+    """An open AsyncEngine on an event loop in a thread, until `close`. Raises the error of opening
+    the engine.
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine

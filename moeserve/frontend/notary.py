@@ -1,4 +1,6 @@
-"""The notary: makes the receipts of answers, signs them, and keeps the log of requests, if there is one."""
+"""The notary: makes the receipts of answers, signs them, and keeps the log of requests, if there is
+one.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,16 @@ _VARIES = (
 
 
 class Notary:
-    """Makes receipts if there is a key, and writes each finished request to the log if there is one.
+    """Makes receipts if there is a key, and writes each finished request to the log if there is
+    one.
 
-    key, request_log: files. One thread reads the weights, from the start on, and then writes the log. The constructor
-    raises ConfigError.
+    key, request_log: files. One thread reads the weights, from the start on, and then writes the
+    log. The constructor raises ConfigError.
     """
 
-    def __init__(self, model_name: str, model_dir: Path, key: str | None, request_log: str | None) -> None:
+    def __init__(
+        self, model_name: str, model_dir: Path, key: str | None, request_log: str | None
+    ) -> None:
         self.signer: Signer | None = None
         self._model_name = model_name
         self._log: BinaryIO | None = None
@@ -58,8 +63,8 @@ class Notary:
             self._weights = self._thread.submit(weights_digest, model_dir, self._check_open)
 
     async def weights(self, ready: Ready) -> str:
-        """Returns the digest of the weights, once they have been read. Raises InvalidRequest where there are no
-        receipts, RequestFailed if the weights are not those that the engine has."""
+        """Returns the digest of the weights, once they have been read. Raises InvalidRequest where
+        there are no receipts, RequestFailed if the weights are not those that the engine has."""
         if self.signer is None:
             raise InvalidRequest(NO_KEY, param="receipt", code="no_receipts")
         if not ready.numerics:
@@ -73,16 +78,27 @@ class Notary:
     def _checked_weights(self, ready: Ready) -> str:
         digest, fingerprint = self._weights.result()
         if fingerprint != ready.checkpoint:
-            raise RequestFailed("no receipts: the model's files are not those that were loaded; restart the server")
+            raise RequestFailed(
+                "no receipts: the model's files are not those that were loaded; restart the server"
+            )
         return digest
 
     def end(self, sequence: Sequence, last: Delta, ready: Ready) -> Receipt | None:
-        """Returns the receipt of a sequence that ends with this delta, if it asked for one; logs the sequence.
+        """Returns the receipt of a sequence that ends with this delta, if it asked for one; logs
+        the sequence.
 
         Raises RequestFailed if an engine has loaded other weights since the request came.
         """
-        owner, sampling, digests = sequence.owner, sequence.sampling, sequence.digests[: len(sequence.tokens)]
-        chosen = {"n": 1, "seed": None, "max_tokens": sampling.max_tokens, "receipt": False, "structured_outputs": None}
+        owner = sequence.owner
+        sampling = sequence.sampling
+        digests = sequence.digests[: len(sequence.tokens)]
+        chosen = {
+            "n": 1,
+            "seed": None,
+            "max_tokens": sampling.max_tokens,
+            "receipt": False,
+            "structured_outputs": None,
+        }
         receipt = Receipt(
             id=owner.request_id,
             index=sequence.index,
@@ -108,7 +124,9 @@ class Notary:
         return receipt if receipt.signature else None
 
     def _write(self, file: BinaryIO, receipt: Receipt, loaded: str) -> None:
-        """Appends a line to the log. In the thread, when the weights have been read. loaded: their fingerprint."""
+        """Appends a line to the log. In the thread, when the weights have been read. loaded: their
+        fingerprint.
+        """
         if not receipt.weights and self._weights.exception() is None:
             digest, fingerprint = self._weights.result()
             receipt = replace(receipt, weights=digest if fingerprint == loaded else "")
@@ -132,4 +150,6 @@ class Notary:
 
 def _opened(path: str) -> BinaryIO:
     with ConfigError.instead_of(OSError, f"request_log {path} cannot be written"):
-        return open(Path(path).expanduser(), "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+        return open(
+            Path(path).expanduser(), "ab", opener=lambda name, flags: os.open(name, flags, 0o600)
+        )

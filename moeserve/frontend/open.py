@@ -37,9 +37,9 @@ async def open_front_end(
 ) -> AsyncIterator[FrontEnd]:
     """Yields a running front end while the engine still loads (await `wait_ready()`).
 
-    child: the engine gets a supervised process; otherwise it runs on this loop with a thread. Several ranks (dp, tp)
-    always have processes. bounded: the settings bound the queue. prepared: what `prepare` made.
-    Raises ConfigError at once for errors that the model's files show.
+    child: the engine gets a supervised process; otherwise it runs on this loop with a thread.
+    Several ranks (dp, tp) always have processes. bounded: the settings bound the queue. prepared:
+    what `prepare` made. Raises ConfigError at once for errors that the model's files show.
     """
     model_dir = resolve_model_dir(config.model.model)
     check_parallel(config, read_model_spec(model_dir))
@@ -47,7 +47,9 @@ async def open_front_end(
     if prepared is not None:
         link = prepared.link
     elif config.parallel.standby:
-        raise ConfigError("--standby: only `moeserve serve` has front ends of which one could stand by")
+        raise ConfigError(
+            "--standby: only `moeserve serve` has front ends of which one could stand by"
+        )
     else:
         link = Fleet(config) if child or config.parallel.num_ranks > 1 else LocalEngine(config)
     await link.start()  # first, because it takes longest
@@ -66,8 +68,11 @@ async def open_front_end(
 
 
 async def prepare(config: Config, root: Root) -> FrontEnd:
-    """Reads all that a bounded front end needs, for `open_front_end` to start its engines later. Raises ConfigError."""
-    link, model_dir = Fleet(config, root), resolve_model_dir(config.model.model)
+    """Reads all that a bounded front end needs, for `open_front_end` to start its engines later.
+    Raises ConfigError.
+    """
+    link = Fleet(config, root)
+    model_dir = resolve_model_dir(config.model.model)
     return await asyncio.to_thread(_read_text_side, config, model_dir, link, bounded=True)
 
 
@@ -82,7 +87,9 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, bounded: 
     if tokenizer is not None:
         override = Path(asked.chat_template) if asked.chat_template else None
         template = ChatTemplate.load(model_dir, override)
-        answer_format = find_format(template.source_for_tools if template else "", tokenizer, asked.tool_format)
+        answer_format = find_format(
+            template.source_for_tools if template else "", tokenizer, asked.tool_format
+        )
     if answer_format is not None:
         log.info("answers are read as %s; --tool-format names another format", answer_format.name)
     defaults = generation_defaults(model_dir) if asked.generation_config == "auto" else {}

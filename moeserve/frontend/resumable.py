@@ -1,7 +1,9 @@
-"""Resumable streams of a front end: they outlive their readers for a while, and may outlive the process.
+"""Resumable streams of a front end: they outlive their readers for a while, and may outlive the
+process.
 
-A reader that comes back gets a new `Generation`, to which every row that is known is given as if it came now; it takes
-the place of the one before, whose sequences the engine goes on with. A new process does the same, and submits the rest.
+A reader that comes back gets a new `Generation`, to which every row that is known is given as if it
+came now; it takes the place of the one before, whose sequences the engine goes on with. A new
+process does the same, and submits the rest.
 """
 
 import asyncio
@@ -32,14 +34,20 @@ class TakenOver(ConnectionError):
 
 
 class Resumable:
-    """Keeps streams in a journal. window_s: how long one is kept, and computed on, that nobody reads."""
+    """Keeps streams in a journal. window_s: how long one is kept, and computed on, that nobody
+    reads.
+    """
 
     def __init__(self, front: "FrontEnd", window_s: float) -> None:
         self.journal = Journal(window_s)
         self._front = front
 
-    def record(self, generation: Generation, *, id: str, created: int, digest: bytes, owner: str) -> None:
-        """Keeps a generation that has just begun, if there is room. The arguments are fields of `Entry`."""
+    def record(
+        self, generation: Generation, *, id: str, created: int, digest: bytes, owner: str
+    ) -> None:
+        """Keeps a generation that has just begun, if there is room. The arguments are fields of
+        `Entry`.
+        """
         entry = Entry(
             id=id,
             request_id=generation.request_id,
@@ -54,27 +62,39 @@ class Resumable:
             salt=generation.salt,
             marked=generation.marked,
         )
-        self._keep(entry, [Known(tokens=sequence.tokens) for sequence in generation.sequences], generation)
+        self._keep(
+            entry, [Known(tokens=sequence.tokens) for sequence in generation.sequences], generation
+        )
 
-    def resume(self, recorded: Recorded, parser: Callable[[], AnswerParser] | None = None) -> Generation:
-        """Returns a stream from its first row on, each row in a delta of its own until `merges` is set; its reader
-        so far gets TakenOver. parser: see `FrontEnd.generate`."""
+    def resume(
+        self, recorded: Recorded, parser: Callable[[], AnswerParser] | None = None
+    ) -> Generation:
+        """Returns a stream from its first row on, each row in a delta of its own until `merges` is
+        set; its reader so far gets TakenOver. parser: see `FrontEnd.generate`."""
         old: Generation = recorded.running
-        fresh = self._replayed(recorded.entry, recorded.known, parser, lambda now, _: old.sequences[now.index].receipt)
+        fresh = self._replayed(
+            recorded.entry, recorded.known, parser, lambda now, _: old.sequences[now.index].receipt
+        )
         running = self._front.running.sequences
         for known, before, now in zip(recorded.known, old.sequences, fresh.sequences, strict=True):
-            now.started_at, now.first_at, now.last_at = before.started_at, before.first_at, before.last_at
-            now.digests, known.tokens = before.digests, now.tokens
+            now.started_at = before.started_at
+            now.first_at = before.first_at
+            now.last_at = before.last_at
+            now.digests = before.digests
+            known.tokens = now.tokens
             if before.rid in running:
                 running[before.rid] = now
-        fresh.submitted_at, fresh.recorded, recorded.running = old.submitted_at, recorded, fresh
+        fresh.submitted_at = old.submitted_at
+        fresh.recorded = recorded
+        recorded.running = fresh
         fresh.leave = self.leave
         self.journal.resume(recorded.entry.id)
         old.replace(TakenOver("another connection reads this stream now"))
         return fresh
 
     async def revive(self, entry: Entry, known: list[Known]) -> None:
-        """Goes on with a stream of another process. To be called when the engine is ready, before clients come.
+        """Goes on with a stream of another process. To be called when the engine is ready, before
+        clients come.
 
         Raises RequestError if that cannot be; the stream is unknown here then.
         """
@@ -100,7 +120,9 @@ class Resumable:
         self.leave(generation)
 
     def leave(self, generation: Generation) -> None:
-        """Notes that nobody reads a generation any more: in a while it is closed, unless it is resumed."""
+        """Notes that nobody reads a generation any more: in a while it is closed, unless it is
+        resumed.
+        """
         if (recorded := self._of(generation)) is not None:
             for other in self.journal.leave(recorded):
                 self.close(other.running)
@@ -112,7 +134,9 @@ class Resumable:
             self.journal.close(recorded.entry.id)
 
     def close(self, generation: Generation) -> None:
-        """Forgets the stream of a generation, unless it goes on in another one, and ends what runs of it."""
+        """Forgets the stream of a generation, unless it goes on in another one, and ends what runs
+        of it.
+        """
         generation.abort()
         self.forget(generation)
 
@@ -130,7 +154,8 @@ class Resumable:
     def _keep(self, entry: Entry, known: list[Known], generation: Generation) -> bool:
         generation.recorded = recorded = self.journal.open(entry, known)
         if recorded is not None:
-            recorded.running, generation.leave = generation, self.leave
+            recorded.running = generation
+            generation.leave = self.leave
         return recorded is not None
 
     def _replayed(
@@ -140,10 +165,20 @@ class Resumable:
         parser: Callable[[], AnswerParser] | None,
         receipt: Callable[[Sequence, Delta], Receipt | None],
     ) -> Generation:
-        """Returns a generation to which all that is known was given. receipt: returns that of a sequence that ends."""
-        front, prompt = self._front, array("i", entry.prompt).tolist()
+        """Returns a generation to which all that is known was given. receipt: returns that of a
+        sequence that ends.
+        """
+        front = self._front
+        prompt = array("i", entry.prompt).tolist()
         generation = Generation(
-            prompt, entry.params, entry.request_id, monotonic(), front.drop, entry.priority, entry.salt, entry.marked
+            prompt,
+            entry.params,
+            entry.request_id,
+            monotonic(),
+            front.drop,
+            entry.priority,
+            entry.salt,
+            entry.marked,
         )
         generation.merges = False
         generation.begin(entry.samplings, iter(entry.rids), front.tokenizer, parser)
@@ -164,7 +199,9 @@ class Resumable:
 async def succeeding(
     opened: "AbstractAsyncContextManager[FrontEnd]", streams: list[Recorded], root: Root
 ) -> "AsyncIterator[FrontEnd]":
-    """Yields the front end once it goes on with these streams of another one, and feeds its own journal."""
+    """Yields the front end once it goes on with these streams of another one, and feeds its own
+    journal.
+    """
     async with opened as front:
         assert front.resumable is not None
         if streams:
@@ -175,7 +212,10 @@ async def succeeding(
             except RequestError as error:
                 log.warning("a stream is lost: %s", error)
         if streams:
-            log.info("%d streams of the front end before this one go on", len(front.resumable.journal.streams))
+            log.info(
+                "%d streams of the front end before this one go on",
+                len(front.resumable.journal.streams),
+            )
         feeding = asyncio.create_task(feed(front.resumable.journal, root), name="journal feed")
         try:
             yield front

@@ -1,4 +1,6 @@
-"""The state of the engine behind a front end: whether requests are taken, why not, and waits for a change of that."""
+"""The state of the engine behind a front end: whether requests are taken, why not, and waits for a
+change of that.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -13,8 +15,8 @@ State = Literal["loading", "ready", "lost", "draining"]
 class ServingState:
     """state: "lost" from an engine's end until the next one serves; "draining" is the last one.
 
-    phase: the last progress of a start-up. ready: the engine's facts, kept when the engine is lost. failure: why the
-    engine is gone for good.
+    phase: the last progress of a start-up. ready: the engine's facts, kept when the engine is lost.
+    failure: why the engine is gone for good.
     """
 
     def __init__(self) -> None:
@@ -33,12 +35,18 @@ class ServingState:
     def refusal(self) -> RequestError:
         """Returns the error for a request that comes while the state is not "ready"."""
         if self.state == "draining":
-            return Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)
+            return Overloaded(
+                "the server is shutting down", code="server_draining", retry_after_s=5
+            )
         if self.failure is not None:
             error = EngineLost("the engine has ended")
             error.__cause__ = self.failure
             return error
-        what = "the engine is being restarted" if self.state == "lost" else f"loading: {self.phase.name}"
+        what = (
+            "the engine is being restarted"
+            if self.state == "lost"
+            else f"loading: {self.phase.name}"
+        )
         return Overloaded(what, code="model_loading", retry_after_s=2)
 
     async def wait_ready(self) -> Ready:

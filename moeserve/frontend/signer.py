@@ -17,10 +17,14 @@ class Signer:
 
     def __init__(self, path: str) -> None:
         kinds = OSError, ValueError, TypeError, UnsupportedAlgorithm  # TypeError: it has a password
-        with ConfigError.instead_of(kinds, f"receipt_key {path}", "; `moeserve receipt-key FILE` makes a key"):
+        with ConfigError.instead_of(
+            kinds, f"receipt_key {path}", "; `moeserve receipt-key FILE` makes a key"
+        ):
             key = serialization.load_pem_private_key(Path(path).expanduser().read_bytes(), None)
         if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"receipt_key {path} is no Ed25519 key; `moeserve receipt-key FILE` makes one")
+            raise ConfigError(
+                f"receipt_key {path} is no Ed25519 key; `moeserve receipt-key FILE` makes one"
+            )
         self._key = key
         self.public_key = key.public_key().public_bytes_raw().hex()
 
@@ -34,8 +38,12 @@ def make_key(path: Path) -> str:
     """Writes a new private key, for its owner only, and returns its public key. Raises ConfigError."""
     form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     text = Ed25519PrivateKey.generate().private_bytes(serialization.Encoding.PEM, *form)
-    flags, remedy = os.O_WRONLY | os.O_CREAT | os.O_EXCL, "; a key needs a name of its own"
-    with ConfigError.instead_of(OSError, path, remedy), open(os.open(path, flags, 0o600), "wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    remedy = "; a key needs a name of its own"
+    with (
+        ConfigError.instead_of(OSError, path, remedy),
+        open(os.open(path, flags, 0o600), "wb") as file,
+    ):
         file.write(text)
     return Signer(str(path)).public_key
 

@@ -1,4 +1,6 @@
-"""Counters and histograms of the front end, fed by step records and by requests. /metrics and the logs render them."""
+"""Counters and histograms of the front end, fed by step records and by requests. /metrics and the
+logs render them.
+"""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -9,8 +11,48 @@ import msgspec
 
 from moeserve.messages import StepRecord
 
-TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+TTFT_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+ITL_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+)
 E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = tuple(float(2**i) for i in range(18))
 RECENT_STEPS = 64  # approximate length of the moving average
@@ -19,8 +61,8 @@ SUMS = ("restarts", "steps", "step_s", "vote_s", "comm_s", "exposed_comm_s")
 
 
 class Histogram:
-    """A histogram with Prometheus' upper bounds: counts[i] values are <= bounds[i] and above the bound before; the last
-    count is of all larger values."""
+    """A histogram with Prometheus' upper bounds: counts[i] values are <= bounds[i] and above the
+    bound before; the last count is of all larger values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -49,14 +91,20 @@ class EngineStats:
     exposed_comm_s: float = 0.0  # the part of comm_s during which the model waited
 
     def step(self, record: StepRecord) -> None:
-        """Adds one step. A record without work only has gauges: the other values stay those of the last step."""
+        """Adds one step. A record without work only has gauges: the other values stay those of the
+        last step.
+        """
         if not record.num_requests and self.last is not None:
-            self.last = msgspec.structs.replace(self.last, **{name: getattr(record, name) for name in GAUGES})
+            self.last = msgspec.structs.replace(
+                self.last, **{name: getattr(record, name) for name in GAUGES}
+            )
             return
         self.last = record
         self.steps += 1
         self.step_s += record.device_us / 1e6
-        self.mean_step_s += (record.device_us / 1e6 - self.mean_step_s) / min(self.steps, RECENT_STEPS)
+        self.mean_step_s += (record.device_us / 1e6 - self.mean_step_s) / min(
+            self.steps, RECENT_STEPS
+        )
         self.vote_s += record.vote_us / 1e6
         self.comm_s += record.comm_us / 1e6
         self.exposed_comm_s += record.exposed_comm_us / 1e6
@@ -75,10 +123,14 @@ class FrontStats:
     generation_tokens: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
-    drafts: list[int] = field(default_factory=list)  # verified, by place behind the last known token
+    drafts: list[int] = field(
+        default_factory=list
+    )  # verified, by place behind the last known token
     accepted_drafts: list[int] = field(default_factory=list)
     expert_cache: list[int] = field(default_factory=list)  # sums of `StepRecord.expert_cache`
-    engines: defaultdict[int, EngineStats] = field(default_factory=lambda: defaultdict(EngineStats))  # by rank (dp)
+    engines: defaultdict[int, EngineStats] = field(
+        default_factory=lambda: defaultdict(EngineStats)
+    )  # by rank (dp)
     rejected: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> sequences
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_S))
@@ -89,7 +141,9 @@ class FrontStats:
     decode_s: Histogram = field(default_factory=lambda: Histogram(E2E_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    request_longest: Histogram = field(default_factory=lambda: Histogram(TOKENS))  # of a request's n answers
+    request_longest: Histogram = field(
+        default_factory=lambda: Histogram(TOKENS)
+    )  # of a request's n answers
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     num_active: int = 0  # sequences that the front end is waiting for
 
@@ -98,7 +152,9 @@ class FrontStats:
         self.preemptions += record.num_preempted
         self.prompt_tokens += record.prompt_tokens
         if record.num_drafts:
-            self.drafts = [a + b for a, b in zip_longest(self.drafts, record.num_drafts, fillvalue=0)]
+            self.drafts = [
+                a + b for a, b in zip_longest(self.drafts, record.num_drafts, fillvalue=0)
+            ]
             both = zip_longest(self.accepted_drafts, record.num_accepted, fillvalue=0)
             self.accepted_drafts = [a + b for a, b in both]
         if record.expert_cache:
@@ -109,7 +165,9 @@ class FrontStats:
         self.engines[record.dp_rank].step(record)
 
     def lost_engine(self, engine: int, *, died: bool) -> None:
-        """Drops the gauges of an engine (data-parallel rank) that is gone, and counts a restart if it died."""
+        """Drops the gauges of an engine (data-parallel rank) that is gone, and counts a restart if
+        it died.
+        """
         self.engines[engine].last = None
         self.engines[engine].restarts += died
 
@@ -124,14 +182,20 @@ class FrontStats:
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step's record, with gauges (running, waiting, blocks) summed over all engines' newest records."""
+        """The newest step's record, with gauges (running, waiting, blocks) summed over all engines'
+        newest records.
+        """
         records = [engine.last for engine in self.engines.values() if engine.last is not None]
         if len(records) <= 1:
             return records[0] if records else None
         newest = max(records, key=lambda record: record.at_s)
         sums = {name: sum(getattr(record, name) for record in records) for name in GAUGES}
-        sums["num_blocks"] = 1 + sum(record.num_blocks - 1 for record in records)  # each has a null block
-        sums["num_states"] = newest.num_states and 1 + sum(record.num_states - 1 for record in records)
+        sums["num_blocks"] = 1 + sum(
+            record.num_blocks - 1 for record in records
+        )  # each has a null block
+        sums["num_states"] = newest.num_states and 1 + sum(
+            record.num_states - 1 for record in records
+        )
         return msgspec.structs.replace(newest, **sums)
 
     def end(self, reason: str, age_s: float, num_prompt: int, num_generated: int) -> None:

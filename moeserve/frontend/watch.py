@@ -1,4 +1,6 @@
-"""The state of the engines behind a front end, and traces of their steps. One engine looks like a fleet of one."""
+"""The state of the engines behind a front end, and traces of their steps. One engine looks like a
+fleet of one.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +26,9 @@ Rank = tuple[int, int]  # data-parallel, tensor-parallel
 
 
 class Watch:
-    """Makes views and traces of the engines. fleet: None for one engine. state, ready: the front end's at present."""
+    """Makes views and traces of the engines. fleet: None for one engine. state, ready: the front
+    end's at present.
+    """
 
     def __init__(self, link: EngineLink, fleet: Fleet | None, stats: FrontStats) -> None:
         self._fleet = fleet
@@ -73,12 +77,16 @@ class Watch:
         )
 
     def _all_experts(self, ready: Ready | None) -> "Rebalancing | None":
-        """Returns the load statistics where every engine has all experts; None for dense models and sharded experts."""
+        """Returns the load statistics where every engine has all experts; None for dense models and
+        sharded experts.
+        """
         ep_sharded = self._fleet is not None and self._fleet.experts is not None
         if self._loads is None and ready is not None and ready.num_experts and not ep_sharded:
             from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
-            self._loads = Rebalancing(ready.num_moe_layers, ready.num_experts, num_ranks=1, redundant=0)
+            self._loads = Rebalancing(
+                ready.num_moe_layers, ready.num_experts, num_ranks=1, redundant=0
+            )
             self._loads.joined(None, ready.expert_bytes)
         return self._loads
 
@@ -99,18 +107,23 @@ class Tracing:
         self._answers: asyncio.Queue[Traced] | None = None
 
     async def take(self, view: FleetView, timeout_s: float) -> Trace:
-        """Traces the next step. Engines that form a group are traced in the same step, others each in its own.
+        """Traces the next step. Engines that form a group are traced in the same step, others each
+        in its own.
 
         Raises Conflict if no step runs within timeout_s seconds, or another trace is being taken.
         """
         if self._answers is not None:
             raise Conflict("another trace is being taken")
-        serving = [engine.rank for engine in view.engines if engine.state in ("serving", "draining")]
+        serving = [
+            engine.rank for engine in view.engines if engine.state in ("serving", "draining")
+        ]
         if not serving or (view.together and not view.complete):
             raise Conflict("the engines do not serve at the moment")
         wanted = {(rank, tp_rank) for rank in serving for tp_rank in range(view.tp)}
         answers = self._answers = asyncio.Queue()
-        steps: dict[int, dict[Rank, Traced]] = {}  # a step that was asked for earlier, when nothing ran, may still come
+        steps: dict[
+            int, dict[Rank, Traced]
+        ] = {}  # a step that was asked for earlier, when nothing ran, may still come
         try:
             self._link.send(TraceNext())
             with suppress(TimeoutError):
@@ -124,7 +137,9 @@ class Tracing:
         finally:
             self._answers = None
         if not steps:
-            raise Conflict(f"no step ran within {timeout_s:g} s; send a request meanwhile, or wait longer")
+            raise Conflict(
+                f"no step ran within {timeout_s:g} s; send a request meanwhile, or wait longer"
+            )
         fullest = max(steps.values(), key=len)
         return Trace([fullest[rank] for rank in sorted(fullest)], sorted(wanted - fullest.keys()))
 

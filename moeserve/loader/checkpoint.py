@@ -30,9 +30,9 @@ _CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 class Checkpoint:
     """The checked headers of a model directory; no weight has been read.
 
-    stored: the quantised weights, by the names that they would have unquantised; their parts are in `tensors`, too.
-    activations: the setting. obstacle(kind, group, inputs): why no kernel takes a GGUF file's weights so, which are
-    then widened; empty if one does.
+    stored: the quantised weights, by the names that they would have unquantised; their parts are in
+    `tensors`, too. activations: the setting. obstacle(kind, group, inputs): why no kernel takes a
+    GGUF file's weights so, which are then widened; empty if one does.
     """
 
     model_dir: Path
@@ -52,7 +52,9 @@ class Checkpoint:
 
 
 def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Checkpoint:
-    """Reads and checks every header. formats: of quantised weights. Raises CheckpointError with a remedy."""
+    """Reads and checks every header. formats: of quantised weights. Raises CheckpointError with a
+    remedy.
+    """
     if is_gguf(model_dir):
         return Checkpoint(model_dir, *gguf_tensors(model_dir))
     index = _read_index(model_dir)
@@ -77,7 +79,8 @@ def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Ch
 def weight_files(model_dir: Path) -> list[Path]:
     """Returns the files that hold the weights, all of which exist.
 
-    transformers' precedence: model.safetensors, then the files that the index names, then every safetensors file.
+    transformers' precedence: model.safetensors, then the files that the index names, then every
+    safetensors file.
     """
     if index := _read_index(model_dir):
         names = set(index.values())
@@ -85,18 +88,24 @@ def weight_files(model_dir: Path) -> list[Path]:
         names = {SINGLE}
     else:
         names = {path.name for path in model_dir.glob("*.safetensors")}
-    if not names and (pickled := sorted(path.name for path in model_dir.glob("*") if path.suffix in _PICKLED)):
+    if not names and (
+        pickled := sorted(path.name for path in model_dir.glob("*") if path.suffix in _PICKLED)
+    ):
         raise CheckpointError(
             f"{model_dir} has only pickled weights ({pickled[0]}), which can run code and are never opened; "
             "convert them: transformers' save_pretrained writes safetensors"
         )
     if not names:
-        raise CheckpointError(f"{model_dir} has no *.safetensors file; download the model's weights")
+        raise CheckpointError(
+            f"{model_dir} has no *.safetensors file; download the model's weights"
+        )
     return [model_file(model_dir, name) for name in sorted(names)]
 
 
 def first_dtype(model_dir: Path) -> str | None:
-    """Returns the dtype of the first weight, spelled as in config.json; None without weights of a known dtype."""
+    """Returns the dtype of the first weight, spelled as in config.json; None without weights of a
+    known dtype.
+    """
     try:
         tensors = read_header(weight_files(model_dir)[0])
     except CheckpointError:
@@ -111,7 +120,9 @@ def _read_index(model_dir: Path) -> dict[str, str]:
         return {}
     weight_map = read_json(model_dir, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{model_dir / INDEX}: weight_map must be a non-empty object; download it again")
+        raise CheckpointError(
+            f"{model_dir / INDEX}: weight_map must be a non-empty object; download it again"
+        )
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise CheckpointError(
@@ -121,23 +132,30 @@ def _read_index(model_dir: Path) -> dict[str, str]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Returns a hex digest, equal for equal files on any machine. Raises CheckpointError when a file cannot be read.
+    """Returns a hex digest, equal for equal files on any machine. Raises CheckpointError when a
+    file cannot be read.
 
-    Covers the config, the headers, and a few kilobytes of up to SAMPLES tensors of each kind: two trainings of one
-    model differ in nothing else. A change of a few weights may go unseen.
+    Covers the config, the headers, and a few kilobytes of up to SAMPLES tensors of each kind: two
+    trainings of one model differ in nothing else. A change of a few weights may go unseen.
     """
-    digest, kinds = hashlib.sha256(), defaultdict(list)
+    digest = hashlib.sha256()
+    kinds = defaultdict(list)
     with CheckpointError.instead_of(OSError, f"{checkpoint.model_dir} cannot be read"):
-        folder, name = checkpoint.model_dir, config_name(checkpoint.model_dir)
+        folder = checkpoint.model_dir
+        name = config_name(checkpoint.model_dir)
         digest.update(
-            repr(read_json(folder, name)).encode() if is_gguf(folder) else model_file(folder, name).read_bytes()
+            repr(read_json(folder, name)).encode()
+            if is_gguf(folder)
+            else model_file(folder, name).read_bytes()
         )
         for _, tensor in sorted(checkpoint.tensors.items()):
             place = tensor.path.name, tensor.offset, tensor.num_bytes
             digest.update(repr((tensor.name, tensor.dtype, tensor.shape, place)).encode())
             kinds[tensor.dtype, tensor.shape].append(tensor)
         for tensors in kinds.values():
-            for tensor in tensors[:: -(-len(tensors) // SAMPLES)]:  # evenly over the tensors of each kind
+            for tensor in tensors[
+                :: -(-len(tensors) // SAMPLES)
+            ]:  # evenly over the tensors of each kind
                 with tensor.path.open("rb") as file:
                     file.seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE_BYTES) // 2)
                     digest.update(file.read(min(SAMPLE_BYTES, tensor.num_bytes)))
@@ -145,8 +163,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) -> tuple[str, str]:
-    """Returns the SHA-256 (hexadecimal) of all that decides what a model computes: its config's values, and each
-    tensor's name, dtype, shape and bytes, in whatever files; and the `fingerprint`. Call it in a thread.
+    """Returns the SHA-256 (hexadecimal) of all that decides what a model computes: its config's
+    values, and each tensor's name, dtype, shape and bytes, in whatever files; and the
+    `fingerprint`. Call it in a thread.
 
     alive: called now and then; may raise. Raises CheckpointError, also if files change meanwhile.
     """
@@ -156,7 +175,8 @@ def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) ->
     digest = hashlib.sha256(msgspec.json.encode(config, order="deterministic"))
     with CheckpointError.instead_of(OSError, f"{model_dir} cannot be read"):
         for _, tensor in sorted(checkpoint.tensors.items()):
-            content, end = hashlib.sha256(), tensor.offset + tensor.num_bytes
+            content = hashlib.sha256()
+            end = tensor.offset + tensor.num_bytes
             with tensor.path.open("rb") as file:
                 file.seek(tensor.offset)
                 while left := end - file.tell():
@@ -165,7 +185,9 @@ def weights_digest(model_dir: Path, alive: Callable[[], None] = lambda: None) ->
                     if not part:
                         raise CheckpointError(f"{tensor} ends early; download the model again")
                     content.update(part)
-            digest.update(msgspec.json.encode([tensor.name, tensor.dtype, tensor.shape]) + content.digest())
+            digest.update(
+                msgspec.json.encode([tensor.name, tensor.dtype, tensor.shape]) + content.digest()
+            )
     if fingerprint(open_checkpoint(model_dir)) != before:
         raise CheckpointError(f"{model_dir} was written to while its weights were read: try again")
     return digest.hexdigest(), before

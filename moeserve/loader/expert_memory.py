@@ -1,7 +1,7 @@
 """A bounded part of a model's experts in memory, all of them in the file of its packed weights.
 
-A rank has a cache of its own (csrc/pool/expert_cache.hpp). Bits are those of experts that all are in memory: where an
-expert lies decides none.
+A rank has a cache of its own (csrc/pool/expert_cache.hpp). Bits are those of experts that all are
+in memory: where an expert lies decides none.
 """
 
 import logging
@@ -22,18 +22,24 @@ LEAST_TOKENS = 2  # whose experts fit at least: one computes while the other's a
 
 
 class ExpertMemory:
-    """The cache of the experts that `keep` gets while a model is packed; `open` it when that is done.
+    """The cache of the experts that `keep` gets while a model is packed; `open` it when that is
+    done.
 
-    num_bytes: of experts in memory, `expert_memory`. top_k: experts of a token. native: what kernels see.
+    num_bytes: of experts in memory, `expert_memory`. top_k: experts of a token. native: what
+    kernels see.
     """
 
     def __init__(self, packed: PackedCache, num_bytes: int, top_k: int) -> None:
-        self._packed, self._num_bytes, self._top_k = packed, num_bytes, top_k
+        self._packed = packed
+        self._num_bytes = num_bytes
+        self._top_k = top_k
         self._num_experts = 0
         self.native: Any = None
 
     def keep(self, bytes_eB: Tensor) -> Any:
-        """A `ToDisk`. Raises ConfigError where the file cannot be written, or memory holds too few experts."""
+        """A `ToDisk`. Raises ConfigError where the file cannot be written, or memory holds too few
+        experts.
+        """
         offset = self._packed.to_disk(bytes_eB)
         if self.native is None:
             assert self._packed.file is not None
@@ -50,13 +56,18 @@ class ExpertMemory:
         return layer
 
     def open(self, layers: Sequence[MoELayer]) -> None:
-        """Takes the memory. layers: that were packed, in order. Raises ConfigError if other kernels than those for CPUs
-        compute their experts."""
+        """Takes the memory. layers: that were packed, in order. Raises ConfigError if other kernels
+        than those for CPUs compute their experts."""
         if self.native is None:
-            raise ConfigError("expert_memory needs the native kernels, and others compute this model's experts")
+            raise ConfigError(
+                "expert_memory needs the native kernels, and others compute this model's experts"
+            )
         self.native.open(self._num_bytes)
         for layer, behind in pairwise(layers):
             if isinstance(layer, FusedMoELayer) and isinstance(behind, FusedMoELayer):
                 layer.expect(behind)
-        slots, size = self.native.num_slots, self.native.num_slots * self.native.slot_bytes
-        log.info("%d of %d experts fit into memory (%.2f GiB)", slots, self._num_experts, size / 2**30)
+        slots = self.native.num_slots
+        size = self.native.num_slots * self.native.slot_bytes
+        log.info(
+            "%d of %d experts fit into memory (%.2f GiB)", slots, self._num_experts, size / 2**30
+        )

@@ -1,11 +1,15 @@
-"""Reads single experts of a checkpoint while the model serves, for ranks that take over an expert from another rank.
+"""Reads single experts of a checkpoint while the model serves, for ranks that take over an expert
+from another rank.
 
-The bytes are the file's own, so an expert is the same wherever it is and however often it moved. The checks:
+The bytes are the file's own, so an expert is the same wherever it is and however often it moved.
+The checks:
 
 - The files are opened once, at start; a file that replaces one under its name later is not read.
-- Size and modification time of a file must be those of the start, before and after each expert is read.
-- Each expert is read twice, and both reads must agree to the bit. This finds a write in between that kept size and
-  time (a file mapped by its writer, say), and a fault of the memory that received the bytes.
+- Size and modification time of a file must be those of the start, before and after each expert is
+  read.
+- Each expert is read twice, and both reads must agree to the bit. This finds a write in between
+  that kept size and time (a file mapped by its writer, say), and a fault of the memory that
+  received the bytes.
 - Its CRC-32 is kept: whenever the expert comes back to this rank, it must be the same.
 
 Damage from before the first read of an expert is not found: safetensors files carry no checksums.
@@ -29,15 +33,18 @@ from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
 CPU = torch.device("cpu")
 READ_BYTES = 2**20  # small: between two reads the background gives way to the model
-Work = Callable[[int], None]  # called after each little piece of work with the bytes it read; may sleep, or raise
+Work = Callable[
+    [int], None
+]  # called after each little piece of work with the bytes it read; may sleep, or raise
 
 
 @dataclass(eq=False, repr=False)
 class ExpertFiles:
     """The experts in a checkpoint's files.
 
-    plan(layer, expert): the load plan of that expert of that MoE layer, parameters w13 [1, 2I, D] and w2 [1, D, I].
-    Create the object before the model is loaded and call `check` after, so that both certainly read the same files.
+    plan(layer, expert): the load plan of that expert of that MoE layer, parameters w13 [1, 2I, D]
+    and w2 [1, D, I]. Create the object before the model is loaded and call `check` after, so that
+    both certainly read the same files.
     """
 
     checkpoint: Checkpoint
@@ -53,30 +60,40 @@ class ExpertFiles:
         self._crcs: dict[tuple[int, int], int] = {}
 
     def check(self) -> None:
-        """Raises CheckpointError if a file was changed, or replaced under its name, since this object was created."""
+        """Raises CheckpointError if a file was changed, or replaced under its name, since this
+        object was created.
+        """
         self._check_marks(self._paths)
         for path in self._paths:
             with CheckpointError.instead_of(OSError, path, f"; {_CHANGED}"):
                 now = path.stat()
             if not os.path.samestat(now, self._reader.stat(path)):
-                raise CheckpointError(f"{path} was replaced while the model was loaded: start again")
+                raise CheckpointError(
+                    f"{path} was replaced while the model was loaded: start again"
+                )
 
     @torch.inference_mode()
     def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Any, ...]:
-        """Returns an expert's w13 [2I, D] and w2 [D, I], and its biases if it has any, as the model has them.
+        """Returns an expert's w13 [2I, D] and w2 [D, I], and its biases if it has any, as the model
+        has them.
 
-        Raises CheckpointError when a file cannot be read or is not what it was. One thread at a time.
+        Raises CheckpointError when a file cannot be read or is not what it was. One thread at a
+        time.
         """
-        plan, name = self.plan(layer, expert), f"expert {expert} of MoE layer {layer}"
+        plan = self.plan(layer, expert)
+        name = f"expert {expert} of MoE layer {layer}"
         paths = {part.path for piece in plan.pieces for part in self.checkpoint.parts(piece.source)}
         self._check_marks(paths)
-        once, twice = self._fill(plan, work), self._fill(plan, work)
+        once = self._fill(plan, work)
+        twice = self._fill(plan, work)
         self._check_marks(paths)
         crc = 0
         for a, b in zip(once, twice, strict=True):
             for left, right in zip(_parts(a), _parts(b), strict=True):
                 if not torch.equal(left, right):
-                    raise CheckpointError(f"{name} was not the same when it was read again; {_CHANGED}")
+                    raise CheckpointError(
+                        f"{name} was not the same when it was read again; {_CHANGED}"
+                    )
                 crc = zlib.crc32(right.cpu().numpy().data, crc)
                 work(0)
         if self._crcs.setdefault((layer, expert), crc) != crc:
@@ -91,7 +108,9 @@ class ExpertFiles:
 
     def identity(self) -> str:
         """Returns the fingerprint with size and modification time of each file as it was opened."""
-        return repr((self.fingerprint(), sorted((path.name, *mark) for path, mark in self._marks.items())))
+        return repr(
+            (self.fingerprint(), sorted((path.name, *mark) for path, mark in self._marks.items()))
+        )
 
     def close(self) -> None:
         """Closes the files."""
@@ -123,7 +142,9 @@ class ExpertFiles:
     def _check_marks(self, paths: set[Path]) -> None:
         for path in paths:
             if self._mark(path) != self._marks[path]:
-                raise CheckpointError(f"{path} is not what it was at start (size or time of change); {_CHANGED}")
+                raise CheckpointError(
+                    f"{path} is not what it was at start (size or time of change); {_CHANGED}"
+                )
 
 
 _CHANGED = "the checkpoint was written to while the model serves: restore the file, or start again"

@@ -1,4 +1,6 @@
-"""The files of a model directory: opens those that really belong to it, and reads typed values from their JSON."""
+"""The files of a model directory: opens those that really belong to it, and reads typed values from
+their JSON.
+"""
 
 import os
 import re
@@ -15,18 +17,23 @@ from moeserve.errors import CheckpointError
 _INFINITY = re.compile(rb"(?<=[\[,:\s])Infinity(?=[\],}\s])")
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_SHOWN = 80
-CONFIG, PARAMS, GGUF = "config.json", "params.json", ".gguf"
+CONFIG = "config.json"
+PARAMS = "params.json"
+GGUF = ".gguf"
 
 
 def model_file(model_dir: Path, name: str) -> Path:
     """Returns the path of the regular file `name` directly in `model_dir`.
 
-    A link may lead to a file of the same directory or, as in the Hugging Face cache, from `snapshots/<revision>` to
-    `blobs`. Any other link is refused: a downloaded directory must not make us read other files of this machine.
+    A link may lead to a file of the same directory or, as in the Hugging Face cache, from
+    `snapshots/<revision>` to `blobs`. Any other link is refused: a downloaded directory must not
+    make us read other files of this machine.
     """
     home = model_dir.resolve()
     if Path(name).name != name or name in ("", ".", ".."):
-        raise CheckpointError(f"{model_dir}: {name!r} is not the plain name of a file in this directory")
+        raise CheckpointError(
+            f"{model_dir}: {name!r} is not the plain name of a file in this directory"
+        )
     path = home / name
     try:
         real = path.resolve(strict=True)
@@ -48,14 +55,17 @@ def model_file(model_dir: Path, name: str) -> Path:
 
 
 def config_name(model_dir: Path) -> str:
-    """Returns the file that describes the model: config.json, or Mistral's params.json where it is alone."""
+    """Returns the file that describes the model: config.json, or Mistral's params.json where it is
+    alone.
+    """
     alone = os.path.lexists(model_dir / PARAMS) and not os.path.lexists(model_dir / CONFIG)
     return PARAMS if alone else CONFIG
 
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:
-    """Returns the JSON object in the file `name`; at most 64 MiB, plain JSON (no NaN). Infinity, which transformers 4
-    writes, is read as what transformers 5 writes in its place. Raises CheckpointError.
+    """Returns the JSON object in the file `name`; at most 64 MiB, plain JSON (no NaN). Infinity,
+    which transformers 4 writes, is read as what transformers 5 writes in its place. Raises
+    CheckpointError.
 
     Of a GGUF file, which has all of a model, it is what its metadata say in the keys of that file.
     """
@@ -66,19 +76,28 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
     path = model_file(model_dir, name)
     with CheckpointError.instead_of(OSError, f"{model_dir / name} cannot be read"):
         if (num_bytes := path.stat().st_size) > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{model_dir / name} has {num_bytes} bytes; at most {_MAX_JSON_BYTES} are read")
+            raise CheckpointError(
+                f"{model_dir / name} has {num_bytes} bytes; at most {_MAX_JSON_BYTES} are read"
+            )
         text = path.read_bytes()
-    damages, what = (msgspec.DecodeError, UnicodeDecodeError, RecursionError), f"{model_dir / name} is not valid JSON"
+    damages = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+    what = f"{model_dir / name} is not valid JSON"
     with CheckpointError.instead_of(damages, what, "; download it again"):
         value = _decoded(text)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{model_dir / name} must hold a JSON object, not {type(value).__name__}")
+        raise CheckpointError(
+            f"{model_dir / name} must hold a JSON object, not {type(value).__name__}"
+        )
     return value
 
 
 def read_optional_json(model_dir: Path, name: str) -> dict[str, Any]:
     """Returns what `read_json` does, and {} if there is no such file."""
-    return read_json(model_dir, name) if is_gguf(model_dir) or os.path.lexists(model_dir / name) else {}
+    return (
+        read_json(model_dir, name)
+        if is_gguf(model_dir) or os.path.lexists(model_dir / name)
+        else {}
+    )
 
 
 def is_gguf(model_dir: Path) -> bool:
@@ -98,7 +117,8 @@ def _decoded(text: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One JSON object, with defaults for absent keys and errors that name file, key, value and remedy.
+    """One JSON object, with defaults for absent keys and errors that name file, key, value and
+    remedy.
 
     An explicit null counts as null, not as absent; only the optional reads accept it.
     """
@@ -135,9 +155,16 @@ class Fields:
         return None if self.raw(key) is None else self.integer(key, low, high)
 
     def number(self, key: str, low: float, high: float) -> float:
-        """Reads a finite number in [low, high]; with low 0 in (0, high], because a zero here always means damage."""
+        """Reads a finite number in [low, high]; with low 0 in (0, high], because a zero here always
+        means damage.
+        """
         value = self.raw(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high and value:
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and low <= value <= high
+            and value
+        ):
             return float(value)
         bracket = "(" if low == 0 else "["
         raise self.error(key, f"it must be a number other than 0 in {bracket}{low:g}, {high:g}]")
@@ -165,7 +192,9 @@ class Fields:
         value = self.raw(key)
         if value is None:
             return ()
-        if isinstance(value, list) and all(type(item) is int and low <= item <= high for item in value):
+        if isinstance(value, list) and all(
+            type(item) is int and low <= item <= high for item in value
+        ):
             return tuple(value)
         raise self.error(key, f"it must be a list of integers from {low} to {high}")
 
@@ -179,7 +208,9 @@ class Fields:
         raise self.error(key, "it must be an object or null")
 
     def only(self, **known: Any) -> None:
-        """Refuses other values of these keys, since they are what is computed; an absent key and null mean it, too."""
+        """Refuses other values of these keys, since they are what is computed; an absent key and
+        null mean it, too.
+        """
         for key, value in known.items():
             if self.values.get(key) not in (None, value):
                 raise self.error(key, f"only {value!r} is supported")

@@ -1,4 +1,6 @@
-"""Reads generation_config.json: the model's own sampling defaults and the tokens that end an answer."""
+"""Reads generation_config.json: the model's own sampling defaults and the tokens that end an
+answer.
+"""
 
 import logging
 from pathlib import Path
@@ -16,9 +18,11 @@ _MAX_EOS_IDS = 256
 
 
 def generation_defaults(model_dir: Path) -> dict[str, Any]:
-    """Returns the sampling fields of generation_config.json, checked like a request's; empty without the file.
+    """Returns the sampling fields of generation_config.json, checked like a request's; empty
+    without the file.
 
-    As in vLLM, only temperature, top_p, top_k, min_p and repetition_penalty count; do_sample does not.
+    As in vLLM, only temperature, top_p, top_k, min_p and repetition_penalty count; do_sample does
+    not.
     """
     values = read_optional_json(model_dir, _FILE)
     defaults = {key: values[key] for key in _SAMPLING_KEYS if values.get(key) is not None}
@@ -33,8 +37,12 @@ def generation_defaults(model_dir: Path) -> dict[str, Any]:
 
 
 def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Returns the token ids that end an answer: as in transformers, generation_config.json's, else config.json's."""
-    generation = Fields(model_dir / _FILE, read_optional_json(model_dir, _FILE), {"eos_token_id": None})
+    """Returns the token ids that end an answer: as in transformers, generation_config.json's, else
+    config.json's.
+    """
+    generation = Fields(
+        model_dir / _FILE, read_optional_json(model_dir, _FILE), {"eos_token_id": None}
+    )
     source = config if generation.raw("eos_token_id") is None else generation
     value = source.raw("eos_token_id")
     if value is None:
@@ -43,6 +51,12 @@ def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int,
     if len(ids) > _MAX_EOS_IDS or not all(type(token) is int for token in ids):
         raise source.error("eos_token_id", "it must be one token id, a list of them, or null")
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
-        # many small or converted checkpoints keep the id of another vocabulary; it can never be sampled
-        log.warning("%s: eos_token_id names %s, outside the vocabulary of %d", source.path, unknown, vocab_size)
+        # many small or converted checkpoints keep the id of another vocabulary; it can never be
+        # sampled
+        log.warning(
+            "%s: eos_token_id names %s, outside the vocabulary of %d",
+            source.path,
+            unknown,
+            vocab_size,
+        )
     return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)

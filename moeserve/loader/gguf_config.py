@@ -1,7 +1,9 @@
-"""What a GGUF file says, in the words of Hugging Face checkpoints: config.json's keys, and the tensors' names.
+"""What a GGUF file says, in the words of Hugging Face checkpoints: config.json's keys, and the
+tensors' names.
 
-llama.cpp's converters write the keys `ARCHITECTURE.block_count` and so on; `_ROWS` has what each architecture's graph
-computes besides. A key of the architecture that is not known is refused: it may change numbers.
+llama.cpp's converters write the keys `ARCHITECTURE.block_count` and so on; `_ROWS` has what each
+architecture's graph computes besides. A key of the architecture that is not known is refused: it
+may change numbers.
 """
 
 import math
@@ -19,7 +21,10 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
 from moeserve.loader.stored_format import GGML_FORMATS
 
-_SOFTMAX, _SIGMOID, _SELECTED = 1, 2, 3  # expert_gating_func
+# expert_gating_func
+_SOFTMAX = 1
+_SIGMOID = 2
+_SELECTED = 3
 _MAX = 2**31
 _KEYS = {  # of every architecture
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
@@ -44,9 +49,9 @@ _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|endoftext|>", 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """architecture: config.json's. keys: more of them. fixed: what the graph does unless a key says otherwise. gating:
-    how it scores experts. shared: the module of shared experts. pairs: the rows of q and k were reordered, so that
-    those of a rotated pair lie side by side."""
+    """architecture: config.json's. keys: more of them. fixed: what the graph does unless a key says
+    otherwise. gating: how it scores experts. shared: the module of shared experts. pairs: the rows
+    of q and k were reordered, so that those of a rotated pair lie side by side."""
 
     architecture: str
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +66,8 @@ _GRANITE = {
     "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
 }  # fmt: skip
 _SHARED = "expert_shared_feed_forward_length"
-_ROWS: dict[str, dict[str, _Row]] = {  # architecture -> rows: that of a key that is there and not 0, or ""
+# architecture -> rows: that of a key that is there and not 0, or ""
+_ROWS: dict[str, dict[str, _Row]] = {
     "deepseek2": {
         "sigmoid": _Row("DeepseekV3ForCausalLM", fixed={"norm_topk_prob": False}, gating=_SIGMOID),
         "": _Row("DeepseekV2ForCausalLM"),
@@ -90,7 +96,11 @@ _ROWS: dict[str, dict[str, _Row]] = {  # architecture -> rows: that of a key tha
 }  # fmt: skip
 ARCHITECTURES = tuple(_ROWS)
 
-_WHOLE_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_WHOLE_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 _LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -108,21 +118,33 @@ _EXPERTS = re.compile(r"ffn_(gate|up|down)_(exps|shexp)")
 
 
 def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWeight]]:
-    """Returns a model's tensors by the names that blocks ask for, and those of them that are quantised."""
+    """Returns a model's tensors by the names that blocks ask for, and those of them that are
+    quantised.
+    """
     headers = read_model(path)
-    shared, tensors = _row(headers[0])[0].shared, {}
+    shared = _row(headers[0])[0].shared
+    tensors = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
-        name, shape = _name(tensor.name, shared), tensor.shape
+        name = _name(tensor.name, shared)
+        shape = tensor.shape
         if name in tensors:
-            raise CheckpointError(f"{path}: tensor {tensor.name!r} is in two files, or there under two names")
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name!r} is in two files, or there under two names"
+            )
         if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
             shape = (1, *shape)
-        tensors[name] = TensorInfo(name, tensor.path, tensor.dtype, shape, tensor.offset, tensor.num_bytes)
+        tensors[name] = TensorInfo(
+            name, tensor.path, tensor.dtype, shape, tensor.offset, tensor.num_bytes
+        )
     embedding = tensors.get("model.embed_tokens.weight")
-    if embedding and embedding.dtype in GGML_FORMATS:  # a tied head is multiplied in few bits, rows are looked up wide
+    if (
+        embedding and embedding.dtype in GGML_FORMATS
+    ):  # a tied head is multiplied in few bits, rows are looked up wide
         tensors.setdefault("lm_head.weight", replace(embedding, name="lm_head.weight"))
     quantised = ((name, tensor, GGML_FORMATS.get(tensor.dtype)) for name, tensor in tensors.items())
-    return tensors, {name: StoredWeight(form, tensor, tensor) for name, tensor, form in quantised if form}
+    return tensors, {
+        name: StoredWeight(form, tensor, tensor) for name, tensor, form in quantised if form
+    }
 
 
 def _name(name: str, shared: str) -> str:
@@ -136,7 +158,10 @@ def _name(name: str, shared: str) -> str:
         routed = f"mlp.experts.{product}" + "_bias" * (ending == "bias")
         theirs = routed if experts[2] == "exps" else f"{shared}.{product}.{ending}"
     elif base in ("exp_probs_b", "attn_sinks"):
-        theirs = {"exp_probs_b": "mlp.gate.e_score_correction_bias", "attn_sinks": "self_attn.sinks"}[base]
+        theirs = {
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+            "attn_sinks": "self_attn.sinks",
+        }[base]
     elif base in _LAYER:
         theirs = f"{_LAYER[base]}.{ending}"
     else:
@@ -145,9 +170,12 @@ def _name(name: str, shared: str) -> str:
 
 
 def documents(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the JSON files that a model directory would have: config, generation_config and tokenizer_config."""
+    """Returns the JSON files that a model directory would have: config, generation_config and
+    tokenizer_config.
+    """
     headers = read_model(path)
-    meta, tokens = headers[0].metadata, headers[0].metadata.get("tokenizer.ggml.tokens", [])
+    meta = headers[0].metadata
+    tokens = headers[0].metadata.get("tokenizer.ggml.tokens", [])
     sampling = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
     sampling |= {"penalty_repeat": "repetition_penalty"}
     generation = {
@@ -155,7 +183,11 @@ def documents(path: Path) -> dict[str, dict[str, Any]]:
         for key, name in sampling.items()
         if f"general.sampling.{key}" in meta
     }
-    tokenizer = {"chat_template": meta["tokenizer.chat_template"]} if "tokenizer.chat_template" in meta else {}
+    tokenizer = (
+        {"chat_template": meta["tokenizer.chat_template"]}
+        if "tokenizer.chat_template" in meta
+        else {}
+    )
     for key, name in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
         number = meta.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
@@ -166,7 +198,9 @@ def documents(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _row(header: GGUFHeader) -> tuple[_Row, dict[str, Any]]:
-    """Returns what is known of the model's architecture, and its metadata without the architecture's name."""
+    """Returns what is known of the model's architecture, and its metadata without the
+    architecture's name.
+    """
     name = header.metadata.get("general.architecture")
     if name not in _ROWS:
         shown = repr(name)[:80]
@@ -175,16 +209,24 @@ def _row(header: GGUFHeader) -> tuple[_Row, dict[str, Any]]:
             "safetensors checkpoint if docs/models.md has it"
         )
     begin = f"{name}."
-    own = {key[len(begin) :]: _plain(value) for key, value in header.metadata.items() if key.startswith(begin)}
+    own = {
+        key[len(begin) :]: _plain(value)
+        for key, value in header.metadata.items()
+        if key.startswith(begin)
+    }
     sigmoid = own.get("expert_gating_func") == _SIGMOID
     rows = _ROWS[name]
-    row = next((rows[key] for key in rows if key and (own.get(key) or (key == "sigmoid" and sigmoid))), None)
+    row = next(
+        (rows[key] for key in rows if key and (own.get(key) or (key == "sigmoid" and sigmoid))),
+        None,
+    )
     return row or rows[""], own
 
 
 def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
     row, own = _row(headers[0])
-    path, tensors = headers[0].path, [tensor for header in headers for tensor in header.tensors]
+    path = headers[0].path
+    tensors = [tensor for header in headers for tensor in header.tensors]
     for key in own:
         if not any(key in known for known in (_KEYS, row.keys, _READ)):
             raise CheckpointError(
@@ -197,9 +239,13 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
     values.only(**{"attention.causal": True})
     embedding = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
     if embedding is None:
-        raise CheckpointError(f"{path}: the tensor 'token_embd.weight' is missing; this is no language model's file")
+        raise CheckpointError(
+            f"{path}: the tensor 'token_embd.weight' is missing; this is no language model's file"
+        )
     config: dict[str, Any] = {"sliding_window": None, **row.fixed}
-    config |= {name: own[key] for table in (_KEYS, row.keys) for key, name in table.items() if key in own}
+    config |= {
+        name: own[key] for table in (_KEYS, row.keys) for key, name in table.items() if key in own
+    }
     config["num_nextn_predict_layers"] = mtp = values.integer("nextn_predict_layers", 0, _MAX)
     config["num_hidden_layers"] = values.integer("block_count", 1, _MAX) - mtp
     rotated = own.get("rope.dimension_count")
@@ -207,14 +253,19 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
         config |= _latent(values, rotated, row)
     else:
         heads = values.integer("attention.head_count", 1, _MAX)
-        head_dim = own.get("attention.key_length") or values.integer("embedding_length", 1, _MAX) // heads
+        head_dim = (
+            own.get("attention.key_length") or values.integer("embedding_length", 1, _MAX) // heads
+        )
         config |= {"head_dim": head_dim, "rope_interleaved_rows": row.pairs}
         if own.get("attention.value_length", head_dim) != head_dim:
-            raise values.error("attention.value_length", f"supported: {head_dim}, the length of keys")
+            raise values.error(
+                "attention.value_length", f"supported: {head_dim}, the length of keys"
+            )
         if rotated not in (None, head_dim):
             config["partial_rotary_factor"] = rotated / head_dim
     names = {tensor.name for tensor in tensors}
-    ends, tokens = _ends(headers[0].metadata), headers[0].metadata.get("tokenizer.ggml.tokens", [])
+    ends = _ends(headers[0].metadata)
+    tokens = headers[0].metadata.get("tokenizer.ggml.tokens", [])
     return (
         config
         | {
@@ -234,7 +285,8 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
 def _latent(values: Fields, rotated: Any, row: _Row) -> dict[str, Any]:
     """Reads DeepSeek's attention; older files have keys and values as they are for all heads."""
     ends = [
-        key + "_mla" * (key + "_mla" in values.values) for key in ("attention.key_length", "attention.value_length")
+        key + "_mla" * (key + "_mla" in values.values)
+        for key in ("attention.key_length", "attention.value_length")
     ]
     keys, v_dim = (values.integer(key, 1, _MAX) for key in ends)
     rotated = values.integer("rope.dimension_count", 2, keys)
@@ -253,16 +305,25 @@ def _rope(values: Fields, row: _Row) -> dict[str, Any]:
     kind = own.get("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise values.error("rope.scaling.type", "supported: none, linear, yarn")
-    rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": own.get("rope.freq_base", 10_000.0)}
+    rope = {
+        "rope_type": "default" if kind == "none" else kind,
+        "rope_theta": own.get("rope.freq_base", 10_000.0),
+    }
     if kind != "none":
         rope["factor"] = own.get("rope.scaling.factor")
     if kind == "yarn":
         rope["truncate"] = row.architecture != "GptOssForCausalLM"
         names = {"original_context_length": "original_max_position_embeddings"}
         names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        rope |= {name: own[f"rope.scaling.{key}"] for key, name in names.items() if f"rope.scaling.{key}" in own}
+        rope |= {
+            name: own[f"rope.scaling.{key}"]
+            for key, name in names.items()
+            if f"rope.scaling.{key}" in own
+        }
         if "rope.scaling.yarn_log_multiplier" in own:  # llama.cpp has both magnitudes alike
-            rope["mscale"] = rope["mscale_all_dim"] = round(own["rope.scaling.yarn_log_multiplier"] * 10, 6)
+            rope["mscale"] = rope["mscale_all_dim"] = round(
+                own["rope.scaling.yarn_log_multiplier"] * 10, 6
+            )
     return rope
 
 
@@ -290,10 +351,16 @@ def _dtype(tensors: list[TensorInfo]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as config.json would have them: floats without the digits that fp32 adds, one for an array of equals."""
+    """Numbers as config.json would have them: floats without the digits that fp32 adds, one for an
+    array of equals.
+    """
     import numpy as np  # here: whoever asks for a config waits for it otherwise
 
     if isinstance(value, np.ndarray):
         value = value.tolist()
         return value[0] if value and all(item == value[0] for item in value) else value
-    return float(str(np.float32(value))) if isinstance(value, float) and math.isfinite(value) else value
+    return (
+        float(str(np.float32(value)))
+        if isinstance(value, float) and math.isfinite(value)
+        else value
+    )

@@ -1,7 +1,9 @@
-"""Reads the headers of GGUF files, llama.cpp's format (versions 2 and 3): metadata, and where each tensor lies.
+"""Reads the headers of GGUF files, llama.cpp's format (versions 2 and 3): metadata, and where each
+tensor lies.
 
-Every count and length is compared with what is left of the file before anything is read or allocated for it. No weight
-is read. A model may be split into files NAME-00001-of-0000N.gguf: the first one has the metadata.
+Every count and length is compared with what is left of the file before anything is read or
+allocated for it. No weight is read. A model may be split into files NAME-00001-of-0000N.gguf: the
+first one has the metadata.
 
 Source: github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -29,8 +31,21 @@ _OTHERS = {
     10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING = 8
+_ARRAY = 9
 _MAX_HEADER = 2**28  # bytes; vocabularies and merges of large models have about 2**24
 _MAX_ITEMS = 2**23  # of an array
 _MAX_DIMS = 4
@@ -39,8 +54,8 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """metadata: numbers, texts, and arrays as lists or NumPy arrays. tensors: shapes as PyTorch has them, [rows,
-    columns]; dtype: a name of `TYPES`."""
+    """metadata: numbers, texts, and arrays as lists or NumPy arrays. tensors: shapes as PyTorch has
+    them, [rows, columns]; dtype: a name of `TYPES`."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -48,30 +63,45 @@ class GGUFHeader:
 
 
 def read_model(path: Path) -> list[GGUFHeader]:
-    """Returns the headers of all files of the model whose first file is `path`. Raises CheckpointError."""
+    """Returns the headers of all files of the model whose first file is `path`. Raises
+    CheckpointError.
+    """
     first = read_gguf(path)
-    count, name = first.metadata.get("split.count", 1), _SPLIT.fullmatch(path.name)
+    count = first.metadata.get("split.count", 1)
+    name = _SPLIT.fullmatch(path.name)
     if not isinstance(count, int) or (count > 1) != (name is not None and int(name[3]) > 1) or (
         name is not None and int(name[3]) != max(1, count)
     ):  # fmt: skip
-        raise _error(path, f"split.count is {count!r}, which is not what the file's name says; give it its own name")
+        raise _error(
+            path,
+            f"split.count is {count!r}, which is not what the file's name says; give it its own name",
+        )
     headers = [first]
     for number in range(2, int(name[3]) + 1 if name else 2):
         assert name is not None
         part = f"{name[1]}-{number:05d}-of-{name[3]}.gguf"
         if not (path.parent / part).is_file():
-            raise CheckpointError(f"{path.parent / part} is missing: the model has {int(name[3])} files; download it")
+            raise CheckpointError(
+                f"{path.parent / part} is missing: the model has {int(name[3])} files; download it"
+            )
         headers.append(read_gguf(path.parent / part))
         if (found := headers[-1].metadata.get("split.no")) != number - 1:
-            raise _error(headers[-1].path, f"split.no is {found!r}, and the file's name says {number - 1}")
+            raise _error(
+                headers[-1].path, f"split.no is {found!r}, and the file's name says {number - 1}"
+            )
     total = sum(len(header.tensors) for header in headers)
     if first.metadata.get("split.tensors.count", total) != total:
-        raise _error(path, f"split.tensors.count is {first.metadata['split.tensors.count']}, the files have {total}")
+        raise _error(
+            path,
+            f"split.tensors.count is {first.metadata['split.tensors.count']}, the files have {total}",
+        )
     return headers
 
 
 def first_file(path: Path) -> Path:
-    """Returns the file of a split model that has its metadata: `path` itself, or file 00001 beside it."""
+    """Returns the file of a split model that has its metadata: `path` itself, or file 00001 beside
+    it.
+    """
     name = _SPLIT.fullmatch(path.name)
     return path.with_name(f"{name[1]}-00001-of-{name[3]}.gguf") if name else path
 
@@ -94,13 +124,18 @@ def read_gguf(path: Path) -> GGUFHeader:
 def _read(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
     with path.open("rb", buffering=2**20) as file:
         cursor = _Cursor(path, file, min(size, _MAX_HEADER))
-        magic, version = cursor.take(4, "the magic number"), cursor.number("I", "the version")
+        magic = cursor.take(4, "the magic number")
+        version = cursor.number("I", "the version")
         if magic != b"GGUF":
             raise _error(path, f"it begins with {magic!r}, not b'GGUF'")
         if version not in (2, 3):
             hint = "; it is big-endian" if version in (0x02000000, 0x03000000) else ""
-            raise CheckpointError(f"{path} is GGUF version {version}{hint}; supported: 2 and 3, little-endian")
-        num_tensors, num_values = (cursor.count(what, 12) for what in ("tensors", "metadata values"))
+            raise CheckpointError(
+                f"{path} is GGUF version {version}{hint}; supported: 2 and 3, little-endian"
+            )
+        num_tensors, num_values = (
+            cursor.count(what, 12) for what in ("tensors", "metadata values")
+        )
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
             key = cursor.text("a metadata key")
@@ -108,8 +143,15 @@ def _read(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
                 raise _error(path, f"the metadata key {key[:80]!r} is there twice")
             metadata[key] = cursor.value(cursor.number("I", key), key)
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 2**20:
-            raise _error(path, f"general.alignment is {alignment!r}, not a power of two up to 2**20")
+        if (
+            not isinstance(alignment, int)
+            or alignment < 1
+            or alignment & (alignment - 1)
+            or alignment > 2**20
+        ):
+            raise _error(
+                path, f"general.alignment is {alignment!r}, not a power of two up to 2**20"
+            )
         infos = [_tensor(cursor) for _ in range(num_tensors)]
     start = -(-cursor.position // alignment) * alignment
     return GGUFHeader(path, metadata, tuple(_placed(path, infos, start, alignment, size)))
@@ -119,13 +161,17 @@ class _Cursor:
     """Takes values from a file whose header has at most `end` bytes."""
 
     def __init__(self, path: Path, file: BinaryIO, end: int) -> None:
-        self.path, self._file, self._end, self.position = path, file, end, 0
+        self.path = path
+        self._file = file
+        self._end = end
+        self.position = 0
 
     def take(self, count: int, what: str) -> bytes:
         """Returns the next bytes."""
         if count > self._end - self.position:
-            left = f"{self._end - self.position} bytes are left" + " of the largest header that is read" * (
-                self._end == _MAX_HEADER
+            left = (
+                f"{self._end - self.position} bytes are left"
+                + " of the largest header that is read" * (self._end == _MAX_HEADER)
             )
             raise _error(self.path, f"{what[:80]!r} needs {count} bytes, and {left}")
         self.position += count
@@ -181,16 +227,25 @@ def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.text("a tensor's name")
     num_dims = cursor.number("I", name)
     if not 1 <= num_dims <= _MAX_DIMS:
-        raise _error(cursor.path, f"tensor {name[:80]!r} has {num_dims} dimensions, not 1 to {_MAX_DIMS}")
+        raise _error(
+            cursor.path, f"tensor {name[:80]!r} has {num_dims} dimensions, not 1 to {_MAX_DIMS}"
+        )
     *dims, kind, offset = struct.unpack(f"<{num_dims}QIQ", cursor.take(num_dims * 8 + 12, name))
     return name, tuple(dims), kind, offset
 
 
 def _placed(
-    path: Path, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int, size: int
+    path: Path,
+    infos: list[tuple[str, tuple[int, ...], int, int]],
+    start: int,
+    alignment: int,
+    size: int,
 ) -> list[TensorInfo]:
-    """Returns the tensors in the order of the file, of known types, in the file, and none over another."""
-    tensors, names = [], set()
+    """Returns the tensors in the order of the file, of known types, in the file, and none over
+    another.
+    """
+    tensors = []
+    names = set()
     for name, dims, kind, offset in infos:
         what = f"tensor {name[:80]!r}"
         if name in names:
@@ -203,7 +258,9 @@ def _placed(
             )
         dtype, elements, num_bytes = TYPES[kind]
         if dims[0] % elements:
-            raise _error(path, f"{what} has rows of {dims[0]}, and {dtype} has blocks of {elements}")
+            raise _error(
+                path, f"{what} has rows of {dims[0]}, and {dtype} has blocks of {elements}"
+            )
         length = math.prod(dims) // elements * num_bytes
         if offset % alignment or length > size - start - offset:
             raise _error(

@@ -1,7 +1,7 @@
 """ggml's quantised types: what the bytes of their blocks mean, as in ggml-quants.c.
 
-A weight is value * scale - min, in fp32; blocks of 256 have a scale, in few bits, for every 16 or 32 values.
-n rows, B blocks of a row.
+A weight is value * scale - min, in fp32; blocks of 256 have a scale, in few bits, for every 16 or
+32 values. n rows, B blocks of a row.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ _BLOCKS = {name: (elements, num_bytes) for name, elements, num_bytes in TYPES.va
 
 
 class Blocks(NamedTuple):
-    """values int8 [n, B, groups, elements]: numbers, or indices of `codes`; scales and mins fp32 [n, B, groups].
-    supers: see `Quantised`, [n, B, 1]."""
+    """values int8 [n, B, groups, elements]: numbers, or indices of `codes`; scales and mins fp32
+    [n, B, groups]. supers: see `Quantised`, [n, B, 1]."""
 
     values: Tensor
     scales: Tensor
@@ -35,12 +35,18 @@ class Blocks(NamedTuple):
     @property
     def numbers(self) -> Tensor:
         """What values stand for, int8."""
-        return torch.tensor(self.codes, dtype=torch.int8)[self.values.int()] if self.codes else self.values
+        return (
+            torch.tensor(self.codes, dtype=torch.int8)[self.values.int()]
+            if self.codes
+            else self.values
+        )
 
 
-def read_blocks(tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Index], Tensor]) -> Blocks:
-    """Returns rows of a tensor. take: indices of all dimensions but the last. Raises CheckpointError if a scale is NaN
-    or infinite."""
+def read_blocks(
+    tensor: TensorInfo, take: Index, read: Callable[[TensorInfo, Index], Tensor]
+) -> Blocks:
+    """Returns rows of a tensor. take: indices of all dimensions but the last. Raises
+    CheckpointError if a scale is NaN or infinite."""
     elements, num_bytes = _BLOCKS[tensor.dtype]
     shape = (*tensor.shape[:-1], tensor.shape[-1] // elements * num_bytes)
     raw = read(replace(tensor, dtype="U8", shape=shape), take)
@@ -68,7 +74,9 @@ def fill(blocks: Blocks, into: Quantised) -> None:
     if into.mins is not None:
         mins = torch.zeros_like(scales) if blocks.mins is None else blocks.mins.flatten(-2)
         into.mins.copy_(mins.repeat_interleave(each, -1))
-    for mine, theirs in zip(into.supers or (), blocks.supers, strict=False):  # dmin may be missing in both
+    for mine, theirs in zip(
+        into.supers or (), blocks.supers, strict=False
+    ):  # dmin may be missing in both
         assert mine is not None
         mine.copy_(theirs.flatten(-2))
 
@@ -79,7 +87,8 @@ def _half(raw: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(raw: Tensor, at: int, count: int = 16) -> Tensor:
-    """Returns the numbers of 4 bits in runs of `count` bytes from a byte on: those of low bits first, of each run.
+    """Returns the numbers of 4 bits in runs of `count` bytes from a byte on: those of low bits
+    first, of each run.
 
     [n, B, runs * count] -> [n, B, 2 * runs, count]
     """
@@ -89,7 +98,10 @@ def _nibbles(raw: Tensor, at: int, count: int = 16) -> Tensor:
 
 def _bits(raw: Tensor, at: int, count: int) -> Tensor:
     """Returns the bits of bytes, [n, B, count] -> [n, B, 8, count]."""
-    return raw[..., at : at + count].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1) & 1
+    return (
+        raw[..., at : at + count].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
+        & 1
+    )
 
 
 def _of_32(raw: Tensor, at: int) -> Tensor:
@@ -103,11 +115,16 @@ def _fifth(raw: Tensor, at: int) -> Tensor:
 
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Returns scales, mins and supers of the 8 groups of Q4_K and Q5_K: d and dmin, and 6 bits of each in 12 bytes."""
-    first, second, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
+    """Returns scales, mins and supers of the 8 groups of Q4_K and Q5_K: d and dmin, and 6 bits of
+    each in 12 bytes.
+    """
+    first = raw[..., 4:8]
+    second = raw[..., 8:12]
+    high = raw[..., 12:16]
     scales = torch.cat((first & 63, high & 15 | first >> 6 << 4), -1)
     mins = torch.cat((second & 63, high >> 4 | second >> 6 << 4), -1)
-    d, dmin = _half(raw, 0), _half(raw, 2)
+    d = _half(raw, 0)
+    dmin = _half(raw, 2)
     return d * scales, dmin * mins, (d, dmin)
 
 
@@ -118,7 +135,9 @@ def _q5_k(raw: Tensor) -> Blocks:
 
 def _q6_k(raw: Tensor) -> Blocks:
     """Halves of 128 values: 4 bits in 64 bytes, 2 bits in 32."""
-    low = torch.unflatten(torch.unflatten(_nibbles(raw[..., :128], 0, 64), -2, (2, 2)), -1, (2, 32)).flatten(-3, -2)
+    low = torch.unflatten(
+        torch.unflatten(_nibbles(raw[..., :128], 0, 64), -2, (2, 2)), -1, (2, 32)
+    ).flatten(-3, -2)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
     high = torch.unflatten(raw[..., 128:192], -1, (2, 1, 32)) >> shifts & 3
     values = (low | high << 4).to(torch.int8) - 32
@@ -128,7 +147,8 @@ def _q6_k(raw: Tensor) -> Blocks:
 
 
 def _iq4_xs(raw: Tensor) -> Blocks:
-    high, low = raw[..., 2:4], raw[..., 4:8]
+    high = raw[..., 2:4]
+    low = raw[..., 4:8]
     high = (high.unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
     scales = (torch.stack((low & 15, low >> 4), -1).flatten(-2) | high << 4).to(torch.int8) - 32
     values = torch.unflatten(_nibbles(raw, 8), -2, (8, 2)).flatten(-2)

@@ -14,7 +14,21 @@ Index = tuple[int | slice, ...]
 SUPPORTED = ("F32", "BF16", "F16")
 _MAX_SHOWN = 5
 _MAX_NAME = 200  # characters: a name in a file may be of any length
-_MIXERS = {"in", "narrow", "decays", "gates", "select", "dt", "qkv", "out", "gate", "q", "q_a", "q_b", "kv_a"}
+_MIXERS = {
+    "in",
+    "narrow",
+    "decays",
+    "gates",
+    "select",
+    "dt",
+    "qkv",
+    "out",
+    "gate",
+    "q",
+    "q_a",
+    "q_b",
+    "kv_a",
+}
 _MLPS = {"gate_up", "down", "shared_gate_up", "shared_down", "dense_gate_up", "dense_down", "merge"}
 LINEAR = frozenset({*_MIXERS, *_MLPS, "w13", "w2"})
 
@@ -26,20 +40,30 @@ def kind_of(name: str) -> str:
 
 def is_packed(name: str) -> bool:
     """Returns whether a parameter is the weight of a matrix product, which kernels pack."""
-    return kind_of(name) in LINEAR | {"router", "lm_head", "shared_gate", "index_q", "index_k", "index_weights"}
+    return kind_of(name) in LINEAR | {
+        "router",
+        "lm_head",
+        "shared_gate",
+        "index_q",
+        "index_k",
+        "index_weights",
+    }
 
 
 def is_expert(name: str) -> bool:
-    """Returns whether a parameter has experts' weights; packed, both are kept under the second one's name."""
+    """Returns whether a parameter has experts' weights; packed, both are kept under the second
+    one's name.
+    """
     return kind_of(name) in ("w13", "w2")
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of the model in the layout of its kernels. Expert parameters have the local expert first.
+    """One parameter of the model in the layout of its kernels. Expert parameters have the local
+    expert first.
 
-    widened: it is a tensor of the model's dtype also where the files have it quantised, since nothing multiplies with
-    it as it is there. fp32: it is, whatever the model's dtype.
+    widened: it is a tensor of the model's dtype also where the files have it quantised, since
+    nothing multiplies with it as it is there. fp32: it is, whatever the model's dtype.
     """
 
     name: str
@@ -49,9 +73,11 @@ class Param:
 
     @property
     def quantised_on_load(self) -> bool:
-        """Whether `--quantization` rounds it: the products that take nearly all of the weights' bytes.
+        """Whether `--quantization` rounds it: the products that take nearly all of the weights'
+        bytes.
 
-        The router decides too much with too little, and the LM head is the layer that llama.cpp and vLLM spare, too.
+        The router decides too much with too little, and the LM head is the layer that llama.cpp and
+        vLLM spare, too.
         """
         return kind_of(self.name) in LINEAR and not self.widened
 
@@ -60,11 +86,12 @@ class Param:
 class Piece:
     """A copy of `source[take]` of a checkpoint to `param[at]`.
 
-    shape: of the whole source, as it would lie in the file if it were not quantised. take, at: basic indices, with
-    steps above 0. transposed: the last two dimensions of what is taken change places, for weights stored [..., K, N].
-    Of a quantised source all K inputs are taken.
+    shape: of the whole source, as it would lie in the file if it were not quantised. take, at:
+    basic indices, with steps above 0. transposed: the last two dimensions of what is taken change
+    places, for weights stored [..., K, N]. Of a quantised source all K inputs are taken.
 
-    Gate of expert 3, [D, 2I] with gate and up by turns: take (3, slice(None), slice(0, None, 2)), transposed -> [I, D]
+    Gate of expert 3, [D, 2I] with gate and up by turns: take (3, slice(None), slice(0, None, 2)),
+    transposed -> [I, D]
     """
 
     source: str
@@ -85,8 +112,8 @@ class Piece:
 class LoadPlan:
     """All parameters and all copies.
 
-    Checkpoint tensors that no piece names are refused as surplus, except those in `ignore` (such as a tied lm_head that
-    was saved anyway).
+    Checkpoint tensors that no piece names are refused as surplus, except those in `ignore` (such as
+    a tied lm_head that was saved anyway).
     """
 
     params: tuple[Param, ...]
@@ -97,11 +124,14 @@ class LoadPlan:
 def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     """Compares a plan with a checkpoint's headers, before anything is allocated or read.
 
-    Raises one CheckpointError with everything missing, surplus or of a wrong shape or dtype (the first 5 of it).
+    Raises one CheckpointError with everything missing, surplus or of a wrong shape or dtype (the
+    first 5 of it).
     """
     _check_coverage(plan)
     wanted = {piece.source: (piece.shape, piece.transposed) for piece in plan.pieces}
-    tensors, stored, problems = checkpoint.tensors, checkpoint.stored, []
+    tensors = checkpoint.tensors
+    stored = checkpoint.stored
+    problems = []
     for name, (shape, transposed) in wanted.items():
         if name in stored:
             problems.append(stored[name].mismatch(shape, transposed))
@@ -112,8 +142,14 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
     for name, tensor in tensors.items():
         unused = plan.ignore if not stored or not name.endswith(CACHE_SCALES) else {name}
-        if name not in wanted and (owner := owners.get(name, name)) not in wanted and owner not in unused:
-            problems.append(f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model")
+        if (
+            name not in wanted
+            and (owner := owners.get(name, name)) not in wanted
+            and owner not in unused
+        ):
+            problems.append(
+                f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model"
+            )
     problems += _half_quantised(checkpoint, plan) if stored else ()
     if problems := list(filter(None, problems)):
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
@@ -133,7 +169,9 @@ def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
 
 
 def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
-    """Yields parameters whose parts are quantised differently, or some of them not: they are computed as one."""
+    """Yields parameters whose parts are quantised differently, or some of them not: they are
+    computed as one.
+    """
     kinds: dict[str, dict[str, str]] = defaultdict(dict)
     for piece in plan.pieces:
         stored = checkpoint.stored.get(piece.source)
@@ -141,13 +179,18 @@ def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
     for param in plan.params:
         sources = kinds[param.name]
         if any(
-            name in checkpoint.stored and checkpoint.stored[name].form.layout == "ggml" for name in sources.values()
+            name in checkpoint.stored and checkpoint.stored[name].form.layout == "ggml"
+            for name in sources.values()
         ):
             continue  # `common_format` has one for all
         if len(sources) > 1 and not param.widened:
             (one, first), (other, second) = list(sources.items())[:2]
             yield f"tensor {first!r} is {one} and {second!r} is {other}; they are computed as one"
-        elif sources and "not quantised" not in sources and not (param.widened or is_packed(param.name)):
+        elif (
+            sources
+            and "not quantised" not in sources
+            and not (param.widened or is_packed(param.name))
+        ):
             yield f"tensor {next(iter(sources.values()))!r} is quantised; this is supported for linear layers only"
 
 
@@ -165,15 +208,23 @@ def _check_coverage(plan: LoadPlan) -> None:
 
 
 def part_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """Returns the shape of an array of `shape` after basic indexing: [6, 4] with (slice(0, 2),) -> (2, 4)"""
+    """Returns the shape of an array of `shape` after basic indexing: [6, 4] with (slice(0, 2),) ->
+    (2, 4)
+    """
     assert len(index) <= len(shape), (index, shape)
-    left = [len(range(size)[part]) for part, size in zip(index, shape, strict=False) if isinstance(part, slice)]
+    left = [
+        len(range(size)[part])
+        for part, size in zip(index, shape, strict=False)
+        if isinstance(part, slice)
+    ]
     return (*left, *shape[len(index) :])
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A contiguous part of a tensor, `shape` from element `first` on, of which `index` goes to `at` of the target."""
+    """A contiguous part of a tensor, `shape` from element `first` on, of which `index` goes to `at`
+    of the target.
+    """
 
     first: int
     shape: tuple[int, ...]
@@ -189,12 +240,14 @@ class Block:
 def blocks_of(shape: tuple[int, ...], take: Index, most: int) -> Iterator[Block]:
     """Cuts what `take` takes of a tensor into blocks of about `most` elements.
 
-    [6, 4], (slice(0, 6, 2), 1), 16 -> rows 0 to 3 for the first two elements of the target, row 4 for the last
+    [6, 4], (slice(0, 6, 2), 1), 16 -> rows 0 to 3 for the first two elements of the target, row 4
+    for the last
     """
     if not shape or (math.prod(shape) <= most and not take):
         yield Block(0, shape, (), ())
         return
-    row, rest = math.prod(shape[1:]), take[1:]
+    row = math.prod(shape[1:])
+    rest = take[1:]
     part = range(shape[0])[take[0] if take else slice(None)]
     if isinstance(part, int):
         for block in blocks_of(shape[1:], rest, most):

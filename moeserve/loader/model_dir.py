@@ -1,4 +1,6 @@
-"""Finds the directory that a model's name means: the built-in one, a path, or a copy in the Hugging Face cache."""
+"""Finds the directory that a model's name means: the built-in one, a path, or a copy in the Hugging
+Face cache.
+"""
 
 import os
 import re
@@ -15,22 +17,29 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def resolve_model_dir(name: str) -> Path:
-    """Returns the directory of `name`: `demo`, a directory, or `org/name` when the local Hugging Face cache has it.
+    """Returns the directory of `name`: `demo`, a directory, or `org/name` when the local Hugging
+    Face cache has it.
 
-    A GGUF file, the first of several, stands for a directory: `name` itself, or the only model in a directory of them.
+    A GGUF file, the first of several, stands for a directory: `name` itself, or the only model in a
+    directory of them.
 
     Nothing is ever downloaded. Raises CheckpointError.
     """
     if name == DEMO:
         demo = Path(str(files("moeserve") / "assets" / "demo"))
         if not (demo / "config.json").is_file():
-            raise CheckpointError(f"the built-in model is missing from {demo}; reinstall moeserve or pass a directory")
+            raise CheckpointError(
+                f"the built-in model is missing from {demo}; reinstall moeserve or pass a directory"
+            )
         return demo
     try:
         path = Path(name).expanduser()
-        is_dir, exists = path.is_dir(), path.exists()
+        is_dir = path.is_dir()
+        exists = path.exists()
     except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
-        raise CheckpointError(f"{name[:200]!r} is not a directory: {getattr(error, 'strerror', error)}") from None
+        raise CheckpointError(
+            f"{name[:200]!r} is not a directory: {getattr(error, 'strerror', error)}"
+        ) from None
     if is_dir and name:
         return _only_gguf(path.resolve())
     if exists and path.suffix == GGUF:
@@ -54,7 +63,9 @@ def resolve_model_dir(name: str) -> Path:
 
 
 def _only_gguf(folder: Path) -> Path:
-    """Returns the GGUF model in a folder that has no other; the folder itself if it has one, or no GGUF file."""
+    """Returns the GGUF model in a folder that has no other; the folder itself if it has one, or no
+    GGUF file.
+    """
     models = [] if any((folder / name).exists() for name in (CONFIG, PARAMS)) else models_in(folder)
     if len(models) > 1:
         raise CheckpointError(

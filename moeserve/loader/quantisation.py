@@ -1,8 +1,10 @@
-"""The formats of quantised weights as config.json says them, or ModelOpt's hf_quant_config.json. No torch here.
+"""The formats of quantised weights as config.json says them, or ModelOpt's hf_quant_config.json. No
+torch here.
 
-Known are the quant_method compressed-tensors, fp8, fbgemm_fp8, mxfp4, modelopt, awq and gptq. Which layers are
-quantised is not read: `ignore`, `modules_to_not_convert` and the like are for the writer, and the tensors tell the
-reader (loader/stored.py). Scales for an fp8 cache are not read either: keys and values stay as they are computed.
+Known are the quant_method compressed-tensors, fp8, fbgemm_fp8, mxfp4, modelopt, awq and gptq. Which
+layers are quantised is not read: `ignore`, `modules_to_not_convert` and the like are for the
+writer, and the tensors tell the reader (loader/stored.py). Scales for an fp8 cache are not read
+either: keys and values stay as they are computed.
 """
 
 import itertools
@@ -39,9 +41,15 @@ _WHOLE = "use the float16 or bfloat16 checkpoint"
 
 
 def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
-    """Returns the formats of a model's quantised weights; none without any. Raises CheckpointError if not supported."""
+    """Returns the formats of a model's quantised weights; none without any. Raises CheckpointError
+    if not supported.
+    """
     inner = config.values.get("text_config")
-    sources = (config, Fields(config.path, inner, {}, "text_config.")) if isinstance(inner, dict) else (config,)
+    sources = (
+        (config, Fields(config.path, inner, {}, "text_config."))
+        if isinstance(inner, dict)
+        else (config,)
+    )
     for source, key in itertools.product(sources, _KEYS):
         if source.values.get(key) is not None:
             asked = _section(source, key, {"quant_method": "compressed-tensors"}, source.prefix)
@@ -49,7 +57,9 @@ def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
             return tuple(_METHODS[method](_with(asked)))
     folder = config.path.parent
     if values := read_optional_json(folder, _MODELOPT_FILE):
-        return tuple(_modelopt(_section(Fields(folder / _MODELOPT_FILE, values, {}), "quantization", {})))
+        return tuple(
+            _modelopt(_section(Fields(folder / _MODELOPT_FILE, values, {}), "quantization", {}))
+        )
     return ()
 
 
@@ -64,27 +74,39 @@ def _with(config: Fields, **defaults: Any) -> Fields:
 def _fp8(config: Fields) -> list[StoredFormat]:
     config = _with(config, fmt="e4m3", weight_block_size=None)
     config.choice("fmt", ("e4m3",))
-    rows, group = _block(config, "weight_block_size") if config.raw("weight_block_size") is not None else (0, 0)
+    rows, group = (
+        _block(config, "weight_block_size")
+        if config.raw("weight_block_size") is not None
+        else (0, 0)
+    )
     return [StoredFormat(kind="fp8", rows=rows, group=group, activations=True)]
 
 
 def _block(config: Fields, key: str) -> tuple[int, int]:
     block = config.integers(key, 1, _MAX_SIZE)
     if len(block) != 2 or block[1] % 8:
-        raise config.error(key, "it must be two sizes, outputs and inputs, the second a multiple of 8, as [128, 128]")
+        raise config.error(
+            key,
+            "it must be two sizes, outputs and inputs, the second a multiple of 8, as [128, 128]",
+        )
     return block[0], block[1]
 
 
 def _modelopt(config: Fields) -> list[StoredFormat]:
-    """One algorithm for all layers, or for each layer its own, between which the tensors' dtypes decide."""
+    """One algorithm for all layers, or for each layer its own, between which the tensors' dtypes
+    decide.
+    """
     config = _with(config, quantized_layers=None, group_size=None, kv_cache_quant_algo=None)
     if config.raw("quant_algo") != "MIXED_PRECISION":
         return [] if config.raw("quant_algo") is None else [_modelopt_format(config)]
-    layers, key = config.section("quantized_layers"), "quantized_layers"
+    layers = config.section("quantized_layers")
+    key = "quantized_layers"
     if not layers or not all(isinstance(layer, dict) for layer in layers.values()):
         raise config.error(key, 'it must name layers, each with its {"quant_algo": ...}')
     found = [
-        _modelopt_format(Fields(config.path, layer, {"group_size": None}, f"{config.prefix}{key}.{name}."))
+        _modelopt_format(
+            Fields(config.path, layer, {"group_size": None}, f"{config.prefix}{key}.{name}.")
+        )
         for name, layer in layers.items()
     ]
     return list(dict.fromkeys(found))
@@ -112,20 +134,33 @@ def _awq(config: Fields) -> list[StoredFormat]:
 
 
 def _gptq(config: Fields) -> list[StoredFormat]:
-    defaults = {"sym": True, "desc_act": False, "static_groups": False, "checkpoint_format": "gptq", "dynamic": None}
+    defaults = {
+        "sym": True,
+        "desc_act": False,
+        "static_groups": False,
+        "checkpoint_format": "gptq",
+        "dynamic": None,
+    }
     config = _with(config, group_size=128, **defaults)
-    bits, group = config.integer("bits", 1, 8), _group_size(config)
+    bits = config.integer("bits", 1, 8)
+    group = _group_size(config)
     if bits not in (4, 8):
         raise config.error("bits", f"supported: 4, 8; {_WHOLE}")
     if config.boolean("desc_act") and group and not config.boolean("static_groups"):
-        raise config.error("desc_act", f"groups of inputs in another order are not supported; {_WHOLE}")
+        raise config.error(
+            "desc_act", f"groups of inputs in another order are not supported; {_WHOLE}"
+        )
     if any(not str(pattern).startswith("-:") for pattern in config.section("dynamic")):
-        raise config.error("dynamic", f"modules with settings of their own are not supported; {_WHOLE}")
+        raise config.error(
+            "dynamic", f"modules with settings of their own are not supported; {_WHOLE}"
+        )
     layout: Any = config.choice("checkpoint_format", ("gptq", "gptq_v2"))
     zeros = not config.boolean("sym")
     if zeros and bits == 8:
         raise config.error("sym", f"zero points are supported for 4 bits only; {_WHOLE}")
-    return [StoredFormat(kind="int4" if bits == 4 else "int8", layout=layout, group=group, zeros=zeros)]
+    return [
+        StoredFormat(kind="int4" if bits == 4 else "int8", layout=layout, group=group, zeros=zeros)
+    ]
 
 
 def _group_size(config: Fields) -> int:
@@ -146,11 +181,20 @@ def _compressed(config: Fields) -> list[StoredFormat]:
         raise config.error("sparsity_config", f"sparse weights are not supported; {_WHOLE}")
     groups = config.section("config_groups")
     if not groups or not all(isinstance(group, dict) for group in groups.values()):
-        raise config.error("config_groups", 'it must have a group: {"group_0": {"weights": ..., "targets": ...}}')
+        raise config.error(
+            "config_groups", 'it must have a group: {"group_0": {"weights": ..., "targets": ...}}'
+        )
     mixed = config.raw("format") == "mixed-precision"
     layout = "" if mixed else config.choice("format", _FORMATS)
     found = [
-        _group(Fields(config.path, group, {"weights": None, "format": layout}, f"{config.prefix}config_groups.{name}."))
+        _group(
+            Fields(
+                config.path,
+                group,
+                {"weights": None, "format": layout},
+                f"{config.prefix}config_groups.{name}.",
+            )
+        )
         for name, group in groups.items()
     ]
     alike = {replace(form, targets=()) for form in found}
@@ -164,9 +208,13 @@ def _group(config: Fields) -> StoredFormat:
     if not config.section("weights"):
         raise config.error("weights", f"groups of activations alone are not supported; {_WHOLE}")
     weights = _section(config, "weights", _WEIGHTS, config.prefix)
-    activations = bool(config.values.get("input_activations") or config.values.get("output_activations"))
+    activations = bool(
+        config.values.get("input_activations") or config.values.get("output_activations")
+    )
     targets = config.values.get("targets") or ()
-    if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
+    if not isinstance(targets, list | tuple) or not all(
+        isinstance(target, str) for target in targets
+    ):
         raise _with(config, targets=None).error("targets", "it must be a list of names of modules")
     form = _fp4(weights, layout) if layout in _FP4_GROUPS else _eight_or_int4(weights, layout)
     return replace(form, activations=activations, targets=tuple(targets))
@@ -187,7 +235,9 @@ def _eight_or_int4(weights: Fields, layout: str) -> StoredFormat:
     kind = weights.choice("type", allowed.get(layout, ("int", "float")))
     bits = weights.integer("num_bits", 4, 8)
     if bits != 8 and not (bits == 4 and packed):
-        raise weights.error("num_bits", f"supported: 8, and 4 where the format is pack-quantized; {_WHOLE}")
+        raise weights.error(
+            "num_bits", f"supported: 8, and 4 where the format is pack-quantized; {_WHOLE}"
+        )
     for key, values in (("dynamic", (False,)), ("actorder", (None, False, "weight", "static"))):
         if weights.raw(key) not in values:
             raise weights.error(key, f"this is not supported; {_WHOLE}")
@@ -196,7 +246,9 @@ def _eight_or_int4(weights: Fields, layout: str) -> StoredFormat:
         raise weights.error("symmetric", f"zero points are supported for 4 bits only; {_WHOLE}")
     rows, group = _scales(weights, _STRATEGIES[bits, kind])
     name: Any = "fp8" if kind == "float" else f"int{bits}"
-    return StoredFormat(kind=name, layout="words" if packed else "plain", rows=rows, group=group, zeros=zeros)
+    return StoredFormat(
+        kind=name, layout="words" if packed else "plain", rows=rows, group=group, zeros=zeros
+    )
 
 
 def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""The tensors of each quantised weight in a checkpoint, by their names, dtypes and shapes. No torch here.
+"""The tensors of each quantised weight in a checkpoint, by their names, dtypes and shapes. No torch
+here.
 
-N outputs, K inputs, R x C scales: R is 1, N or a block's share of N, C likewise of K. Dimensions of experts may come
-first. A weight that is `x.weight` in an unquantised checkpoint (y: its module `x.`; or whole fused experts, without
-`.weight`) lies in the files as
+N outputs, K inputs, R x C scales: R is 1, N or a block's share of N, C likewise of K. Dimensions of
+experts may come first. A weight that is `x.weight` in an unquantised checkpoint (y: its module
+`x.`; or whole fused experts, without `.weight`) lies in the files as
 
     plain       x.weight           int8 or e4m3, as it lies unquantised: [N, K], or [K, N] with scales [C, R]
     words       x.weight_packed    words of 32 bits [N, K / 8 or 4], first inputs lowest
@@ -15,9 +16,9 @@ first. A weight that is `x.weight` in an unquantised checkpoint (y: its module `
     awq         y.qweight          words of eight outputs [K, N / 8], lowest first 0, 2, 4, 6, 1, 3, 5, 7
                 y.qzeros           likewise [C, N / 8]; y.scales [C, N]
 
-Other scales are x.weight_scale or x.weight_scale_inv: floats, or bytes of e8m0, or e4m3, times x.weight_scale_2
-(ModelOpt) or divided by x.weight_global_scale (compressed-tensors). What is said of activations or of the shape is not
-needed.
+Other scales are x.weight_scale or x.weight_scale_inv: floats, or bytes of e8m0, or e4m3, times
+x.weight_scale_2 (ModelOpt) or divided by x.weight_global_scale (compressed-tensors). What is said
+of activations or of the shape is not needed.
 """
 
 import math
@@ -33,7 +34,11 @@ _FLOATS = ("F32", "BF16", "F16")
 _E8M0 = ("U8", "F8_E8M0")
 _SCALES = ("_scale_inv", "_scale")
 _OUTER = ("_scale_2", "_global_scale")  # the first multiplies, the second divides
-_VALUES = {"_packed": "", "_blocks": "", ".qweight": ".weight"}  # endings of values, and of the weight's own name
+_VALUES = {
+    "_packed": "",
+    "_blocks": "",
+    ".qweight": ".weight",
+}  # endings of values, and of the weight's own name
 _UNUSED = (
     "_shape", "_activation_scale", "_input_scale", "input_scale", "input_zero_point", "activation_scale",
     "input_global_scale", "output_scale", "input_scale_ub",
@@ -43,8 +48,9 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # for a cache 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One quantised weight in the files. outer: a scale of all scales. order: of the inputs, by groups. bias: of its
-    module; writers of GPTQ add zeros where a model has none. others: tensors that belong to it and are not needed."""
+    """One quantised weight in the files. outer: a scale of all scales. order: of the inputs, by
+    groups. bias: of its module; writers of GPTQ add zeros where a model has none. others: tensors
+    that belong to it and are not needed."""
 
     form: StoredFormat
     values: TensorInfo
@@ -58,7 +64,15 @@ class StoredWeight:
     @property
     def parts(self) -> list[TensorInfo]:
         """All tensors of the weight, the values first."""
-        parts = (self.values, self.scales, self.zeros, self.outer, self.order, self.bias, *self.others)
+        parts = (
+            self.values,
+            self.scales,
+            self.zeros,
+            self.outer,
+            self.order,
+            self.bias,
+            *self.others,
+        )
         return [part for part in parts if part is not None]
 
     def mismatch(self, shape: tuple[int, ...], transposed: bool = False) -> str:
@@ -68,7 +82,8 @@ class StoredWeight:
         """
         if len(shape) < 2:
             return f"{self.values} is quantised, config.json implies a vector {list(shape)}"
-        form, scales = self.form, self.form.scales_shape(shape, transposed)
+        form = self.form
+        scales = self.form.scales_shape(shape, transposed)
         if self.values.shape != (found := form.values_shape(shape, transposed)):
             return f"{self.values} has shape {list(self.values.shape)}, config.json implies {list(found)}"
         if form.layout == "ggml":
@@ -77,27 +92,32 @@ class StoredWeight:
         dtypes += ("F8_E4M3",) if form.kind == "fp4" else ()
         if _wide(self.scales.shape) != _wide(scales) or self.scales.dtype not in dtypes:
             what = f"{self.scales.dtype} {list(self.scales.shape)}"
-            return f"{self.scales} is {what}; supported: {list(scales)} scales in {', '.join(dtypes)}"
+            return (
+                f"{self.scales} is {what}; supported: {list(scales)} scales in {', '.join(dtypes)}"
+            )
         return self._odd_companion(shape, transposed)
 
     def _odd_companion(self, shape: tuple[int, ...], transposed: bool) -> str:
-        lead, depth = shape[:-2], shape[-2 if transposed else -1]
+        lead = shape[:-2]
+        depth = shape[-2 if transposed else -1]
         zeros = list(self.form.zeros_shape(shape, transposed))
         have = None if self.zeros is None else (self.zeros.dtype, list(self.zeros.shape))
         if have != (("I32", zeros) if self.form.zeros or have else None):
             return f"{self.values} needs zero points, I32 {zeros}, beside it"
         if self.scales.dtype == "F8_E4M3" and self.outer is None:
-            return (
-                f"{self.scales} is F8_E4M3, and there is no scale of all scales (_scale_2 or _global_scale) beside it"
-            )
-        if self.outer and (self.outer.dtype not in _FLOATS or _size(self.outer) not in (1, math.prod(lead))):
+            return f"{self.scales} is F8_E4M3, and there is no scale of all scales (_scale_2 or _global_scale) beside it"
+        if self.outer and (
+            self.outer.dtype not in _FLOATS or _size(self.outer) not in (1, math.prod(lead))
+        ):
             return f"{self.outer} is {self.outer.dtype} {list(self.outer.shape)}; supported: one number for each matrix"
         if self.order and (self.order.dtype, self.order.shape) != ("I32", (depth,)):
             return f"{self.order} is {self.order.dtype} {list(self.order.shape)}; supported: I32 [{depth}]"
         return ""
 
 
-def find_stored(tensors: Mapping[str, TensorInfo], formats: Sequence[StoredFormat]) -> dict[str, StoredWeight]:
+def find_stored(
+    tensors: Mapping[str, TensorInfo], formats: Sequence[StoredFormat]
+) -> dict[str, StoredWeight]:
     """Returns the quantised weights among `tensors`, by the names that they would have unquantised.
 
     Raises CheckpointError where one has no scales, or is present unquantised as well.
@@ -110,16 +130,24 @@ def find_stored(tensors: Mapping[str, TensorInfo], formats: Sequence[StoredForma
         if not stored:
             continue
         if base in found or (ending and base in tensors):
-            raise CheckpointError(f"{tensor} is there as {base!r}, too; only one of them can be meant")
+            raise CheckpointError(
+                f"{tensor} is there as {base!r}, too; only one of them can be meant"
+            )
         found[base] = _choose(base, stored)
     return found
 
 
 def _candidates(
-    tensors: Mapping[str, TensorInfo], values: TensorInfo, ending: str, base: str, formats: Sequence[StoredFormat]
+    tensors: Mapping[str, TensorInfo],
+    values: TensorInfo,
+    ending: str,
+    base: str,
+    formats: Sequence[StoredFormat],
 ) -> Iterator[StoredWeight]:
     """Yields a weight as each format has it whose values these may be."""
-    if len(values.shape) < 2 or values.name.endswith((*_SCALES, *_OUTER, "_scales", "_zero_point", "_shape")):
+    if len(values.shape) < 2 or values.name.endswith(
+        (*_SCALES, *_OUTER, "_scales", "_zero_point", "_shape")
+    ):
         return
     module = base.removesuffix("weight")
     for form in formats:
@@ -130,14 +158,27 @@ def _candidates(
         )
         scales = next((tensors[name] for name in scales_names if name in tensors), None)
         if scales is None:
-            raise CheckpointError(f"{values} is {values.dtype}, and there is no {scales_names[-1]}; download it again")
+            raise CheckpointError(
+                f"{values} is {values.dtype}, and there is no {scales_names[-1]}; download it again"
+            )
         gptq_like = ending == ".qweight"  # which has zero points even where they are all the same
         zeros = tensors.get(module + "qzeros" if gptq_like else base + "_zero_point")
         outer = next((tensors[base + end] for end in _OUTER if base + end in tensors), None)
         order = tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None
-        others = tuple(tensors[at + end] for end in _UNUSED for at in {base, module} if at + end in tensors)
+        others = tuple(
+            tensors[at + end] for end in _UNUSED for at in {base, module} if at + end in tensors
+        )
         bias = tensors.get(module + "bias") if gptq_like else None
-        yield StoredWeight(form, values, scales, zeros if form.zeros or gptq_like else None, outer, order, bias, others)
+        yield StoredWeight(
+            form,
+            values,
+            scales,
+            zeros if form.zeros or gptq_like else None,
+            outer,
+            order,
+            bias,
+            others,
+        )
 
 
 _ENDINGS = {
@@ -147,18 +188,27 @@ _ENDINGS = {
 
 
 def _choose(base: str, candidates: list[StoredWeight]) -> StoredWeight:
-    """Returns the weight in the format that its shapes agree with; of several the one whose targets name its module."""
+    """Returns the weight in the format that its shapes agree with; of several the one whose targets
+    name its module.
+    """
     if len(candidates) == 1:
         return candidates[0]
-    fitting = [stored for stored in candidates if not stored.mismatch(_shape_of(stored))] or candidates
+    fitting = [
+        stored for stored in candidates if not stored.mismatch(_shape_of(stored))
+    ] or candidates
     module = base.removesuffix(".weight")
-    return next((s for s in fitting if any(_names(target, module) for target in s.form.targets)), fitting[0])
+    return next(
+        (s for s in fitting if any(_names(target, module) for target in s.form.targets)), fitting[0]
+    )
 
 
 def _shape_of(stored: StoredWeight) -> tuple[int, ...]:
     """The shape that a weight has in the format, if its own is in none of the rounded sizes."""
-    shape, each = stored.values.shape, stored.form.per_element
-    *lead, rows, depth = shape if stored.form.layout != "blocks" else (*shape[:-2], math.prod(shape[-2:]))
+    shape = stored.values.shape
+    each = stored.form.per_element
+    *lead, rows, depth = (
+        shape if stored.form.layout != "blocks" else (*shape[:-2], math.prod(shape[-2:]))
+    )
     if stored.form.layout == "awq":
         return depth * each, rows
     return (depth, rows * each) if stored.form.inputs_first else (*lead, rows, depth * each)
@@ -166,8 +216,14 @@ def _shape_of(stored: StoredWeight) -> tuple[int, ...]:
 
 def _names(target: str, module: str) -> bool:
     """Whether an entry of `targets` names a module: itself, or a pattern behind "re:"."""
-    with CheckpointError.instead_of(re.error, f"quantization_config: targets has the pattern {target!r}"):
-        return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+    with CheckpointError.instead_of(
+        re.error, f"quantization_config: targets has the pattern {target!r}"
+    ):
+        return (
+            re.match(target[3:], module) is not None
+            if target.startswith("re:")
+            else target == module
+        )
 
 
 def _size(tensor: TensorInfo) -> int:

@@ -1,9 +1,11 @@
-"""Carries out a load plan: bytes go from the files straight into the parameters, many ranges at a time.
+"""Carries out a load plan: bytes go from the files straight into the parameters, many ranges at a
+time.
 
-A range whose dtype is already right is read by `preadv` into the parameter itself; any other range passes through a
-small buffer per thread. A parameter is read when it is asked for, so memory holds what was made of earlier
-parameters, and a few buffers, used again and again. Nothing is mapped: a file that shrinks meanwhile is an error, not
-a crash. Headers and plan are compared before the first byte is allocated.
+A range whose dtype is already right is read by `preadv` into the parameter itself; any other range
+passes through a small buffer per thread. A parameter is read when it is asked for, so memory holds
+what was made of earlier parameters, and a few buffers, used again and again. Nothing is mapped: a
+file that shrinks meanwhile is an error, not a crash. Headers and plan are compared before the first
+byte is allocated.
 """
 
 import math
@@ -47,11 +49,17 @@ DTYPES = {
     "I8": torch.int8, "F8_E4M3": torch.uint8, "F8_E8M0": torch.uint8, "U8": torch.uint8, "I32": torch.int32,
 }  # fmt: skip
 ALIGNED = 64  # bytes, as torch's own tensors are: libraries choose code by it
-READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to share out among threads
+READ_BYTES = (
+    8 * 2**20
+)  # large enough that calls cost nothing, small enough to share out among threads
 
 
 def empty_weight(
-    checkpoint: Checkpoint, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    param: Param,
+    pieces: list[Piece],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Weight:
     """Returns uninitialised memory for a parameter in the format of the files."""
     form = format_of(checkpoint, param, pieces)
@@ -66,28 +74,45 @@ def format_of(checkpoint: Checkpoint, param: Param, pieces: list[Piece]) -> Stor
     stored = [checkpoint.stored.get(piece.source) for piece in pieces]
     forms = [weight.form if weight else None for weight in stored]
     form = common_format(forms, is_packed(param.name), checkpoint.activations)
-    if form and form.layout == "ggml" and checkpoint.obstacle(form.kind, form.group, param.shape[-1]):
+    if (
+        form
+        and form.layout == "ggml"
+        and checkpoint.obstacle(form.kind, form.group, param.shape[-1])
+    ):
         return None
     return None if param.widened else form
 
 
-def _empty_stored(form: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
-    group = form.group or (-(-shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # 4 bits always have groups
+def _empty_stored(
+    form: StoredFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Quantised:
+    group = form.group or (
+        -(-shape[-1] // 8) * 8 if form.kind == "int4" else 0
+    )  # 4 bits always have groups
     empty = Quantised.empty(form.kind, group, form.zeros, dtype, shape, device)
-    mins, supers = torch.empty_like(empty.scales) if form.mins else None, None
+    mins = torch.empty_like(empty.scales) if form.mins else None
+    supers = None
     if form.supers:
         d = torch.empty(*shape[:-1], shape[-1] // 256, device=device)
         supers = d, torch.empty_like(d) if form.mins else None
     scales = DTYPES[form.scales]
-    return replace(empty, rows=form.rows, mins=mins, supers=supers, scale_dtype=scales, bits=form.bits)
+    return replace(
+        empty, rows=form.rows, mins=mins, supers=supers, scale_dtype=scales, bits=form.bits
+    )
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
-    return math.prod(piece.taken) * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
+    return (
+        math.prod(piece.taken)
+        * checkpoint.parts(piece.source)[0].num_bytes
+        // (math.prod(piece.shape) or 1)
+    )
 
 
 def _by_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
-    """Yields pieces for a few rows each of one for a matrix whose rows are whole, and where they belong."""
+    """Yields pieces for a few rows each of one for a matrix whose rows are whole, and where they
+    belong.
+    """
     lead = len(piece.shape) - 2
     rows = range(piece.shape[lead])[piece.take[lead] if len(piece.take) > lead else slice(None)]
     if isinstance(rows, int):
@@ -101,7 +126,9 @@ def _by_rows(piece: Piece, index: Index) -> Iterator[tuple[Piece, Index]]:
 
 
 def _by_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
-    """Yields the pieces for the experts of a piece that takes several, and where in its target they belong."""
+    """Yields the pieces for the experts of a piece that takes several, and where in its target they
+    belong.
+    """
     experts = piece.take[0] if piece.take else slice(None)
     if len(piece.shape) < 3 or isinstance(experts, int):
         yield piece, ()
@@ -111,15 +138,23 @@ def _by_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
 
 
 class ReusedMemory:
-    """Memory for tensors that live one after the other: new pages take longer than what is read into them."""
+    """Memory for tensors that live one after the other: new pages take longer than what is read
+    into them.
+    """
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[np.uint8], weakref.ref[Any]]] = []  # and who has it now
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Returns an uninitialised tensor such as this one, where another was of which no view is left."""
+        """Returns an uninitialised tensor such as this one, where another was of which no view is
+        left.
+        """
         size = tensor.nbytes
-        free = [part for part, user in self._parts if user() is None and size <= len(part) - ALIGNED <= 2 * size]
+        free = [
+            part
+            for part, user in self._parts
+            if user() is None and size <= len(part) - ALIGNED <= 2 * size
+        ]
         memory = min(free, key=len) if free else np.empty(size + ALIGNED, np.uint8)
         begin = -memory.ctypes.data % ALIGNED
         used = memory[begin : begin + size]
@@ -129,13 +164,14 @@ class ReusedMemory:
 
 
 class Reader:
-    """Open files, memory for what is packed once it is read, and one buffer per thread for what has to be converted on
-    its way. Raises CheckpointError."""
+    """Open files, memory for what is packed once it is read, and one buffer per thread for what has
+    to be converted on its way. Raises CheckpointError."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._files: dict[Path, int] = {}
-        self._local, self._reused = threading.local(), ReusedMemory()
+        self._local = threading.local()
+        self._reused = ReusedMemory()
         for path in {tensor.path for tensor in checkpoint.tensors.values()}:
             try:
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -148,21 +184,28 @@ class Reader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def memory(self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device) -> Weight:
+    def memory(
+        self, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
+    ) -> Weight:
         """Returns what `jobs` fill."""
         weight = empty_weight(self._checkpoint, param, pieces, dtype, device)
         if isinstance(weight, Tensor) and device.type == "cpu" and is_packed(param.name):
             return self._reused.like(weight)  # short-lived: kernels keep it packed
         return weight
 
-    def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
-        """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.
+    def jobs(
+        self, piece: Piece, param: Weight, limit: int | None = None
+    ) -> Iterator[Callable[[], int]]:
+        """Yields calls that carry out a piece, for any threads in any order; each returns the bytes
+        that it read.
 
-        limit: of bytes in one read (default: READ_BYTES). A quantised weight, or one expert's of many, is one job.
+        limit: of bytes in one read (default: READ_BYTES). A quantised weight, or one expert's of
+        many, is one job.
         """
         limit = limit or READ_BYTES
         if piece.source in self._checkpoint.stored:
-            into, parts = param[piece.at], _by_experts(piece)
+            into = param[piece.at]
+            parts = _by_experts(piece)
             if self._checkpoint.stored[piece.source].form.layout == "ggml" and not piece.transposed:
                 parts = (small for part, index in parts for small in _by_rows(part, index))
             for part, index in parts:
@@ -170,9 +213,13 @@ class Reader:
         else:
             assert isinstance(param, Tensor)
             target = param[piece.at].mT if piece.transposed else param[piece.at]
-            yield from self._reads(self._checkpoint.tensors[piece.source], piece.take, target, limit)
+            yield from self._reads(
+                self._checkpoint.tensors[piece.source], piece.take, target, limit
+            )
 
-    def _reads(self, tensor: TensorInfo, take: Index, into: Tensor, limit: int) -> Iterator[Callable[[], int]]:
+    def _reads(
+        self, tensor: TensorInfo, take: Index, into: Tensor, limit: int
+    ) -> Iterator[Callable[[], int]]:
         """Yields the reads, of `limit` bytes each at most, that bring a part of a tensor to memory."""
         for block in blocks_of(tensor.shape, take, max(1, limit // DTYPES[tensor.dtype].itemsize)):
             yield partial(self.read, tensor, block, into[block.at])
@@ -216,12 +263,19 @@ class Reader:
 
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
     def read(self, tensor: TensorInfo, block: Block, into: Tensor) -> int:
-        """Fills `into` from a block; returns the bytes taken. Any thread; reading and converting drop the GIL."""
-        dtype, target = DTYPES[tensor.dtype], into
+        """Fills `into` from a block; returns the bytes taken. Any thread; reading and converting
+        drop the GIL.
+        """
+        dtype = DTYPES[tensor.dtype]
+        target = into
         straight = block.whole and into.is_contiguous()
         if not straight or into.device.type != "cpu" or into.dtype != dtype:
             num_bytes = math.prod(block.shape) * dtype.itemsize
-            target = self._buffer(num_bytes, pinned=into.device.type == "cuda").view(dtype).view(block.shape)
+            target = (
+                self._buffer(num_bytes, pinned=into.device.type == "cuda")
+                .view(dtype)
+                .view(block.shape)
+            )
         self._fill(tensor, tensor.offset + block.first * dtype.itemsize, target)
         if target is not into:
             into.copy_(target[block.index])
@@ -242,7 +296,9 @@ class Reader:
             return os.fstat(self._files[path])
 
     def _fill(self, tensor: TensorInfo, offset: int, target: Tensor) -> None:
-        memory: memoryview = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+        memory: memoryview = (
+            target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+        )
         left = len(memory)
         with CheckpointError.instead_of(OSError, f"{tensor.path}: tensor {tensor.name!r}"):
             while left:
@@ -252,7 +308,8 @@ class Reader:
                         f"{tensor.path} ended inside tensor {tensor.name!r}: the file was changed while it "
                         "was read; start again when it is complete"
                     )
-                offset, left = offset + count, left - count
+                offset = offset + count
+                left = left - count
 
 
 def _check_fits(into: Tensor, tensor: TensorInfo) -> None:
@@ -264,15 +321,18 @@ def _check_fits(into: Tensor, tensor: TensorInfo) -> None:
 
 
 class Params(UserDict[str, Any]):
-    """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Use it as a context.
+    """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Use it as
+    a context.
 
-    Values are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or `Quantised`: where the files
-    have them so, and with `asked` the other linear layers. On "meta" they have no values, and nothing is read. progress
-    is called with the bytes done and in all, in the thread that asks. threads: concurrent reads (default: one per core,
-    2 to 16). reader: of the files.
+    Values are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or
+    `Quantised`: where the files have them so, and with `asked` the other linear layers. On "meta"
+    they have no values, and nothing is read. progress is called with the bytes done and in all, in
+    the thread that asks. threads: concurrent reads (default: one per core, 2 to 16). reader: of the
+    files.
 
-    Raises CheckpointError if plan and checkpoint do not fit each other, and when a parameter is asked for: if a file
-    cannot be read, float16 cannot hold a value, or a weight that is to be quantised is not finite.
+    Raises CheckpointError if plan and checkpoint do not fit each other, and when a parameter is
+    asked for: if a file cannot be read, float16 cannot hold a value, or a weight that is to be
+    quantised is not finite.
     """
 
     def __init__(
@@ -289,14 +349,20 @@ class Params(UserDict[str, Any]):
     ) -> None:
         check_plan(checkpoint, plan)
         super().__init__({param.name: param for param in plan.params})
-        self._checkpoint, self._dtype, self._device, self._asked = checkpoint, dtype, torch.device(device), asked
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._asked = asked
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._sources = {piece.source for piece in plan.pieces}
         first = {piece.source: checkpoint.parts(piece.source)[0] for piece in plan.pieces}
-        for piece in sorted(plan.pieces, key=lambda piece: (first[piece.source].path, first[piece.source].offset)):
+        for piece in sorted(
+            plan.pieces, key=lambda piece: (first[piece.source].path, first[piece.source].offset)
+        ):
             self._pieces[piece.param].append(piece)
         self._progress = progress
-        self._done, self._total = 0, sum(_num_bytes(piece, checkpoint) for piece in plan.pieces)
+        self._done = 0
+        self._total = sum(_num_bytes(piece, checkpoint) for piece in plan.pieces)
         self._threads = threads or max(2, min(16, os.cpu_count() or 1))
         self._reader_type = reader
 
@@ -317,16 +383,24 @@ class Params(UserDict[str, Any]):
         pieces = self._pieces[param.name]
         weight = self._reader.memory(param, pieces, self._dtype, self._device)
         is_read = self._device.type != "meta"
-        jobs = [job for piece in pieces for job in self._reader.jobs(piece, weight)] if is_read else []
+        jobs = (
+            [job for piece in pieces for job in self._reader.jobs(piece, weight)] if is_read else []
+        )
         stored = (self._checkpoint.stored.get(piece.source) for piece in pieces if is_read)
         biases = (weight.bias for weight in stored if weight and weight.bias)
-        jobs += [partial(self._reader.check_zero, bias) for bias in biases if bias.name not in self._sources]
+        jobs += [
+            partial(self._reader.check_zero, bias)
+            for bias in biases
+            if bias.name not in self._sources
+        ]
         for num_bytes in self._pool.map(lambda job: job(), jobs):
             self._done += num_bytes
             self._progress(self._done, self._total)
         if self._asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
             return weight
-        quantised, rounding = quantisation_of(weight, self._asked, param.name, self._checkpoint.activations)
+        quantised, rounding = quantisation_of(
+            weight, self._asked, param.name, self._checkpoint.activations
+        )
         for _ in self._pool.map(lambda job: job(), rounding if is_read else []):
             pass
         return quantised

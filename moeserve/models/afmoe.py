@@ -1,5 +1,5 @@
-"""AFMoE (Trinity Nano, Mini, Large): three layers of four slide and rotate, the fourth sees all and does not; gated
-attention, norms on both sides of every block, sigmoid routing.
+"""AFMoE (Trinity Nano, Mini, Large): three layers of four slide and rotate, the fourth sees all and
+does not; gated attention, norms on both sides of every block, sigmoid routing.
 
 Source: arXiv 2602.17004.
 """
@@ -22,12 +22,25 @@ def _fields(config: Fields) -> family.SpecFields:
         **family.attention_bias(config),
     )
     full = replace(sliding, rope=None, rule=KVRule())
-    usual = family.alternating(config, config.integer("global_attn_every_n_layers", 1, family.MAX_LAYERS))
-    mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
-    router = replace(family.SIGMOID, scale=config.number("route_scale", 0, family.MAX_MULTIPLIER), fp32=False)
-    experts = family.moe(config, router=router, shared=family.shared_experts(config, "num_shared_experts"))
+    usual = family.alternating(
+        config, config.integer("global_attn_every_n_layers", 1, family.MAX_LAYERS)
+    )
+    mixers = [
+        sliding if kind == "sliding_attention" else full
+        for kind in family.layer_types(config, usual=usual)
+    ]
+    router = replace(
+        family.SIGMOID, scale=config.number("route_scale", 0, family.MAX_MULTIPLIER), fp32=False
+    )
+    experts = family.moe(
+        config, router=router, shared=family.shared_experts(config, "num_shared_experts")
+    )
     blocks = family.first_dense(config, experts, family.dense(config), "num_dense_layers")
-    scale = config.integer("hidden_size", 1, family.MAX_WIDTH) ** 0.5 if config.boolean("mup_enabled") else 1.0
+    scale = (
+        config.integer("hidden_size", 1, family.MAX_WIDTH) ** 0.5
+        if config.boolean("mup_enabled")
+        else 1.0
+    )
     layers = family.layers(config, mixers, blocks, attn_post_norm=True, mlp_post_norm=True)
     return {"layers": layers, "embedding_scale": scale}
 

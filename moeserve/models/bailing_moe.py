@@ -1,6 +1,7 @@
-"""Ling and Ring 2.0 (mini, flash, 1T): GLM-4.5's blocks under other names, with queries, keys and values in one tensor.
-Ling and Ring 2.5 and 2.6: the same experts; of a few layers the last has latent attention, the others lightning
-attention. Ring-linear 2.0 has grouped-query attention in place of the latent one.
+"""Ling and Ring 2.0 (mini, flash, 1T): GLM-4.5's blocks under other names, with queries, keys and
+values in one tensor. Ling and Ring 2.5 and 2.6: the same experts; of a few layers the last has
+latent attention, the others lightning attention. Ring-linear 2.0 has grouped-query attention in
+place of the latent one.
 
 Source: arXiv 2510.22115, Ring-linear (arXiv 2510.19338), huggingface.co/inclusionAI/Ling-2.6-flash.
 """
@@ -38,26 +39,44 @@ def _with_experts(config: Fields, mixers: Mixer | Sequence[Mixer]) -> family.Spe
     shared = family.shared_experts(config, "num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
     blocks = family.first_dense(config, experts, family.dense(config))
-    return {"layers": family.layers(config, mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {
+        "layers": family.layers(config, mixers, blocks),
+        "num_mtp_layers": family.mtp_layers(config),
+    }
 
 
 def _hybrid(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecFields:
-    config.only(use_bias=False, use_qkv_bias=False, linear_silu=False, use_linear_silu=False, linear_rope=True)
+    config.only(
+        use_bias=False,
+        use_qkv_bias=False,
+        linear_silu=False,
+        use_linear_silu=False,
+        linear_rope=True,
+    )
     config.only(router_dtype="fp32")
-    count, group = family.num_layers(config), config.integer("layer_group_size", 1, family.MAX_LAYERS)
-    last, softmax = count // group * group, full(config)
+    count = family.num_layers(config)
+    group = config.integer("layer_group_size", 1, family.MAX_LAYERS)
+    last = count // group * group
+    softmax = full(config)
     mixers = [
-        softmax if (i + 1) % group == 0 or i >= last else _lightning(config, 1 - (i - 1) / max(count - 1, 1) + 1e-5)
+        softmax
+        if (i + 1) % group == 0 or i >= last
+        else _lightning(config, 1 - (i - 1) / max(count - 1, 1) + 1e-5)
         for i in range(count)
     ]
     return _with_experts(config, mixers)
 
 
 def _lightning(config: Fields, decay: float) -> Lightning:
-    """Reads a layer of lightning attention. Its first layers count from -1, as the models were trained."""
-    heads, dim = config.integer("num_attention_heads", 1, family.MAX_HEADS), config.integer("head_dim", 2, 4096)
+    """Reads a layer of lightning attention. Its first layers count from -1, as the models were
+    trained.
+    """
+    heads = config.integer("num_attention_heads", 1, family.MAX_HEADS)
+    dim = config.integer("head_dim", 2, 4096)
     if config.values.get("num_kv_heads_for_linear_attn") not in (None, 0, heads):
-        raise config.error("num_kv_heads_for_linear_attn", f"only {heads}, num_attention_heads, is supported")
+        raise config.error(
+            "num_kv_heads_for_linear_attn", f"only {heads}, num_attention_heads, is supported"
+        )
     groups = config.integer("group_norm_size", 1, heads)
     if heads % groups:
         raise config.error("group_norm_size", f"it must divide num_attention_heads ({heads})")
@@ -107,7 +126,15 @@ _DEFAULTS = LING_2.defaults | {
     "partial_rotary_factor": 0.5,
     "routed_scaling_factor": 2.5,
 }
-_PARTS = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+_PARTS = (
+    "q_proj",
+    "q_a_proj",
+    "q_a_layernorm",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "kv_b_proj",
+)
 _LATENT = {f"self_attn.{name}.weight": (f"attention.{name}.weight",) for name in _PARTS}
 _NAMES = replace(LING_2.names, ignored=("rotary_emb.inv_freq", "attention.slope"))
 FAMILIES = (
@@ -116,7 +143,9 @@ FAMILIES = (
         "BailingMoeV2_5ForCausalLM",
         ("bailing_hybrid", "bailing_moe_linear"),
         lambda config: _hybrid(config, _latent),
-        _DEFAULTS | family.LATENT | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
+        _DEFAULTS
+        | family.LATENT
+        | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
         replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
     ),
     family.Family(

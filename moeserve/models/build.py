@@ -1,4 +1,6 @@
-"""Builds a decoder from parameters: packs every weight for its kernel and drops the original at once."""
+"""Builds a decoder from parameters: packs every weight for its kernel and drops the original at
+once.
+"""
 
 import logging
 from collections.abc import Callable, MutableMapping, Sequence
@@ -38,7 +40,8 @@ def build_decoder(
     max_position: int | None = None,
     make: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
-    """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of `ops.dtype` or Quantised).
+    """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of
+    `ops.dtype` or Quantised).
 
     tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. ubatches: micro-batches that a step may
     have. max_tokens: rows of one step. max_position: positions that a request may have (default: the model's).
@@ -48,8 +51,12 @@ def build_decoder(
     """
     world = world or World()
     if placement is None:
-        placement = Placement.initial(len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
-    build = make_builder(spec, params, ops, world, tp, placement, backends, ubatches, max_tokens, max_position)
+        placement = Placement.initial(
+            len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks
+        )
+    build = make_builder(
+        spec, params, ops, world, tp, placement, backends, ubatches, max_tokens, max_position
+    )
     groups = list(dict.fromkeys(spec.kv_rules))
     layers = [
         build_layer(build, spec, layer, f"layers.{i}.", groups.index(layer.mixer.rule))
@@ -111,20 +118,36 @@ def _plan_moe(
     )
     kernels: list[Experts] = [GroupedMM(ops), ReferenceExperts(ops)]
     if ops.native:
-        kernels.insert(0, NativeExperts(ops.room, to_disk=ops.to_disk, lossless=ops.lossless != "off"))
+        kernels.insert(
+            0, NativeExperts(ops.room, to_disk=ops.to_disk, lossless=ops.lossless != "off")
+        )
     elif ops.triton:
         # Slow to import: only where they serve.
         from moeserve.moe.experts.triton import DeepGemmExperts, FlashInferExperts, TritonExperts
 
         blocks = any(form.kind == "fp8" and form.rows == form.group == 128 for form in spec.stored)
         asked = ops.asked in ("deep_gemm", "flashinfer")
-        about = ops.device, asked, blocks, ops.exact, (placement.experts_per_rank, spec.expert_size, spec.hidden_size)
+        about = (
+            ops.device,
+            asked,
+            blocks,
+            ops.exact,
+            (placement.experts_per_rank, spec.expert_size, spec.hidden_size),
+        )
         if ops.asked == "deep_gemm" or (blocks and not asked):
             package: Experts = DeepGemmExperts(*about)
         else:
-            blocks_of_experts = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoE)]
-            package = FlashInferExperts(*about, ops.dtype, all(block.activation.plain for block in blocks_of_experts))
-        kernels = [package, *([] if asked else [TritonExperts()]), *([] if asked or ops.exact else kernels)]
+            blocks_of_experts = [
+                layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoE)
+            ]
+            package = FlashInferExperts(
+                *about, ops.dtype, all(block.activation.plain for block in blocks_of_experts)
+            )
+        kernels = [
+            package,
+            *([] if asked else [TritonExperts()]),
+            *([] if asked or ops.exact else kernels),
+        ]
     plan = plan_moe(needs, backends or [LocalAll2All(placement.experts_per_rank)], kernels)
     for line in plan.table().splitlines():
         log.debug("MoE kernels: %s", line)
@@ -135,7 +158,11 @@ def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
     """Returns the norm of the stream or of outputs whose parameters are `name` and its bias."""
     weight = build.norm(name)
     return Norm(
-        build.ops, spec.norm_eps, weight, build.fp32(name + "_bias") if spec.norm.bias else None, spec.norm.centred
+        build.ops,
+        spec.norm_eps,
+        weight,
+        build.fp32(name + "_bias") if spec.norm.bias else None,
+        spec.norm.centred,
     )
 
 

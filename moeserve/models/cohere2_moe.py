@@ -1,4 +1,5 @@
-"""Command A+ (Cohere2-MoE): attention and experts read the same norm, three layers of four slide and rotate.
+"""Command A+ (Cohere2-MoE): attention and experts read the same norm, three layers of four slide
+and rotate.
 
 Source: huggingface.co/CohereLabs/command-a-plus-05-2026.
 """
@@ -20,7 +21,10 @@ def _fields(config: Fields) -> family.SpecFields:
         config.integer(key, 1, family.MAX_LAYERS)
         for key in ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
     )
-    usual = family.alternating(config, prefix)[:first] + family.alternating(config, every)[: count - first]
+    usual = (
+        family.alternating(config, prefix)[:first]
+        + family.alternating(config, every)[: count - first]
+    )
     kinds = family.layer_types(config, usual=usual)
     average = config.choice("shared_expert_combination_strategy", ("average", "sum")) == "average"
     size = config.integer("intermediate_size", 1, family.MAX_WIDTH)
@@ -34,12 +38,18 @@ def _fields(config: Fields) -> family.SpecFields:
     if shared and average:
         shared = replace(shared, scale=0.5)
     experts = family.moe(config, "intermediate_size", router=router, shared=shared)
-    mlp = Dense(size=config.optional_integer("prefix_dense_intermediate_size", 1, family.MAX_WIDTH) or size)
+    mlp = Dense(
+        size=config.optional_integer("prefix_dense_intermediate_size", 1, family.MAX_WIDTH) or size
+    )
     blocks = family.listed_moe(config, experts, mlp, None)
     rope = family.attention(config, rope={"interleaved": True}, **family.attention_bias(config))
     sliding = replace(rope, rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)))
     mixers = [
-        sliding if kind == "sliding_attention" else rope if block is mlp and prefix == 1 else replace(rope, rope=None)
+        sliding
+        if kind == "sliding_attention"
+        else rope
+        if block is mlp and prefix == 1
+        else replace(rope, rope=None)
         for kind, block in zip(kinds, blocks, strict=True)
     ]
     centred = config.raw("rms_norm_eps") is None

@@ -23,7 +23,9 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; see `LayerSpec`. reads_stream: the feed-forward block takes the residual stream, too."""
+    """One decoder layer; see `LayerSpec`. reads_stream: the feed-forward block takes the residual
+    stream, too.
+    """
 
     mixer: MixerLayer
     feed_forward: FeedForwardLayer | None
@@ -38,10 +40,11 @@ class Layer:
 
 @dataclass(eq=False, repr=False)
 class Decoder:
-    """A model ready to run. `ops`, the layers and the micro-batch hide devices, ranks and micro-batches.
+    """A model ready to run. `ops`, the layers and the micro-batch hide devices, ranks and
+    micro-batches.
 
-    head: scores of the whole vocabulary. merge: of a drafter, makes the residual stream of embeddings and another
-    model's hidden states, [T', D] each.
+    head: scores of the whole vocabulary. merge: of a drafter, makes the residual stream of
+    embeddings and another model's hidden states, [T', D] each.
     """
 
     spec: ModelSpec
@@ -57,17 +60,25 @@ class Decoder:
         self._mix, self._add = self.ops.trace(self._mix_and_add), self.ops.trace(self._add_up)
 
     def forward(
-        self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch, hidden_TD: Tensor | None = None
+        self,
+        step: StepInputs,
+        caches: Sequence[LayerCache],
+        ubatch: UBatch,
+        hidden_TD: Tensor | None = None,
     ) -> Tensor:
-        """Returns hidden states after the final norm, [T, D], and on their right `spec.taps`, [T, D * (1 + taps)].
+        """Returns hidden states after the final norm, [T, D], and on their right `spec.taps`, [T, D
+        * (1 + taps)].
 
-        caches: of the layers, which the tokens are added to. hidden_TD: what `enter` takes beside tokens.
+        caches: of the layers, which the tokens are added to. hidden_TD: what `enter` takes beside
+        tokens.
         """
-        ops, taps = self.ops, self.spec.taps
+        ops = self.ops
+        taps = self.spec.taps
         num_tokens = step.ids_T.shape[0]
         extra = ops.pad_rows(num_tokens) - num_tokens
         ids, positions = (
-            torch.nn.functional.pad(x, (0, extra)) if extra else x for x in (step.ids_T, step.positions_T)
+            torch.nn.functional.pad(x, (0, extra)) if extra else x
+            for x in (step.ids_T, step.positions_T)
         )
         prepared = {prepare: prepare(step, positions) for prepare in self._prepares}
         real = num_tokens if step.live is None else step.live
@@ -87,7 +98,9 @@ class Decoder:
                 x = layer.feed_forward(x, real, ubatch) + mixed
             else:
                 x, residual = self._mix(layer, x, residual, prepare, cache, ubatch.index)
-                x = layer.feed_forward(x, real, ubatch, *((residual,) if layer.reads_stream else ()))
+                x = layer.feed_forward(
+                    x, real, ubatch, *((residual,) if layer.reads_stream else ())
+                )
             x, residual = self._add(x, residual, layer.mlp_post_norm, norm, layer.scale)
         if taps:
             tapped[len(self.layers)] = residual
@@ -107,8 +120,8 @@ class Decoder:
 
     @property
     def not_recorded(self) -> str | None:
-        """Why no CUDA graph can record `forward`; None if it never waits for the device, and accepts padding whose
-        extent only the device knows."""
+        """Why no CUDA graph can record `forward`; None if it never waits for the device, and
+        accepts padding whose extent only the device knows."""
         if not self.ops.triton:
             return "not all kernels that serve can be recorded"
         return next((why for layer in self.moe_layers if (why := layer.not_recorded)), None)
@@ -120,12 +133,16 @@ class Decoder:
         return [block for block in blocks if isinstance(block, MoELayer)]
 
     def serve(self, ubatch: UBatch) -> None:
-        """Takes part in a step in which this rank has no tokens: its experts compute for other ranks."""
+        """Takes part in a step in which this rank has no tokens: its experts compute for other
+        ranks.
+        """
         for layer in self.moe_layers:
             layer.serve(self.embed_VD, ubatch)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Returns every token's score, fp32 [S, V]. Gathers on channel 0: no micro-batch may run meanwhile."""
+        """Returns every token's score, fp32 [S, V]. Gathers on channel 0: no micro-batch may run
+        meanwhile.
+        """
         rows = hidden_SD.shape[0]
         if not rows:
             return hidden_SD.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
@@ -134,18 +151,34 @@ class Decoder:
         logits_SV = self.head(padded)[:rows].float()
         if self.spec.logits_divisor != 1.0:
             logits_SV = logits_SV / self.spec.logits_divisor
-        return self.ops.soft_cap(logits_SV, self.spec.logits_cap) if self.spec.logits_cap else logits_SV
+        return (
+            self.ops.soft_cap(logits_SV, self.spec.logits_cap)
+            if self.spec.logits_cap
+            else logits_SV
+        )
 
     def _mix_and_add(
         self, layer: Layer, x: Tensor, residual: Tensor, step: Any, cache: LayerCache, channel: int
     ) -> tuple[Tensor, Tensor]:
         """Computes a layer from behind its first norm to behind its second one."""
-        return self._add_up(layer.mixer(x, step, cache, channel), residual, layer.attn_post_norm, layer.mlp_norm, None)
+        return self._add_up(
+            layer.mixer(x, step, cache, channel),
+            residual,
+            layer.attn_post_norm,
+            layer.mlp_norm,
+            None,
+        )
 
     def _add_up(
-        self, x: Tensor, residual: Tensor, post_norm: Norm | None, norm: Norm | None, scale: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post_norm: Norm | None,
+        norm: Norm | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (input of the next block, residual stream), the stream with a block's output x added.
+        """Returns (input of the next block, residual stream), the stream with a block's output x
+        added.
 
         post_norm: of x. norm: of the next block. scale: of the layer.
         """

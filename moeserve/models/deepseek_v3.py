@@ -1,9 +1,10 @@
-"""DeepSeek-V3 (V3, V3.1, R1, Kimi-K2, Moonlight): latent attention, first layers dense, a shared expert, and a sigmoid
-router with a bias per expert for the choice. DeepSeek-V2 (V2, V2-Lite, Coder-V2): shared experts, and a softmax router
-that may keep the groups with the best experts only. GLM-4.7-Flash: V3's blocks in a small model. A.X-K1: with a norm of
-what the experts give.
+"""DeepSeek-V3 (V3, V3.1, R1, Kimi-K2, Moonlight): latent attention, first layers dense, a shared
+expert, and a sigmoid router with a bias per expert for the choice. DeepSeek-V2 (V2, V2-Lite,
+Coder-V2): shared experts, and a softmax router that may keep the groups with the best experts only.
+GLM-4.7-Flash: V3's blocks in a small model. A.X-K1: with a norm of what the experts give.
 
-Source: arXiv 2405.04434, 2412.19437, 2507.20534, github.com/zai-org/GLM-4.5, huggingface.co/skt/A.X-K1.
+Source: arXiv 2405.04434, 2412.19437, 2507.20534, github.com/zai-org/GLM-4.5,
+huggingface.co/skt/A.X-K1.
 """
 
 from dataclasses import replace
@@ -34,7 +35,9 @@ def _v2(config: Fields) -> family.SpecFields:
 def experts_of(config: Fields) -> MoE:
     """Reads the experts, which V3.2 and GLM-5 share."""
     config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    return family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
+    return family.moe(
+        config, router=family.deepseek_router(config), shared=family.shared_experts(config)
+    )
 
 
 def _fields(config: Fields) -> family.SpecFields:
@@ -44,17 +47,25 @@ def _fields(config: Fields) -> family.SpecFields:
 
 def _listed(config: Fields) -> list[Dense | MoE]:
     """Reads which layers have experts where `mlp_layer_types` may say it."""
-    experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
+    experts = family.moe(
+        config, router=family.deepseek_router(config), shared=family.shared_experts(config)
+    )
     return family.listed_moe(config, experts, family.dense(config))
 
 
 def _lite(config: Fields) -> family.SpecFields:
-    return family.with_mtp(config, family.layers(config, family.latent_attention(config), _listed(config)))
+    return family.with_mtp(
+        config, family.layers(config, family.latent_attention(config), _listed(config))
+    )
 
 
 def _axk1(config: Fields) -> family.SpecFields:
     layers = family.layers(config, family.latent_attention(config), _listed(config))
-    return {"layers": tuple(replace(layer, mlp_post_norm=isinstance(layer.feed_forward, MoE)) for layer in layers)}
+    return {
+        "layers": tuple(
+            replace(layer, mlp_post_norm=isinstance(layer.feed_forward, MoE)) for layer in layers
+        )
+    }
 
 
 V2 = family.Family(

@@ -1,5 +1,5 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose queries attend to the tokens that an index selector chooses. GLM-5: the same blocks;
-some layers may attend to the tokens that the layer before chose.
+"""DeepSeek-V3.2: DeepSeek-V3 whose queries attend to the tokens that an index selector chooses.
+GLM-5: the same blocks; some layers may attend to the tokens that the layer before chose.
 
 Source: arXiv 2512.02556, 2602.15763; of the sharing, 2603.12201.
 """
@@ -14,7 +14,9 @@ from moeserve.models import deepseek_v3, family
 _KINDS = {"F": "full", "S": "shared"}
 
 
-def _attention(config: Fields, *, interleaved: bool = False, shared: bool = False) -> LatentAttention:
+def _attention(
+    config: Fields, *, interleaved: bool = False, shared: bool = False
+) -> LatentAttention:
     """Reads latent attention with an indexer. interleaved, shared: see `Indexer`."""
     config.only(indexer_rope_interleave=interleaved)
     for key in ("q_lora_rank", "rope_interleave"):
@@ -32,9 +34,13 @@ def _attention(config: Fields, *, interleaved: bool = False, shared: bool = Fals
 
 
 def _layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
-    """Reads what the layers with these mixers have beside them, and those for multi-token prediction."""
+    """Reads what the layers with these mixers have beside them, and those for multi-token
+    prediction.
+    """
     blocks = family.listed_moe(config, deepseek_v3.experts_of(config), family.dense(config))
-    return family.with_mtp(config, family.layers(config, mixers, blocks), mixer=mixers[0])  # which chooses itself
+    return family.with_mtp(
+        config, family.layers(config, mixers, blocks), mixer=mixers[0]
+    )  # which chooses itself
 
 
 def _v32(config: Fields) -> family.SpecFields:
@@ -42,8 +48,8 @@ def _v32(config: Fields) -> family.SpecFields:
 
 
 def _indexer_types(config: Fields) -> list[str]:
-    """Reads which layers choose themselves: a list, a pattern ("FSSF"), or every `index_topk_freq`-th layer from
-    `index_skip_topk_offset` - 1 on and all before."""
+    """Reads which layers choose themselves: a list, a pattern ("FSSF"), or every
+    `index_topk_freq`-th layer from `index_skip_topk_offset` - 1 on and all before."""
     count = family.num_layers(config)
     key = "index_topk_pattern" if config.raw("indexer_types") is None else "indexer_types"
     kinds = config.raw(key)
@@ -53,7 +59,11 @@ def _indexer_types(config: Fields) -> list[str]:
         return ["full" if max(i - first, 0) % every == 0 else "shared" for i in range(count)]
     if isinstance(kinds, str) and key == "index_topk_pattern":
         kinds = [_KINDS.get(kind) for kind in kinds]
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in _KINDS.values() for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != count
+        or any(kind not in _KINDS.values() for kind in kinds)
+    ):
         raise config.error(key, f"it must name full or shared for each of {count} layers")
     if kinds[0] != "full":
         raise config.error(key, "the first layer has no choice to share; it must be full")

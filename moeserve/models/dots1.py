@@ -16,12 +16,22 @@ def _fields(config: Fields) -> family.SpecFields:
     window = family.sliding_window(config)
     first = config.integer("max_window_layers", 0, 2**31) if window else 0
     usual = [
-        "sliding_attention" if window and i >= first else "full_attention" for i in range(family.num_layers(config))
+        "sliding_attention" if window and i >= first else "full_attention"
+        for i in range(family.num_layers(config))
     ]
     kinds = family.layer_types(config, usual=usual)
-    mixers = [replace(mixer, rule=KVRule(window if kind == "sliding_attention" else None)) for kind in kinds]
-    experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
-    return {"layers": family.layers(config, mixers, family.first_dense(config, experts, family.dense(config)))}
+    mixers = [
+        replace(mixer, rule=KVRule(window if kind == "sliding_attention" else None))
+        for kind in kinds
+    ]
+    experts = family.moe(
+        config, router=family.deepseek_router(config), shared=family.shared_experts(config)
+    )
+    return {
+        "layers": family.layers(
+            config, mixers, family.first_dense(config, experts, family.dense(config))
+        )
+    }
 
 
 FAMILY = family.Family(

@@ -1,9 +1,10 @@
-"""EAGLE-3: a layer or a few that guess the next token's successor from the target model's hidden states.
+"""EAGLE-3: a layer or a few that guess the next token's successor from the target model's hidden
+states.
 
-The streams that enter three of the target's layers become one hidden state (`fc`). It is normed and put beside the next
-token's normed embedding, and the first layer's queries, keys and values are made of both; what follows is Llama. The
-stream behind the last layer is the hidden state of the next guess. Scores are of the draft vocabulary, a part of the
-target's.
+The streams that enter three of the target's layers become one hidden state (`fc`). It is normed and
+put beside the next token's normed embedding, and the first layer's queries, keys and values are
+made of both; what follows is Llama. The stream behind the last layer is the hidden state of the
+next guess. Scores are of the draft vocabulary, a part of the target's.
 
 Source: arXiv 2503.01840; checkpoints as SpecForge, speculators and vLLM write and read them.
 T tokens, D model width, N columns of all taps, d tokens of the draft vocabulary, V of the target's.
@@ -43,11 +44,17 @@ def _fields(config: Fields) -> family.SpecFields:
     config.only(model_type="llama")
     mixer = family.attention(config, rule=family.no_window(config), **family.attention_bias(config))
     mixers = [replace(mixer, inputs=2), *[mixer] * (family.num_layers(config) - 1)]
-    return {"layers": family.layers(config, mixers, family.dense(config, bias=config.boolean("mlp_bias")))}
+    return {
+        "layers": family.layers(
+            config, mixers, family.dense(config, bias=config.boolean("mlp_bias"))
+        )
+    }
 
 
 _FLAT = replace(llama.FAMILIES[0], fields=_fields)
-_NESTED = replace(_FLAT, model_type=("llama", "speculator_model"), text="transformer_layer_config")  # of speculators
+_NESTED = replace(
+    _FLAT, model_type=("llama", "speculator_model"), text="transformer_layer_config"
+)  # of speculators
 FAMILIES = {
     "LlamaForCausalLMEagle3": _FLAT,
     "Eagle3LlamaForCausalLM": _FLAT,
@@ -58,9 +65,9 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
-    """An EAGLE-3 head in numbers. model: its layers; its vocabulary is the draft vocabulary. taps: of the target, which
-    has so many tokens and is `target_size` wide. norm_taps: before fc. norm_first: the stream begins with the hidden
-    state that was normed."""
+    """An EAGLE-3 head in numbers. model: its layers; its vocabulary is the draft vocabulary. taps:
+    of the target, which has so many tokens and is `target_size` wide. norm_taps: before fc.
+    norm_first: the stream begins with the hidden state that was normed."""
 
     model: ModelSpec
     taps: tuple[int, ...]
@@ -73,13 +80,18 @@ class Eagle3Spec:
 def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     """Returns the spec of the head in `model_dir`.
 
-    Raises CheckpointError for what is wrong with it, ConfigError where it does not belong to the target.
+    Raises CheckpointError for what is wrong with it, ConfigError where it does not belong to the
+    target.
     """
     model = read_model_spec(model_dir, FAMILIES)
     none = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "eagle_config", TAPS))
     values = read_json(model_dir, CONFIG)
     nested = FAMILIES[model.architecture].text in values
-    config = Fields(model_dir / CONFIG, values, {**none, "norm_before_fc": False, "norm_before_residual": nested})
+    config = Fields(
+        model_dir / CONFIG,
+        values,
+        {**none, "norm_before_fc": False, "norm_before_residual": nested},
+    )
     config.only(fc_norm=False, norm_output=False, tie_word_embeddings=False)
     defaults = {TAPS: None, "norm_before_fc": config.boolean("norm_before_fc")}
     eagle = Fields(config.path, config.section("eagle_config"), defaults, "eagle_config.")
@@ -95,10 +107,14 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
                 "for another model; choose one for the model that is served"
             )
     if any(layer.stored_as for layer in target.layers):
-        raise ConfigError(f"EAGLE-3 cannot read the streams inside {target.architecture}; use another proposer")
+        raise ConfigError(
+            f"EAGLE-3 cannot read the streams inside {target.architecture}; use another proposer"
+        )
     count = target.num_layers
     # SpecForge and SGLang count a layer's output, vLLM its input
-    taps = config.integers(TAPS, 0, count) or tuple(tap + 1 for tap in eagle.integers(TAPS, 0, count - 1))
+    taps = config.integers(TAPS, 0, count) or tuple(
+        tap + 1 for tap in eagle.integers(TAPS, 0, count - 1)
+    )
     taps = tuple(sorted(set(taps or (2, count // 2, count - 3))))
     if taps[0] < 0 or taps[-1] > count:
         raise ConfigError(
@@ -117,9 +133,10 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
 
 
 def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
-    """Plans the parameters of the head, all on every rank: fc, input_norm, hidden_norm, norm, lm_head, those of the
-    layers, and embed where the checkpoint has it."""
-    model, width = spec.model, spec.model.hidden_size
+    """Plans the parameters of the head, all on every rank: fc, input_norm, hidden_norm, norm,
+    lm_head, those of the layers, and embed where the checkpoint has it."""
+    model = spec.model
+    width = spec.model.hidden_size
     plan = WeightPlan(width, Names(""), present, World(), Placement.initial(0, 1, 1))
     columns = len(spec.taps) * spec.target_size
     plan.add("fc", (width, columns), "fc.weight")
@@ -139,11 +156,13 @@ def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
 
 
 def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
-    """Returns the target's id of each token of the draft vocabulary, int64 [d]; None where they are the same.
+    """Returns the target's id of each token of the draft vocabulary, int64 [d]; None where they are
+    the same.
 
     Raises CheckpointError when they are missing or not different tokens of the target's vocabulary.
     """
-    size, vocab_size = spec.model.vocab_size, spec.target_vocab
+    size = spec.model.vocab_size
+    vocab_size = spec.target_vocab
     info = open_checkpoint(model_dir).tensors.get("d2t")
     if info is None and size == vocab_size:
         return None
@@ -164,8 +183,9 @@ def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Eagle3(Decoder):
-    """An EAGLE-3 head ready to run. Its last D columns are what `forward` takes of hidden_TD: what `combine` returned
-    or, as the next hidden states are on the right of what `logits` takes, `forward` itself."""
+    """An EAGLE-3 head ready to run. Its last D columns are what `forward` takes of hidden_TD: what
+    `combine` returned or, as the next hidden states are on the right of what `logits` takes,
+    `forward` itself."""
 
     fc: Linear
     input_norm: Norm | None
@@ -178,7 +198,9 @@ class Eagle3(Decoder):
         """Returns the hidden states [T, D] made of the target's."""
         tokens = len(taps_TN)
         extra = self.ops.pad_rows(tokens) - tokens
-        padded = torch.nn.functional.pad(taps_TN, (0, 0, 0, extra)) if extra else taps_TN.contiguous()
+        padded = (
+            torch.nn.functional.pad(taps_TN, (0, 0, 0, extra)) if extra else taps_TN.contiguous()
+        )
         return self.fc(padded if self.input_norm is None else self.input_norm(padded))[:tokens]
 
     def enter(self, ids_T: Tensor, hidden_TD: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -187,7 +209,9 @@ class Eagle3(Decoder):
         assert hidden_TD is not None
         assert token_norm is not None
         # a copy: adding to the stream may write to its memory
-        hidden_TD = hidden_TD[:, -self.spec.hidden_size :].clone(memory_format=torch.contiguous_format)
+        hidden_TD = hidden_TD[:, -self.spec.hidden_size :].clone(
+            memory_format=torch.contiguous_format
+        )
         normed = self.hidden_norm(hidden_TD)
         both = torch.cat((token_norm(self.ops.embedding(ids_T, self.embed_VD)), normed), 1)
         return both, normed if self.norm_first else hidden_TD
@@ -209,8 +233,8 @@ def build_eagle3(
     ids_d: Tensor | None,
     max_position: int,
 ) -> Eagle3:
-    """Builds the head and empties `params`. embed_VD: of the target, for a head without its own. ids_d: see
-    `read_target_ids`."""
+    """Builds the head and empties `params`. embed_VD: of the target, for a head without its own.
+    ids_d: see `read_target_ids`."""
     model = spec.model
 
     def norm(name: str) -> Norm:

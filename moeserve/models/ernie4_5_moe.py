@@ -1,5 +1,5 @@
-"""ERNIE-4.5 (21B-A3B, 300B-A47B): interleaved rotary embedding, a softmax router with a bias per expert for the choice,
-and shared experts.
+"""ERNIE-4.5 (21B-A3B, 300B-A47B): interleaved rotary embedding, a softmax router with a bias per
+expert for the choice, and shared experts.
 
 Source: ERNIE 4.5 Technical Report (Baidu, 2025).
 """
@@ -11,14 +11,23 @@ from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    bias, count = config.boolean("use_bias"), family.num_layers(config)
+    bias = config.boolean("use_bias")
+    count = family.num_layers(config)
     mixer = family.attention(
-        config, rule=family.no_window(config), rope={"interleaved": True}, qkv_bias=bias, out_bias=bias
+        config,
+        rule=family.no_window(config),
+        rope={"interleaved": True},
+        qkv_bias=bias,
+        out_bias=bias,
     )
-    router = RouterRule(bias=True, renormalize=True, floor=config.number("moe_norm_min", 0, 1.0), fp32=True)
+    router = RouterRule(
+        bias=True, renormalize=True, floor=config.number("moe_norm_min", 0, 1.0), fp32=True
+    )
     shared = family.shared_experts(config, "moe_num_shared_experts", bias=bias)
-    experts, mlp = family.moe(config, router=router, shared=shared), family.dense(config, bias=bias)
-    first, last = config.integer("moe_layer_start_index", 0, count), config.integer("moe_layer_end_index", -1, count)
+    experts = family.moe(config, router=router, shared=shared)
+    mlp = family.dense(config, bias=bias)
+    first = config.integer("moe_layer_start_index", 0, count)
+    last = config.integer("moe_layer_end_index", -1, count)
     sparse = range(first, count if last == -1 else last + 1)
     every = config.integer("moe_layer_interval", 1, family.MAX_LAYERS)
     blocks = [experts if i in sparse and (i + 1) % every == 0 else mlp for i in range(count)]

@@ -1,4 +1,5 @@
-"""K-EXAONE: three layers of four slide and rotate, the fourth sees all and does not; DeepSeek-V3's experts.
+"""K-EXAONE: three layers of four slide and rotate, the fourth sees all and does not; DeepSeek-V3's
+experts.
 
 Source: arXiv 2601.01739.
 """
@@ -12,7 +13,8 @@ from moeserve.models import family
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    window, mixer = family.sliding_window(config), family.attention(config, qk_norm="head")
+    window = family.sliding_window(config)
+    mixer = family.attention(config, qk_norm="head")
     full = mixer if window is None else replace(mixer, rope=None)
     usual = (
         family.alternating(config, config.integer("sliding_window_pattern", 1, family.MAX_LAYERS))
@@ -20,10 +22,17 @@ def _fields(config: Fields) -> family.SpecFields:
         else ["full_attention"] * family.num_layers(config)
     )
     sliding = replace(mixer, rule=KVRule(window))
-    mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
+    mixers = [
+        sliding if kind == "sliding_attention" else full
+        for kind in family.layer_types(config, usual=usual)
+    ]
     shared = family.shared_experts(config, "num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
-    return {"layers": family.layers(config, mixers, family.listed_moe(config, experts, family.dense(config), None))}
+    return {
+        "layers": family.layers(
+            config, mixers, family.listed_moe(config, experts, family.dense(config), None)
+        )
+    }
 
 
 FAMILY = family.Family(
@@ -38,5 +47,8 @@ FAMILY = family.Family(
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    Names(spelled={"mlp.gate.e_score_correction_bias": ("mlp.e_score_correction_bias",)}, foreign=("mtp.",)),
+    Names(
+        spelled={"mlp.gate.e_score_correction_bias": ("mlp.e_score_correction_bias",)},
+        foreign=("mtp.",),
+    ),
 )

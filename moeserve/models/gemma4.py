@@ -1,5 +1,5 @@
-"""Gemma 4 26B-A4B, the text part: five of six layers slide, the sixth has wide heads whose values are the keys; experts
-run beside a dense MLP; norms on both sides of every block.
+"""Gemma 4 26B-A4B, the text part: five of six layers slide, the sixth has wide heads whose values
+are the keys; experts run beside a dense MLP; norms on both sides of every block.
 
 Source: huggingface.co/google/gemma-4-26B-A4B-it.
 """
@@ -17,7 +17,11 @@ from moeserve.ops.rules import Activation, RouterRule
 
 _GELU = Activation(kind="gelu_tanh")
 _ROPE = {
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
@@ -28,15 +32,29 @@ def _fields(config: Fields) -> family.SpecFields:
             raise config.error(key, "only 0 is supported")
     if config.raw("use_bidirectional_attention") == "all":
         raise config.error("use_bidirectional_attention", "only causal attention is supported")
-    kinds = [*family.layer_types(config, usual=family.alternating(config, 6))[:-1], "full_attention"]
+    kinds = [
+        *family.layer_types(config, usual=family.alternating(config, 6))[:-1],
+        "full_attention",
+    ]
     mixers = {kind: _attention(config, kind, kinds) for kind in dict.fromkeys(kinds)}
     mlp: Dense | MoE = replace(family.dense(config), activation=_GELU)
     if config.boolean("enable_moe_block"):
-        mlp = family.moe(config, router=RouterRule(renormalize=True), activation=_GELU, expert_scale=True, beside=mlp)
+        mlp = family.moe(
+            config,
+            router=RouterRule(renormalize=True),
+            activation=_GELU,
+            expert_scale=True,
+            beside=mlp,
+        )
     width = config.integer("hidden_size", 1, family.MAX_WIDTH)
     return {
         "layers": family.layers(
-            config, [mixers[kind] for kind in kinds], mlp, attn_post_norm=True, mlp_post_norm=True, scaled=True
+            config,
+            [mixers[kind] for kind in kinds],
+            mlp,
+            attn_post_norm=True,
+            mlp_post_norm=True,
+            scaled=True,
         ),
         "embedding_scale": width**0.5,
         "logits_cap": config.optional_number("final_logit_softcapping", 0, 1e6) or 0.0,
@@ -103,6 +121,11 @@ MULTIMODAL = FAMILY.inside(
     "Gemma4ForConditionalGeneration",
     "gemma4",
     model="model.language_model.",
-    foreign=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    foreign=(
+        "model.vision_tower.",
+        "model.embed_vision.",
+        "model.audio_tower.",
+        "model.embed_audio.",
+    ),
 )
 FAMILIES = (FAMILY, MULTIMODAL)

@@ -1,4 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: DeepSeek-V3's experts behind grouped-query attention that rotates half of each head.
+"""GLM-4.5, 4.6 and 4.7: DeepSeek-V3's experts behind grouped-query attention that rotates half of
+each head.
 
 Source: arXiv 2508.06471.
 """
@@ -15,7 +16,9 @@ def _fields(config: Fields) -> family.SpecFields:
         qkv_bias=config.boolean("attention_bias"),
         qk_norm="head" if config.boolean("use_qk_norm") else "none",
     )
-    experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
+    experts = family.moe(
+        config, router=family.deepseek_router(config), shared=family.shared_experts(config)
+    )
     blocks = family.first_dense(config, experts, family.dense(config))
     return family.with_mtp(config, family.layers(config, mixer, blocks))
 
@@ -25,5 +28,10 @@ FAMILY = family.Family(
     "glm4_moe",
     _fields,
     family.sizes(151552, 4096, 10944, 46, 96, 8, 131072, experts=128, top_k=8, expert_size=1408)
-    | {"num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "use_qk_norm": False},
+    | {
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "use_qk_norm": False,
+    },
 )

@@ -1,5 +1,5 @@
-"""gpt-oss (20b, 120b): every second layer sees 128 tokens, a learned sink in every softmax, biases everywhere, and
-experts whose gates and ups lie by turns.
+"""gpt-oss (20b, 120b): every second layer sees 128 tokens, a learned sink in every softmax, biases
+everywhere, and experts whose gates and ups lie by turns.
 
 Source: arXiv 2508.10925.
 """
@@ -23,10 +23,19 @@ def _fields(config: Fields) -> family.SpecFields:
     sliding = replace(full, rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)))
     kinds = family.layer_types(config, usual=family.alternating(config, 2))
     activation = Activation(
-        alpha=config.number("swiglu_alpha", 0, 100.0), limit=config.number("swiglu_limit", 0, 1e6), up_shift=1.0
+        alpha=config.number("swiglu_alpha", 0, 100.0),
+        limit=config.number("swiglu_limit", 0, 1e6),
+        up_shift=1.0,
     )
     router = RouterRule(score="softmax_selected")
-    experts = family.moe(config, "intermediate_size", router=router, activation=activation, bias=True, router_bias=True)
+    experts = family.moe(
+        config,
+        "intermediate_size",
+        router=router,
+        activation=activation,
+        bias=True,
+        router_bias=True,
+    )
     mixers = [sliding if kind == "sliding_attention" else full for kind in kinds]
     return {"layers": family.layers(config, mixers, experts)}
 

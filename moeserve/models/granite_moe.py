@@ -1,7 +1,8 @@
-"""GraniteMoE (granite-3.0-1b-a400m, 3b-a800m): softmax over the chosen experts only, experts fused per layer, and
-multipliers on embeddings, attention scores, residual branches and logits. GraniteMoeShared: with a shared expert
-(granite-4.0 tiny previews' attention-only form). Granite 4 (granite-4.0-h-tiny, h-small): most layers are Mamba-2, the
-others attention without rotation; the shared expert is the whole feed-forward block where there are no experts.
+"""GraniteMoE (granite-3.0-1b-a400m, 3b-a800m): softmax over the chosen experts only, experts fused
+per layer, and multipliers on embeddings, attention scores, residual branches and logits.
+GraniteMoeShared: with a shared expert (granite-4.0 tiny previews' attention-only form). Granite 4
+(granite-4.0-h-tiny, h-small): most layers are Mamba-2, the others attention without rotation; the
+shared expert is the whole feed-forward block where there are no experts.
 
 Source: arXiv 2408.13359, huggingface.co/ibm-granite.
 """
@@ -26,8 +27,12 @@ KINDS = {  # as releases and transformers 5 have them
 
 def _fields(config: Fields, shared: SharedExpert | None = None) -> family.SpecFields:
     scale = config.number("attention_multiplier", 0, family.MAX_MULTIPLIER)
-    mixer = family.attention(config, rule=family.no_window(config), scale=scale, **family.attention_bias(config))
-    experts = family.moe(config, "intermediate_size", router=RouterRule(score="softmax_selected"), shared=shared)
+    mixer = family.attention(
+        config, rule=family.no_window(config), scale=scale, **family.attention_bias(config)
+    )
+    experts = family.moe(
+        config, "intermediate_size", router=RouterRule(score="softmax_selected"), shared=shared
+    )
     return {"layers": family.layers(config, mixer, experts), **_multipliers(config)}
 
 
@@ -67,17 +72,23 @@ def _feed_forward(config: Fields) -> Dense | MoE:
     if config.values.get("num_local_experts") == 0:
         return Dense(size=size, name="shared_mlp")
     shared = SharedExpert(size=size, name="shared_mlp")
-    return family.moe(config, "intermediate_size", router=RouterRule(score="softmax_selected"), shared=shared)
+    return family.moe(
+        config, "intermediate_size", router=RouterRule(score="softmax_selected"), shared=shared
+    )
 
 
 def _mamba(config: Fields) -> Mamba2:
     config.only(mamba_conv_bias=True, mamba_proj_bias=False)
     heads = config.integer("mamba_n_heads", 1, family.MAX_HEADS)
-    inner = config.integer("mamba_expand", 1, family.MAX_WIDTH) * config.integer("hidden_size", 1, family.MAX_WIDTH)
+    inner = config.integer("mamba_expand", 1, family.MAX_WIDTH) * config.integer(
+        "hidden_size", 1, family.MAX_WIDTH
+    )
     if inner % heads:
         raise config.error("mamba_n_heads", f"it must divide mamba_expand * hidden_size ({inner})")
     if config.raw("mamba_d_head") not in ("auto", inner // heads):
-        raise config.error("mamba_d_head", f"mamba_n_heads and mamba_expand make it {inner // heads}")
+        raise config.error(
+            "mamba_d_head", f"mamba_n_heads and mamba_expand make it {inner // heads}"
+        )
     groups = config.integer("mamba_n_groups", 1, heads)
     if heads % groups:
         raise config.error("mamba_n_groups", f"it must divide mamba_n_heads ({heads})")
@@ -94,9 +105,17 @@ def _mamba(config: Fields) -> Mamba2:
 def time_limit(config: Fields) -> tuple[float, float]:
     """Reads `time_step_limit`; transformers 5 writes infinity as an object."""
     value = config.raw("time_step_limit")
-    numbers = [math.inf if x == {"__float__": "Infinity"} else x for x in value] if isinstance(value, list) else []
-    if [type(x) in (int, float) for x in numbers] != [True, True] or not 0 <= numbers[0] < numbers[1]:
-        raise config.error("time_step_limit", "it must be a list of two numbers, the least and the largest step")
+    numbers = (
+        [math.inf if x == {"__float__": "Infinity"} else x for x in value]
+        if isinstance(value, list)
+        else []
+    )
+    if [type(x) in (int, float) for x in numbers] != [True, True] or not 0 <= numbers[0] < numbers[
+        1
+    ]:
+        raise config.error(
+            "time_step_limit", "it must be a list of two numbers, the least and the largest step"
+        )
     return float(numbers[0]), float(numbers[1])
 
 
@@ -114,10 +133,21 @@ FAMILY = family.Family(
     },
     Names(
         experts=(
-            ExpertNames(gate_up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"),
-            ExpertNames(gate_up="block_sparse_moe.experts.gate_up_proj", down="block_sparse_moe.experts.down_proj"),
+            ExpertNames(
+                gate_up="block_sparse_moe.input_linear.weight",
+                down="block_sparse_moe.output_linear.weight",
+            ),
+            ExpertNames(
+                gate_up="block_sparse_moe.experts.gate_up_proj",
+                down="block_sparse_moe.experts.down_proj",
+            ),
         ),
-        spelled={"mlp.gate.weight": ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight")},
+        spelled={
+            "mlp.gate.weight": (
+                "block_sparse_moe.router.layer.weight",
+                "block_sparse_moe.router.weight",
+            )
+        },
     ),
 )
 SHARED = replace(

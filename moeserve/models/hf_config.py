@@ -1,10 +1,12 @@
-"""Reads config.json of a Hugging Face checkpoint into a ModelSpec, without torch and without transformers.
+"""Reads config.json of a Hugging Face checkpoint into a ModelSpec, without torch and without
+transformers.
 
-A key that config.json leaves out has the value that the family's configuration class in transformers 5 gives it. The
-spellings of transformers 4 and 5 are read. A key that would change the model's numbers, and that moeserve does not
-compute, is refused: a wrong answer is worse than none.
+A key that config.json leaves out has the value that the family's configuration class in
+transformers 5 gives it. The spellings of transformers 4 and 5 are read. A key that would change the
+model's numbers, and that moeserve does not compute, is refused: a wrong answer is worse than none.
 
-Mistral-Large-3 has params.json in place of config.json, in keys of its own (github.com/mistralai/mistral-inference).
+Mistral-Large-3 has params.json in place of config.json, in keys of its own
+(github.com/mistralai/mistral-inference).
 """
 
 import logging
@@ -81,10 +83,18 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
     architecture = _architecture(path, values, families)
     family = families[architecture]
     if values.get("auto_map"):
-        log.info("%s: auto_map is ignored; %s is built in, and code of a checkpoint never runs", path, architecture)
-    config = Fields(path, _text_values(path, values, family), {**_COMMON_DEFAULTS, **family.defaults})
+        log.info(
+            "%s: auto_map is ignored; %s is built in, and code of a checkpoint never runs",
+            path,
+            architecture,
+        )
+    config = Fields(
+        path, _text_values(path, values, family), {**_COMMON_DEFAULTS, **family.defaults}
+    )
     if "per_layer_config" not in family.defaults:
-        config.unsupported("per_layer_config", "models whose layers differ in size are not supported")
+        config.unsupported(
+            "per_layer_config", "models whose layers differ in size are not supported"
+        )
     config.choice("hidden_act", (family.hidden_act,))
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCAB)
     fields = family.fields(config)
@@ -96,7 +106,9 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
         dtype=_dtype(config, model_dir),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        max_position=max((longest_context(rope, max_position) for rope in ropes if rope), default=max_position),
+        max_position=max(
+            (longest_context(rope, max_position) for rope in ropes if rope), default=max_position
+        ),
         norm_eps=fields.pop("norm_eps", None) or config.number("rms_norm_eps", 0, 1.0),
         tie_embeddings=config.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos_ids(model_dir, config, vocab_size),
@@ -108,7 +120,8 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
 def _read(model_dir: Path) -> tuple[Path, dict[str, Any]]:
     """Returns the file that describes the model, and what it says in the keys of config.json."""
     name = config_name(model_dir)
-    path, values = model_dir / name, read_json(model_dir, name)
+    path = model_dir / name
+    values = read_json(model_dir, name)
     return path, _of_params(path, values) if name == PARAMS else values
 
 
@@ -125,27 +138,40 @@ def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str
 
 
 def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Family]) -> str:
-    """Returns the first supported class in `architectures`; without that key, the class of `model_type`."""
-    supported = ", ".join(sorted({re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in families}))
+    """Returns the first supported class in `architectures`; without that key, the class of
+    `model_type`.
+    """
+    supported = ", ".join(
+        sorted({re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in families})
+    )
     config = Fields(path, values, {"architectures": None, "model_type": None})
-    model_type, names = config.raw("model_type"), config.raw("architectures")
+    model_type = config.raw("model_type")
+    names = config.raw("architectures")
     if names is None and model_type is None:
         raise CheckpointError(f"{path}: architectures is missing; supported: {supported}")
     if names is None:
         names = [name for name, family in families.items() if model_type in family.model_types]
         if not names:
             raise config.error("model_type", f"supported architectures: {supported}")
-    found = [name for name in names if isinstance(name, str) and name in families] if isinstance(names, list) else []
+    found = (
+        [name for name in names if isinstance(name, str) and name in families]
+        if isinstance(names, list)
+        else []
+    )
     if not found:
         raise config.error("architectures", f"supported: {supported}")
     known = families[found[0]].model_types
     if model_type not in (None, *known):
-        raise config.error("model_type", f"{found[0]} has {' or '.join(map(repr, known))}; fix one of the two")
+        raise config.error(
+            "model_type", f"{found[0]} has {' or '.join(map(repr, known))}; fix one of the two"
+        )
     return found[0]
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:
-    """Returns the checkpoint's dtype; where config.json is silent, the first weight's (as transformers does)."""
+    """Returns the checkpoint's dtype; where config.json is silent, the first weight's (as
+    transformers does).
+    """
     key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"
     if config.values.get(key) is not None:
         return config.choice(key, _DTYPES)
@@ -153,10 +179,15 @@ def _dtype(config: Fields, model_dir: Path) -> str:
 
 
 def _of_params(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns what params.json says in the keys of config.json. Raises CheckpointError for a model of another kind."""
-    params = Fields(path, values, {"moe": None, "yarn": None, "llama_4_scaling": None, "rope_theta": 10_000.0})
+    """Returns what params.json says in the keys of config.json. Raises CheckpointError for a model
+    of another kind.
+    """
+    params = Fields(
+        path, values, {"moe": None, "yarn": None, "llama_4_scaling": None, "rope_theta": 10_000.0}
+    )
     moe, yarn, scaling = (
-        Fields(path, params.section(key), {}, f"{key}.") for key in ("moe", "yarn", "llama_4_scaling")
+        Fields(path, params.section(key), {}, f"{key}.")
+        for key in ("moe", "yarn", "llama_4_scaling")
     )
     moe.only(route_every_n=1)
     yarn.only(apply_scale=False)
@@ -165,7 +196,9 @@ def _of_params(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     params.unsupported("quantization", "Mistral's own fp8 is not read; use the release in bfloat16")
     scaling.only(original_max_position_embeddings=yarn.raw(_LENGTH))
     config = {
-        _PARAMS.get(key, key): value for key, value in values.items() if key not in ("moe", "yarn", "llama_4_scaling")
+        _PARAMS.get(key, key): value
+        for key, value in values.items()
+        if key not in ("moe", "yarn", "llama_4_scaling")
     }
     config |= {name: moe.raw(key) for key, name in _PARAMS_MOE.items()}
     config["rope_parameters"] = {

@@ -1,4 +1,5 @@
-"""Hunyuan-A13B: norms of queries and keys after the rotation, whose base is stretched by a fixed alpha.
+"""Hunyuan-A13B: norms of queries and keys after the rotation, whose base is stretched by a fixed
+alpha.
 
 Source: Hunyuan-A13B Technical Report (Tencent, 2025).
 """
@@ -27,7 +28,11 @@ def _fields(config: Fields) -> family.SpecFields:
     for key, value in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
         if _same(config, key) not in (None, value):
             raise config.error(key, f"only {value} is supported")
-    counts = {key: _same(config, key) for key in ("num_experts", "num_experts_per_tok") if key in config.values}
+    counts = {
+        key: _same(config, key)
+        for key in ("num_experts", "num_experts_per_tok")
+        if key in config.values
+    }
     router = RouterRule(renormalize=True, fp32=True)
     shared = SharedExpert(size=size, name="mlp.shared_mlp")
     same = replace(config, values={**config.values, **counts})

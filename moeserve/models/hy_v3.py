@@ -11,13 +11,20 @@ from moeserve.models import family
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, rule=family.no_window(config), qk_norm="head", **family.attention_bias(config))
-    router = replace(family.SIGMOID, scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER))
+    mixer = family.attention(
+        config, rule=family.no_window(config), qk_norm="head", **family.attention_bias(config)
+    )
+    router = replace(
+        family.SIGMOID, scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER)
+    )
     bias = config.boolean("mlp_bias")
     shared = family.shared_experts(config, "num_shared_experts", "mlp.shared_mlp", bias=bias)
     experts = family.moe(config, router=router, shared=shared)
     blocks = family.listed_moe(config, experts, family.dense(config, bias=bias), first=1)
-    return {"layers": family.layers(config, mixer, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {
+        "layers": family.layers(config, mixer, blocks),
+        "num_mtp_layers": family.mtp_layers(config),
+    }
 
 
 FAMILY = family.Family(
@@ -25,7 +32,12 @@ FAMILY = family.Family(
     "hy_v3",
     _fields,
     family.sizes(120832, 4096, 13312, 80, 64, 8, 131072, experts=192, top_k=8, expert_size=1536)
-    | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, "router_scaling_factor": 2.826},
+    | {
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 11_158_840.0,
+        "router_scaling_factor": 2.826,
+    },
     Names(
         spelled={
             "mlp.gate.weight": ("mlp.router.gate.weight",),

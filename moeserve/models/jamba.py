@@ -1,5 +1,5 @@
-"""Jamba (v0.1, 1.5, 1.6, 1.7): of a few layers one has attention, without positions, the others Mamba; every second
-one has experts.
+"""Jamba (v0.1, 1.5, 1.6, 1.7): of a few layers one has attention, without positions, the others
+Mamba; every second one has experts.
 
 Source: arXiv 2403.19887, 2408.12570.
 """
@@ -66,12 +66,17 @@ FAMILY = family.Family(
         norm="final_layernorm.weight",
         experts=(
             per_expert("feed_forward.experts"),
-            ExpertNames(gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
+            ExpertNames(
+                gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"
+            ),
         ),
         spelled={
             "post_attention_layernorm.weight": ("pre_ff_layernorm.weight",),
             "mlp.gate.weight": ("feed_forward.router.weight",),
-            **{f"mlp.{x}_proj.weight": (f"feed_forward.{x}_proj.weight",) for x in ("gate", "up", "down")},
+            **{
+                f"mlp.{x}_proj.weight": (f"feed_forward.{x}_proj.weight",)
+                for x in ("gate", "up", "down")
+            },
         },
     ),
 )

@@ -1,4 +1,5 @@
-"""Kimi-Linear: Kimi delta attention, and in each fourth layer latent attention without a rotary embedding.
+"""Kimi-Linear: Kimi delta attention, and in each fourth layer latent attention without a rotary
+embedding.
 
 Source: arXiv 2510.26692.
 """
@@ -10,15 +11,24 @@ from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
 
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL = "full_attention"
+LINEAR = "linear_attention"
 CONV = "linear_conv_kernel_dim"
 
 
 def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
     """Reads what each layer has of the two: `layer_types`, else the two lists, which count from 1."""
-    own = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": CONV}
-    given = {"full_attn_layers": None, "kda_layers": None} | {key: config.raw(name) for key, name in own.items()}
-    fields = Fields(config.path, config.section("linear_attn_config"), given, prefix="linear_attn_config.")
+    own = {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": CONV,
+    }
+    given = {"full_attn_layers": None, "kda_layers": None} | {
+        key: config.raw(name) for key, name in own.items()
+    }
+    fields = Fields(
+        config.path, config.section("linear_attn_config"), given, prefix="linear_attn_config."
+    )
     linear = KimiDelta(
         num_heads=fields.integer("num_heads", 1, family.MAX_HEADS),
         head_dim=fields.integer("head_dim", 1, family.MAX_HEADS),
@@ -29,8 +39,12 @@ def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
     usual = [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
     if fields.raw("full_attn_layers") is not None and fields.raw("kda_layers") is not None:
         listed = {key: fields.integers(key, 1, count) for key in ("full_attn_layers", "kda_layers")}
-        if sorted([*listed["full_attn_layers"], *listed["kda_layers"]]) != list(range(1, count + 1)):
-            raise fields.error("kda_layers", f"it and full_attn_layers must name each of layers 1 to {count} once")
+        if sorted([*listed["full_attn_layers"], *listed["kda_layers"]]) != list(
+            range(1, count + 1)
+        ):
+            raise fields.error(
+                "kda_layers", f"it and full_attn_layers must name each of layers 1 to {count} once"
+            )
         usual = [FULL if i + 1 in listed["full_attn_layers"] else LINEAR for i in range(count)]
     kinds = family.layer_types(config, (FULL, LINEAR), usual=usual)
     return [full if kind == FULL else linear for kind in kinds]
@@ -40,7 +54,11 @@ def _fields(config: Fields) -> family.SpecFields:
     config.only(mla_use_nope=True, moe_layer_freq=1, moe_router_activation_func="sigmoid")
     shared = family.shared_experts(config, name="block_sparse_moe.shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
-    return {"layers": family.layers(config, _mixers(config), family.listed_moe(config, experts, family.dense(config)))}
+    return {
+        "layers": family.layers(
+            config, _mixers(config), family.listed_moe(config, experts, family.dense(config))
+        )
+    }
 
 
 FAMILY = family.Family(

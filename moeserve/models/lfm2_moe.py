@@ -1,4 +1,5 @@
-"""LFM2-MoE: short convolutions with a layer of attention now and then, first layers dense, and a sigmoid router.
+"""LFM2-MoE: short convolutions with a layer of attention now and then, first layers dense, and a
+sigmoid router.
 
 Source: LFM2 Technical Report (arXiv 2511.23404).
 """
@@ -20,7 +21,10 @@ def _fields(config: Fields) -> family.SpecFields:
         conv=config.integer("conv_L_cache", 2, family.MAX_CONV),
         bias=config.boolean("conv_bias"),
     )
-    mixers = [attention if kind == "full_attention" else conv for kind in family.layer_types(config, _KINDS)]
+    mixers = [
+        attention if kind == "full_attention" else conv
+        for kind in family.layer_types(config, _KINDS)
+    ]
     router = RouterRule(
         score="sigmoid",
         bias=config.boolean("use_expert_bias"),
@@ -28,7 +32,9 @@ def _fields(config: Fields) -> family.SpecFields:
         epsilon=1e-6,
         scale=config.number("routed_scaling_factor", 0, family.MAX_MULTIPLIER),
     )
-    blocks = family.first_dense(config, family.moe(config, router=router), family.dense(config), "num_dense_layers")
+    blocks = family.first_dense(
+        config, family.moe(config, router=router), family.dense(config), "num_dense_layers"
+    )
     return {"layers": family.layers(config, mixers, blocks)}
 
 
@@ -51,7 +57,9 @@ FAMILY = family.Family(
         norm="embedding_norm.weight",
         experts=(
             per_expert("feed_forward.experts", "w1", "w3", "w2"),
-            ExpertNames(gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
+            ExpertNames(
+                gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"
+            ),
         ),
         spelled={
             "input_layernorm.weight": ("operator_norm.weight",),

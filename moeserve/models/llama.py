@@ -1,5 +1,5 @@
-"""Llama (2, 3, 3.1 and what shares their shape): dense, with every kind of rotary scaling. Mistral (7B, Nemo, Large 2;
-dense): Llama with a sliding window in some releases.
+"""Llama (2, 3, 3.1 and what shares their shape): dense, with every kind of rotary scaling. Mistral
+(7B, Nemo, Large 2; dense): Llama with a sliding window in some releases.
 
 Source: arXiv 2302.13971, 2407.21783, 2310.06825.
 """
@@ -10,7 +10,11 @@ from moeserve.models import family
 
 def _llama(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, rule=family.no_window(config), **family.attention_bias(config))
-    return {"layers": family.layers(config, mixer, family.dense(config, bias=config.boolean("mlp_bias")))}
+    return {
+        "layers": family.layers(
+            config, mixer, family.dense(config, bias=config.boolean("mlp_bias"))
+        )
+    }
 
 
 def _mistral(config: Fields) -> family.SpecFields:
@@ -29,6 +33,7 @@ FAMILIES = (
         "MistralForCausalLM",
         "mistral",
         _mistral,
-        family.sizes(32000, 4096, 14336, 32, 32, 8, 131072) | {"eos_token_id": 2, "sliding_window": 4096},
+        family.sizes(32000, 4096, 14336, 32, 32, 8, 131072)
+        | {"eos_token_id": 2, "sliding_window": 4096},
     ),
 )

@@ -1,5 +1,6 @@
-"""Llama-4 (Scout, Maverick), the text part: attention within chunks, every fourth layer over everything and without
-rotation, and one expert per token whose input is weighted, beside a shared one.
+"""Llama-4 (Scout, Maverick), the text part: attention within chunks, every fourth layer over
+everything and without rotation, and one expert per token whose input is weighted, beside a shared
+one.
 
 Source: github.com/meta-llama/llama-models, models/llama4.
 """
@@ -18,7 +19,9 @@ from moeserve.ops.rules import RouterRule
 def _fields(config: Fields) -> family.SpecFields:
     count = family.num_layers(config)
     every = config.integer("no_rope_layer_interval", 1, family.MAX_LAYERS)
-    rotates = config.integers("no_rope_layers", 0, 1) or tuple(int((i + 1) % every != 0) for i in range(count))
+    rotates = config.integers("no_rope_layers", 0, 1) or tuple(
+        int((i + 1) % every != 0) for i in range(count)
+    )
     if len(rotates) != count:
         raise config.error("no_rope_layers", f"it must list 0 or 1 for each of {count} layers")
     chunked = family.layer_types(
@@ -31,7 +34,8 @@ def _fields(config: Fields) -> family.SpecFields:
     if config.boolean("use_qk_norm"):
         rope = replace(rope, qk_norm="unit", norm_last=True)
     if config.raw("attn_temperature_tuning"):  # a number in some published files
-        beta, length = config.number("attn_scale", 0, 100.0), config.integer("floor_scale", 1, family.MAX_POSITION)
+        beta = config.number("attn_scale", 0, 100.0)
+        length = config.integer("floor_scale", 1, family.MAX_POSITION)
         bare = replace(bare, query_scale=QueryScale(beta, length, 1))
     chunk = KVRule(chunk=config.optional_integer("attention_chunk_size", 1, family.MAX_POSITION))
     mixers = [
@@ -39,7 +43,8 @@ def _fields(config: Fields) -> family.SpecFields:
         for rotated, kind in zip(rotates, chunked, strict=True)
     ]
     shared = SharedExpert(
-        size=config.integer("intermediate_size", 1, family.MAX_WIDTH), name="feed_forward.shared_expert"
+        size=config.integer("intermediate_size", 1, family.MAX_WIDTH),
+        name="feed_forward.shared_expert",
     )
     router = RouterRule(score="sigmoid", on_input=True)
     experts = family.moe(config, "intermediate_size", router=router, shared=shared)
@@ -47,7 +52,11 @@ def _fields(config: Fields) -> family.SpecFields:
     step = config.integer("interleave_moe_layer_step", 1, family.MAX_LAYERS)
     listed = config.raw("moe_layers") is not None
     sparse = config.integers("moe_layers", 0, count - 1) if listed else range(step - 1, count, step)
-    return {"layers": family.layers(config, mixers, [experts if i in sparse else mlp for i in range(count)])}
+    return {
+        "layers": family.layers(
+            config, mixers, [experts if i in sparse else mlp for i in range(count)]
+        )
+    }
 
 
 FAMILY = family.Family(
@@ -74,7 +83,9 @@ FAMILY = family.Family(
     Names(
         experts=(
             ExpertNames(
-                gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj", transposed=True
+                gate_up="feed_forward.experts.gate_up_proj",
+                down="feed_forward.experts.down_proj",
+                transposed=True,
             ),
         ),
         spelled={"mlp.gate.weight": ("feed_forward.router.weight",)},

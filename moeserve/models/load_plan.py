@@ -1,4 +1,5 @@
-"""The load plan that all families share: every parameter of the decoder, and the copies that fill it.
+"""The load plan that all families share: every parameter of the decoder, and the copies that fill
+it.
 
 D model width, V vocabulary.
 """
@@ -15,40 +16,61 @@ from moeserve.moe.placement.placement import Placement
 
 
 def load_plan(
-    spec: ModelSpec, present: Collection[str], world: World | None = None, placement: Placement | None = None
+    spec: ModelSpec,
+    present: Collection[str],
+    world: World | None = None,
+    placement: Placement | None = None,
 ) -> LoadPlan:
-    """Returns every parameter of the decoder and the copies that fill it from a checkpoint with the tensors `present`.
+    """Returns every parameter of the decoder and the copies that fill it from a checkpoint with the
+    tensors `present`.
 
-    placement: the experts of this rank, in order (default: `Placement.initial`). Raises ConfigError when the heads
-    cannot be shared out.
+    placement: the experts of this rank, in order (default: `Placement.initial`). Raises ConfigError
+    when the heads cannot be shared out.
 
-    Parameters: embed, norm, lm_head (unless tied, but for GGUF files that have it in few bits) and per layer its norms,
-    scale, and those of its blocks; biases end in _bias.
+    Parameters: embed, norm, lm_head (unless tied, but for GGUF files that have it in few bits) and
+    per layer its norms, scale, and those of its blocks; biases end in _bias.
     """
     world = world or World()
     spec.check_tp(world.tp_size)
     if placement is None:
-        placement = Placement.initial(len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
+        placement = Placement.initial(
+            len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks
+        )
     names = FAMILIES[spec.architecture].names
     plan = WeightPlan(spec.hidden_size, names, present, world, placement)
     plan.add("embed", (spec.vocab_size, spec.hidden_size), names.model + names.embed)
     plan.add("norm", (spec.hidden_size,), names.model + names.norm)
     if spec.norm.bias:
-        plan.add("norm_bias", (spec.hidden_size,), names.model + names.norm.replace("weight", "bias"))
-    if not spec.tie_embeddings or (names.head in present and any(form.ggml for form in spec.stored)):
+        plan.add(
+            "norm_bias", (spec.hidden_size,), names.model + names.norm.replace("weight", "bias")
+        )
+    if not spec.tie_embeddings or (
+        names.head in present and any(form.ggml for form in spec.stored)
+    ):
         plan.add("lm_head", (spec.vocab_size, spec.hidden_size), names.head, sharded=True)
         if spec.head_bias:
-            plan.add("lm_head_bias", (spec.vocab_size,), names.head.replace("weight", "bias"), sharded=True)
+            plan.add(
+                "lm_head_bias",
+                (spec.vocab_size,),
+                names.head.replace("weight", "bias"),
+                sharded=True,
+            )
     for index, layer in enumerate(spec.layers):
         begins = (f"{names.model}layers.{i}." for i in layer.stored_as or (index, index))
         plan_layer(plan, spec, layer, f"layers.{index}.", *begins)
-    unused = tuple(f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers))
+    unused = tuple(
+        f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers)
+    )
     plan.elsewhere.update(name for name in present if name.startswith(unused))
     return plan.finish([names.head] if spec.tie_embeddings else [])
 
 
-def plan_layer(plan: WeightPlan, spec: ModelSpec, layer: LayerSpec, ours: str, mixer: str, feed_forward: str) -> None:
-    """Adds a layer's parameters, `ours` + ... mixer, feed_forward: how the names of their tensors begin."""
+def plan_layer(
+    plan: WeightPlan, spec: ModelSpec, layer: LayerSpec, ours: str, mixer: str, feed_forward: str
+) -> None:
+    """Adds a layer's parameters, `ours` + ... mixer, feed_forward: how the names of their tensors
+    begin.
+    """
     layer.mixer.plan(plan, ours, mixer)
     if layer.feed_forward is not None:
         layer.feed_forward.plan(plan, ours, feed_forward)
@@ -61,10 +83,18 @@ def plan_layer(plan: WeightPlan, spec: ModelSpec, layer: LayerSpec, ours: str, m
         plan.add(ours + "scale", (1,), plan.spell(mixer, "layer_scalar"), fp32=True)
 
 
-def expert_load_plan(spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int]) -> LoadPlan:
-    """Plans some experts of one MoE layer (counted among the MoE layers): 0, 1, ... of "w13" and "w2"."""
-    names, index = FAMILIES[spec.architecture].names, spec.moe_layers[moe_layer]
+def expert_load_plan(
+    spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int]
+) -> LoadPlan:
+    """Plans some experts of one MoE layer (counted among the MoE layers): 0, 1, ... of "w13" and
+    "w2".
+    """
+    names = FAMILIES[spec.architecture].names
+    index = spec.moe_layers[moe_layer]
     layer = spec.layers[index]
-    theirs, moe = f"{names.model}layers.{layer.stored_as[1] if layer.stored_as else index}.", layer.feed_forward
+    theirs = f"{names.model}layers.{layer.stored_as[1] if layer.stored_as else index}."
+    moe = layer.feed_forward
     assert isinstance(moe, MoE)
-    return moe.plan_experts(spelling(names.experts, present, theirs), theirs, experts, spec.hidden_size)
+    return moe.plan_experts(
+        spelling(names.experts, present, theirs), theirs, experts, spec.hidden_size
+    )

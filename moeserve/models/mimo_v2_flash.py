@@ -1,4 +1,5 @@
-"""MiMo-V2-Flash: sliding layers with sinks and twice the KV heads, values narrower than keys, DeepSeek-V3's experts.
+"""MiMo-V2-Flash: sliding layers with sinks and twice the KV heads, values narrower than keys,
+DeepSeek-V3's experts.
 
 Source: arXiv 2601.02780.
 """
@@ -14,7 +15,11 @@ from moeserve.models.spec import LayerSpec
 
 _ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
+    "sliding_attention": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.334,
+    },
 }
 
 
@@ -37,9 +42,16 @@ def _fields(config: Fields) -> family.SpecFields:
         sinks=True,
     )
     count = family.num_layers(config)
-    usual = ["full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
-    mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
-    experts, mlp = family.moe(config, router=family.deepseek_router(config)), family.dense(config)
+    usual = [
+        "full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention"
+        for i in range(count)
+    ]
+    mixers = [
+        sliding if kind == "sliding_attention" else full
+        for kind in family.layer_types(config, usual=usual)
+    ]
+    experts = family.moe(config, router=family.deepseek_router(config))
+    mlp = family.dense(config)
     return {
         "layers": family.layers(config, mixers, family.listed_moe(config, experts, mlp, first=1)),
         "mtp": LayerSpec(mixer=sliding, feed_forward=mlp),
@@ -54,22 +66,35 @@ def _as_transformers(config: Fields) -> dict[str, Any]:
         ("mlp_layer_types", "moe_layer_freq", ("dense", "sparse")),
     ):
         if values.get(own) is not None and key not in values:
-            pattern, count = config.integers(own, 0, 1), family.num_layers(config)
+            pattern = config.integers(own, 0, 1)
+            count = family.num_layers(config)
             if len(pattern) != count:
                 raise config.error(own, f"it must list 0 or 1 for each of {count} layers")
             values[key] = [kinds[each] for each in pattern]
     if "rope_parameters" not in values and "swa_rope_theta" in values:
         share = config.values.get("partial_rotary_factor", 0.334)
         values["rope_parameters"] = {
-            kind: {"rope_theta": values.pop(key, _ROPE[kind]["rope_theta"]), "partial_rotary_factor": share}
-            for kind, key in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta"))
+            kind: {
+                "rope_theta": values.pop(key, _ROPE[kind]["rope_theta"]),
+                "partial_rotary_factor": share,
+            }
+            for kind, key in (
+                ("full_attention", "rope_theta"),
+                ("sliding_attention", "swa_rope_theta"),
+            )
         }
     if values.get("sliding_window_size") is not None:
         values["sliding_window"] = config.integer("sliding_window_size", 1, family.MAX_POSITION) + 1
     heads = config.integer("num_attention_heads", 1, 4096)
     kv_heads = 2 * config.integer("num_key_value_heads", 1, 4096)
-    config.only(swa_num_attention_heads=heads, swa_num_key_value_heads=kv_heads, swa_head_dim=config.raw("head_dim"))
-    config.only(swa_v_head_dim=config.raw("v_head_dim"), scoring_func="sigmoid", topk_method="noaux_tc")
+    config.only(
+        swa_num_attention_heads=heads,
+        swa_num_key_value_heads=kv_heads,
+        swa_head_dim=config.raw("head_dim"),
+    )
+    config.only(
+        swa_v_head_dim=config.raw("v_head_dim"), scoring_func="sigmoid", topk_method="noaux_tc"
+    )
     config.only(add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False)
     return values
 
@@ -90,7 +115,10 @@ FAMILY = family.Family(
     Names(
         spelled={
             "self_attn.sinks": ("self_attn.attention_sink_bias",),
-            "post_attention_layernorm.weight": ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight"),
+            "post_attention_layernorm.weight": (
+                "post_attention_layernorm.weight",
+                "pre_mlp_layernorm.weight",
+            ),
         },
         foreign=("model.mtp.",),
         mtp=MTPNames("model.mtp.layers.0.", "model.mtp.layers.0.", norm="final_layernorm"),

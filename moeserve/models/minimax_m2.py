@@ -1,4 +1,5 @@
-"""MiniMax-M2 (M2, M2.1, M2.5, M2.7): norms over all query heads together, sigmoid routing with a bias per expert.
+"""MiniMax-M2 (M2, M2.1, M2.5, M2.7): norms over all query heads together, sigmoid routing with a
+bias per expert.
 
 Source: huggingface.co/MiniMaxAI/MiniMax-M2.
 """
@@ -13,14 +14,20 @@ from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer")
+    config.only(
+        scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer"
+    )
     config.only(shared_intermediate_size=0, attn_type_list=[1] * family.num_layers(config))
     rotated = config.optional_integer("rotary_dim", 2, 4096)
     if rotated is not None:
         factor = rotated / config.integer("head_dim", 2, 4096)
         config = replace(config, values={"partial_rotary_factor": factor, **config.values})
-    mixer = family.attention(config, rule=family.no_window(config), rope={"partial": True}, qk_norm="full")
-    experts = family.moe(config, "intermediate_size", router=RouterRule(score="sigmoid", bias=True, renormalize=True))
+    mixer = family.attention(
+        config, rule=family.no_window(config), rope={"partial": True}, qk_norm="full"
+    )
+    experts = family.moe(
+        config, "intermediate_size", router=RouterRule(score="sigmoid", bias=True, renormalize=True)
+    )
     return {"layers": family.layers(config, mixer, experts)}
 
 

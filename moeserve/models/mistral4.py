@@ -1,5 +1,6 @@
-"""Mistral 4 (Mistral-Large-3, Mistral-Small-4): latent attention whose queries grow with the position, a softmax
-router, a shared expert. Mistral-Small-4 is the text part of a multimodal checkpoint.
+"""Mistral 4 (Mistral-Large-3, Mistral-Small-4): latent attention whose queries grow with the
+position, a softmax router, a shared expert. Mistral-Small-4 is the text part of a multimodal
+checkpoint.
 
 Source: huggingface.co/mistralai/Mistral-Small-4-119B-2603.
 """
@@ -83,7 +84,12 @@ LARGE_3 = replace(
         embed="tok_embeddings.weight",
         experts=(per_expert("experts", "w1", "w3", "w2"),),
         spelled={f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in _BLOCKS.items()},
-        foreign=("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."),
+        foreign=(
+            "vision_encoder.",
+            "vision_language_adapter.",
+            "patch_merger.",
+            "pre_mm_projector_norm.",
+        ),
     ),
 )
 FAMILIES = (FAMILY, MULTIMODAL, LARGE_3)

@@ -1,4 +1,5 @@
-"""Mixtral (8x7B, 8x22B): top-2 of softmax, renormalised. w1 is the gate, w3 the up and w2 the down projection.
+"""Mixtral (8x7B, 8x22B): top-2 of softmax, renormalised. w1 is the gate, w3 the up and w2 the down
+projection.
 
 Source: arXiv 2401.04088.
 """

@@ -1,13 +1,14 @@
-"""Heads for multi-token prediction: one more decoder layer, which guesses the token after the next one.
+"""Heads for multi-token prediction: one more decoder layer, which guesses the token after the next
+one.
 
 At position p it reads the model's hidden state h_p behind the last norm and the token at p + 1:
 
     x_p = W [norm(embedding of token p + 1), norm(h_p)]
     h'_p = norm(layer(x_p)), whose scores are the LM head's for the token at p + 2
 
-Embeddings and LM head are the model's own. The same head guesses the token after that from h'_p and its own guess, as
-often as is asked for; a checkpoint's further heads are not loaded. Under tensor parallelism it is shared out as the
-model's layers are; every rank has all experts of its layer.
+Embeddings and LM head are the model's own. The same head guesses the token after that from h'_p and
+its own guess, as often as is asked for; a checkpoint's further heads are not loaded. Under tensor
+parallelism it is shared out as the model's layers are; every rank has all experts of its layer.
 
 Source: arXiv 2412.19437, section 2.2; the order in W is that of the weights.
 """
@@ -55,13 +56,16 @@ class Merge:
 
     def __call__(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         """Returns the product of both, normed and side by side."""
-        return self.product(torch.cat((self.embed_norm(embedded_TD), self.hidden_norm(hidden_TD)), -1), 0)
+        return self.product(
+            torch.cat((self.embed_norm(embedded_TD), self.hidden_norm(hidden_TD)), -1), 0
+        )
 
 
 def mtp_load_plan(spec: ModelSpec, present: Collection[str], world: World) -> LoadPlan:
     """Plans the parameters of a head: embed_norm, hidden_norm, merge, norm and those of its layer."""
     (layer,) = spec.draft_layers
-    names, width = FAMILIES[spec.architecture].names, spec.hidden_size
+    names = FAMILIES[spec.architecture].names
+    width = spec.hidden_size
     plan = WeightPlan(width, names, present, replace(world, ep=False), _placement(spec))
     begin, theirs = (part.format(spec.num_layers) for part in (names.mtp.begin, names.mtp.layer))
     for ours, name in (
@@ -88,8 +92,12 @@ def build_mtp(
 ) -> Decoder:
     """Builds the head of a model and empties `params`; arguments as for `build_decoder`."""
     world = replace(world or World(), ep=False)
-    build = make_builder(spec, params, ops, world, tp, _placement(spec), None, 1, max_tokens, max_position)
-    embed_norm, hidden_norm, norm = (build_norm(build, spec, name) for name in ("embed_norm", "hidden_norm", "norm"))
+    build = make_builder(
+        spec, params, ops, world, tp, _placement(spec), None, 1, max_tokens, max_position
+    )
+    embed_norm, hidden_norm, norm = (
+        build_norm(build, spec, name) for name in ("embed_norm", "hidden_norm", "norm")
+    )
     merge = Merge(embed_norm, hidden_norm, build.columns("merge", spec.hidden_size))
     layer = build_layer(build, spec, spec.draft_layers[0], "layer.", 0)
     assert not params, f"parameters that nothing uses: {sorted(params)}"

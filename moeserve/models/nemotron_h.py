@@ -1,5 +1,6 @@
-"""Nemotron-H and Nemotron 3 (Nano 30B-A3B): Mamba-2, some attention without rotation, and feed-forward blocks, each of
-which a checkpoint counts as a layer. MLPs and experts have no gates. Multi-token prediction is not loaded.
+"""Nemotron-H and Nemotron 3 (Nano 30B-A3B): Mamba-2, some attention without rotation, and
+feed-forward blocks, each of which a checkpoint counts as a layer. MLPs and experts have no gates.
+Multi-token prediction is not loaded.
 
 Sources: arXiv 2504.03624, 2512.20848.
 """
@@ -30,7 +31,13 @@ def _fields(config: Fields) -> family.SpecFields:
         "linear_attention": _mamba(config),
         "full_attention": replace(family.attention(config), rope=None),
     }
-    blocks = {"mlp": Dense(size=config.integer("intermediate_size", 1, family.MAX_WIDTH), activation=RELU2, name="mlp")}
+    blocks = {
+        "mlp": Dense(
+            size=config.integer("intermediate_size", 1, family.MAX_WIDTH),
+            activation=RELU2,
+            name="mlp",
+        )
+    }
     key, kinds = _kinds(config)
     layers: list[LayerSpec] = []
     for i, kind in enumerate(kinds):
@@ -46,11 +53,14 @@ def _fields(config: Fields) -> family.SpecFields:
 
 def _kinds(config: Fields) -> tuple[str, list[str]]:
     """Reads the kind of each of the checkpoint's layers, and the key that says it."""
-    key, kinds = "layers_block_type", config.raw("layers_block_type")
+    key = "layers_block_type"
+    kinds = config.raw("layers_block_type")
     if kinds is None and isinstance(config.raw("hybrid_override_pattern"), str):
         key = "hybrid_override_pattern"
         kinds = [PATTERN.get(str(kind), "") for kind in config.raw(key)]
-    known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in KINDS for kind in kinds)
+    known = isinstance(kinds, list) and all(
+        isinstance(kind, str) and kind in KINDS for kind in kinds
+    )
     if not known or not 1 <= len(kinds) <= family.MAX_LAYERS:
         raise config.error(key, f"it must list one of {', '.join(PATTERN.values())} for each layer")
     return key, [KINDS[kind] for kind in kinds]
@@ -59,7 +69,9 @@ def _kinds(config: Fields) -> tuple[str, list[str]]:
 def _experts(config: Fields) -> MoE:
     size = config.integer("moe_shared_expert_intermediate_size", 1, family.MAX_WIDTH)
     shared = SharedExpert(size=size, activation=RELU2, name="mlp.shared_experts")
-    return family.moe(config, router=family.deepseek_router(config), shared=shared, activation=RELU2)
+    return family.moe(
+        config, router=family.deepseek_router(config), shared=shared, activation=RELU2
+    )
 
 
 def _mamba(config: Fields) -> Mamba2:
@@ -77,7 +89,16 @@ def _mamba(config: Fields) -> Mamba2:
     )
 
 
-MAMBA = ("in_proj.weight", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias", "D", "norm.weight", "out_proj.weight")
+MAMBA = (
+    "in_proj.weight",
+    "conv1d.weight",
+    "conv1d.bias",
+    "A_log",
+    "dt_bias",
+    "D",
+    "norm.weight",
+    "out_proj.weight",
+)
 MLP = ("up_proj.weight", "down_proj.weight")
 SPELLED = {
     "input_layernorm.weight": ("norm.weight",),
@@ -114,7 +135,9 @@ FAMILY = family.Family(
         norm="norm_f.weight",
         spelled=SPELLED,
         experts=(
-            ExpertNames(up="mixer.experts.{}.up_proj.weight", down="mixer.experts.{}.down_proj.weight"),
+            ExpertNames(
+                up="mixer.experts.{}.up_proj.weight", down="mixer.experts.{}.down_proj.weight"
+            ),
             ExpertNames(up="mixer.experts.up_proj", down="mixer.experts.down_proj"),
         ),
         foreign=("mtp.",),

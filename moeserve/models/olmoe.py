@@ -1,5 +1,5 @@
-"""OLMoE (OLMoE-1B-7B): queries and keys are normalised over all heads together; then q, k and v may be clipped.
-FlexOlmo: OLMoE whose blocks are normalised behind, not before.
+"""OLMoE (OLMoE-1B-7B): queries and keys are normalised over all heads together; then q, k and v may
+be clipped. FlexOlmo: OLMoE whose blocks are normalised behind, not before.
 
 Source: arXiv 2409.02060, 2507.07024.
 """
@@ -13,7 +13,8 @@ from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields, clip: float | None = None, **options: Any) -> family.SpecFields:
-    rule, bias = family.no_window(config), family.attention_bias(config)
+    rule = family.no_window(config)
+    bias = family.attention_bias(config)
     mixer = family.attention(config, rule=rule, qk_norm="full", clip=clip, **bias)
     router = RouterRule(renormalize=config.boolean("norm_topk_prob"))
     experts = family.moe(config, "intermediate_size", router=router)
@@ -24,7 +25,9 @@ FAMILIES = (
     family.Family(
         "OlmoeForCausalLM",
         "olmoe",
-        lambda config: _fields(config, config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)),
+        lambda config: _fields(
+            config, config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)
+        ),
         family.sizes(50304, 2048, 2048, 16, 16, None, 4096, experts=64, top_k=8)
         | {"clip_qkv": None, "eos_token_id": 50279, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
     ),

@@ -1,4 +1,5 @@
-"""Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE: SparseMixer's two experts per token, layer norms, biases, LongRoPE.
+"""Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE: SparseMixer's two experts per token, layer norms,
+biases, LongRoPE.
 
 Source: arXiv 2409.12136, 2404.14219.
 """
@@ -16,7 +17,9 @@ from moeserve.ops.rules import RouterRule
 def _fields(config: Fields) -> family.SpecFields:
     config.only(num_experts_per_tok=2)
     rule = family.same_window(config, family.sliding_window(config))
-    mixer = family.attention(config, rule=rule, rope={"more": ("longrope",)}, **family.attention_bias(config))
+    mixer = family.attention(
+        config, rule=rule, rope={"more": ("longrope",)}, **family.attention_bias(config)
+    )
     router = RouterRule(score="sparsemixer", jitter=config.number("router_jitter_noise", 0, 1.0))
     experts = family.moe(config, "intermediate_size", router=router)
     return {
@@ -38,6 +41,12 @@ FAMILY = family.Family(
         "rope_theta": 1_000_000.0,
         "router_jitter_noise": 0.01,
     },
-    Names(experts=EXPERTS, spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.router.weight")}),
+    Names(
+        experts=EXPERTS,
+        spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.router.weight")},
+    ),
 )
-FAMILIES = (FAMILY, replace(FAMILY, architecture="PhiMoEForCausalLM"))  # as transformers and as the hub call it
+FAMILIES = (
+    FAMILY,
+    replace(FAMILY, architecture="PhiMoEForCausalLM"),
+)  # as transformers and as the hub call it

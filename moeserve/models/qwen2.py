@@ -1,6 +1,7 @@
-"""Qwen2, Qwen2.5 and Qwen3 (dense): Llama with biases of queries, keys and values, or with norms on each query and key
-head. Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): the biases, top-k weights as the softmax gave them, and a shared
-expert for every token behind a sigmoid gate; some layers may be dense.
+"""Qwen2, Qwen2.5 and Qwen3 (dense): Llama with biases of queries, keys and values, or with norms on
+each query and key head. Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): the biases, top-k weights as
+the softmax gave them, and a shared expert for every token behind a sigmoid gate; some layers may be
+dense.
 
 Source: arXiv 2407.10671, 2505.09388.
 """
@@ -21,21 +22,29 @@ def _fields(config: Fields, **options: Any) -> family.SpecFields:
 
 def _moe(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, qkv_bias=config.boolean("qkv_bias"))
-    mixers = family.window_per_layer(config, mixer, lambda layer, limit: layer % 2 == 0 and layer < limit)
-    blocks = family.some_layers_moe(config, experts(config, renormalize=config.boolean("norm_topk_prob")))
+    mixers = family.window_per_layer(
+        config, mixer, lambda layer, limit: layer % 2 == 0 and layer < limit
+    )
+    blocks = family.some_layers_moe(
+        config, experts(config, renormalize=config.boolean("norm_topk_prob"))
+    )
     return {"layers": family.layers(config, mixers, blocks)}
 
 
 def experts(config: Fields, *, renormalize: bool) -> MoE:
     """Reads the experts and the shared one. renormalize: see `RouterRule`."""
-    shared = SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True)
+    shared = SharedExpert(
+        size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True
+    )
     return family.moe(config, router=RouterRule(renormalize=renormalize), shared=shared)
 
 
 _WINDOWS = family.QWEN_WINDOWS | {"max_window_layers": 28}
 _DEFAULTS = family.sizes(151936, 4096, 22016, 32, 32, 32, 32768) | _WINDOWS
 FAMILIES = (
-    family.Family("Qwen2ForCausalLM", "qwen2", lambda config: _fields(config, qkv_bias=True), _DEFAULTS),
+    family.Family(
+        "Qwen2ForCausalLM", "qwen2", lambda config: _fields(config, qkv_bias=True), _DEFAULTS
+    ),
     family.Family(
         "Qwen3ForCausalLM",
         "qwen3",

@@ -1,8 +1,9 @@
-"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): norms on each query and key head, softmax top-k weights renormalised.
+"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): norms on each query and key head, softmax top-k
+weights renormalised.
 
-Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). Multi-token prediction is Qwen3-Next's with a dense
-layer; published checkpoints have none. Qwen3-VL-MoE is the text part, with all experts in
-two transposed tensors per layer.
+Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). Multi-token prediction is
+Qwen3-Next's with a dense layer; published checkpoints have none. Qwen3-VL-MoE is the text part,
+with all experts in two transposed tensors per layer.
 
 Source: arXiv 2505.09388, 2511.21631.
 """
@@ -22,7 +23,10 @@ def _fields(config: Fields, rule: KVRule, *, renormalize: bool) -> family.SpecFi
     experts = family.moe(config, router=RouterRule(renormalize=renormalize))
     layers = family.layers(config, mixer, family.some_layers_moe(config, experts))
     has_mtp = family.mtp_layers(config, "mtp_num_hidden_layers")
-    return {"layers": layers, "mtp": LayerSpec(mixer=mixer, feed_forward=family.dense(config)) if has_mtp else None}
+    return {
+        "layers": layers,
+        "mtp": LayerSpec(mixer=mixer, feed_forward=family.dense(config)) if has_mtp else None,
+    }
 
 
 def _text(config: Fields) -> family.SpecFields:

@@ -1,8 +1,9 @@
-"""Qwen3-Next: three layers of four are gated delta nets, the fourth is attention with an output gate of each element.
-Qwen3.5-MoE, the text part: the same layers, with a tensor per part of the gated delta nets' inputs.
+"""Qwen3-Next: three layers of four are gated delta nets, the fourth is attention with an output
+gate of each element. Qwen3.5-MoE, the text part: the same layers, with a tensor per part of the
+gated delta nets' inputs.
 
-Norms of the stream and of heads have their weights less one. Qwen3.5's vision is not loaded; the three axes of its
-rotary embedding are one for text.
+Norms of the stream and of heads have their weights less one. Qwen3.5's vision is not loaded; the
+three axes of its rotary embedding are one for text.
 """
 
 from moeserve.blocks.attention import Attention
@@ -23,11 +24,14 @@ def _attention(config: Fields) -> Attention:
 def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
     """Reads what each layer has of the two. by_head: see `GatedDelta`."""
     full = _attention(config)
-    heads, sizes = family.MAX_HEADS, family.MAX_WIDTH
+    heads = family.MAX_HEADS
+    sizes = family.MAX_WIDTH
     keys = config.integer("linear_num_key_heads", 1, heads)
     values = config.integer("linear_num_value_heads", 1, heads)
     if values % keys:
-        raise config.error("linear_num_value_heads", f"linear_num_key_heads ({keys}) must divide it")
+        raise config.error(
+            "linear_num_value_heads", f"linear_num_key_heads ({keys}) must divide it"
+        )
     linear = GatedDelta(
         num_k_heads=keys,
         num_v_heads=values,
@@ -37,7 +41,10 @@ def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
         by_head=by_head,
     )
     every = config.integer("full_attention_interval", 1, family.MAX_LAYERS)
-    usual = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(family.num_layers(config))]
+    usual = [
+        "full_attention" if (i + 1) % every == 0 else "linear_attention"
+        for i in range(family.num_layers(config))
+    ]
     kinds = family.layer_types(config, ("linear_attention", "full_attention"), usual=usual)
     return [full if kind == "full_attention" else linear for kind in kinds]
 
@@ -45,7 +52,9 @@ def _mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
 def _next(config: Fields) -> family.SpecFields:
     block = experts(config, renormalize=config.boolean("norm_topk_prob"))
     return {
-        "layers": family.layers(config, _mixers(config, by_head=True), family.some_layers_moe(config, block)),
+        "layers": family.layers(
+            config, _mixers(config, by_head=True), family.some_layers_moe(config, block)
+        ),
         "norm": NormSpec(shift=1.0),
         "mtp": LayerSpec(mixer=_attention(config), feed_forward=block),
     }
@@ -77,7 +86,8 @@ NEXT = family.Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     _next,
-    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768, experts=512, top_k=10, expert_size=512) | _SIZES,
+    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768, experts=512, top_k=10, expert_size=512)
+    | _SIZES,
     Names(foreign=("mtp.",), mtp=QWEN_MTP),
 )
 QWEN3_5 = family.Family(

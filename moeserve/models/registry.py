@@ -13,5 +13,9 @@ _FILES = """
 
 
 _MODULES = [import_module(f"moeserve.models.{file}") for file in _FILES.split()]
-_FAMILIES = [family for module in _MODULES for family in getattr(module, "FAMILIES", None) or (module.FAMILY,)]
+_FAMILIES = [
+    family
+    for module in _MODULES
+    for family in getattr(module, "FAMILIES", None) or (module.FAMILY,)
+]
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _FAMILIES}

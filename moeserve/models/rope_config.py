@@ -1,7 +1,7 @@
 """Reads the rotary embedding (RopeSpec) from config.json, in the spelling of transformers 4 or 5.
 
-transformers 4 writes `rope_theta` beside `rope_scaling`; transformers 5 writes one object `rope_parameters`, which may
-hold one such object per layer type.
+transformers 4 writes `rope_theta` beside `rope_scaling`; transformers 5 writes one object
+`rope_parameters`, which may hold one such object per layer type.
 """
 
 import math
@@ -14,7 +14,15 @@ from moeserve.loader.files import Fields
 KINDS = ("default", "linear", "llama3", "yarn")
 _MAX_FACTOR = 1e6
 _MAX_POSITION = 2**27
-_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "alpha")
+_OPTIONAL = (
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "alpha",
+)
 
 
 def read_rope(
@@ -26,14 +34,16 @@ def read_rope(
     interleaved: bool = False,
     more: Sequence[str] = (),
 ) -> RopeSpec:
-    """Returns the rotary embedding; `config`'s defaults hold rope_theta and max_position_embeddings.
+    """Returns the rotary embedding; `config`'s defaults hold rope_theta and
+    max_position_embeddings.
 
-    layer_type: whose rope it is, where they differ. partial: whether partial_rotary_factor may say that not
-    all of a head rotates; None: head_dim is what does. more: kinds that
-    only this family has.
+    layer_type: whose rope it is, where they differ. partial: whether partial_rotary_factor may say
+    that not all of a head rotates; None: head_dim is what does. more: kinds that only this family
+    has.
     """
     rope = rope_fields(config, layer_type)
-    kind, theta = rope.choice("rope_type", (*KINDS, *more)), rope.number("rope_theta", 1.0, 1e12)
+    kind = rope.choice("rope_type", (*KINDS, *more))
+    theta = rope.number("rope_theta", 1.0, 1e12)
     share = rope.optional_number("partial_rotary_factor", 0, 1.0)
     if kind == "proportional":  # of the pairs of whole heads
         return RopeSpec(theta=theta, still=head_dim // 2 - int((share or 1.0) * head_dim // 2))
@@ -41,18 +51,31 @@ def read_rope(
         raise rope.error("partial_rotary_factor", "this architecture rotates the whole head")
     size = int(head_dim * share) if share and partial else head_dim
     if size < 2 or size % 2:
-        raise rope.error("partial_rotary_factor", f"{size} of {head_dim} elements would rotate, which is not even")
-    interleaved = interleaved or config.values.get("rope_interleaved_rows") is True  # of a GGUF file
-    layout: dict[str, Any] = {"size": None if size == head_dim else size, "interleaved": interleaved}
+        raise rope.error(
+            "partial_rotary_factor",
+            f"{size} of {head_dim} elements would rotate, which is not even",
+        )
+    interleaved = (
+        interleaved or config.values.get("rope_interleaved_rows") is True
+    )  # of a GGUF file
+    layout: dict[str, Any] = {
+        "size": None if size == head_dim else size,
+        "interleaved": interleaved,
+    }
     match kind:
         case "linear":
-            return RopeSpec(theta=theta, kind="linear", factor=rope.number("factor", 1.0, _MAX_FACTOR), **layout)
+            return RopeSpec(
+                theta=theta, kind="linear", factor=rope.number("factor", 1.0, _MAX_FACTOR), **layout
+            )
         case "llama3":
             return RopeSpec(theta=theta, kind="llama3", **_llama3(config, rope), **layout)
         case "yarn":
             return RopeSpec(theta=theta, kind="yarn", **_yarn(config, rope), **layout)
         case "dynamic":  # with a fixed alpha (Hunyuan): a longer base
-            return RopeSpec(theta=theta * rope.number("alpha", 1.0, _MAX_FACTOR) ** (size / (size - 2)), **layout)
+            return RopeSpec(
+                theta=theta * rope.number("alpha", 1.0, _MAX_FACTOR) ** (size / (size - 2)),
+                **layout,
+            )
         case "longrope":
             return RopeSpec(theta=theta, kind="longrope", **_longrope(config, rope, size), **layout)
     return RopeSpec(theta=theta, **layout)
@@ -61,7 +84,11 @@ def read_rope(
 def rope_fields(config: Fields, layer_type: str | None = None) -> Fields:
     """Returns the keys of the rotary embedding, wherever config.json has them."""
     key, section = _section(config, layer_type)
-    outer = {name: config.values[name] for name in ("rope_theta", "partial_rotary_factor") if name in config.values}
+    outer = {
+        name: config.values[name]
+        for name in ("rope_theta", "partial_rotary_factor")
+        if name in config.values
+    }
     defaults = {
         "rope_theta": config.raw("rope_theta"),
         "rope_type": section.get("type", "default"),
@@ -94,7 +121,10 @@ def _section(config: Fields, layer_type: str | None) -> tuple[str, dict[str, Any
         new = {}  # not the family's default
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
-            raise config.error("rope_scaling", f"it disagrees with rope_parameters about {name}; remove one of the two")
+            raise config.error(
+                "rope_scaling",
+                f"it disagrees with rope_parameters about {name}; remove one of the two",
+            )
     return ("rope_scaling" if old and not new else "rope_parameters"), {**new, **old}
 
 
@@ -107,21 +137,30 @@ def _flat(config: Fields, key: str, layer_type: str | None) -> dict[str, Any]:
     if layer_type is not None and isinstance(own := per_type.get(layer_type), dict):
         return own
     first, *others = per_type.values()
-    if len(per_type) < len(section) or not isinstance(first, dict) or any(other != first for other in others):
+    if (
+        len(per_type) < len(section)
+        or not isinstance(first, dict)
+        or any(other != first for other in others)
+    ):
         raise config.error(key, "layer types with different rope are not supported")
     return first
 
 
 def _original(config: Fields, rope: Fields) -> int:
-    """Positions before the context was stretched; beside the rope object it has precedence, as in transformers."""
+    """Positions before the context was stretched; beside the rope object it has precedence, as in
+    transformers.
+    """
     outer = config.values.get("original_max_position_embeddings") is not None
     return (config if outer else rope).integer("original_max_position_embeddings", 1, _MAX_POSITION)
 
 
 def _llama3(config: Fields, rope: Fields) -> dict[str, Any]:
-    low, high = rope.number("low_freq_factor", 0, _MAX_FACTOR), rope.number("high_freq_factor", 0, _MAX_FACTOR)
+    low = rope.number("low_freq_factor", 0, _MAX_FACTOR)
+    high = rope.number("high_freq_factor", 0, _MAX_FACTOR)
     if low > high:
-        raise rope.error("low_freq_factor", f"it must not be larger than high_freq_factor ({high:g})")
+        raise rope.error(
+            "low_freq_factor", f"it must not be larger than high_freq_factor ({high:g})"
+        )
     return {
         "factor": rope.number("factor", 1.0, _MAX_FACTOR),
         "low_freq_factor": low,
@@ -161,8 +200,12 @@ def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
         """Returns the factor of each wavelength."""
         values = rope.raw(key)
         fits = isinstance(values, list) and len(values) == size // 2
-        if not fits or any(type(value) not in (int, float) or not 0.01 <= value <= _MAX_FACTOR for value in values):
-            raise rope.error(key, f"it must be a list of {size // 2} numbers from 0.01 to {_MAX_FACTOR:g}")
+        if not fits or any(
+            type(value) not in (int, float) or not 0.01 <= value <= _MAX_FACTOR for value in values
+        ):
+            raise rope.error(
+                key, f"it must be a list of {size // 2} numbers from 0.01 to {_MAX_FACTOR:g}"
+            )
         return tuple(map(float, values))
 
     return {

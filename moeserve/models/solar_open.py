@@ -8,9 +8,12 @@ from moeserve.models import family
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    rule, bias = family.no_window(config), config.boolean("attention_bias")
+    rule = family.no_window(config)
+    bias = config.boolean("attention_bias")
     mixer = family.attention(config, rule=rule, rope={"partial": True}, qkv_bias=bias)
-    experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
+    experts = family.moe(
+        config, router=family.deepseek_router(config), shared=family.shared_experts(config)
+    )
     return {"layers": family.layers(config, mixer, experts)}
 
 

@@ -1,4 +1,6 @@
-"""A model as a list of layers, and what follows from it: ranks that can share it, its size. No torch here."""
+"""A model as a list of layers, and what follows from it: ranks that can share it, its size. No
+torch here.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -13,13 +15,14 @@ _USUAL_GROUP = 64  # of int4 weights that are quantised on loading
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: a mixer, which reads earlier tokens, and a feed-forward block, which does not.
+    """One decoder layer: a mixer, which reads earlier tokens, and a feed-forward block, which does
+    not.
 
-    Each reads the norm of the residual stream (`pre_norm`) or the stream itself (FlexOlmo), and its output, or that
-    one's norm (`attn_post_norm`, `mlp_post_norm`; AFMoE), is added to the stream. parallel: both read the mixer's
-    norm (Command A+). scaled: a factor of the layer on the stream behind it (Gemma 4). No feed_forward: the next
-    layer's mixer follows (Nemotron-H). stored_as: the numbers of mixer and feed-forward block in a checkpoint which
-    counts each as a layer.
+    Each reads the norm of the residual stream (`pre_norm`) or the stream itself (FlexOlmo), and its
+    output, or that one's norm (`attn_post_norm`, `mlp_post_norm`; AFMoE), is added to the stream.
+    parallel: both read the mixer's norm (Command A+). scaled: a factor of the layer on the stream
+    behind it (Gemma 4). No feed_forward: the next layer's mixer follows (Nemotron-H). stored_as:
+    the numbers of mixer and feed-forward block in a checkpoint which counts each as a layer.
     """
 
     mixer: Mixer
@@ -46,8 +49,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """The norms of the residual stream and of outputs. centred: layer norms. bias: they have one (Phi). shift: added to
-    the weights of every norm, also of heads (Step)."""
+    """The norms of the residual stream and of outputs. centred: layer norms. bias: they have one
+    (Phi). shift: added to the weights of every norm, also of heads (Step)."""
 
     centred: bool = False
     bias: bool = False
@@ -68,7 +71,9 @@ class ModelSpec:
     tie_embeddings: bool = False
     num_mtp_layers: int = 0  # for multi-token prediction, behind the layers in the checkpoint
     mtp: LayerSpec | None = None  # of the first of those, see models/mtp.py
-    draft_layers: tuple[LayerSpec, ...] = ()  # of the drafter, whose caches are beside those of the layers
+    draft_layers: tuple[
+        LayerSpec, ...
+    ] = ()  # of the drafter, whose caches are beside those of the layers
     draft_whole: bool = False  # each tensor-parallel rank has all of the drafter's heads
     taps: tuple[
         int, ...
@@ -93,8 +98,8 @@ class ModelSpec:
         return self.layers + self.draft_layers
 
     def drafting(self, layers: tuple[LayerSpec, ...]) -> "ModelSpec":
-        """Returns the spec of the model beside a drafter with these layers. Raises ConfigError if there is no place for
-        the drafter's caches."""
+        """Returns the spec of the model beside a drafter with these layers. Raises ConfigError if
+        there is no place for the drafter's caches."""
         if FULL not in self.kv_rules:
             raise ConfigError(
                 f"speculate: {self.architecture} has no layer with full attention, beside which a drafter's cache "
@@ -114,18 +119,27 @@ class ModelSpec:
 
     @property
     def draft_rules(self) -> tuple[KVRule, ...]:
-        """What the drafter's layers read of their cache entries: one rule for each of its KV groups."""
+        """What the drafter's layers read of their cache entries: one rule for each of its KV
+        groups.
+        """
         return tuple(dict.fromkeys(layer.mixer.rule for layer in self.draft_layers))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """The indices of the layers with experts."""
-        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.feed_forward, MoE))
+        return tuple(
+            i for i, layer in enumerate(self.layers) if isinstance(layer.feed_forward, MoE)
+        )
 
     @property
     def moe(self) -> MoE | None:
-        """The experts of the first layer that has any; those of all others are alike in number, choice and size."""
-        return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoE)), None)
+        """The experts of the first layer that has any; those of all others are alike in number,
+        choice and size.
+        """
+        return next(
+            (layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoE)),
+            None,
+        )
 
     @property
     def num_experts(self) -> int:
@@ -156,19 +170,27 @@ class ModelSpec:
     def check_tp(self, tp: int) -> None:
         """Raises ConfigError, with what would work, if tp ranks cannot share the model."""
         if tp not in (possible := self.possible_tp):
-            shared = " and ".join(dict.fromkeys(layer.mixer.sharing for layer in self.shared_layers))
+            shared = " and ".join(
+                dict.fromkeys(layer.mixer.sharing for layer in self.shared_layers)
+            )
             raise ConfigError(
                 f"tp={tp} cannot share out {shared} evenly; choose tp from {', '.join(map(str, possible))}"
             )
 
     def obstacle(self, kernels: str) -> str:
-        """Returns why the kernels "native", "triton" or "fa3" cannot compute this model; empty if they can."""
-        return next((why for layer in self.cached_layers if (why := layer.mixer.obstacle(kernels))), "")
+        """Returns why the kernels "native", "triton" or "fa3" cannot compute this model; empty if
+        they can.
+        """
+        return next(
+            (why for layer in self.cached_layers if (why := layer.mixer.obstacle(kernels))), ""
+        )
 
     def products(self) -> list[tuple[int, int]]:
         """Returns (outputs, inputs) of all products of all layers, without those of routed experts."""
         blocks = (block for layer in self.layers for block in (layer.mixer, layer.feed_forward))
-        return [product for block in blocks if block for product in block.products(self.hidden_size)]
+        return [
+            product for block in blocks if block for product in block.products(self.hidden_size)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +214,11 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
-    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on loading.
+    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on
+    loading.
 
-    Of several formats in a checkpoint the smallest counts: experts have it, which are nearly all of the weights.
+    Of several formats in a checkpoint the smallest counts: experts have it, which are nearly all of
+    the weights.
     """
     if spec.stored:
         return min(form.bytes_per_weight for form in spec.stored)

@@ -1,5 +1,5 @@
-"""Step-3.5 and 3.7, the text part: sliding layers have more heads than full ones, a sigmoid gate per head, norms around
-one, and limits on the activations of some layers.
+"""Step-3.5 and 3.7, the text part: sliding layers have more heads than full ones, a sigmoid gate
+per head, norms around one, and limits on the activations of some layers.
 
 Source: huggingface.co/stepfun-ai/Step-3.5-Flash.
 """
@@ -24,11 +24,22 @@ def _fields(config: Fields) -> family.SpecFields:
         "use_rope_layers": [], "yarn_only_types": ["full_attention"],
     }  # fmt: skip
     config.only(**known)
-    mtp, kinds = family.mtp_layers(config), ("full_attention", "sliding_attention")
+    mtp = family.mtp_layers(config)
+    kinds = ("full_attention", "sliding_attention")
     count = family.num_layers(config)
-    for_mtp = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
-    own_values = {key: value[:count] for key in for_mtp if isinstance(value := config.values.get(key), list)}
-    own = replace(config, values={**config.values, **own_values})  # those lists may go on for layers of further tokens
+    for_mtp = (
+        "layer_types",
+        "rope_theta",
+        "partial_rotary_factors",
+        "swiglu_limits",
+        "swiglu_limits_shared",
+    )
+    own_values = {
+        key: value[:count] for key in for_mtp if isinstance(value := config.values.get(key), list)
+    }
+    own = replace(
+        config, values={**config.values, **own_values}
+    )  # those lists may go on for layers of further tokens
     types = family.layer_types(own, kinds, ["full_attention"] * count)
     mixers = {kind: _attention(own, kind, types) for kind in dict.fromkeys(types)}
     return {
@@ -39,11 +50,19 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
-    first, values = types.index(kind), dict(config.values)
-    for key, old in (("rope_theta", "rope_theta"), ("partial_rotary_factor", "partial_rotary_factors")):
+    first = types.index(kind)
+    values = dict(config.values)
+    for key, old in (
+        ("rope_theta", "rope_theta"),
+        ("partial_rotary_factor", "partial_rotary_factors"),
+    ):
         if isinstance(each := values.get(old), list):
-            if len(each) != len(types) or any(x != each[first] for x, t in zip(each, types, strict=True) if t == kind):
-                raise config.error(old, f"it must list a number for each of {len(types)} layers, one for a kind")
+            if len(each) != len(types) or any(
+                x != each[first] for x, t in zip(each, types, strict=True) if t == kind
+            ):
+                raise config.error(
+                    old, f"it must list a number for each of {len(types)} layers, one for a kind"
+                )
             values[key] = each[first]
     if kind == "sliding_attention":
         other = config.section("attention_other_setting")
@@ -52,7 +71,11 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
         if config.values.get("yarn_only_types"):
             values.pop("rope_scaling", None)
     own = replace(config, values=values)
-    rule = KVRule(own.integer("sliding_window", 1, family.MAX_POSITION) if kind == "sliding_attention" else None)
+    rule = KVRule(
+        own.integer("sliding_window", 1, family.MAX_POSITION)
+        if kind == "sliding_attention"
+        else None
+    )
     width = own.optional_number("query_pre_attn_scalar", 0, 1e6)
     return family.attention(
         own, layer_type=kind, rope={"partial": True}, rule=rule, qk_norm="head", gate="head",
@@ -64,8 +87,11 @@ def _blocks(config: Fields, count: int) -> list[Dense | MoE]:
     scale = config.number("moe_router_scaling_factor", 0, family.MAX_MULTIPLIER)
     fp32 = config.boolean("need_fp32_gate")
     router = RouterRule(score="sigmoid", bias=True, renormalize=True, scale=scale, fp32=fp32)
-    routed, shared = (_activations(config, key, count) for key in ("swiglu_limits", "swiglu_limits_shared"))
-    size, bias = config.integer("share_expert_dim", 1, family.MAX_WIDTH), config.boolean("mlp_bias")
+    routed, shared = (
+        _activations(config, key, count) for key in ("swiglu_limits", "swiglu_limits_shared")
+    )
+    size = config.integer("share_expert_dim", 1, family.MAX_WIDTH)
+    bias = config.boolean("mlp_bias")
     sparse = _sparse(config, count)
     return [
         family.moe(
@@ -81,7 +107,8 @@ def _blocks(config: Fields, count: int) -> list[Dense | MoE]:
 
 
 def _sparse(config: Fields, count: int) -> set[int]:
-    kinds, layers = config.values.get("mlp_layer_types"), config.values.get("moe_layers_enum")
+    kinds = config.values.get("mlp_layer_types")
+    layers = config.values.get("moe_layers_enum")
     if isinstance(kinds, list):
         return {i for i, kind in enumerate(kinds) if kind == "sparse"}
     if layers is None:
@@ -95,9 +122,15 @@ def _sparse(config: Fields, count: int) -> set[int]:
 
 def _activations(config: Fields, key: str, count: int) -> list[Activation]:
     limits = config.raw(key) or [None] * count
-    if not isinstance(limits, list) or len(limits) != count or any(isinstance(x, str | list | dict) for x in limits):
+    if (
+        not isinstance(limits, list)
+        or len(limits) != count
+        or any(isinstance(x, str | list | dict) for x in limits)
+    ):
         raise config.error(key, f"it must list a limit or null for each of {count} layers")
-    return [Activation(limit=limit, limit_after=True) if limit else Activation() for limit in limits]
+    return [
+        Activation(limit=limit, limit_after=True) if limit else Activation() for limit in limits
+    ]
 
 
 FAMILY = family.Family(

@@ -1,11 +1,14 @@
-"""An upper bound of the memory that one forward pass needs beside weights and cache, from shapes alone.
+"""An upper bound of the memory that one forward pass needs beside weights and cache, from shapes
+alone.
 
-T tokens (rounded up), D model width, H heads, G KV heads, d head width, I expert width, K experts per token.
+T tokens (rounded up), D model width, H heads, G KV heads, d head width, I expert width, K experts
+per token.
 
-Under tensor parallelism a rank computes a part of the columns. Gathered columns come on top, up to three times: as
-sent (the transport may keep them for a while), as received, and in order.
+Under tensor parallelism a rank computes a part of the columns. Gathered columns come on top, up to
+three times: as sent (the transport may keep them for a while), as received, and in order.
 
-Where experts are sharded, a rank also takes in rows of all others, up to what `moe/all2all/registry.py` allows.
+Where experts are sharded, a rank also takes in rows of all others, up to what
+`moe/all2all/registry.py` allows.
 """
 
 from dataclasses import dataclass
@@ -22,8 +25,9 @@ from moeserve.ops.linear import LARGEST_PAD, padded_rows
 class Inflow:
     """Rows that other ranks may send here.
 
-    rows: of one dispatch, at most. ubatches: micro-batches, each of which may have received so many. copies: copies of
-    received rows that are in memory at once. moving: experts that are in memory a second time while they move here.
+    rows: of one dispatch, at most. ubatches: micro-batches, each of which may have received so
+    many. copies: copies of received rows that are in memory at once. moving: experts that are in
+    memory a second time while they move here.
     """
 
     rows: int
@@ -43,8 +47,9 @@ def workspace_bytes(
 ) -> int:
     """Returns the bytes that `forward` and `logits` hold at their peak on one of tp_size ranks.
 
-    max_tokens: of a step. max_rows: requests of a step. max_len: of a context. inflow: None where no rows come from
-    other ranks. Layers run one after the other and reuse memory, so the peak is the larger of a layer's two halves.
+    max_tokens: of a step. max_rows: requests of a step. max_len: of a context. inflow: None where
+    no rows come from other ranks. Layers run one after the other and reuse memory, so the peak is
+    the larger of a layer's two halves.
     """
     tokens = padded_rows(max_tokens, LARGEST_PAD)
     size = dtype.itemsize
@@ -55,7 +60,9 @@ def workspace_bytes(
     half = max(
         max(
             layer.mixer.workspace(spec.hidden_size, tokens, max_len, size, ranks),
-            layer.feed_forward.workspace(spec.hidden_size, tokens, size, ranks) if layer.feed_forward else 0,
+            layer.feed_forward.workspace(spec.hidden_size, tokens, size, ranks)
+            if layer.feed_forward
+            else 0,
         )
         for layer, ranks in [
             *((layer, tp_size) for layer in set(spec.shared_layers)),
@@ -71,18 +78,26 @@ def workspace_bytes(
 def _plans(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
     """Bytes of the cache rows of all query blocks, of rotary angles, and of copies while planning."""
     blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
-    attending = (layer.mixer for layer in spec.cached_layers if layer.mixer.head_shape(1) is not None)
+    attending = (
+        layer.mixer for layer in spec.cached_layers if layer.mixer.head_shape(1) is not None
+    )
     angles = max((tensor.width for mixer in attending for tensor in mixer.cache(1)), default=0)
-    return INT64 * padded_context(max_len) * (len(set(spec.kv_rules)) * blocks + 6) + 2 * tokens * angles * FP32
+    return (
+        INT64 * padded_context(max_len) * (len(set(spec.kv_rules)) * blocks + 6)
+        + 2 * tokens * angles * FP32
+    )
 
 
 def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
-    """Bytes of other ranks' rows and of their experts' results, whose memory stays with the transport, and of experts
-    that are being moved in.
+    """Bytes of other ranks' rows and of their experts' results, whose memory stays with the
+    transport, and of experts that are being moved in.
 
     One micro-batch computes at a time, and in the worst case one expert has a row of every token.
     """
     width = spec.hidden_size
     rows = inflow.ubatches * inflow.rows * (inflow.copies * width * size + 4 * INT64)
     alike = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
-    return rows + (alike * (4 * spec.expert_size + 2 * width) + inflow.moving * spec.expert_weights) * size
+    return (
+        rows
+        + (alike * (4 * spec.expert_size + 2 * width) + inflow.moving * spec.expert_weights) * size
+    )

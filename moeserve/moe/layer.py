@@ -1,9 +1,11 @@
 """The MoE layer: router, dispatch, experts, combine.
 
-`MoELayer` runs the four steps one after the other. `FusedMoELayer` is the same layer where one kernel runs all of them,
-because no row leaves the rank. `plan_moe` chooses between the two once, at start.
+`MoELayer` runs the four steps one after the other. `FusedMoELayer` is the same layer where one
+kernel runs all of them, because no row leaves the rank. `plan_moe` chooses between the two once, at
+start.
 
-Under tensor parallelism all ranks of an engine route all of its tokens, and each rank dispatches an equal share.
+Under tensor parallelism all ranks of an engine route all of its tokens, and each rank dispatches an
+equal share.
 
 T tokens, D model width, K experts per token, P received rows.
 """
@@ -29,7 +31,11 @@ SharedExpert = Callable[[Tensor], Tensor]
 
 def why_not_recorded(wire: All2AllCaps, compute: ExpertsCaps) -> str | None:
     """Returns why no CUDA graph can record what this backend and this kernel do; None if one can."""
-    needs_host = None if compute.device_counts else f"{compute.name} must know the counts of rows on the host"
+    needs_host = (
+        None
+        if compute.device_counts
+        else f"{compute.name} must know the counts of rows on the host"
+    )
     return wire.not_recorded or needs_host
 
 
@@ -37,9 +43,10 @@ def why_not_recorded(wire: All2AllCaps, compute: ExpertsCaps) -> str | None:
 class MoELayer:
     """One layer's experts behind one all2all backend and one expert kernel.
 
-    `all2all`, `packed` (the local experts' weights in the kernel's layout) and `to_physical` are replaced between steps
-    when experts move or the group changes. shared: maps x [T, D] to what is added to every token. on_input: the weight
-    of a token's only expert multiplies the row that the expert sees, not the result.
+    `all2all`, `packed` (the local experts' weights in the kernel's layout) and `to_physical` are
+    replaced between steps when experts move or the group changes. shared: maps x [T, D] to what is
+    added to every token. on_input: the weight of a token's only expert multiplies the row that the
+    expert sees, not the result.
     """
 
     router: Router
@@ -53,22 +60,30 @@ class MoELayer:
 
     @property
     def not_recorded(self) -> str | None:
-        """Why no CUDA graph can record a call; None if one can, since a call never waits for the device."""
+        """Why no CUDA graph can record a call; None if one can, since a call never waits for the
+        device.
+        """
         if not self.to_physical.counts_on_device:
             return "the router's choices are counted on the host"
         return why_not_recorded(self.all2all.caps, self.experts.caps)
 
     def __call__(
-        self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, router_TD: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        num_tokens: int | Tensor,
+        ubatch: UBatch,
+        router_TD: Tensor | None = None,
     ) -> Tensor:
-        """Returns the layer's output [T, D]. Rows from `num_tokens` on are padding and reach no expert.
+        """Returns the layer's output [T, D]. Rows from `num_tokens` on are padding and reach no
+        expert.
 
-        num_tokens: an int, or an int32 tensor [1] where the layer can be recorded. router_TD: what the router reads, if
-        not x.
+        num_tokens: an int, or an int32 tensor [1] where the layer can be recorded. router_TD: what
+        the router reads, if not x.
         """
         routing = self.router(x_TD if router_TD is None else router_TD, num_tokens)
         ubatch.note_load(self.to_physical.load(routing))
-        routing, tp = self.to_physical(routing), self.tp
+        routing = self.to_physical(routing)
+        tp = self.tp
         # Padding is shared out as well where only the device knows how much of it there is.
         rows = len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens
         if tp.size == 1:
@@ -81,13 +96,17 @@ class MoELayer:
         return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - rows))
 
     def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
-        """Computes for the other ranks in a step in which this rank has no tokens. like_D: a row's shape and dtype."""
+        """Computes for the other ranks in a step in which this rank has no tokens. like_D: a row's
+        shape and dtype.
+        """
         self(like_D.new_empty((0, like_D.shape[-1])), 0, ubatch)
 
     def _compute(self, x_TD: Tensor, routing: Routing, num_tokens: int, ubatch: UBatch) -> Tensor:
-        """Returns the sum of the routed and the shared experts. All ranks make as many rounds as the rank with the most
-        tokens needs."""
-        routed_TD, out_TD, shared_TD = x_TD, torch.empty_like(x_TD), list[Tensor]()
+        """Returns the sum of the routed and the shared experts. All ranks make as many rounds as
+        the rank with the most tokens needs."""
+        routed_TD = x_TD
+        out_TD = torch.empty_like(x_TD)
+        shared_TD = list[Tensor]()
         if self.on_input:
             routed_TD, routing = routing.on_input(x_TD)
         run_shared = None
@@ -103,13 +122,22 @@ class MoELayer:
         return out_TD + shared_TD[0] if shared_TD else out_TD
 
     def _round(
-        self, x_TD: Tensor, routing: Routing, out_TD: Tensor, ubatch: UBatch, run_shared: Callable[[], None] | None
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        out_TD: Tensor,
+        ubatch: UBatch,
+        run_shared: Callable[[], None] | None,
     ) -> None:
         """Dispatch, experts, combine; `run_shared` runs while results travel home."""
-        ticket = ubatch.overlap(lambda: self.all2all.dispatch(x_TD, routing, ubatch), name="dispatch")
+        ticket = ubatch.overlap(
+            lambda: self.all2all.dispatch(x_TD, routing, ubatch), name="dispatch"
+        )
         y = x_TD.new_empty(ticket.inbound.rows.shape) if ticket.y is None else ticket.y
         self._run_experts(ticket, y, ubatch)
-        ubatch.overlap(lambda: self.all2all.combine(ticket, y, out_TD, ubatch), run_shared, "combine")
+        ubatch.overlap(
+            lambda: self.all2all.combine(ticket, y, out_TD, ubatch), run_shared, "combine"
+        )
 
     def _run_experts(self, ticket: Ticket, y: Tensor, ubatch: UBatch) -> None:
         if (early := ticket.early) is None:
@@ -123,8 +151,8 @@ class MoELayer:
 
 @dataclass(eq=False)
 class FusedMoELayer(MoELayer):
-    """A layer on one rank whose router, dispatch, experts and combine are one call of the expert kernel. The bits are
-    those of the four steps."""
+    """A layer on one rank whose router, dispatch, experts and combine are one call of the expert
+    kernel. The bits are those of the four steps."""
 
     not_recorded = None
 
@@ -133,7 +161,11 @@ class FusedMoELayer(MoELayer):
         self._fused = self.experts.fuse(self.router)
 
     def __call__(
-        self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, router_TD: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        num_tokens: int | Tensor,
+        ubatch: UBatch,
+        router_TD: Tensor | None = None,
     ) -> Tensor:
         """See `MoELayer.__call__`."""
         if router_TD is not None:  # the fused router reads what the experts read
@@ -142,6 +174,8 @@ class FusedMoELayer(MoELayer):
         return out_TD if self.shared is None else out_TD + self.shared(x_TD)
 
     def expect(self, layer: "FusedMoELayer") -> None:
-        """Lets experts on disk be read ahead for the next layer, where this one's kernel can guess them."""
+        """Lets experts on disk be read ahead for the next layer, where this one's kernel can guess
+        them.
+        """
         if hasattr(self._fused, "expect"):
             self._fused.expect(layer._fused)

@@ -1,6 +1,8 @@
-"""From logical to physical experts: one table lookup per (token, k) pair, and the count of the load.
+"""From logical to physical experts: one table lookup per (token, k) pair, and the count of the
+load.
 
-T tokens, K experts per token, E logical experts, N replicas of the expert that has most, W turns in the table.
+T tokens, K experts per token, E logical experts, N replicas of the expert that has most, W turns in
+the table.
 """
 
 import math
@@ -17,11 +19,12 @@ _GROW = 1024  # tokens that the table of turns grows by
 
 
 class LogicalToPhysical:
-    """One layer's map. Tokens take an expert's replicas in turn, by token index plus layer. The choice of a replica
-    changes no bit, because all hold the same weights.
+    """One layer's map. Tokens take an expert's replicas in turn, by token index plus layer. The
+    choice of a replica changes no bit, because all hold the same weights.
 
-    Turn w of expert e is entry w * (E + 1) + e + 1 of a flat table, and entry w * (E + 1) is the -1 of padding.
-    counts_on_device: the device counts the load, so that the host need not wait for the ids.
+    Turn w of expert e is entry w * (E + 1) + e + 1 of a flat table, and entry w * (E + 1) is the -1
+    of padding. counts_on_device: the device counts the load, so that the host need not wait for the
+    ids.
     """
 
     def __init__(
@@ -37,10 +40,15 @@ class LogicalToPhysical:
         self.layer = layer
         self.num_experts = placement.num_experts
         self.device = torch.device(device)
-        self.is_identity = bool((physical_EN[:, 0] == np.arange(self.num_experts)).all()) and physical_EN.shape[1] == 1
+        self.is_identity = (
+            bool((physical_EN[:, 0] == np.arange(self.num_experts)).all())
+            and physical_EN.shape[1] == 1
+        )
         turns = min(MAX_TURNS, math.lcm(*set(counts_E.tolist())))
         table_WE = physical_EN[np.arange(self.num_experts), np.arange(turns)[:, None] % counts_E]
-        padded = np.concatenate((np.full((turns, 1), -1, np.int32), table_WE.astype(np.int32)), axis=1)
+        padded = np.concatenate(
+            (np.full((turns, 1), -1, np.int32), table_WE.astype(np.int32)), axis=1
+        )
         self._table = torch.from_numpy(padded.ravel()).to(self.device)
         self._turns = turns
         self._starts_T1 = torch.empty((0, 1), dtype=torch.int32, device=self.device)
@@ -52,14 +60,21 @@ class LogicalToPhysical:
             return routing
         ids_TK = routing.ids_TK
         starts_T1 = self._starts(ids_TK.shape[0])
-        return Routing(self._table.index_select(0, (ids_TK + starts_T1).view(-1)).view_as(ids_TK), routing.weights_TK)
+        return Routing(
+            self._table.index_select(0, (ids_TK + starts_T1).view(-1)).view_as(ids_TK),
+            routing.weights_TK,
+        )
 
     def after(self, placement: Placement) -> "LogicalToPhysical":
         """Returns the same layer's map under another placement."""
-        return LogicalToPhysical(placement, self.layer, self.device, counts_on_device=self.counts_on_device)
+        return LogicalToPhysical(
+            placement, self.layer, self.device, counts_on_device=self.counts_on_device
+        )
 
     def load(self, routing: Routing) -> NDArray[np.int64] | torch.Tensor:
-        """Returns the (token, k) pairs of each logical expert [E], without padding; int32 where the device counts."""
+        """Returns the (token, k) pairs of each logical expert [E], without padding; int32 where the
+        device counts.
+        """
         if self.counts_on_device:
             ids_N = routing.ids_TK.reshape(-1).long() + 1
             counts = torch.zeros(self.num_experts + 1, dtype=torch.int32, device=ids_N.device)
@@ -68,10 +83,14 @@ class LogicalToPhysical:
         return np.bincount(ids + 1, minlength=self.num_experts + 1)[1:]
 
     def _starts(self, tokens: int) -> torch.Tensor:
-        """Returns where each token's part of the table begins, plus one, so that id -1 finds the entry of padding."""
+        """Returns where each token's part of the table begins, plus one, so that id -1 finds the
+        entry of padding.
+        """
         if tokens > self._starts_T1.shape[0]:
             upto = -(-tokens // _GROW) * _GROW
             self._outgrown.append(self._starts_T1)
-            turn_T = (torch.arange(upto, dtype=torch.int32, device=self.device) + self.layer) % self._turns
+            turn_T = (
+                torch.arange(upto, dtype=torch.int32, device=self.device) + self.layer
+            ) % self._turns
             self._starts_T1 = (turn_T * (self.num_experts + 1) + 1)[:, None]
         return self._starts_T1[:tokens]

@@ -1,8 +1,9 @@
 """Micro-batches that take turns: each has a thread of its own, and exactly one works at a time.
 
-The order is a strict ring: what micro-batch 0 does between two hand-offs comes before what micro-batch 1 does
-between the same two. A request that is cut in two relies on that: its end reads the keys that its beginning wrote.
-A hand-off releases one lock and acquires another, which takes half as long as a pair of events.
+The order is a strict ring: what micro-batch 0 does between two hand-offs comes before what
+micro-batch 1 does between the same two. A request that is cut in two relies on that: its end reads
+the keys that its beginning wrote. A hand-off releases one lock and acquires another, which takes
+half as long as a pair of events.
 """
 
 import contextlib
@@ -14,10 +15,11 @@ class Unwound(BaseException):  # not an Exception: no handler on the way out may
 
 
 class PingPong:
-    """The turns of one step's micro-batches; micro-batch 0 has the first one. error: the first that any of them met.
+    """The turns of one step's micro-batches; micro-batch 0 has the first one. error: the first that
+    any of them met.
 
-    Each micro-batch calls `take` first, `pass_on` where another may go on, and at last either `give_up` or `poison`;
-    then none of them waits for ever.
+    Each micro-batch calls `take` first, `pass_on` where another may go on, and at last either
+    `give_up` or `poison`; then none of them waits for ever.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,7 +35,9 @@ class PingPong:
         self._check()
 
     def pass_on(self, index: int) -> None:
-        """Lets the others work; returns on this micro-batch's next turn, at once if no other one is left."""
+        """Lets the others work; returns on this micro-batch's next turn, at once if no other one is
+        left.
+        """
         self._check()
         if (following := self._following(index)) != index:
             self._wake(following)

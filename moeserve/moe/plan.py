@@ -1,7 +1,8 @@
-"""Chooses what runs the MoE layers: an all2all backend, an expert kernel, and whether one call fuses all four steps.
+"""Chooses what runs the MoE layers: an all2all backend, an expert kernel, and whether one call
+fuses all four steps.
 
-The choice is made once, at start, by what each candidate declares that it can do; the plan has a reason for every
-candidate that was not taken.
+The choice is made once, at start, by what each candidate declares that it can do; the plan has a
+reason for every candidate that was not taken.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ from moeserve.ops.rules import Activation
 class MoENeeds:
     """Requirements of the model and the settings on a backend and a kernel.
 
-    max_tokens: rows of one step on one rank. world_size: ranks that the experts are sharded over. replicas: whether
-    some experts are there more than once. biases: whether experts have biases. gated: whether they have gates. exact:
-    whether a request's bits may depend on nothing but the request.
+    max_tokens: rows of one step on one rank. world_size: ranks that the experts are sharded over.
+    replicas: whether some experts are there more than once. biases: whether experts have biases.
+    gated: whether they have gates. exact: whether a request's bits may depend on nothing but the
+    request.
     """
 
     hidden_size: int
@@ -45,9 +47,9 @@ class MoENeeds:
 class MoEPlan:
     """The backend and the kernel that were picked, and why each other pair was not.
 
-    fused: whether one call of the kernel runs router, dispatch, experts and combine. reasons: (backend, kernel,
-    "picked" with what a user should know, or what is in the way) for every pair; the last two are about graphs and
-    fusing.
+    fused: whether one call of the kernel runs router, dispatch, experts and combine. reasons:
+    (backend, kernel, "picked" with what a user should know, or what is in the way) for every pair;
+    the last two are about graphs and fusing.
     """
 
     all2all: All2All
@@ -64,9 +66,20 @@ class MoEPlan:
         shared: SharedExpert | None = None,
         tp: TensorParallel = ALONE,
     ) -> MoELayer:
-        """Returns a layer that runs as planned. packed: its weights, as `experts.pack` returned them."""
+        """Returns a layer that runs as planned. packed: its weights, as `experts.pack` returned
+        them.
+        """
         kind = FusedMoELayer if self.fused else MoELayer
-        return kind(router, self.all2all, self.experts, packed, to_physical, shared, tp, router.rule.on_input)
+        return kind(
+            router,
+            self.all2all,
+            self.experts,
+            packed,
+            to_physical,
+            shared,
+            tp,
+            router.rule.on_input,
+        )
 
     def with_activation(self, activation: Activation) -> "MoEPlan":
         """Returns the plan of layers whose experts have another activation."""
@@ -82,7 +95,8 @@ class MoEPlan:
 
 
 def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Experts]) -> MoEPlan:
-    """Returns the plan with the first pair, in the callers' order of preference, that can do what is needed.
+    """Returns the plan with the first pair, in the callers' order of preference, that can do what
+    is needed.
 
     Raises ConfigError with the table when none can.
     """
@@ -94,9 +108,13 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
             if why is None and picked is None:
                 picked = backend, kernel
                 why = "; ".join(("picked", *_remarks(needs, backend)))
-            reasons.append((backend.caps.name, kernel.caps.name, why or "possible, lower preference"))
+            reasons.append(
+                (backend.caps.name, kernel.caps.name, why or "possible, lower preference")
+            )
     if picked is None:
-        lines = "\n".join(f"  {a} with {b}: {why}" for a, b, why in reasons) or "  nothing was offered"
+        lines = (
+            "\n".join(f"  {a} with {b}: {why}" for a, b, why in reasons) or "  nothing was offered"
+        )
         raise ConfigError(f"no all2all backend and expert kernel fit {needs}:\n{lines}")
     backend, kernel = picked
     not_fused = _why_not_fused(needs, backend, kernel)
@@ -105,7 +123,11 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
         eager = f"there are none on {needs.device}"
     reasons.append(("graphs", backend.caps.name, eager or "possible: decode steps can be recorded"))
     reasons.append(
-        ("fused", kernel.caps.name, not_fused or "picked: router, dispatch, experts and combine are one call")
+        (
+            "fused",
+            kernel.caps.name,
+            not_fused or "picked: router, dispatch, experts and combine are one call",
+        )
     )
     return MoEPlan(backend, kernel, not_fused is None, needs, tuple(reasons))
 
@@ -114,9 +136,15 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
     """Returns what keeps the four steps apart; None if nothing does."""
     checks = (
         (isinstance(kernel, Fusible), f"{kernel.caps.name} has no fused form"),
-        (backend.caps.in_place, f"rows travel by {backend.caps.name}, or are rounded as if they did"),
+        (
+            backend.caps.in_place,
+            f"rows travel by {backend.caps.name}, or are rounded as if they did",
+        ),
         (needs.tp_size == 1, f"{needs.tp_size} tensor-parallel ranks share the tokens out"),
-        (needs.gated or kernel.caps.fuses_ungated, f"{kernel.caps.name} has no fused form of experts without gates"),
+        (
+            needs.gated or kernel.caps.fuses_ungated,
+            f"{kernel.caps.name} has no fused form of experts without gates",
+        ),
         (not needs.replicas, "some experts have replicas, which take tokens in turn"),
     )
     return next((why for holds, why in checks if not holds), None)
@@ -124,12 +152,15 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
 
 def _remarks(needs: MoENeeds, backend: All2All) -> list[str]:
     """Returns what a user should know about the backend that was picked."""
-    caps, remarks = backend.caps, []
+    caps = backend.caps
+    remarks = []
     if (width := caps.pad_hidden(needs.hidden_size)) != needs.hidden_size:
         remarks.append(f"rows of {needs.hidden_size} travel filled up to {width}")
     if caps.max_tokens is not None and caps.max_tokens < needs.max_tokens:
         rounds = -(-needs.max_tokens // caps.max_tokens)
-        remarks.append(f"a step of {needs.max_tokens} tokens goes in {rounds} rounds of {caps.max_tokens}")
+        remarks.append(
+            f"a step of {needs.max_tokens} tokens goes in {rounds} rounds of {caps.max_tokens}"
+        )
     if not caps.exact:
         remarks.append("bits may depend on where experts are")
     return remarks
@@ -137,16 +168,23 @@ def _remarks(needs: MoENeeds, backend: All2All) -> list[str]:
 
 def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
     """Returns why the pair cannot serve; None if it can."""
-    wire, compute = backend.caps, kernel.caps
+    wire = backend.caps
+    compute = kernel.caps
     if wire.obstacle is not None:
         return wire.obstacle
     if compute.obstacle is not None:
         return compute.obstacle
     checks = (
         (needs.device in wire.devices, f"{wire.name} does not serve {needs.device}"),
-        (wire.world_sizes(needs.world_size), f"{wire.name} does not serve {needs.world_size} ranks"),
+        (
+            wire.world_sizes(needs.world_size),
+            f"{wire.name} does not serve {needs.world_size} ranks",
+        ),
         (needs.dtype in wire.wires, f"{wire.name} does not carry {needs.dtype}"),
-        (wire.pad_hidden(needs.hidden_size) is not None, f"{wire.name} takes no rows of {needs.hidden_size}"),
+        (
+            wire.pad_hidden(needs.hidden_size) is not None,
+            f"{wire.name} takes no rows of {needs.hidden_size}",
+        ),
         (
             wire.max_in_flight is None or needs.ubatches <= wire.max_in_flight,
             f"{wire.name} has {wire.max_in_flight} dispatches in flight, {needs.ubatches} micro-batches are asked",

@@ -17,7 +17,8 @@ from moeserve.ops.table import Ops
 class Routing:
     """The experts that the router chose: what every all2all backend takes.
 
-    ids_TK: int32, best first; -1 where a row is padding. weights_TK: fp32, as the sum of results uses them.
+    ids_TK: int32, best first; -1 where a row is padding. weights_TK: fp32, as the sum of results
+    uses them.
     """
 
     ids_TK: Tensor
@@ -28,16 +29,21 @@ class Routing:
         return Routing(self.ids_TK[rows], self.weights_TK[rows])
 
     def on_input(self, x_TD: Tensor) -> "tuple[Tensor, Routing]":
-        """Returns rows times the weight of their only expert, and the routing whose results count as they are."""
+        """Returns rows times the weight of their only expert, and the routing whose results count
+        as they are.
+        """
         assert self.weights_TK.shape[1] == 1, self.weights_TK.shape
-        return (x_TD * self.weights_TK).to(x_TD.dtype), Routing(self.ids_TK, torch.ones_like(self.weights_TK))
+        return (x_TD * self.weights_TK).to(x_TD.dtype), Routing(
+            self.ids_TK, torch.ones_like(self.weights_TK)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
     """Scores all experts by one matrix product, `gate`, and keeps the best `top_k`.
 
-    gate: packed from an fp32 weight where the rule says fp32. bias_E, expert_scale_E: fp32, as `route` takes them.
+    gate: packed from an fp32 weight where the rule says fp32. bias_E, expert_scale_E: fp32, as
+    `route` takes them.
     """
 
     gate: Linear
@@ -52,8 +58,8 @@ class Router:
         assert self.top_k == 1 or not self.rule.on_input, self.top_k
 
     def __call__(self, x_TD: Tensor, num_tokens: int | Tensor) -> Routing:
-        """Returns the choices of the first `num_tokens` rows; the rest are padding. num_tokens: an int, or with the
-        Triton kernels an int32 tensor [1]."""
+        """Returns the choices of the first `num_tokens` rows; the rest are padding. num_tokens: an
+        int, or with the Triton kernels an int32 tensor [1]."""
         logits_TE = self.gate(x_TD.float() if self.rule.fp32 else x_TD)
         arguments = logits_TE, self.top_k, self.rule, self.bias_E, self.expert_scale_E
         if isinstance(num_tokens, Tensor):

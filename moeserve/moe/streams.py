@@ -1,13 +1,14 @@
-"""Streams for communication beside computation; on CUDA a stream of its own, tied to the computing one by events.
+"""Streams for communication beside computation; on CUDA a stream of its own, tied to the computing
+one by events.
 
-All micro-batches of a process compute on one stream, in the order of their turns, and all its transfers run on another,
-in the order of `launch`. The host only launches: a transfer begins behind what was computed before, and what is
-computed after `join` begins behind the transfer.
+All micro-batches of a process compute on one stream, in the order of their turns, and all its
+transfers run on another, in the order of `launch`. The host only launches: a transfer begins behind
+what was computed before, and what is computed after `join` begins behind the transfer.
 
-Memory. torch gives a freed block to the next work on the stream that allocated it. So a tensor that a transfer still
-reads must not be freed: a launch keeps its `work`, and with it all that the closure names, until `join`. A tensor that
-a transfer has made may be freed while it is computed on: only the next transfer can be given its memory, and that
-begins behind the computation.
+Memory. torch gives a freed block to the next work on the stream that allocated it. So a tensor that
+a transfer still reads must not be freed: a launch keeps its `work`, and with it all that the
+closure names, until `join`. A tensor that a transfer has made may be freed while it is computed on:
+only the next transfer can be given its memory, and that begins behind the computation.
 """
 
 from collections.abc import Callable
@@ -18,14 +19,16 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-HIGH = -1  # priority: a transfer's few blocks come before the many of a product that waits for room as well
+HIGH = (
+    -1
+)  # priority: a transfer's few blocks come before the many of a product that waits for room as well
 
 
 class InFlightTransfer:
     """A transfer in the device's time; `work` is kept until `join`.
 
-    A transfer on another library's stream is entered around the call that makes the current stream wait for it: the end
-    of that wait is taken for the transfer's own.
+    A transfer on another library's stream is entered around the call that makes the current stream
+    wait for it: the end of that wait is taken for the transfer's own.
     """
 
     __slots__ = ("awaited", "begun", "ended", "is_joined", "work")
@@ -40,7 +43,8 @@ class InFlightTransfer:
         """Makes the current stream wait for the transfer."""
         self.awaited.record()
         torch.cuda.current_stream().wait_event(self.ended)
-        self.work, self.is_joined = None, True
+        self.work = None
+        self.is_joined = True
 
     def __enter__(self) -> None:
         self.awaited.record()
@@ -51,37 +55,45 @@ class InFlightTransfer:
 
     @property
     def times_us(self) -> tuple[int, int]:
-        """The transfer's duration, and the part of it in which computation stood waiting; for a device that has passed
-        `join`."""
+        """The transfer's duration, and the part of it in which computation stood waiting; for a
+        device that has passed `join`."""
         took_ms = self.begun.elapsed_time(self.ended)
         stood_ms = self.awaited.elapsed_time(self.ended)
         return int(took_ms * 1000), int(max(0.0, min(took_ms, stood_ms)) * 1000)
 
 
 class CommStream:
-    """Runs work in the order of the calls, each after all that the calling thread's current stream was given before.
+    """Runs work in the order of the calls, each after all that the calling thread's current stream
+    was given before.
 
-    This one runs it at once on the current stream: for CPUs, and for transfers that computation would have to wait for
-    anyway.
+    This one runs it at once on the current stream: for CPUs, and for transfers that computation
+    would have to wait for anyway.
     """
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Runs `work`, and returns a `join`: it makes the current stream wait for the work, and returns its value. The
-        work must name all tensors that it uses and did not make: they live until `join`."""
+        """Runs `work`, and returns a `join`: it makes the current stream wait for the work, and
+        returns its value. The work must name all tensors that it uses and did not make: they live
+        until `join`."""
         value = work()
         return lambda: value
 
     def watch(self) -> AbstractContextManager[None]:
-        """Times a transfer that begins here without `launch`; to be entered as an `InFlightTransfer` is."""
+        """Times a transfer that begins here without `launch`; to be entered as an
+        `InFlightTransfer` is.
+        """
         return nullcontext()
 
     def take_transfers(self) -> list[InFlightTransfer]:
-        """Returns what was joined since the last call, in the order of launching; to be called after each step."""
+        """Returns what was joined since the last call, in the order of launching; to be called
+        after each step.
+        """
         return []
 
 
 class CudaStream(CommStream):
-    """A stream of its own on a device. Transfers that a recorded graph replays are not among `take_transfers`."""
+    """A stream of its own on a device. Transfers that a recorded graph replays are not among
+    `take_transfers`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=HIGH)  # type: ignore[no-untyped-call]
@@ -121,14 +133,16 @@ class CudaStream(CommStream):
         joined = [transfer for transfer in self._transfers if transfer.is_joined]
         # Nobody joins the transfers of a failed step; they keep what they use until they are over.
         self._transfers = [
-            transfer for transfer in self._transfers if not (transfer.is_joined or transfer.ended.query())
+            transfer
+            for transfer in self._transfers
+            if not (transfer.is_joined or transfer.ended.query())
         ]
         return joined
 
 
 def comm_stream(device: torch.device | str) -> CommStream:
-    """Returns the device's only stream for transfers: two could wait for each other crosswise, if ranks used them
-    in different order."""
+    """Returns the device's only stream for transfers: two could wait for each other crosswise, if
+    ranks used them in different order."""
     device = torch.device(device)
     if device.type != "cuda":
         return CommStream()
@@ -141,8 +155,8 @@ def _cuda_stream(index: int) -> CudaStream:
 
 
 def here() -> Callable[[], AbstractContextManager[object]]:
-    """Returns a context in which another thread launches on the calling thread's stream: torch's current device and
-    stream are per thread."""
+    """Returns a context in which another thread launches on the calling thread's stream: torch's
+    current device and stream are per thread."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext
     stream = torch.cuda.current_stream()

@@ -1,8 +1,10 @@
-"""A micro-batch: one part of the batch on its way through the model, with its communication, times and loads.
+"""A micro-batch: one part of the batch on its way through the model, with its communication, times
+and loads.
 
-With a single micro-batch nothing overlaps but the work given as `meanwhile`. Dual-batch overlap is two micro-batches
-that take turns: `overlap` sends this micro-batch's rows, lets the other one compute while they travel, and then waits
-for them. Only the MoE layer calls `overlap`, so model code stays the same.
+With a single micro-batch nothing overlaps but the work given as `meanwhile`. Dual-batch overlap is
+two micro-batches that take turns: `overlap` sends this micro-batch's rows, lets the other one
+compute while they travel, and then waits for them. Only the MoE layer calls `overlap`, so model
+code stays the same.
 """
 
 import time
@@ -30,12 +32,13 @@ WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}
 class UBatchMeter:
     """Times of a micro-batch's transfers in one step, in ns on the monotonic clock.
 
-    comm_ns: from the start of each transfer to the arrival of its last row, summed. exposed_ns: the part of comm_ns in
-    which the micro-batch stood in `wait`, or in `arrive` for its sibling. No other micro-batch computes then, because
-    this one has the turn; work that `wait` does once all rows are here does not count. events: a list in a traced step.
+    comm_ns: from the start of each transfer to the arrival of its last row, summed. exposed_ns: the
+    part of comm_ns in which the micro-batch stood in `wait`, or in `arrive` for its sibling. No
+    other micro-batch computes then, because this one has the turn; work that `wait` does once all
+    rows are here does not count. events: a list in a traced step.
 
-    Transfers that arrive `ON_DEVICE` are left out: the host only launches them (moe/streams.py times those by events),
-    and a trace shows when they were launched.
+    Transfers that arrive `ON_DEVICE` are left out: the host only launches them (moe/streams.py
+    times those by events), and a trace shows when they were launched.
     """
 
     index: int
@@ -59,11 +62,17 @@ class UBatchMeter:
         if self.events is not None:
             now_ns = time.monotonic_ns()
             if now_ns - self._resumed_ns >= SHORTEST_NS:
-                self.events.append(TraceEvent(name, f"micro-batch {self.index}", self._resumed_ns, now_ns, layer))
+                self.events.append(
+                    TraceEvent(name, f"micro-batch {self.index}", self._resumed_ns, now_ns, layer)
+                )
             self._resumed_ns = now_ns
 
-    def transfer(self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int) -> None:
-        """Counts a transfer from start_ns to arrived_ns, for which the micro-batch waited from wait_ns to end_ns."""
+    def transfer(
+        self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int
+    ) -> None:
+        """Counts a transfer from start_ns to arrived_ns, for which the micro-batch waited from
+        wait_ns to end_ns.
+        """
         if arrived_ns == ON_DEVICE:
             return
         arrived_ns = min(arrived_ns or end_ns, end_ns)  # a backend that cannot tell says 0
@@ -78,8 +87,8 @@ class UBatchMeter:
 class UBatch:
     """One of the step's micro-batches, the one numbered `index`.
 
-    most_tokens: those of the rank that has most in this micro-batch and step; all ranks make as many rounds as that
-    rank needs.
+    most_tokens: those of the rank that has most in this micro-batch and step; all ranks make as
+    many rounds as that rank needs.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -94,7 +103,8 @@ class UBatch:
 
     def couple(self, ping_pong: PingPong, sibling: "UBatch") -> None:
         """Shares the next step with `sibling`. To be called for both before either enters."""
-        self._ping_pong, self._sibling = ping_pong, sibling
+        self._ping_pong = ping_pong
+        self._sibling = sibling
         self._inbox.clear()
         self._early_ns = 0
 
@@ -104,8 +114,8 @@ class UBatch:
         return self._ping_pong is not None
 
     def run_in_turns(self, work: Callable[[], T]) -> T | None:
-        """Runs this micro-batch's part of the step from its first turn on; then the sibling goes on alone. An error
-        ends the step of both and becomes the `PingPong`'s."""
+        """Runs this micro-batch's part of the step from its first turn on; then the sibling goes on
+        alone. An error ends the step of both and becomes the `PingPong`'s."""
         ping_pong = self._ping_pong
         assert ping_pong is not None
         try:
@@ -124,13 +134,18 @@ class UBatch:
             self._ping_pong = self._sibling = None
 
     def overlap(
-        self, start: Callable[[], Pending[T]], meanwhile: Callable[[], None] | None = None, name: str = "transfer"
+        self,
+        start: Callable[[], Pending[T]],
+        meanwhile: Callable[[], None] | None = None,
+        name: str = "transfer",
     ) -> T:
-        """Starts a transfer, runs `meanwhile`, lets the sibling work, and returns the transfer's result.
+        """Starts a transfer, runs `meanwhile`, lets the sibling work, and returns the transfer's
+        result.
 
         name: "dispatch" or "combine", for traces.
         """
-        meter, layer = self.meter, len(self._loads) - 1
+        meter = self.meter
+        layer = len(self._loads) - 1
         meter.work(WORK_BEFORE.get(name, "work"), layer)
         self._receive()
         start_ns = self._early_ns or time.monotonic_ns()
@@ -152,7 +167,9 @@ class UBatch:
         return value
 
     def run_fused(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
-        """Runs a layer whose rows stay on this rank; `compute` returns the output and the rows per expert."""
+        """Runs a layer whose rows stay on this rank; `compute` returns the output and the rows per
+        expert.
+        """
         layer = len(self._loads)
         self.meter.work(WORK_BEFORE["dispatch"], layer)
         out_TD, counts_E = compute()
@@ -166,8 +183,9 @@ class UBatch:
         send()
 
     def _receive(self) -> None:
-        """Launches what the sibling will wait for. This happens right before the own send: a receive may occupy the
-        device or wait for its rows, so it must come behind this micro-batch's work."""
+        """Launches what the sibling will wait for. This happens right before the own send: a
+        receive may occupy the device or wait for its rows, so it must come behind this
+        micro-batch's work."""
         if self._inbox:
             began_ns = time.monotonic_ns()
             for arrive in self._inbox:
@@ -176,13 +194,18 @@ class UBatch:
             self.meter.exposed_ns += time.monotonic_ns() - began_ns
 
     def note_load(self, counts_E: Load) -> None:
-        """Records how many rows of this micro-batch one layer sent to each logical expert, without padding."""
+        """Records how many rows of this micro-batch one layer sent to each logical expert, without
+        padding.
+        """
         self._loads.append(counts_E)
 
     def take_load(self) -> Load:
-        """Returns the rows per layer and expert [layers, E] since the last call; an empty array when nothing was
-        routed, a tensor if the device counted them."""
-        loads, self._loads = self._loads, []
+        """Returns the rows per layer and expert [layers, E] since the last call; an empty array
+        when nothing was routed, a tensor if the device counted them."""
+        loads = self._loads
+        self._loads = []
         if loads and isinstance(loads[0], Tensor):
             return torch.stack([load for load in loads if isinstance(load, Tensor)])
-        return np.concatenate(loads).reshape(len(loads), -1) if loads else np.zeros((0, 0), np.int64)
+        return (
+            np.concatenate(loads).reshape(len(loads), -1) if loads else np.zeros((0, 0), np.int64)
+        )

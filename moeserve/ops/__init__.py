@@ -1,1 +1,3 @@
-"""One Python function per kernel, its plain-torch reference, and the one table that picks implementations at start."""
+"""One Python function per kernel, its plain-torch reference, and the one table that picks
+implementations at start.
+"""

@@ -1,13 +1,15 @@
-"""Paged attention in plain torch: one function for prefill and decode whose bits depend on query and context alone.
+"""Paged attention in plain torch: one function for prefill and decode whose bits depend on query
+and context alone.
 
-T tokens, R rows (requests), H heads, G KV heads, h = H / G, d and v widths of a key and of a value, L context padded to
-tiles.
-An item works on B query blocks of m queries at once, all with about the same context.
+T tokens, R rows (requests), H heads, G KV heads, h = H / G, d and v widths of a key and of a value,
+L context padded to tiles. An item works on B query blocks of m queries at once, all with about the
+same context.
 
-The order of every sum is fixed by position: scores are dot products over d; softmax runs over one row in fp32, where
-masked positions add exact zeros; values are summed inside absolute tiles of 64 tokens, counted from position 0, and
-tiles are added in order. How queries are packed into items does not matter for the bits. It bounds the work space to
-about `SCORES` scores and `CONTEXT` cache elements at a time, whatever the context lengths.
+The order of every sum is fixed by position: scores are dot products over d; softmax runs over one
+row in fp32, where masked positions add exact zeros; values are summed inside absolute tiles of 64
+tokens, counted from position 0, and tiles are added in order. How queries are packed into items
+does not matter for the bits. It bounds the work space to about `SCORES` scores and `CONTEXT` cache
+elements at a time, whatever the context lengths.
 """
 
 from dataclasses import dataclass
@@ -26,19 +28,24 @@ SCORES = 1 << 20
 CONTEXT = 1 << 21
 UNBOUNDED = 1 << 40  # tokens in the window or chunk where there is none
 DEPTH = 128  # torch cuts the sums of deeper fp32 products, elsewhere for few rows than for many
-SMALL_PRODUCT = 4096  # torch computes bfloat16 products of fewer multiplications with another kernel
+SMALL_PRODUCT = (
+    4096  # torch computes bfloat16 products of fewer multiplications with another kernel
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """B query blocks of m queries (short ones repeat their last query) over L positions each, from a tile's start on.
+    """B query blocks of m queries (short ones repeat their last query) over L positions each, from
+    a tile's start on.
 
     Scores from column `hidden_from` on are hidden where hidden_Bml says so.
     """
 
     size: tuple[int, int, int]  # B, m, L
     tokens: Tensor  # [B * m]: of the queries, into T
-    rows_BL: Tensor  # int64: the cache row [blocks * block_size * G] of each position's first head; 0 for unused ones
+    # int64: the cache row [blocks * block_size * G] of each position's first head; 0 for unused
+    # ones
+    rows_BL: Tensor
     hidden_from: int
     hidden_Bml: Tensor
 
@@ -53,16 +60,21 @@ class TorchAttentionMetadata:
     items: tuple[Item, ...]
 
 
-def plan_attention(group: GroupInputs, step: StepInputs, shape: HeadShape) -> TorchAttentionMetadata:
+def plan_attention(
+    group: GroupInputs, step: StepInputs, shape: HeadShape
+) -> TorchAttentionMetadata:
     """Packs the step's queries into items; see `PlanAttention`."""
-    offsets, kv_width = step.offsets_R1.tolist(), shape.num_kv_heads * max(shape.dim, shape.v_dim)
+    offsets = step.offsets_R1.tolist()
+    kv_width = shape.num_kv_heads * max(shape.dim, shape.v_dim)
     members: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     for row, start in enumerate(step.starts_R.tolist()):
         first, end = offsets[row : row + 2]
         for token in range(first, end, QUERY_BLOCK):
             count = min(QUERY_BLOCK, end - token)
             position = start + token - first
-            tiles = _bucket(-(-(position + count) // TILE) - int(_first_seen(position, group)) // TILE)
+            tiles = _bucket(
+                -(-(position + count) // TILE) - int(_first_seen(position, group)) // TILE
+            )
             m = 1 if count == 1 else -(-count // 8) * 8
             members.setdefault((m, tiles), []).append((row, token, count, position))
     items = []
@@ -71,38 +83,57 @@ def plan_attention(group: GroupInputs, step: StepInputs, shape: HeadShape) -> To
         share = max(shape.num_heads * m * length / SCORES, kv_width * length / CONTEXT)
         batch = max(1, int(1 / share))
         for at in range(0, len(blocks), batch):
-            items.append(_item(np.array(blocks[at : at + batch], np.int64).T, m, length, group, shape.num_kv_heads))
+            items.append(
+                _item(
+                    np.array(blocks[at : at + batch], np.int64).T,
+                    m,
+                    length,
+                    group,
+                    shape.num_kv_heads,
+                )
+            )
     heads_G1 = torch.arange(shape.num_kv_heads, device=group.blocks_RN.device)[:, None]
     return TorchAttentionMetadata(shape, offsets[-1], heads_G1, tuple(items))
 
 
 def _first_seen(positions: NDArray[np.int64] | int, group: GroupInputs) -> NDArray[np.int64]:
     """The first positions that queries at `positions` see."""
-    window, chunk = group.window or UNBOUNDED, group.chunk or UNBOUNDED
-    first: NDArray[np.int64] = np.maximum(np.asarray(positions) - window + 1, np.asarray(positions) // chunk * chunk)
+    window = group.window or UNBOUNDED
+    chunk = group.chunk or UNBOUNDED
+    first: NDArray[np.int64] = np.maximum(
+        np.asarray(positions) - window + 1, np.asarray(positions) // chunk * chunk
+    )
     return first
 
 
 def padded_context(length: int) -> int:
-    """Returns an upper bound of a context's positions with those that pad it: at most a quarter and a tile."""
+    """Returns an upper bound of a context's positions with those that pad it: at most a quarter and
+    a tile.
+    """
     return length + length // 4 + TILE
 
 
 def _bucket(tiles: int) -> int:
-    """Round up so that at most a quarter is padding and few sizes exist: 1..8, 10, 12, 14, 16, 20, 24, ..."""
+    """Round up so that at most a quarter is padding and few sizes exist: 1..8, 10, 12, 14, 16, 20,
+    24, ...
+    """
     step = 1 << max(0, tiles.bit_length() - 3)
     return -(-tiles // step) * step
 
 
-def _item(members: NDArray[np.int64], m: int, length: int, group: GroupInputs, num_kv_heads: int) -> Item:
+def _item(
+    members: NDArray[np.int64], m: int, length: int, group: GroupInputs, num_kv_heads: int
+) -> Item:
     """members: row, first token, tokens and first position of B query blocks."""
-    size, device = group.block_size, group.blocks_RN.device
+    size = group.block_size
+    device = group.blocks_RN.device
     rows_B, tokens_B, counts_B, starts_B = members
     steps_Bm = np.minimum(np.arange(m), counts_B[:, None] - 1)
     seen_Bm = starts_B[:, None] + steps_Bm  # the last position that each query may see
     first_Bm = _first_seen(seen_Bm, group)
     keys_BL = first_Bm[:, :1] // TILE * TILE + np.arange(length)
-    # Every query sees the columns before the earliest query's own tile, unless a window or chunk hides them.
+    # Every query sees the columns before the earliest query's own tile, unless a window or chunk
+    # hides them.
     hidden_from = 0 if group.window or group.chunk else int(starts_B.min()) // TILE * TILE
     tail_B1l = keys_BL[:, None, hidden_from:]
     hidden_Bml = (tail_B1l > seen_Bm[:, :, None]) | (tail_B1l < first_Bm[:, :, None])
@@ -129,18 +160,26 @@ def attention(
     sinks_H: Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Attends to the paged cache; returns [T', H * v] of q's dtype, zero in rows beyond the metadata's tokens.
+    """Attends to the paged cache; returns [T', H * v] of q's dtype, zero in rows beyond the
+    metadata's tokens.
 
-    Queries come already scaled. sinks_H: fp32, one score per head that takes weight and gives no value (gpt-oss).
-    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0 leaves them. v_cache may be a view of
-    k_cache. Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions that no query sees
-    read the first entry of the null block, which is zeroed here: zero times a stale NaN is NaN.
+    Queries come already scaled. sinks_H: fp32, one score per head that takes weight and gives no
+    value (gpt-oss). soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0 leaves
+    them. v_cache may be a view of k_cache. Products over bfloat16 run in bfloat16 with fp32 sums,
+    all others in fp32. Positions that no query sees read the first entry of the null block, which
+    is zeroed here: zero times a stale NaN is NaN.
     """
     num_rows, num_heads, d = q_THd.shape
-    num_kv_heads, v_dim = k_cache.shape[2], plan.shape.v_dim
-    assert (num_heads, num_kv_heads, d) == (plan.shape.num_heads, plan.shape.num_kv_heads, plan.shape.dim), plan.shape
+    num_kv_heads = k_cache.shape[2]
+    v_dim = plan.shape.v_dim
+    assert (num_heads, num_kv_heads, d) == (
+        plan.shape.num_heads,
+        plan.shape.num_kv_heads,
+        plan.shape.dim,
+    ), plan.shape
     assert v_cache.shape[3] == entry_width(v_dim, v_cache.dtype), (v_cache.shape, v_dim)
-    k_rows, v_rows = k_cache.view(-1, k_cache.shape[3]), v_cache.view(-1, v_cache.shape[3])
+    k_rows = k_cache.view(-1, k_cache.shape[3])
+    v_rows = v_cache.view(-1, v_cache.shape[3])
     v_rows[:num_kv_heads] = 0
     sinks_Gh = None if sinks_H is None else sinks_H.view(num_kv_heads, -1)
     out = torch.empty((num_rows, num_heads, v_dim), dtype=q_THd.dtype, device=q_THd.device)
@@ -149,15 +188,23 @@ def attention(
         batch, m, length = item.size
         q_BmGhd = q_THd.index_select(0, item.tokens).view(batch, m, num_kv_heads, -1, d)
         # A block whose scores exceed the bound alone is cut by heads.
-        heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // (batch * m * num_heads * length)))
+        heads = max(
+            1, min(num_kv_heads, 4 * SCORES * num_kv_heads // (batch * m * num_heads * length))
+        )
         parts = []
         for first in range(0, num_kv_heads, heads):
             part = slice(first, first + heads)
             rows_BGL = item.rows_BL[:, None] + plan.heads_G1[part]
             sinks = None if sinks_Gh is None else sinks_Gh[part]
-            parts.append(_attend(q_BmGhd[:, :, part], k_rows, v_rows, rows_BGL, item, sinks, soft_cap))
-        o_MHv = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(batch * m, num_heads, v_dim)
-        out.index_copy_(0, item.tokens, o_MHv.to(out.dtype))  # a repeated query has the same result again
+            parts.append(
+                _attend(q_BmGhd[:, :, part], k_rows, v_rows, rows_BGL, item, sinks, soft_cap)
+            )
+        o_MHv = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(
+            batch * m, num_heads, v_dim
+        )
+        out.index_copy_(
+            0, item.tokens, o_MHv.to(out.dtype)
+        )  # a repeated query has the same result again
     return out.view(num_rows, num_heads * v_dim)
 
 
@@ -170,9 +217,12 @@ def _attend(
     sinks_Gh: Tensor | None,
     soft_cap: float,
 ) -> Tensor:
-    """[B, m, G, h, v] in fp32 for one item and the KV heads given; k_rows and v_rows [entries, entry width]."""
+    """[B, m, G, h, v] in fp32 for one item and the KV heads given; k_rows and v_rows [entries,
+    entry width].
+    """
     batch, m, kv_heads, h, d = q_BmGhd.shape
-    length, narrow = item.size[2], min(d, v_rows.shape[1])
+    length = item.size[2]
+    narrow = min(d, v_rows.shape[1])
     compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
     num_queries = m * h
     q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, num_queries, d).to(compute)
@@ -186,7 +236,9 @@ def _attend(
     parts = [_scores(q, _gather(k_rows, rows_BGL, span).to(compute)) for span in spans]
     scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     if soft_cap:
-        for part in torch.split(scores.view(-1), TORCH_GRAIN):  # of whole vectors, and never shared among threads
+        for part in torch.split(
+            scores.view(-1), TORCH_GRAIN
+        ):  # of whole vectors, and never shared among threads
             part.div_(soft_cap).tanh_().mul_(soft_cap)
     real = scores.view(batch, kv_heads, -1, length)[:, :, :num_queries, item.hidden_from :]
     real.view(batch, kv_heads, m, h, -1).masked_fill_(item.hidden_Bml[:, None, :, None], -torch.inf)
@@ -206,16 +258,21 @@ def _attend(
 
 
 def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
-    """The positions `span` of every context and head: a copy [B * G, length, d], of int8 heads in fp32."""
+    """The positions `span` of every context and head: a copy [B * G, length, d], of int8 heads in
+    fp32.
+    """
     index = index_BGL[:, :, slice(*span)]
-    return from_entries(rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1]))
+    return from_entries(
+        rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1])
+    )
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
     """q [B * G, rows, d] times keys [B * G, L, d]: fp32 [B * G, rows, L].
 
-    A bfloat16 product rounds its fp32 sums to 8 bits, too few for scores. A second product that subtracts the first
-    before rounding returns what was lost, at less cost than converting the keys to fp32.
+    A bfloat16 product rounds its fp32 sums to 8 bits, too few for scores. A second product that
+    subtracts the first before rounding returns what was lost, at less cost than converting the keys
+    to fp32.
     """
     if q.dtype != torch.bfloat16:
         scores = torch.bmm(q[:, :, :DEPTH], k[:, :, :DEPTH].transpose(1, 2))
@@ -227,7 +284,9 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _tiles(probs: Tensor, v: Tensor) -> Tensor:
-    """probs [B * G, rows, L] times values [B * G, L, v], tile by tile: [B * G, tiles, rows, v] of v's dtype."""
+    """probs [B * G, rows, L] times values [B * G, L, v], tile by tile: [B * G, tiles, rows, v] of
+    v's dtype.
+    """
     heads, rows, length = probs.shape
     count = length // TILE
     p = torch.empty((heads, count, rows, TILE), dtype=v.dtype, device=v.device)

@@ -1,10 +1,11 @@
-"""Norms, rotary embedding, activations and look-ups: everything that is neither a matrix product nor attention.
+"""Norms, rotary embedding, activations and look-ups: everything that is neither a matrix product
+nor attention.
 
-T tokens (padded rows included), D width, H heads and G KV heads of this rank, d head width (v of values), I expert
-width. Sums run in
-fp32 inside one row. torch's vectorised loops compute the last few elements of a range with scalar code, which may round
-exp() otherwise; `row_pieces` keeps every row whole, so that a row's bits depend neither on its place in the batch nor
-on the number of threads.
+T tokens (padded rows included), D width, H heads and G KV heads of this rank, d head width (v of
+values), I expert width. Sums run in fp32 inside one row. torch's vectorised loops compute the last
+few elements of a range with scalar code, which may round exp() otherwise; `row_pieces` keeps every
+row whole, so that a row's bits depend neither on its place in the batch nor on the number of
+threads.
 """
 
 import math
@@ -20,16 +21,18 @@ from moeserve.ops.rules import Activation, RouterRule
 
 TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
 LOWEST = -(1 << 62)  # below the key of any score
-LANES = 64  # torch's vectorised loops work on this many elements at a time, or on half or a quarter of them
+# torch's vectorised loops work on this many elements at a time, or on half or a quarter of them
+LANES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRule:
     """The treatment of the heads of one attention block.
 
-    scale: of the softmax. norms: fp32 weights [H + G, d] of a norm per head, queries first. clip: the largest magnitude
-    that normed heads and values may have; infinity for no limit. v_dim: of values; None: d. norm_last: norms come after
-    the rotation (Hunyuan). norm_values: values have an RMS norm per head without weights (Gemma 4).
+    scale: of the softmax. norms: fp32 weights [H + G, d] of a norm per head, queries first. clip:
+    the largest magnitude that normed heads and values may have; infinity for no limit. v_dim: of
+    values; None: d. norm_last: norms come after the rotation (Hunyuan). norm_values: values have an
+    RMS norm per head without weights (Gemma 4).
     """
 
     num_heads: int
@@ -44,13 +47,16 @@ class HeadRule:
 
 
 def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
-    """Yields parts of `rows` that torch, which splits a part evenly by elements over its threads, splits between rows.
+    """Yields parts of `rows` that torch, which splits a part evenly by elements over its threads,
+    splits between rows.
 
     5 rows of 32,768 with 2 threads -> slice(0, 4), slice(4, 5)
     """
     start = 0
     while start < rows:
-        size = rows - start if width <= TORCH_GRAIN else 1  # a row that is always split is split the same always
+        size = (
+            rows - start if width <= TORCH_GRAIN else 1
+        )  # a row that is always split is split the same always
         while size > 1 and size % min(threads, -(-size * width // TORCH_GRAIN)):
             size -= 1
         yield slice(start, start + size)
@@ -58,15 +64,19 @@ def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once to x's dtype; weight fp32.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once to x's
+    dtype; weight fp32.
 
     x [3, 4] (weight 1, eps 0) -> [0.8485, 1.1314]
     """
     return F.rms_norm(x_TD.float(), weight_D.shape, weight_D, eps).to(x_TD.dtype)
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm decoder.
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns (rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm
+    decoder.
 
     Implementations may overwrite the arguments with the results.
     """
@@ -75,10 +85,11 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
 
 def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + d/2) of each head by the token's angles, in fp32; cos and sin fp32 [T, 1, d].
+    """Rotates the pairs (i, i + d/2) of each head by the token's angles, in fp32; cos and sin fp32
+    [T, 1, d].
 
-    sin carries the sign: minus in the first half. Source: RoFormer (Su et al. 2021), in GPT-NeoX's half layout.
-    x [1, 0], angle 90 degrees -> [0, 1]
+    sin carries the sign: minus in the first half. Source: RoFormer (Su et al. 2021), in GPT-NeoX's
+    half layout. x [1, 0], angle 90 degrees -> [0, 1]
     """
     first, second = x_THd.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
@@ -86,7 +97,8 @@ def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
 
 
 def act_mul(gate_up_MI: Tensor, activation: Activation, threads: int) -> Tensor:
-    """act(first half) * (second half + up_shift) of the last dimension, or act of all of it; see `Activation`.
+    """act(first half) * (second half + up_shift) of the last dimension, or act of all of it; see
+    `Activation`.
 
     [1, 2], SwiGLU -> [1 / (1 + e^-1) * 2] = [1.4621]
     """
@@ -95,7 +107,8 @@ def act_mul(gate_up_MI: Tensor, activation: Activation, threads: int) -> Tensor:
     gate, up = gate_up_MI.chunk(2, dim=-1)
     width = gate.shape[1]
     if extra := -width % LANES:
-        # No column may meet the scalar tail, which another division of the columns would put elsewhere.
+        # No column may meet the scalar tail, which another division of the columns would put
+        # elsewhere.
         gate = F.pad(gate, (0, extra))
     if threads == 1 or gate.numel() <= TORCH_GRAIN:
         return _gated(gate, up, activation).contiguous()
@@ -116,21 +129,25 @@ def relu2(x_MI: Tensor) -> Tensor:
 
 
 def _gated(gate: Tensor, up: Tensor, rule: Activation) -> Tensor:
-    """act(gate) * up; columns of gate beyond those of up are padding. SwiGLU rounds twice, the others once.
+    """act(gate) * up; columns of gate beyond those of up are padding. SwiGLU rounds twice, the
+    others once.
 
     GELU's 0.5 (1 + tanh(u)) is sigmoid(2u), for u = sqrt(2 / pi) (x + 0.044715 x^3).
     """
     width = up.shape[1]
     if rule.plain:
         return F.silu(gate)[:, :width].mul_(up)
-    x, y = gate.float().clamp(max=rule.gate_limit), up.float().clamp(-rule.limit, rule.limit)
+    x = gate.float().clamp(max=rule.gate_limit)
+    y = up.float().clamp(-rule.limit, rule.limit)
     factor = rule.alpha if rule.kind == "silu" else 0.0713548162726 * x * x + 1.5957691216057
     x = (x * torch.sigmoid(factor * x))[:, :width].clamp(max=rule.act_limit)
     return (x * (y + rule.up_shift)).to(up.dtype)
 
 
 def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
-    """sigmoid of the first of LANES columns, fp32 [T, 1]; a single column would run in torch's scalar code."""
+    """sigmoid of the first of LANES columns, fp32 [T, 1]; a single column would run in torch's
+    scalar code.
+    """
     return _sigmoid(logits_TL.float(), threads)[:, :1]
 
 
@@ -164,15 +181,21 @@ def exp(x: Tensor) -> Tensor:
 
 
 def _whole_rows(function: Callable[[Tensor], Tensor], x_TN: Tensor) -> Tensor:
-    """Applies an elementwise function so that an element's bits do not depend on the number of rows."""
+    """Applies an elementwise function so that an element's bits do not depend on the number of
+    rows.
+    """
     width = x_TN.shape[1]
     padded = F.pad(x_TN, (0, -width % LANES))
-    out = [function(padded[rows]) for rows in row_pieces(len(padded), padded.shape[1], torch.get_num_threads())]
+    out = [
+        function(padded[rows])
+        for rows in row_pieces(len(padded), padded.shape[1], torch.get_num_threads())
+    ]
     return torch.cat(out)[:, :width] if out else x_TN
 
 
 def sigmoid_mul(x_TN: Tensor, gates_TM: Tensor, threads: int) -> Tensor:
-    """x * sigmoid(gates) in fp32, rounded once to x's dtype; each of M gates is for N / M elements side by side.
+    """x * sigmoid(gates) in fp32, rounded once to x's dtype; each of M gates is for N / M elements
+    side by side.
 
     x [1, 2, 3, 4], gates [0, 100] -> [0.5, 1, 3, 4]
     """
@@ -197,7 +220,9 @@ def soft_cap(logits_SV: Tensor, cap: float, threads: int) -> Tensor:
 
 
 def plain_sigmoid_gate(logits_TL: Tensor) -> Tensor:
-    """sigmoid of the first column, fp32 [T, 1], for GPUs and generated code, which treat all columns alike."""
+    """sigmoid of the first column, fp32 [T, 1], for GPUs and generated code, which treat all
+    columns alike.
+    """
     return logits_TL[:, :1].float().sigmoid()
 
 
@@ -206,34 +231,53 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     return weight_VD.index_select(0, ids_T)
 
 
-def write_kv(k_TGd: Tensor, v_TGv: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-    """Writes new keys and values to their KV slots (block * block_size + offset) of a layer's cache."""
+def write_kv(
+    k_TGd: Tensor, v_TGv: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
+) -> None:
+    """Writes new keys and values to their KV slots (block * block_size + offset) of a layer's
+    cache.
+    """
     for x_TGd, cache in ((k_TGd, k_cache), (v_TGv, v_cache)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping_T, to_entries(x_TGd, cache.dtype))
+        cache.view(-1, *cache.shape[2:]).index_copy_(
+            0, slot_mapping_T, to_entries(x_TGd, cache.dtype)
+        )
 
 
 def qk_norm_rope_cache(
-    qkv_TN: Tensor, rule: HeadRule, at: RopeCacheInputs, cache: LayerCache, normed_THd: Tensor | None = None
+    qkv_TN: Tensor,
+    rule: HeadRule,
+    at: RopeCacheInputs,
+    cache: LayerCache,
+    normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """Norms, clips and rotates heads, writes keys and values to the KV cache, and returns scaled queries [T, H, d].
+    """Norms, clips and rotates heads, writes keys and values to the KV cache, and returns scaled
+    queries [T, H, d].
 
-    qkv_TN: [T, (H + G) * d + G * v], queries first, values last. cache: of keys, of values. normed_THd: fp32
-    [T, H + G, d], contiguous: queries and keys in place of qkv's. All in fp32 until one rounding.
+    qkv_TN: [T, (H + G) * d + G * v], queries first, values last. cache: of keys, of values.
+    normed_THd: fp32 [T, H + G, d], contiguous: queries and keys in place of qkv's. All in fp32
+    until one rounding.
     """
     (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
-    heads, both, dim, real = rule.num_heads, rule.num_heads + rule.num_kv_heads, cos_T1d.shape[2], len(slot_mapping_T)
-    qk_THd = qkv_TN[:, : both * dim].view(-1, both, dim).float() if normed_THd is None else normed_THd
+    heads = rule.num_heads
+    both = rule.num_heads + rule.num_kv_heads
+    dim = cos_T1d.shape[2]
+    real = len(slot_mapping_T)
+    qk_THd = (
+        qkv_TN[:, : both * dim].view(-1, both, dim).float() if normed_THd is None else normed_THd
+    )
     v_TGv = qkv_TN[:real, both * dim :].view(real, rule.num_kv_heads, rule.v_dim or dim)
     if rule.norms is not None and not rule.norm_last:
         qk_THd = torch.rms_norm(qk_THd, (dim,), None, rule.eps) * rule.norms
     if rule.norm_values:
         v_TGv = torch.rms_norm(v_TGv.float(), v_TGv.shape[2:], None, rule.eps)
     if rule.clip < math.inf:
-        qk_THd, v_TGv = qk_THd.clamp(-rule.clip, rule.clip), v_TGv.float().clamp(-rule.clip, rule.clip)
+        qk_THd = qk_THd.clamp(-rule.clip, rule.clip)
+        v_TGv = v_TGv.float().clamp(-rule.clip, rule.clip)
     rotated_THd = rotary(qk_THd, cos_T1d, sin_T1d)
     if rule.norms is not None and rule.norm_last:
         rotated_THd = torch.rms_norm(rotated_THd, (dim,), None, rule.eps).mul_(rule.norms)
-    # The softmax scale goes into the queries while they are still fp32: one rounding instead of two.
+    # The softmax scale goes into the queries while they are still fp32: one rounding instead of
+    # two.
     rotated_THd[:, :heads] *= rule.scale
     write_kv(rotated_THd[:real, heads:], v_TGv, k_cache, v_cache, slot_mapping_T)
     return rotated_THd[:, :heads].to(qkv_TN.dtype)
@@ -246,11 +290,12 @@ def route(
     bias_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]), best first.
+    """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]),
+    best first.
 
-    bias_E: fp32, of the choice. expert_scale_E: fp32, of the weights of each expert. Scores, groups and sums in fp32;
-    equal scores go to the lowest id.
-    logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2]
+    bias_E: fp32, of the choice. expert_scale_E: fp32, of the weights of each expert. Scores, groups
+    and sums in fp32; equal scores go to the lowest id. logits [0, ln 3, 0], top_k 2, softmax -> ids
+    [1, 0], weights [0.6, 0.2]
     """
     logits_TE = logits_TE.float()
     if rule.score == "sparsemixer":
@@ -281,12 +326,16 @@ def _scores(logits_TE: Tensor, score: str) -> Tensor:
         return logits_TE.softmax(-1)
     if score == "sigmoid":
         experts = logits_TE.shape[1]
-        return _sigmoid(F.pad(logits_TE, (0, -experts % LANES)), torch.get_num_threads())[:, :experts]
+        return _sigmoid(F.pad(logits_TE, (0, -experts % LANES)), torch.get_num_threads())[
+            :, :experts
+        ]
     return logits_TE
 
 
 def _keys(scores_TE: Tensor) -> Tensor:
-    """Unique integers in the order of (score, -id): a float's bits order as an integer, once negative ones flip."""
+    """Unique integers in the order of (score, -id): a float's bits order as an integer, once
+    negative ones flip.
+    """
     bits = (scores_TE + 0.0).view(torch.int32).long()
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
     return keys - torch.arange(scores_TE.shape[-1], device=scores_TE.device)
@@ -303,8 +352,13 @@ def _keep_groups(keys_TE: Tensor, rule: RouterRule) -> Tensor:
 
 
 def _sparsemixer(logits_TE: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
-    """(ids, weights) of one choice after the other, by a softmax over what is left and not far below the largest."""
-    left_TE, keys_TE, ids, weights = logits_TE.clone(), _keys(logits_TE), [], []
+    """(ids, weights) of one choice after the other, by a softmax over what is left and not far
+    below the largest.
+    """
+    left_TE = logits_TE.clone()
+    keys_TE = _keys(logits_TE)
+    ids = []
+    weights = []
     for _ in range(top_k):
         id_T1 = keys_TE.argmax(-1, keepdim=True)
         peak_T1 = logits_TE.gather(-1, id_T1)

@@ -1,11 +1,12 @@
 """The inputs of a model in one step. A forward pass takes them as arguments and reads nothing else.
 
-T tokens of the step, R rows (requests), S rows that sample, N blocks per row (padded with block 0), G KV heads, d and v
-widths of a key and of a value.
+T tokens of the step, R rows (requests), S rows that sample, N blocks per row (padded with block 0),
+G KV heads, d and v widths of a key and of a value.
 
-A KV entry holds the keys or values of one head at one position. An entry of a floating-point cache is d elements. An
-int8 entry is d whole numbers and the four bytes of their fp32 scale, so code that copies, moves or stores entries need
-not know of scales. The native kernels have the same layout (csrc/kernels/rotary.hpp).
+A KV entry holds the keys or values of one head at one position. An entry of a floating-point cache
+is d elements. An int8 entry is d whole numbers and the four bytes of their fp32 scale, so code that
+copies, moves or stores entries need not know of scales. The native kernels have the same layout
+(csrc/kernels/rotary.hpp).
 """
 
 from collections.abc import Callable
@@ -20,14 +21,15 @@ from torch import Tensor
 SCALE_BYTES = 4
 
 
-# The cache of one layer: the tensors that its mixer names, [num_blocks, block_size, heads, entry width] each. Block 0
-# is the null block, which belongs to no request.
+# The cache of one layer: the tensors that its mixer names, [num_blocks, block_size, heads, entry
+# width] each. Block 0 is the null block, which belongs to no request.
 LayerCache = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The heads of this rank that attention is planned for; queries are as wide as keys, results as values.
+    """The heads of this rank that attention is planned for; queries are as wide as keys, results as
+    values.
 
     Absorbed latent attention has one KV head, keys of rank + rope elements and values of rank.
     """
@@ -48,26 +50,31 @@ class RopeCacheInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """The inputs of one KV group: where new keys and values go, and where those of earlier tokens lie."""
+    """The inputs of one KV group: where new keys and values go, and where those of earlier tokens
+    lie.
+    """
 
     slot_mapping_T: Tensor  # int64: block * block_size + offset of each new token
     blocks_RN: Tensor  # int64: block table of each row, padded with 0
     block_size: int
     window: int | None = None  # tokens that a query sees, itself included; None: all
-    chunk: int | None = None  # a query sees its own part of so many positions, counted from 0 (Llama-4); None: all
+    chunk: int | None = (
+        None  # a query sees its own part of so many positions, counted from 0 (Llama-4); None: all
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The tokens and rows of one step.
 
-    Rows are contiguous in T: row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, at positions starts_R[i],
-    starts_R[i]+1, ... The host arrays hold what loops and shapes need without asking the device; where a graph is
-    recorded, they are those of the largest step that will replay it.
+    Rows are contiguous in T: row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, at positions
+    starts_R[i], starts_R[i]+1, ... The host arrays hold what loops and shapes need without asking
+    the device; where a graph is recorded, they are those of the largest step that will replay it.
 
-    rows_on_device: starts_R and offsets_R1, int32, for kernels. live: int32 [1] on the device, the number of tokens
-    that rows own, the rest being padding; None: all. cut: ends a graph before attention and begins another one behind
-    it; attention is planned and computed in between, for whichever step replays them. None: nothing is cut.
+    rows_on_device: starts_R and offsets_R1, int32, for kernels. live: int32 [1] on the device, the
+    number of tokens that rows own, the rest being padding; None: all. cut: ends a graph before
+    attention and begins another one behind it; attention is planned and computed in between, for
+    whichever step replays them. None: nothing is cut.
     """
 
     ids_T: Tensor  # int64
@@ -82,7 +89,9 @@ class StepInputs:
 
 
 PlanRows = Callable[[StepInputs], Any]
-Attend = Callable[[Tensor, Any, Tensor], Any]  # queries, the metadata of their rows, where the result goes
+Attend = Callable[
+    [Tensor, Any, Tensor], Any
+]  # queries, the metadata of their rows, where the result goes
 Cut = Callable[[Tensor, PlanRows, Attend, int], Tensor]  # the integer: columns of the result
 # Makes the attention metadata of a step, for all layers of one KV group that have such heads.
 PlanAttention = Callable[[GroupInputs, StepInputs, HeadShape], Any]
@@ -94,10 +103,11 @@ def entry_width(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def to_entries(x_TGd: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds heads to entries [T, G, entry_width]; int8 in multiples of the head's largest magnitude / 127.
+    """Rounds heads to entries [T, G, entry_width]; int8 in multiples of the head's largest
+    magnitude / 127.
 
-    [0.5, -1.27] -> [50, -127] and 0.01. A head that is not finite becomes zeros with the scale NaN: what attends to it
-    is NaN, as without rounding.
+    [0.5, -1.27] -> [50, -127] and 0.01. A head that is not finite becomes zeros with the scale NaN:
+    what attends to it is NaN, as without rounding.
     """
     if dtype != torch.int8:
         return x_TGd.to(dtype)
@@ -112,4 +122,6 @@ def from_entries(entries: Tensor) -> Tensor:
     """Returns int8 entries [..., d + 4] as fp32 [..., d], and entries of other types as they are."""
     if entries.dtype != torch.int8:
         return entries
-    return entries[..., :-SCALE_BYTES] * entries[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return entries[..., :-SCALE_BYTES] * entries[..., -SCALE_BYTES:].contiguous().view(
+        torch.float32
+    )

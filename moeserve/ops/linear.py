@@ -1,5 +1,6 @@
-"""Matrix products with constant weights by torch: y = x W^T + b. The bits of a row do not depend on the other rows, nor
-those of a column on the other columns, because tensor-parallel ranks compute some columns each.
+"""Matrix products with constant weights by torch: y = x W^T + b. The bits of a row do not depend on
+the other rows, nor those of a column on the other columns, because tensor-parallel ranks compute
+some columns each.
 
 M rows, K inputs, N outputs. A `Linear` is packed once at start and called every step.
 """
@@ -11,18 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N], both of the weight's dtype
-PackLinear = Callable[[Any, Tensor | None], Linear]  # weight [N, K] (native, triton: Quantised, too), bias [N] or None
+PackLinear = Callable[
+    [Any, Tensor | None], Linear
+]  # weight [N, K] (native, triton: Quantised, too), bias [N] or None
 
 ROW_BUCKET = 16
 LARGEST_PAD = 32  # rows; that pick_ops may choose
-# torch has kernels of their own for up to 8 columns, and oneDNN, which it calls, for 1: they sum in another order.
-# Weights with fewer columns than this are padded with zeros.
+# torch has kernels of their own for up to 8 columns, and oneDNN, which it calls, for 1: they sum in
+# another order. Weights with fewer columns than this are padded with zeros.
 NARROW = 16
 
 
 def padded_rows(rows: int, pad: int) -> int:
-    """The row count to compute `rows` with: a multiple of `pad`, and one of few sizes, because oneDNN compiles a kernel
-    for each (0.3 ms) and keeps about a thousand. Above 16 at most a sixteenth or 15 rows are padding; 0 becomes 1.
+    """The row count to compute `rows` with: a multiple of `pad`, and one of few sizes, because
+    oneDNN compiles a kernel for each (0.3 ms) and keeps about a thousand. Above 16 at most a
+    sixteenth or 15 rows are padding; 0 becomes 1.
 
     (1, 1) -> 1, (3, 8) -> 8, (17, 1) -> 32, (1000, 1) -> 1024
     """
@@ -31,7 +35,8 @@ def padded_rows(rows: int, pad: int) -> int:
 
 
 class PlainLinear:
-    """F.linear on rows padded with zeros to a multiple of `pad`, because torch picks its kernel by the row count.
+    """F.linear on rows padded with zeros to a multiple of `pad`, because torch picks its kernel by
+    the row count.
 
     x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
     """
@@ -41,7 +46,8 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pad: int = 1) -> None:
         if weight.untyped_storage().nbytes() > weight.nbytes:
             weight = weight.clone()  # a part of a larger tensor would keep all of it in memory
-        self.columns, self.pad = weight.shape[0], pad
+        self.columns = weight.shape[0]
+        self.pad = pad
         missing = max(0, NARROW - self.columns)
         self.weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
         self.bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias

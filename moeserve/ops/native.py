@@ -10,7 +10,9 @@ log = logging.getLogger(__name__)
 
 @cache
 def native() -> ModuleType | None:
-    """Returns the module `moeserve._native`, or None after a warning. Everything works without it, slower."""
+    """Returns the module `moeserve._native`, or None after a warning. Everything works without it,
+    slower.
+    """
     try:
         return import_module("moeserve._native")
     except ImportError as error:

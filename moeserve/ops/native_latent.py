@@ -1,4 +1,5 @@
-"""A latent attention block in one native call, and the choice of tokens that its queries attend to; CPU tensors only.
+"""A latent attention block in one native call, and the choice of tokens that its queries attend to;
+CPU tensors only.
 
 T tokens, D model width, H heads of this rank, L rank of the latents, C width of a cache entry.
 """
@@ -20,11 +21,12 @@ _empty = torch.empty
 
 
 class LatentBlock:
-    """The products to queries and latents, `latent_rope_cache`, attention between the heads' products and, if given,
-    the output product in one call, with the bits of separate ones (csrc/bindings/latent.cpp).
+    """The products to queries and latents, `latent_rope_cache`, attention between the heads'
+    products and, if given, the output product in one call, with the bits of separate ones
+    (csrc/bindings/latent.cpp).
 
-    narrow: the product to compressed queries and the fp32 weights of their norm, whose epsilon is the rule's. x [T, D]
-    -> [T, D], or [T, H * v] without the output product.
+    narrow: the product to compressed queries and the fp32 weights of their norm, whose epsilon is
+    the rule's. x [T, D] -> [T, D], or [T, H * v] without the output product.
     """
 
     __slots__ = ("_block", "_columns", "_dtype", "_keep", "_shape")
@@ -41,9 +43,13 @@ class LatentBlock:
         dtype: torch.dtype,
     ) -> None:
         self._keep = narrow, queries, latents, up, down, out, rule  # whose memory the block reads
-        self._dtype, entry = dtype, rule.rank + rule.rope_dim
+        self._dtype = dtype
+        entry = rule.rank + rule.rope_dim
         self._shape = HeadShape(rule.num_heads, 1, entry, rule.rank)
-        assert queries.matrix.columns == rule.num_heads * (rule.nope_dim + rule.rope_dim), (queries.matrix, rule)
+        assert queries.matrix.columns == rule.num_heads * (rule.nope_dim + rule.rope_dim), (
+            queries.matrix,
+            rule,
+        )
         assert latents.matrix.columns == entry, (latents.matrix.columns, rule)
         self._columns = rule.num_heads * down.width if out is None else out.matrix.columns
         self._block = _native.LatentBlock(
@@ -55,11 +61,20 @@ class LatentBlock:
     def __call__(
         self, x_TD: Tensor, at: RopeCacheInputs, latent_cache: Tensor, plan: NativeAttentionMetadata
     ) -> Tensor:
-        """Takes what `latent_rope_cache` and `attention` take, all of x's dtype and contiguous but x's rows."""
+        """Takes what `latent_rope_cache` and `attention` take, all of x's dtype and contiguous but
+        x's rows.
+        """
         cos_T1p, sin_T1p, slot_mapping_T = at
-        assert x_TD.dtype is latent_cache.dtype is self._dtype, (x_TD.dtype, latent_cache.dtype, self._dtype)
+        assert x_TD.dtype is latent_cache.dtype is self._dtype, (
+            x_TD.dtype,
+            latent_cache.dtype,
+            self._dtype,
+        )
         assert x_TD.stride(1) == 1, x_TD.stride()
-        assert latent_cache.shape[1:] == (plan.block_size, 1, self._shape.dim), (latent_cache.shape, self._shape)
+        assert latent_cache.shape[1:] == (plan.block_size, 1, self._shape.dim), (
+            latent_cache.shape,
+            self._shape,
+        )
         assert plan.shape == self._shape, (plan.shape, self._shape)
         rows = x_TD.shape[0]
         y = _empty((rows, self._columns), dtype=self._dtype)
@@ -78,10 +93,13 @@ def index_select(
     assert cache.shape[2:] == (1, dim), (cache.shape, q_SJd.shape)
     assert cache.is_contiguous(), cache.stride()
     assert weights_SJ.shape == (num_queries, heads), (weights_SJ.shape, q_SJd.shape)
-    q_SJd, weights_SJ = q_SJd.float().contiguous(), weights_SJ.float().contiguous()
+    q_SJd = q_SJd.float().contiguous()
+    weights_SJ = weights_SJ.float().contiguous()
     out_SK = torch.empty((num_queries, selection.top_k), dtype=torch.int64)
     for request in selection.requests:
-        first, count, slots_L = request.rows.start, len(request.rows), request.slots_L
+        first = request.rows.start
+        count = len(request.rows)
+        slots_L = request.slots_L
         assert slots_L.is_contiguous(), slots_L.stride()
         assert len(slots_L) == request.first + count, (slots_L.shape, request)
         scores_ML = torch.empty((min(QUERIES, count), len(slots_L)))

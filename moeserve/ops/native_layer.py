@@ -1,10 +1,12 @@
-"""Matrix products and paged attention in C++, alone or with the rest of a decoder layer's half in one call.
+"""Matrix products and paged attention in C++, alone or with the rest of a decoder layer's half in
+one call.
 
 An output of a product is one fp32 chain of fused multiply-adds over the inputs in ascending order
-(csrc/kernels/product.hpp), so its bits depend only on its row and its column's weights: not on other rows, columns,
-threads, or the processor's vector width. Those of attention, one function for prefill and decode, depend on query and
-context alone (csrc/kernels/attention.hpp). `AttentionBlock`, `GatedMLPBlock` and `ExpertsBlock` have the
-bits of separate calls (csrc/bindings/layer.cpp), without the interpreter in between: it takes longer than small calls.
+(csrc/kernels/product.hpp), so its bits depend only on its row and its column's weights: not on
+other rows, columns, threads, or the processor's vector width. Those of attention, one function for
+prefill and decode, depend on query and context alone (csrc/kernels/attention.hpp).
+`AttentionBlock`, `GatedMLPBlock` and `ExpertsBlock` have the bits of separate calls
+(csrc/bindings/layer.cpp), without the interpreter in between: it takes longer than small calls.
 
 T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
 """
@@ -22,20 +24,37 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import GroupInputs, HeadShape, LayerCache, RopeCacheInputs, StepInputs, entry_width
+from moeserve.ops.inputs import (
+    GroupInputs,
+    HeadShape,
+    LayerCache,
+    RopeCacheInputs,
+    StepInputs,
+    entry_width,
+)
 from moeserve.ops.native import native
-from moeserve.ops.native_rows import KV_TYPES, TYPES, address, check_per_expert, native_activation, native_rule
+from moeserve.ops.native_rows import (
+    KV_TYPES,
+    TYPES,
+    address,
+    check_per_expert,
+    native_activation,
+    native_rule,
+)
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20
-LAYOUT = 1  # of packed bytes: a new number for any other, so that none are taken for these (loader/packed_cache.py)
+# of packed bytes: a new number for any other, so that none are taken for these
+# (loader/packed_cache.py)
+LAYOUT = 1
 BYTES_IN_12_BITS = 1.53  # of a weight, with tables and room for escapes
 HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels know
 # Memory for so many packed bytes, aligned to 64, and whether they are there already.
 Room = Callable[[int], tuple[Tensor, bool]]
-# Moves a layer's packed experts [e, bytes of one] out of memory from a Room; returns where kernels find them.
+# Moves a layer's packed experts [e, bytes of one] out of memory from a Room; returns where kernels
+# find them.
 ToDisk = Callable[[Tensor], Any]
 _native: Any = native()
 _empty = torch.empty
@@ -50,10 +69,14 @@ def new_room(num_bytes: int) -> tuple[Tensor, bool]:
 
 
 def packing_of(weight: Weight, columns: int | None = None, lossless: bool = False) -> Any:
-    """Returns how a weight [..., N, K], or `columns` rows of it, is packed. lossless: bf16 in 12 bits."""
-    rows, depth = columns or weight.shape[-2], weight.shape[-1]
+    """Returns how a weight [..., N, K], or `columns` rows of it, is packed. lossless: bf16 in 12
+    bits.
+    """
+    rows = columns or weight.shape[-2]
+    depth = weight.shape[-1]
     if isinstance(weight, Quantised):
-        has_supers, bits = weight.supers is not None, 0
+        has_supers = weight.supers is not None
+        bits = 0
         if weight.activations == "int8":
             bits = (weight.bits or 8) if weight.kind == "int8" else 4
         return _native.Packing(
@@ -65,16 +88,25 @@ def packing_of(weight: Weight, columns: int | None = None, lossless: bool = Fals
 
 
 def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
-    """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool.
+    """Packs a matrix to the address `to`, each block `step` bytes behind the one before.
+    all_threads: on the pool.
 
     Raises CheckpointError for weights that do not fit 12 bits.
     """
-    weight_NK = weight_NK.contiguous() if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1 else weight_NK
+    weight_NK = (
+        weight_NK.contiguous()
+        if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1
+        else weight_NK
+    )
     w = weight_NK
-    values, rest = (w.values, (w.scales, w.zeros, w.mins)) if isinstance(w, Quantised) else (w, (None,) * 3)
+    values, rest = (
+        (w.values, (w.scales, w.zeros, w.mins)) if isinstance(w, Quantised) else (w, (None,) * 3)
+    )
     supers = w.supers if isinstance(w, Quantised) and w.supers else (None, None)
     of_groups = (address(part) for part in (*rest, *supers))
-    if not _native.pack(packing, values.data_ptr(), values.stride(0), *of_groups, to, step, all_threads):
+    if not _native.pack(
+        packing, values.data_ptr(), values.stride(0), *of_groups, to, step, all_threads
+    ):
         raise CheckpointError(
             f"weights {list(w.shape)} do not fit 12 bits: of 16 outputs' weights, more than one in a thousand has none "
             "of the 16 most frequent upper bytes; use lossless_compression=off"
@@ -82,24 +114,49 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
 
 
 class NativeLinear:
-    """y = x W^T + b for x [M, K] of the weight's dtype; rows of x may be strided. The weight is packed, and not kept.
-    lossless: bf16 in 12 bits.
+    """y = x W^T + b for x [M, K] of the weight's dtype; rows of x may be strided. The weight is
+    packed, and not kept. lossless: bf16 in 12 bits.
 
     x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
     """
 
-    __slots__ = ("_bias", "_bias_at", "_columns", "_depth", "_dtype", "_packing", "_type", "matrix", "packed")
+    __slots__ = (
+        "_bias",
+        "_bias_at",
+        "_columns",
+        "_depth",
+        "_dtype",
+        "_packing",
+        "_type",
+        "matrix",
+        "packed",
+    )
 
     def __init__(
-        self, weight_NK: Weight, bias_N: Tensor | None = None, room: Room = new_room, lossless: bool = False
+        self,
+        weight_NK: Weight,
+        bias_N: Tensor | None = None,
+        room: Room = new_room,
+        lossless: bool = False,
     ) -> None:
-        self._dtype, self._type = weight_NK.dtype, TYPES[weight_NK.dtype]
+        self._dtype = weight_NK.dtype
+        self._type = TYPES[weight_NK.dtype]
         self._columns, self._depth = weight_NK.shape
         self._packing = packing_of(weight_NK, lossless=lossless)
         self.packed, is_there = room(self._packing.bytes)
         if not is_there:
-            pack(self._packing, weight_NK, self.packed.data_ptr(), self._packing.block_bytes, all_threads=True)
-        self._bias = None if bias_N is None else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
+            pack(
+                self._packing,
+                weight_NK,
+                self.packed.data_ptr(),
+                self._packing.block_bytes,
+                all_threads=True,
+            )
+        self._bias = (
+            None
+            if bias_N is None
+            else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
+        )
         self._bias_at = address(self._bias)
         # For calls that do more than one product; the memory stays this object's.
         self.matrix = _native.Matrix(self._packing, self.packed.data_ptr(), self._bias_at)
@@ -127,7 +184,9 @@ class NativeHeads:
     __slots__ = ("_dtype", "_packed", "_packing", "_shape", "_type", "matrices")
 
     def __init__(self, weight_HNK: Weight, room: Room = new_room) -> None:
-        self._dtype, self._type, self._shape = weight_HNK.dtype, TYPES[weight_HNK.dtype], tuple(weight_HNK.shape)
+        self._dtype = weight_HNK.dtype
+        self._type = TYPES[weight_HNK.dtype]
+        self._shape = tuple(weight_HNK.shape)
         self._packing = packing_of(weight_HNK)
         self._packed, is_there = room(self._shape[0] * self._packing.bytes)
         for head in () if is_there else range(self._shape[0]):
@@ -142,10 +201,16 @@ class NativeHeads:
         return self._shape[1]
 
     def __call__(self, x_THK: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the products [T, H, N], in `out` where it is given; the elements of a row must lie side by side."""
+        """Returns the products [T, H, N], in `out` where it is given; the elements of a row must
+        lie side by side.
+        """
         heads, width, depth = self._shape
         out_THN = _empty((x_THK.shape[0], heads, width), dtype=self._dtype) if out is None else out
-        assert x_THK.dtype is out_THN.dtype is self._dtype, (x_THK.dtype, out_THN.dtype, self._dtype)
+        assert x_THK.dtype is out_THN.dtype is self._dtype, (
+            x_THK.dtype,
+            out_THN.dtype,
+            self._dtype,
+        )
         assert x_THK.shape == (len(out_THN), heads, depth), (x_THK.shape, self._shape)
         assert out_THN.shape == (len(x_THK), heads, width), (out_THN.shape, self._shape)
         assert x_THK.stride(2) == out_THN.stride(2) == 1, (x_THK.stride(), out_THN.stride())
@@ -167,9 +232,12 @@ class NativeAttentionMetadata:
     block_size: int
 
 
-def plan_attention(group: GroupInputs, step: StepInputs, shape: HeadShape) -> NativeAttentionMetadata:
+def plan_attention(
+    group: GroupInputs, step: StepInputs, shape: HeadShape
+) -> NativeAttentionMetadata:
     """Cuts attention into pieces; see `PlanAttention`."""
-    blocks_RN, size = group.blocks_RN, group.block_size
+    blocks_RN = group.blocks_RN
+    size = group.block_size
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
     pieces = _native.AttentionPlan(
@@ -188,19 +256,27 @@ def attention(
     sinks_H: Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """Attends to the paged cache as ops/attention.py does: [T', H * v] of q's dtype, all sums in fp32.
+    """Attends to the paged cache as ops/attention.py does: [T', H * v] of q's dtype, all sums in
+    fp32.
 
-    q_THd: already scaled; heads of a token lie side by side, tokens may be further apart. v_cache: contiguous, or a
-    part of k_cache's entries from their first element on, which cannot be int8.
+    q_THd: already scaled; heads of a token lie side by side, tokens may be further apart. v_cache:
+    contiguous, or a part of k_cache's entries from their first element on, which cannot be int8.
     """
     (num_rows, num_heads, d), v = q_THd.shape, plan.shape.v_dim
-    assert HeadShape(num_heads, k_cache.shape[2], d, v) == plan.shape, (q_THd.shape, k_cache.shape, plan.shape)
+    assert HeadShape(num_heads, k_cache.shape[2], d, v) == plan.shape, (
+        q_THd.shape,
+        k_cache.shape,
+        plan.shape,
+    )
     assert k_cache.shape[1] == plan.block_size, (k_cache.shape, plan.block_size)
     assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
     assert k_cache.dtype == v_cache.dtype, (k_cache.dtype, v_cache.dtype)
     assert k_cache.is_contiguous(), k_cache.stride()
     assert k_cache.shape[3] == entry_width(d, k_cache.dtype), (k_cache.shape, plan.shape)
-    assert v_cache.shape == (*k_cache.shape[:3], entry_width(v, k_cache.dtype)), (v_cache.shape, plan.shape)
+    assert v_cache.shape == (*k_cache.shape[:3], entry_width(v, k_cache.dtype)), (
+        v_cache.shape,
+        plan.shape,
+    )
     is_part = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
     assert v_cache.is_contiguous() or (is_part and k_cache.dtype != torch.int8), v_cache.stride()
     k_bytes = k_cache.shape[3] * k_cache.itemsize
@@ -218,7 +294,8 @@ def attention(
 
 
 class AttentionBlock:
-    """The QKV product, `qk_norm_rope_cache`, attention and, if given, the output product in one call.
+    """The QKV product, `qk_norm_rope_cache`, attention and, if given, the output product in one
+    call.
 
     x [T, D] -> [T, D], or [T, H * v] without the output product.
     """
@@ -238,7 +315,9 @@ class AttentionBlock:
         self._keep = qkv, out, rule, sinks_H  # whose memory the block reads
         self._dtype = dtype
         self._shape = shape = HeadShape(rule.num_heads, rule.num_kv_heads, dim, rule.v_dim or dim)
-        widths = {kv: (entry_width(dim, kv), entry_width(shape.v_dim, kv)) for kv in (dtype, torch.int8)}
+        widths = {
+            kv: (entry_width(dim, kv), entry_width(shape.v_dim, kv)) for kv in (dtype, torch.int8)
+        }
         self._kv_types = {(kv, *both): KV_TYPES[kv] for kv, both in widths.items()}
         self._columns = rule.num_heads * shape.v_dim if out is None else out.matrix.columns
         self.native = _native.AttentionBlock(
@@ -247,12 +326,20 @@ class AttentionBlock:
             address(sinks_H), soft_cap,
         )  # fmt: skip
 
-    def __call__(self, x_TD: Tensor, at: RopeCacheInputs, cache: LayerCache, plan: NativeAttentionMetadata) -> Tensor:
-        """Takes what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's dtype or int8."""
+    def __call__(
+        self, x_TD: Tensor, at: RopeCacheInputs, cache: LayerCache, plan: NativeAttentionMetadata
+    ) -> Tensor:
+        """Takes what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's
+        dtype or int8.
+        """
         (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         _, block_size, _, width = k_cache.shape
-        assert (plan.shape, plan.block_size) == (self._shape, block_size), (plan.shape, self._shape, k_cache.shape)
+        assert (plan.shape, plan.block_size) == (self._shape, block_size), (
+            plan.shape,
+            self._shape,
+            k_cache.shape,
+        )
         rows = x_TD.shape[0]
         y = _empty((rows, self._columns), dtype=self._dtype)
         self.native.run(
@@ -264,16 +351,23 @@ class AttentionBlock:
 
 
 class GatedMLPBlock:
-    """Both products of an MLP and its activation in one call: x [T, D] -> [T, N]; rows of x may be strided."""
+    """Both products of an MLP and its activation in one call: x [T, D] -> [T, N]; rows of x may be
+    strided.
+    """
 
     __slots__ = ("_columns", "_depth", "_dtype", "_keep", "native")
 
-    def __init__(self, gate_up: NativeLinear, down: NativeLinear, activation: Activation, dtype: torch.dtype) -> None:
-        columns, inner = gate_up.matrix.columns, down.matrix.depth
+    def __init__(
+        self, gate_up: NativeLinear, down: NativeLinear, activation: Activation, dtype: torch.dtype
+    ) -> None:
+        columns = gate_up.matrix.columns
+        inner = down.matrix.depth
         assert columns == activation.parts * inner, (columns, inner, activation)
         self._keep = gate_up, down  # whose memory the call reads
-        self.native, self._dtype = native_activation(activation), dtype
-        self._depth, self._columns = gate_up.matrix.depth, down.matrix.columns
+        self.native = native_activation(activation)
+        self._dtype = dtype
+        self._depth = gate_up.matrix.depth
+        self._columns = down.matrix.columns
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Returns down(act(gate(x)) * up(x)), or down(act(up(x)))."""
@@ -290,7 +384,9 @@ class GatedMLPBlock:
 
 
 class ExpertsBlock:
-    """Router, experts and weighted sum of tokens that stay on their rank, in one call: x [T, D] -> [T, D]."""
+    """Router, experts and weighted sum of tokens that stay on their rank, in one call: x [T, D] ->
+    [T, D].
+    """
 
     __slots__ = ("_block", "_keep", "_num_experts")
 
@@ -317,8 +413,11 @@ class ExpertsBlock:
         """Lets experts on disk be read ahead for the next layer's block."""
         self._block.expect(block._block)
 
-    def __call__(self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor) -> tuple[Tensor, NDArray[np.int64]]:
-        """Returns the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding and become zero.
+    def __call__(
+        self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Returns the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding
+        and become zero.
 
         packed: what `NativeExperts.pack` made; expert e is local expert e.
         """

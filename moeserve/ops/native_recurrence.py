@@ -1,7 +1,9 @@
-"""The functions of ops/recurrence.py and ops/selective_scan.py in native code (csrc/kernels/causal_conv.hpp,
-recurrence.hpp and selective_scan.hpp), with the same signatures and meanings; CPU tensors only.
+"""The functions of ops/recurrence.py and ops/selective_scan.py in native code
+(csrc/kernels/causal_conv.hpp, recurrence.hpp and selective_scan.hpp), with the same signatures and
+meanings; CPU tensors only.
 
-They differ from the reference where it rounds products before it adds them, and where it adds in another order.
+They differ from the reference where it rounds products before it adds them, and where it adds in
+another order.
 """
 
 from typing import Any
@@ -23,16 +25,21 @@ class NativeTilePlan:
     """The tiles of one step. pieces: the native plan."""
 
     def __init__(self, pieces: Any, block_size: int) -> None:
-        self.pieces, self.block_size, self.num_tokens = pieces, block_size, int(pieces.num_tokens)
+        self.pieces = pieces
+        self.block_size = block_size
+        self.num_tokens = int(pieces.num_tokens)
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> NativeTilePlan:
     """Cuts the step's tokens at the borders of tiles; see ops/recurrence.py."""
-    blocks_RN, size = group.blocks_RN, group.block_size
+    blocks_RN = group.blocks_RN
+    size = group.block_size
     assert size % TILE == 0, size
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
-    pieces = _native.TilePlan(blocks_RN.data_ptr(), blocks_RN.shape[1], size, step.starts_R, step.offsets_R1)
+    pieces = _native.TilePlan(
+        blocks_RN.data_ptr(), blocks_RN.shape[1], size, step.starts_R, step.offsets_R1
+    )
     return NativeTilePlan(pieces, size)
 
 
@@ -44,7 +51,12 @@ def check_cache(cache: Tensor, *shape: int) -> None:
 
 
 def causal_conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, silu: bool, caches: Caches, plan: NativeTilePlan
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    silu: bool,
+    caches: Caches,
+    plan: NativeTilePlan,
 ) -> Tensor:
     """Returns the convolution [T, C] in fp32; see ops/recurrence.py. Rows of x may be strided."""
     (num_rows, channels), inputs = x_TC.shape, weight_CK.shape[1]
@@ -55,7 +67,10 @@ def causal_conv(
     assert weight_CK.shape[0] == channels, (weight_CK.shape, channels)
     assert weight_CK.is_contiguous(), weight_CK.stride()
     if bias_C is not None:
-        assert (bias_C.dtype, bias_C.shape) == (torch.float32, (channels,)), (bias_C.dtype, bias_C.shape)
+        assert (bias_C.dtype, bias_C.shape) == (torch.float32, (channels,)), (
+            bias_C.dtype,
+            bias_C.shape,
+        )
         assert bias_C.is_contiguous(), bias_C.stride()
     rows, borders = caches
     check_cache(rows, plan.block_size, 1, channels)
@@ -69,7 +84,9 @@ def causal_conv(
 
 
 def _by_token(x: Tensor) -> tuple[Tensor, int]:
-    """Returns a tensor in which what belongs to a token lies side by side, and elements from one token to the next."""
+    """Returns a tensor in which what belongs to a token lies side by side, and elements from one
+    token to the next.
+    """
     assert x.dtype == torch.float32, x.dtype
     if x.shape[0] and not x[0].is_contiguous():
         x = x.contiguous()
@@ -98,7 +115,11 @@ def recurrence(
     check_cache(keys, plan.block_size, groups, d)
     check_cache(updates, plan.block_size, heads, v)
     check_cache(sums, plan.block_size, heads, decays)
-    (q_TGd, q_stride), (k_TGd, k_stride), (v_THv, v_stride) = _by_token(q_TGd), _by_token(k_TGd), _by_token(v_THv)
+    (q_TGd, q_stride), (k_TGd, k_stride), (v_THv, v_stride) = (
+        _by_token(q_TGd),
+        _by_token(k_TGd),
+        _by_token(v_THv),
+    )
     log_decay_THD, decay_stride = _by_token(log_decay_THD)
     beta_TH, beta_stride = (None, 0) if beta_TH is None else _by_token(beta_TH)
     out_THv = _empty((num_rows, heads, v))

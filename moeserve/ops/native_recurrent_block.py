@@ -22,12 +22,12 @@ _native: Any = native()
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRule:
-    """The numbers and fp32 parameters of a gated delta net or of Mamba-2 (see blocks/gated_delta_layer.py and
-    blocks/mamba2_layer.py), G groups and H heads of this rank.
+    """The numbers and fp32 parameters of a gated delta net or of Mamba-2 (see
+    blocks/gated_delta_layer.py and blocks/mamba2_layer.py), G groups and H heads of this rank.
 
-    unit: weights of the norms that give queries and keys length 1, and their epsilon; of the gated delta net alone.
-    skip_H1, time_limit: of Mamba-2 alone. norm: of each head [v], or of all groups, each with a norm of its
-    own [H * v] (Mamba-2).
+    unit: weights of the norms that give queries and keys length 1, and their epsilon; of the gated
+    delta net alone. skip_H1, time_limit: of Mamba-2 alone. norm: of each head [v], or of all
+    groups, each with a norm of its own [H * v] (Mamba-2).
     """
 
     groups: int
@@ -44,8 +44,9 @@ class RecurrentRule:
 
 
 class RecurrentBlock:
-    """The products before a recurrence, its convolution, gates and norm and, if given, the output product in one call
-    (csrc/bindings/recurrent_block.cpp): x [T, D] -> [T, D], or [T, H * v] without the output product.
+    """The products before a recurrence, its convolution, gates and norm and, if given, the output
+    product in one call (csrc/bindings/recurrent_block.cpp): x [T, D] -> [T, D], or [T, H * v]
+    without the output product.
 
     gates: the product to beta and decays of a gated delta net; None: Mamba-2.
     """
@@ -63,17 +64,37 @@ class RecurrentBlock:
         dtype: torch.dtype,
     ) -> None:
         self._keep = inputs, gates, out, rule  # whose memory the block reads
-        (channels, num_inputs), (unit_q, unit_k, unit_eps) = rule.conv_CK.shape, rule.unit or (None, None, 0.0)
-        assert channels == 2 * rule.groups * dim + rule.heads * v_dim, (rule.conv_CK.shape, dim, v_dim)
+        (channels, num_inputs), (unit_q, unit_k, unit_eps) = (
+            rule.conv_CK.shape,
+            rule.unit or (None, None, 0.0),
+        )
+        assert channels == 2 * rule.groups * dim + rule.heads * v_dim, (
+            rule.conv_CK.shape,
+            dim,
+            v_dim,
+        )
         assert 2 <= num_inputs <= TILE + 1, num_inputs
         columns = channels + rule.heads * v_dim + (rule.heads if gates is None else 0)
         assert inputs.matrix.columns == columns, (inputs.matrix.columns, columns)
         assert gates is None or gates.matrix.columns == 2 * rule.heads, (gates, rule.heads)
         assert out is None or out.matrix.depth == rule.heads * v_dim, (out, rule.heads, v_dim)
-        params = rule.conv_CK, rule.conv_bias_C, rule.decay_H, rule.dt_bias_H, unit_q, unit_k, rule.skip_H1, rule.norm
+        params = (
+            rule.conv_CK,
+            rule.conv_bias_C,
+            rule.decay_H,
+            rule.dt_bias_H,
+            unit_q,
+            unit_k,
+            rule.skip_H1,
+            rule.norm,
+        )
         for part in params:
-            assert part is None or (part.dtype, part.is_contiguous()) == (torch.float32, True), (part.dtype, part.shape)
-        self._dtype, self._sizes = dtype, (channels, num_inputs, rule.groups, rule.heads, dim, v_dim)
+            assert part is None or (part.dtype, part.is_contiguous()) == (torch.float32, True), (
+                part.dtype,
+                part.shape,
+            )
+        self._dtype = dtype
+        self._sizes = (channels, num_inputs, rule.groups, rule.heads, dim, v_dim)
         self._columns = rule.heads * v_dim if out is None else out.matrix.columns
         self._block = _native.RecurrentBlock(
             type=TYPES[dtype], inputs=inputs.matrix, gates=gates and gates.matrix, out=out and out.matrix,
@@ -85,8 +106,8 @@ class RecurrentBlock:
         )  # fmt: skip
 
     def __call__(self, x_TD: Tensor, cache: Caches, plan: NativeTilePlan) -> Tensor:
-        """Returns the block's output; writes what the tokens leave behind to `cache`: of the convolution, then of the
-        recurrence."""
+        """Returns the block's output; writes what the tokens leave behind to `cache`: of the
+        convolution, then of the recurrence."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         assert x_TD.stride(1) == 1, x_TD.stride()
         assert x_TD.shape[1] == self._keep[0].matrix.depth, (x_TD.shape, self._keep[0].matrix.depth)
@@ -101,6 +122,11 @@ class RecurrentBlock:
             check_cache(part, *shape)
         y = torch.empty((len(x_TD), self._columns), dtype=self._dtype)
         self._block.run(
-            plan.pieces, x_TD.data_ptr(), x_TD.stride(0), len(x_TD), *(part.data_ptr() for part in cache), y.data_ptr()
+            plan.pieces,
+            x_TD.data_ptr(),
+            x_TD.stride(0),
+            len(x_TD),
+            *(part.data_ptr() for part in cache),
+            y.data_ptr(),
         )
         return y

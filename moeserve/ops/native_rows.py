@@ -1,8 +1,9 @@
-"""The functions of ops/elementwise.py in native code, with the same signatures and meanings; CPU tensors only.
+"""The functions of ops/elementwise.py in native code, with the same signatures and meanings; CPU
+tensors only.
 
-They differ from the reference where it rounds more often (SwiGLU) or adds in another order (sums of squares, of
-exponentials). The elements of a row must lie side by side. A small call costs two microseconds, most of them for its
-tensors.
+They differ from the reference where it rounds more often (SwiGLU) or adds in another order (sums of
+squares, of exponentials). The elements of a row must lie side by side. A small call costs two
+microseconds, most of them for its tensors.
 """
 
 from collections.abc import Sequence
@@ -46,31 +47,59 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     rows, width = x_TD.shape
     out_TD = _empty((rows, width), dtype=x_TD.dtype)
     _native.rms_norm(
-        TYPES[x_TD.dtype], rows, width, x_TD.data_ptr(), _stride(x_TD), weight_D.data_ptr(), eps, out_TD.data_ptr()
+        TYPES[x_TD.dtype],
+        rows,
+        width,
+        x_TD.data_ptr(),
+        _stride(x_TD),
+        weight_D.data_ptr(),
+        eps,
+        out_TD.data_ptr(),
     )
     return out_TD
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Overwrites x with rms_norm(x + residual) and residual with the sum, and returns both."""
     rows, width = x_TD.shape
     assert residual_TD.shape == x_TD.shape, (x_TD.shape, residual_TD.shape)
     assert residual_TD.dtype is x_TD.dtype, (x_TD.dtype, residual_TD.dtype)
-    x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
-    x, residual = x_TD.data_ptr(), residual_TD.data_ptr()
+    x_TD = x_TD.contiguous()
+    residual_TD = residual_TD.contiguous()
+    x = x_TD.data_ptr()
+    residual = residual_TD.data_ptr()
     assert x != residual or not rows, "the sum and its norm need a place each"
     _native.add_rms_norm(
-        TYPES[x_TD.dtype], rows, width, x, width, residual, width, weight_D.data_ptr(), eps, x, residual
+        TYPES[x_TD.dtype],
+        rows,
+        width,
+        x,
+        width,
+        residual,
+        width,
+        weight_D.data_ptr(),
+        eps,
+        x,
+        residual,
     )
     return x_TD, residual_TD
 
 
 def qk_norm_rope_cache(
-    qkv_TN: Tensor, rule: HeadRule, at: RopeCacheInputs, cache: LayerCache, normed_THd: Tensor | None = None
+    qkv_TN: Tensor,
+    rule: HeadRule,
+    at: RopeCacheInputs,
+    cache: LayerCache,
+    normed_THd: Tensor | None = None,
 ) -> Tensor:
     """QK-norm, RoPE and KV write in one call; see ops/elementwise.py."""
     (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
-    rows, heads, groups, dim = len(qkv_TN), rule.num_heads, rule.num_kv_heads, cos_T1d.shape[2]
+    rows = len(qkv_TN)
+    heads = rule.num_heads
+    groups = rule.num_kv_heads
+    dim = cos_T1d.shape[2]
     v_dim = rule.v_dim or dim
     assert qkv_TN.shape[1] == (heads + groups) * dim + groups * v_dim, (qkv_TN.shape, rule, dim)
     assert k_cache.dtype is v_cache.dtype, (k_cache.dtype, v_cache.dtype)
@@ -88,11 +117,19 @@ def qk_norm_rope_cache(
 
 
 def latent_rope_cache(
-    q_THe: Tensor, kv_TC: Tensor, rule: LatentRule, at: RopeCacheInputs, latent_cache: Tensor, q_THC: Tensor
+    q_THe: Tensor,
+    kv_TC: Tensor,
+    rule: LatentRule,
+    at: RopeCacheInputs,
+    latent_cache: Tensor,
+    q_THC: Tensor,
 ) -> Tensor:
     """Latents' norm, RoPE and cache write in one call; see ops/latent.py. q_THC is contiguous."""
     cos_T1p, sin_T1p, slot_mapping_T = at
-    rows, heads, width, entry = len(q_THe), rule.num_heads, rule.nope_dim + rule.rope_dim, rule.rank + rule.rope_dim
+    rows = len(q_THe)
+    heads = rule.num_heads
+    width = rule.nope_dim + rule.rope_dim
+    entry = rule.rank + rule.rope_dim
     assert q_THe.shape[1:] == (heads, width), (q_THe.shape, rule)
     assert q_THe.stride()[1:] == (width, 1), q_THe.stride()
     assert kv_TC.shape == (rows, entry), (kv_TC.shape, rule)
@@ -101,7 +138,10 @@ def latent_rope_cache(
     assert latent_cache.is_contiguous(), latent_cache.stride()
     assert latent_cache.shape[2:] == (1, entry), (latent_cache.shape, rule)
     assert cos_T1p.shape[2] == rule.rope_dim, (cos_T1p.shape, rule)
-    assert q_THe.dtype is kv_TC.dtype is q_THC.dtype is latent_cache.dtype, (kv_TC.dtype, latent_cache.dtype)
+    assert q_THe.dtype is kv_TC.dtype is q_THC.dtype is latent_cache.dtype, (
+        kv_TC.dtype,
+        latent_cache.dtype,
+    )
     q_THn = _empty((rows, heads, rule.nope_dim), dtype=q_THe.dtype)
     _native.latent_rope_cache(
         TYPES[q_THe.dtype], rows, slot_mapping_T.shape[0], heads, rule.nope_dim, rule.rope_dim, rule.rank,
@@ -114,7 +154,9 @@ def latent_rope_cache(
 
 def native_activation(rule: Activation) -> Any:
     """Returns the activation as native kernels take it."""
-    return _SWIGLU if rule is SWIGLU else _native_activation(rule)  # hashing it takes as long as a small call
+    return (
+        _SWIGLU if rule is SWIGLU else _native_activation(rule)
+    )  # hashing it takes as long as a small call
 
 
 @lru_cache
@@ -131,7 +173,8 @@ _SWIGLU = _native_activation(SWIGLU) if AVAILABLE else None
 
 def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
     """Returns act(gate) * up of [M, 2I], [M, I], or act of [M, I]; see ops/elementwise.py."""
-    rows, width = gate_up_MI.shape[0], gate_up_MI.shape[1] // activation.parts
+    rows = gate_up_MI.shape[0]
+    width = gate_up_MI.shape[1] // activation.parts
     out_MI = _empty((rows, width), dtype=gate_up_MI.dtype)
     _native.act_mul(
         TYPES[gate_up_MI.dtype], rows, width, gate_up_MI.data_ptr(), _stride(gate_up_MI),
@@ -144,7 +187,11 @@ def sigmoid_gate(logits_TL: Tensor) -> Tensor:
     """Returns the sigmoid of the first column, fp32 [T, 1]."""
     out_T1 = _empty((logits_TL.shape[0], 1))
     _native.sigmoid_gate(
-        TYPES[logits_TL.dtype], logits_TL.shape[0], logits_TL.data_ptr(), logits_TL.stride(0), out_T1.data_ptr()
+        TYPES[logits_TL.dtype],
+        logits_TL.shape[0],
+        logits_TL.data_ptr(),
+        logits_TL.stride(0),
+        out_T1.data_ptr(),
     )
     return out_T1
 
@@ -167,7 +214,11 @@ def native_rule(rule: RouterRule) -> Any:
 
 def check_per_expert(per_E: Tensor | None, num_experts: int) -> None:
     """Asserts that a tensor is fp32 [E], or None."""
-    assert per_E is None or (per_E.dtype, per_E.shape, per_E.is_contiguous()) == (torch.float32, (num_experts,), True)
+    assert per_E is None or (per_E.dtype, per_E.shape, per_E.is_contiguous()) == (
+        torch.float32,
+        (num_experts,),
+        True,
+    )
 
 
 def route(
@@ -195,9 +246,12 @@ def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArr
     assert ids_TK.dtype is torch.int32, ids_TK.dtype
     assert ids_TK.is_contiguous(), ids_TK.stride()
     num_pairs = ids_TK.numel()
-    order_N, place_N = _empty(num_pairs, dtype=torch.int64), _empty(num_pairs, dtype=torch.int64)
+    order_N = _empty(num_pairs, dtype=torch.int64)
+    place_N = _empty(num_pairs, dtype=torch.int64)
     counts_e = np.empty(num_experts, np.int64)
-    placed = _native.group_pairs(ids_TK.data_ptr(), num_pairs, counts_e, order_N.data_ptr(), place_N.data_ptr())
+    placed = _native.group_pairs(
+        ids_TK.data_ptr(), num_pairs, counts_e, order_N.data_ptr(), place_N.data_ptr()
+    )
     return order_N if placed == num_pairs else order_N[:placed], place_N, counts_e
 
 
@@ -207,10 +261,15 @@ def rows_of_pairs(x_TD: Tensor, order_P: Tensor, top_k: int) -> Tensor:
 
 
 def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor) -> Tensor:
-    """Fills out[t] with the sum over k, in order and in fp32, of weights[t, k] * y[place[t * K + k]]; -1 adds zero."""
+    """Fills out[t] with the sum over k, in order and in fp32, of weights[t, k] * y[place[t * K +
+    k]]; -1 adds zero.
+    """
     tokens, top_k = weights_TK.shape
     assert y_PD.dtype is out_TD.dtype, (y_PD.dtype, out_TD.dtype)
-    assert all(x.is_contiguous() for x in (y_PD, weights_TK, out_TD)), (y_PD.stride(), out_TD.stride())
+    assert all(x.is_contiguous() for x in (y_PD, weights_TK, out_TD)), (
+        y_PD.stride(),
+        out_TD.stride(),
+    )
     _native.sum_pairs(
         _ELEMENTS[y_PD.dtype], tokens, top_k, y_PD.shape[1], y_PD.data_ptr(), place_N.data_ptr(), weights_TK.data_ptr(),
         out_TD.data_ptr(),
@@ -221,11 +280,18 @@ def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor)
 def _rows(from_XD: Tensor, index_P: Tensor, divisor: int) -> Tensor:
     assert from_XD.is_contiguous(), from_XD.stride()
     assert index_P.is_contiguous(), index_P.stride()
-    count, width = index_P.shape[0], from_XD.shape[1]
+    count = index_P.shape[0]
+    width = from_XD.shape[1]
     out_PD = _empty((count, width), dtype=from_XD.dtype)
     row_bytes = width * from_XD.itemsize
     _native.copy_rows(
-        from_XD.data_ptr(), from_XD.shape[0], index_P.data_ptr(), divisor, count, row_bytes, out_PD.data_ptr()
+        from_XD.data_ptr(),
+        from_XD.shape[0],
+        index_P.data_ptr(),
+        divisor,
+        count,
+        row_bytes,
+        out_PD.data_ptr(),
     )
     return out_PD
 
@@ -233,8 +299,11 @@ def _rows(from_XD: Tensor, index_P: Tensor, divisor: int) -> Tensor:
 def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (maximum, its lowest column) of each fp32 row; NaN counts as largest."""
     rows = x_SV.shape[0]
-    peak_S, column_S = _empty(rows), _empty(rows, dtype=torch.int64)
-    _native.argmax(rows, x_SV.shape[1], x_SV.data_ptr(), _stride(x_SV), peak_S.data_ptr(), column_S.data_ptr())
+    peak_S = _empty(rows)
+    column_S = _empty(rows, dtype=torch.int64)
+    _native.argmax(
+        rows, x_SV.shape[1], x_SV.data_ptr(), _stride(x_SV), peak_S.data_ptr(), column_S.data_ptr()
+    )
     return peak_S, column_S
 
 
@@ -242,15 +311,18 @@ def draw(
     x_SV: Tensor, slots_S: NDArray[np.int64], positions_S: NDArray[np.int64], columns: Sequence[NDArray[Any]],
     token_hash_V: Tensor, not_here: int, random: int, masks: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns (tokens int64, maxima, `Status` uint8) of fp32 logits, which are left as they are: the likeliest token,
-    or the winner of `race` at the request's temperature where it has the trait `random`, among those that masks allow.
+    """Returns (tokens int64, maxima, `Status` uint8) of fp32 logits, which are left as they are:
+    the likeliest token, or the winner of `race` at the request's temperature where it has the trait
+    `random`, among those that masks allow.
 
-    -1 where rounding could decide and where a request has traits of `not_here`: ask the reference then. columns, by
-    slot: traits uint16, temperature fp32, seed uint64. positions: of the tokens. masks: rows and bits, as for
-    `apply_bitmask`.
+    -1 where rounding could decide and where a request has traits of `not_here`: ask the reference
+    then. columns, by slot: traits uint16, temperature fp32, seed uint64. positions: of the tokens.
+    masks: rows and bits, as for `apply_bitmask`.
     """
     rows, width = x_SV.shape
-    tokens_S, peak_S, status_S = _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows, dtype=torch.uint8)
+    tokens_S = _empty(rows, dtype=torch.int64)
+    peak_S = _empty(rows)
+    status_S = _empty(rows, dtype=torch.uint8)
     mask_of_S = bits_CW = None
     if masks is not None:
         rows_C, bits_CW = masks
@@ -265,7 +337,9 @@ def draw(
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-    """Sets what masks do not allow to -inf in rows of fp32 logits; see runner/sampling/reference.py."""
+    """Sets what masks do not allow to -inf in rows of fp32 logits; see
+    runner/sampling/reference.py.
+    """
     count, words = bits_CW.shape
     assert rows_C.shape == (count,), (rows_C.shape, bits_CW.shape)
     assert words * 32 >= x_rV.shape[1], (words, x_rV.shape)
@@ -278,10 +352,16 @@ def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
     )  # fmt: skip
 
 
-def race(x_rV: Tensor, low_r: Tensor, high_r: Tensor, token_hash_V: Tensor, blocks_rB: Tensor | None = None) -> Tensor:
-    """Returns each row's column of the largest x + Gumbel noise: that of runner/sampling/noise.py, for keys low and
-    high and the tokens that blocks_rB names. -1 where fp32 logarithms could decide between two, or where a row's
-    maximum is not finite: ask the reference then."""
+def race(
+    x_rV: Tensor,
+    low_r: Tensor,
+    high_r: Tensor,
+    token_hash_V: Tensor,
+    blocks_rB: Tensor | None = None,
+) -> Tensor:
+    """Returns each row's column of the largest x + Gumbel noise: that of runner/sampling/noise.py,
+    for keys low and high and the tokens that blocks_rB names. -1 where fp32 logarithms could decide
+    between two, or where a row's maximum is not finite: ask the reference then."""
     rows = low_r.shape[0]
     column_r = _empty(rows, dtype=torch.int64)
     _native.race(

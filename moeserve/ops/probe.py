@@ -1,7 +1,9 @@
-"""A few milliseconds at start that check, on this machine, the invariances that the reference kernels rely on.
+"""A few milliseconds at start that check, on this machine, the invariances that the reference
+kernels rely on.
 
-A row's bits must not depend on how many other rows share the call, on its place among them, or on how far the context
-is padded. torch's libraries choose code by shape, so the invariances hold only where they were checked.
+A row's bits must not depend on how many other rows share the call, on its place among them, or on
+how far the context is padded. torch's libraries choose code by shape, so the invariances hold only
+where they were checked.
 """
 
 from collections.abc import Sequence
@@ -44,27 +46,41 @@ def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
 
 
 def host_step(
-    blocks_RN: Tensor, block_size: int, starts: Sequence[int], offsets: Sequence[int], **seen: int | None
+    blocks_RN: Tensor,
+    block_size: int,
+    starts: Sequence[int],
+    offsets: Sequence[int],
+    **seen: int | None,
 ) -> tuple[GroupInputs, StepInputs]:
-    """Returns what attention on CPUs is planned by, with nothing else in it. seen: window or chunk of the group."""
-    nothing, starts_R, offsets_R1 = torch.empty(0), np.array(starts, np.int32), np.array(offsets, np.int32)
+    """Returns what attention on CPUs is planned by, with nothing else in it. seen: window or chunk
+    of the group.
+    """
+    nothing = torch.empty(0)
+    starts_R = np.array(starts, np.int32)
+    offsets_R1 = np.array(offsets, np.int32)
     step = StepInputs(nothing, nothing, (), nothing, offsets_R1, starts_R, (nothing, nothing))
     return GroupInputs(nothing, blocks_RN, block_size, **seen), step
 
 
 def probe_native(dtype: torch.dtype) -> str:
-    """Compares each native kernel with torch's and returns what is wrong on this machine; empty if nothing is."""
+    """Compares each native kernel with torch's and returns what is wrong on this machine; empty if
+    nothing is.
+    """
     if not probe_linear(NativeLinear, dtype):
         return "the bits of products depend on the row count"
     close = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
-    weight, x = _values(136, 264, seed=0).to(dtype), _values(9, 264, seed=1).to(dtype)
+    weight = _values(136, 264, seed=0).to(dtype)
+    x = _values(9, 264, seed=1).to(dtype)
     norm_D = _values(264, seed=2).abs()
     q = _values(70, 4, 64, seed=3).to(dtype)
     caches = [_values(8, 10, 2, 64, seed=seed) for seed in (4, 5)]
     step = *host_step(torch.arange(1, 8)[None], 10, [0], [0, 70]), HeadShape(4, 2, 64, 64)
     pairs = {
         "products": (NativeLinear(weight)(x), x.double() @ weight.double().T),
-        "norms": (native_rows.rms_norm(x, norm_D, 1e-6), elementwise.rms_norm(x.float(), norm_D, 1e-6)),
+        "norms": (
+            native_rows.rms_norm(x, norm_D, 1e-6),
+            elementwise.rms_norm(x.float(), norm_D, 1e-6),
+        ),
     }
     for cache_type in (dtype, torch.int8):
         k, v = (to_entries(cache, cache_type) for cache in caches)
@@ -80,19 +96,26 @@ def probe_native(dtype: torch.dtype) -> str:
 
 def probe_attention(dtype: torch.dtype) -> bool:
     """Returns whether the attention of one query has the same bits alone as inside a chunk."""
-    return all(_probe_attention(shape, dtype) for shape in (HeadShape(4, 2, 64, 64), HeadShape(4, 1, 576, 512)))
+    return all(
+        _probe_attention(shape, dtype)
+        for shape in (HeadShape(4, 2, 64, 64), HeadShape(4, 1, 576, 512))
+    )
 
 
 def _probe_attention(shape: HeadShape, dtype: torch.dtype) -> bool:
-    tokens, size = 3 * TILE, 16
+    tokens = 3 * TILE
+    size = 16
     q = _values(tokens, shape.num_heads, shape.dim, seed=4).to(dtype)
     k = _values(tokens // size, size, shape.num_kv_heads, shape.dim, seed=2).to(dtype)
     blocks = torch.arange(tokens // size)[None]
 
     def run(start: int, end: int) -> Tensor:
-        """Attends with the queries of tokens start .. end - 1 to all keys up to theirs, which are the values, too."""
+        """Attends with the queries of tokens start .. end - 1 to all keys up to theirs, which are
+        the values, too.
+        """
         plan = plan_attention(*host_step(blocks, size, [start], [0, end - start]), shape)
         return attention(q[start:end], k, k[..., : shape.v_dim], plan)
 
-    whole, parts = run(0, tokens), ((0, 1), (5, 12), (70, 71), (tokens - 1, tokens))
+    whole = run(0, tokens)
+    parts = ((0, 1), (5, 12), (70, 71), (tokens - 1, tokens))
     return all(torch.equal(run(start, end), whole[start:end]) for start, end in parts)

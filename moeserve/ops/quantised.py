@@ -1,7 +1,9 @@
-"""Weights in 4 or 8 bits with scales: their meaning, and how weights of 16 or 32 bits are rounded to them.
+"""Weights in 4 or 8 bits with scales: their meaning, and how weights of 16 or 32 bits are rounded
+to them.
 
-N outputs, K inputs, G groups of inputs with a scale each. Dimensions of experts may come first. Rows are rounded one by
-one, so a row's bits depend on nothing but the row: not on ranks' shares, threads, or what else is loaded.
+N outputs, K inputs, G groups of inputs with a scale each. Dimensions of experts may come first.
+Rows are rounded one by one, so a row's bits depend on nothing but the row: not on ranks' shares,
+threads, or what else is loaded.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,24 @@ from moeserve.errors import CheckpointError
 
 Kind = Literal["int8", "int4", "fp8", "fp4", "iq4_nl"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-IQ4_NL = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+IQ4_NL = (
+    -127.0,
+    -104.0,
+    -83.0,
+    -65.0,
+    -49.0,
+    -35.0,
+    -22.0,
+    -10.0,
+    1.0,
+    13.0,
+    25.0,
+    38.0,
+    53.0,
+    69.0,
+    89.0,
+    113.0,
+)
 Asked = Literal["int8", "int4"]  # what 16 and 32 bits may become here
 PART = 2**18  # elements that one thread rounds at a time: they stay in its cache
 LARGE_PART = 2**21  # likewise on a device, which has no use for less
@@ -26,18 +45,21 @@ LARGE_PART = 2**21  # likewise on a device, which has no use for less
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group] - mins[n, k // group].
+    """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group] - mins[n, k //
+    group].
 
-    values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8), or 0 to 15 that are numbers of E2M1 (fp4) or
-    IQ4_NL (iq4_nl). scales, zeros, mins: fp32 [..., N, G]. zeros None: 8 for int4 without mins, otherwise 0. mins None:
-    0. group 0: one scale per output. dtype: of the activations that the weight is multiplied with. rows: outputs of a
-    checkpoint's block, which have equal scales; 0: all outputs of a tensor. activations: `int8` rounds these in blocks
-    of 32 before the product.
+    values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8), or 0 to 15 that are numbers of
+    E2M1 (fp4) or IQ4_NL (iq4_nl). scales, zeros, mins: fp32 [..., N, G]. zeros None: 8 for int4
+    without mins, otherwise 0. mins None:
+    0. group 0: one scale per output. dtype: of the activations that the weight is multiplied with.
+       rows: outputs of a checkpoint's block, which have equal scales; 0: all outputs of a tensor.
+       activations: `int8` rounds these in blocks of 32 before the product.
 
-    What adds no meaning, and lets a packer keep fewer bits: supers: (d, dmin) of 256 inputs each, fp32 [..., N,
-    K / 256] and exact in fp16: scales are whole multiples of d, and mins of dmin, from 0 to 63 (-128 to 127 where dmin
-    is None). scale_dtype: scales and mins are exact in it. bits: of int8 values that need fewer, 5 (0 to 31 with mins,
-    -16 to 15 without) or 6 (-32 to 31, in groups of 16); 0: all.
+    What adds no meaning, and lets a packer keep fewer bits: supers: (d, dmin) of 256 inputs each,
+    fp32 [..., N, K / 256] and exact in fp16: scales are whole multiples of d, and mins of dmin,
+    from 0 to 63 (-128 to 127 where dmin is None). scale_dtype: scales and mins are exact in it.
+    bits: of int8 values that need fewer, 5 (0 to 31 with mins, -16 to 15 without) or 6 (-32 to 31,
+    in groups of 16); 0: all.
 
     int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]]
     """
@@ -57,13 +79,22 @@ class Quantised:
 
     @staticmethod
     def empty(
-        kind: Kind, group: int, zeros: bool, dtype: torch.dtype, shape: tuple[int, ...], device: Device = None
+        kind: Kind,
+        group: int,
+        zeros: bool,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        device: Device = None,
     ) -> "Quantised":
         """Returns uninitialised memory for a weight of `shape` [..., N, K]."""
         groups = -(-shape[-1] // group) if group else 1
-        values = torch.empty(shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device)
+        values = torch.empty(
+            shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device
+        )
         scales = torch.empty(*shape[:-1], groups, device=device)
-        return Quantised(kind, group, dtype, values, scales, torch.empty_like(scales) if zeros else None)
+        return Quantised(
+            kind, group, dtype, values, scales, torch.empty_like(scales) if zeros else None
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -84,10 +115,14 @@ class Quantised:
     def each(self, change: Callable[[Tensor], Tensor]) -> "Quantised":
         """Returns the weight with `change`, a change of leading dimensions, applied to every part."""
         d, dmin = self.supers or (None, None)
-        zeros, mins, d, dmin = (None if part is None else change(part) for part in (self.zeros, self.mins, d, dmin))
+        zeros, mins, d, dmin = (
+            None if part is None else change(part) for part in (self.zeros, self.mins, d, dmin)
+        )
         supers = None if d is None else (d, dmin)
         scales = change(self.scales)
-        return replace(self, values=change(self.values), scales=scales, zeros=zeros, mins=mins, supers=supers)
+        return replace(
+            self, values=change(self.values), scales=scales, zeros=zeros, mins=mins, supers=supers
+        )
 
     def __getitem__(self, index: Any) -> "Quantised":
         return self.each(lambda part: part[index])
@@ -119,7 +154,11 @@ def dequantised(weight: Quantised) -> Tensor:
         return parts.repeat_interleave(weight.group or inputs, -1)[..., :inputs]
 
     zeros = (
-        spread(weight.zeros) if weight.zeros is not None else 8 if weight.kind == "int4" and weight.mins is None else 0
+        spread(weight.zeros)
+        if weight.zeros is not None
+        else 8
+        if weight.kind == "int4" and weight.mins is None
+        else 0
     )
     scaled = (values - zeros) * spread(weight.scales)
     return scaled if weight.mins is None else scaled - spread(weight.mins)
@@ -133,11 +172,14 @@ def group_of(num_inputs: int) -> int:
 def quantisation_of(
     weight: Tensor, kind: Asked, name: str, activations: Activations = "auto"
 ) -> tuple[Quantised, list[Callable[[], None]]]:
-    """Returns memory for a quantised weight, and the calls of `quantise` that fill it, in any order."""
+    """Returns memory for a quantised weight, and the calls of `quantise` that fill it, in any
+    order.
+    """
     group = group_of(weight.shape[-1]) if kind == "int4" else 0
     into = Quantised.empty(kind, group, False, weight.dtype, tuple(weight.shape), weight.device)
     into = replace(into, activations="int8" if activations == "int8" else "float")
-    rows_NK, into_NK = weight.flatten(0, -2), into.each(lambda part: part.flatten(0, -2))
+    rows_NK = weight.flatten(0, -2)
+    into_NK = into.each(lambda part: part.flatten(0, -2))
     step = max(1, (PART if weight.device.type == "cpu" else LARGE_PART) // weight.shape[-1])
     parts = [slice(i, i + step) for i in range(0, len(rows_NK), step)]
     return into, [partial(quantise, rows_NK[part], into_NK[part], name) for part in parts]
@@ -147,17 +189,27 @@ def quantisation_of(
 def quantise(weight_NK: Tensor, into: Quantised, name: str) -> None:
     """Rounds rows to whole multiples of their scales, without zero points.
 
-    int8: the largest magnitude is 127. int4: it is -8, of the 16 values the one without a counterpart, so that the one
-    weight that matters most is exact. Raises CheckpointError (with `name`) for NaN and infinity.
+    int8: the largest magnitude is 127. int4: it is -8, of the 16 values the one without a
+    counterpart, so that the one weight that matters most is exact. Raises CheckpointError (with
+    `name`) for NaN and infinity.
     """
     w_NGg = weight_NK.float().view(*into.scales.shape, -1)
-    high, low = w_NGg.amax(-1), w_NGg.amin(-1)
+    high = w_NGg.amax(-1)
+    low = w_NGg.amin(-1)
     if into.kind == "int8":
-        scales, least, most, shift = torch.maximum(high, -low) / 127, -127, 127, 0
+        scales = torch.maximum(high, -low) / 127
+        least = -127
+        most = 127
+        shift = 0
     else:
-        scales, least, most, shift = torch.where(high > -low, high, low) / -8, -8, 7, 8
+        scales = torch.where(high > -low, high, low) / -8
+        least = -8
+        most = 7
+        shift = 8
     if not scales.isfinite().all():
-        raise CheckpointError(f"{name} has weights that are NaN or infinite: they cannot be quantised")
+        raise CheckpointError(
+            f"{name} has weights that are NaN or infinite: they cannot be quantised"
+        )
     divisors = torch.where(scales == 0, 1, scales).unsqueeze(-1)
     into.scales.copy_(scales)
     into.values.copy_((w_NGg / divisors).round_().clamp_(least, most).add_(shift).flatten(-2))

@@ -1,28 +1,31 @@
-"""Causal convolutions and gated linear recurrences over paged states, in plain torch: the specification.
+"""Causal convolutions and gated linear recurrences over paged states, in plain torch: the
+specification.
 
-T tokens (padded rows included), C channels, K inputs of a convolution, G heads of queries and keys, H of values (each
-head of queries and keys serves H / G of them side by side), d and v their widths, D widths of decays: 1 (one per head)
-or d.
+T tokens (padded rows included), C channels, K inputs of a convolution, G heads of queries and keys,
+H of values (each head of queries and keys serves H / G of them side by side), d and v their widths,
+D widths of decays: 1 (one per head) or d.
 
 A recurrence has a state per head, S [d, v]. With the decay a_t = exp(log decay) of token t:
 
     S_t = diag(a_t) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t
     u_t = v_t, or, with beta (the delta rule), beta_t (v_t - (diag(a_t) S_{t-1})^T k_t)
 
-Positions are cut into tiles of TILE tokens. What is cached of a tile is the state at its border, S_0, and, of each of
-its tokens, k, u and the sum of log decays since the border, s. One expression gives a token's results, whichever
-tokens are computed together with it and whatever was computed before, or again:
+Positions are cut into tiles of TILE tokens. What is cached of a tile is the state at its border,
+S_0, and, of each of its tokens, k, u and the sum of log decays since the border, s. One expression
+gives a token's results, whichever tokens are computed together with it and whatever was computed
+before, or again:
 
     u_t = beta_t (v_t - S_0^T (k_t exp(s_t)) - sum over earlier r of ((k_t exp(s_t - s_r)) . k_r) u_r)
     o_t =                S_0^T (q_t exp(s_t)) + sum over r <= t     of ((q_t exp(s_t - s_r)) . k_r) u_r
     next S_0 = diag(exp(s_n)) S_0 + sum over r of (k_r exp(s_n - s_r)) u_r^T          n: the tile's last token
 
-with sums over r in ascending order, all in fp32. The first token of a tile finds the next S_0 from the tile before and
-writes it into its own block; nothing else is written twice, so that a step may run again. Tiles whose block is the
-null block leave nothing behind: their state goes on to the next tile of the same call.
+with sums over r in ascending order, all in fp32. The first token of a tile finds the next S_0 from
+the tile before and writes it into its own block; nothing else is written twice, so that a step may
+run again. Tiles whose block is the null block leave nothing behind: their state goes on to the next
+tile of the same call.
 
-Sources: Gated DeltaNet (arXiv 2412.06464), Mamba-2 (2405.21060), Kimi Linear (2510.26692), Lightning Attention-2
-(2401.04658).
+Sources: Gated DeltaNet (arXiv 2412.06464), Mamba-2 (2405.21060), Kimi Linear (2510.26692),
+Lightning Attention-2 (2401.04658).
 """
 
 from collections.abc import Callable
@@ -43,9 +46,9 @@ Caches = tuple[Tensor, ...]
 class Tile:
     """The tokens of a step that lie in one tile of one request.
 
-    tokens: their rows in the step; the first of them is number `first` of its tile. block, place: where the tile is
-    cached, as its block and its number there; before: likewise the tile before, None at the beginning of a request.
-    carried: whether the tile before is the plan's previous one.
+    tokens: their rows in the step; the first of them is number `first` of its tile. block, place:
+    where the tile is cached, as its block and its number there; before: likewise the tile before,
+    None at the beginning of a request. carried: whether the tile before is the plan's previous one.
     """
 
     tokens: range
@@ -68,27 +71,45 @@ def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
     """Cuts the step's tokens at the borders of tiles. group: that of the layers with states."""
     assert group.block_size % TILE == 0, group.block_size
     tiles: list[Tile] = []
-    blocks, each = group.blocks_RN.tolist(), group.block_size // TILE
+    blocks = group.blocks_RN.tolist()
+    each = group.block_size // TILE
     for row, start in enumerate(step.starts_R.tolist()):
-        token, end = int(step.offsets_R1[row]), int(step.offsets_R1[row + 1])
-        position, carried = start, False
+        token = int(step.offsets_R1[row])
+        end = int(step.offsets_R1[row + 1])
+        position = start
+        carried = False
         while token < end:
             tile, first = divmod(position, TILE)
             count = min(TILE - first, end - token)
             where = [(blocks[row][t // each], t % each) for t in (tile, tile - 1) if t >= 0]
-            tiles.append(Tile(range(token, token + count), first, *where[0], where[1] if tile else None, carried))
-            token, position, carried = token + count, position + count, True
+            tiles.append(
+                Tile(
+                    range(token, token + count),
+                    first,
+                    *where[0],
+                    where[1] if tile else None,
+                    carried,
+                )
+            )
+            token = token + count
+            position = position + count
+            carried = True
     return TilePlan(tuple(tiles), int(step.offsets_R1[-1]))
 
 
 def causal_conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, silu: bool, caches: Caches, plan: TilePlan
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    silu: bool,
+    caches: Caches,
+    plan: TilePlan,
 ) -> Tensor:
-    """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], in fp32, or SiLU of it; 0 where rows
-    are padding. Inputs before the first token of a request are 0.
+    """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], in fp32, or SiLU
+    of it; 0 where rows are padding. Inputs before the first token of a request are 0.
 
-    weight, bias: fp32. caches: inputs of a tile's tokens [blocks, block size, 1, C], and those of the K - 1 tokens
-    before its border [blocks, tiles, K - 1, C].
+    weight, bias: fp32. caches: inputs of a tile's tokens [blocks, block size, 1, C], and those of
+    the K - 1 tokens before its border [blocks, tiles, K - 1, C].
     """
     rows, borders = caches
     num_before = weight_CK.shape[1] - 1
@@ -105,7 +126,9 @@ def causal_conv(
                 before = inputs_nC[-num_before:].clone()
             else:
                 block, place = tile.before
-                before = rows[block, (place + 1) * TILE - num_before : (place + 1) * TILE, 0].clone()
+                before = rows[
+                    block, (place + 1) * TILE - num_before : (place + 1) * TILE, 0
+                ].clone()
             if tile.block:
                 borders[tile.block, tile.place] = before
             inputs_nC = before
@@ -132,14 +155,19 @@ def recurrence(
 ) -> Tensor:
     """Returns o [T, H, v] of the recurrence above; 0 where rows are padding. All are fp32.
 
-    caches: S_0 [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G, d], u [.., H, v], s [.., H, D].
+    caches: S_0 [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G, d], u [..,
+    H, v], s [.., H, D].
     """
     states, *row_caches = caches
-    heads, widths = v_THv.shape[1], (q_TGd.shape[2], v_THv.shape[2])
+    heads = v_THv.shape[1]
+    widths = (q_TGd.shape[2], v_THv.shape[2])
     out_THv = torch.zeros_like(v_THv)
-    state_Hdv, rows = v_THv.new_zeros((heads, *widths)), _Rows()
+    state_Hdv = v_THv.new_zeros((heads, *widths))
+    rows = _Rows()
     for tile in plan.tiles:
-        places = [cache[tile.block, tile.place * TILE : tile.place * TILE + TILE] for cache in row_caches]
+        places = [
+            cache[tile.block, tile.place * TILE : tile.place * TILE + TILE] for cache in row_caches
+        ]
         if tile.first:
             state_Hdv = states[tile.block, tile.place].view(heads, *widths)
             rows = _Rows.of(places, tile.first)
@@ -151,7 +179,9 @@ def recurrence(
             else:
                 block, place = tile.before
                 before = [cache[block, place * TILE : place * TILE + TILE] for cache in row_caches]
-                state_Hdv = _next_state(states[block, place].view(heads, *widths), _Rows.of(before, TILE))
+                state_Hdv = _next_state(
+                    states[block, place].view(heads, *widths), _Rows.of(before, TILE)
+                )
             if tile.block:
                 states[tile.block, tile.place] = state_Hdv.flatten(1)
             rows = _Rows()
@@ -185,15 +215,23 @@ class _Rows:
 
 
 def _one_token(
-    q_Gd: Tensor, k_Gd: Tensor, v_Hv: Tensor, decay_HD: Tensor, beta_H: Tensor | None, state_Hdv: Tensor, rows: _Rows
+    q_Gd: Tensor,
+    k_Gd: Tensor,
+    v_Hv: Tensor,
+    decay_HD: Tensor,
+    beta_H: Tensor | None,
+    state_Hdv: Tensor,
+    rows: _Rows,
 ) -> Tensor:
-    """Returns o [H, v] of a tile's next token, and adds the token to its rows. Shapes are those of one token, so that
-    bits depend on nothing else."""
+    """Returns o [H, v] of a tile's next token, and adds the token to its rows. Shapes are those of
+    one token, so that bits depend on nothing else."""
     serve = v_Hv.shape[0] // k_Gd.shape[0]
     s_HD = rows.s[-1] + decay_HD if rows.s else decay_HD.clone()
-    q_Hd, k_Hd = q_Gd.repeat_interleave(serve, 0), k_Gd.repeat_interleave(serve, 0)
+    q_Hd = q_Gd.repeat_interleave(serve, 0)
+    k_Hd = k_Gd.repeat_interleave(serve, 0)
     grown = elementwise.exp(torch.stack([s_HD, *(s_HD - earlier for earlier in rows.s)]))
-    u_Hv, o_Hv = v_Hv, ((q_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
+    u_Hv = v_Hv
+    o_Hv = ((q_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
     if beta_H is not None:
         u_Hv = u_Hv - ((k_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
     for i, (earlier_Gd, earlier_u) in enumerate(zip(rows.k, rows.u, strict=True), 1):

@@ -1,14 +1,17 @@
-"""The choice of the tokens that a query attends to, and attention to them (DeepSeek sparse attention).
+"""The choice of the tokens that a query attends to, and attention to them (DeepSeek sparse
+attention).
 
-T tokens (padded rows included), S of them select, J index heads, d their width, K tokens that are chosen, L context
-padded to tiles. A query selects if it sees more than K tokens. The score of an earlier token, or of its own, is
+T tokens (padded rows included), S of them select, J index heads, d their width, K tokens that are
+chosen, L context padded to tiles. A query selects if it sees more than K tokens. The score of an
+earlier token, or of its own, is
 
     sum over heads j of weight_j * relu(q_j . k)
 
-in fp32, by the products of the table that serves; NaN counts as infinity. The K largest are chosen, of equal ones the
-earliest, so that the choice depends on query and context alone. A query attends to them in ascending order of their
-positions as if there were no others: it becomes a request of its own, whose K tokens lie in blocks of one. So
-`attention` of every table serves, and a query that sees K tokens would have the bits of one that does not select.
+in fp32, by the products of the table that serves; NaN counts as infinity. The K largest are chosen,
+of equal ones the earliest, so that the choice depends on query and context alone. A query attends
+to them in ascending order of their positions as if there were no others: it becomes a request of
+its own, whose K tokens lie in blocks of one. So `attention` of every table serves, and a query that
+sees K tokens would have the bits of one that does not select.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
@@ -33,8 +36,8 @@ POSITION_BITS = 31
 
 @dataclass(frozen=True, eq=False)
 class SelectingRequest:
-    """Queries of one request that select. rows: among the S; first: the position of the first one. blocks_N: the
-    request's."""
+    """Queries of one request that select. rows: among the S; first: the position of the first one.
+    blocks_N: the request's."""
 
     rows: range
     first: int
@@ -53,8 +56,9 @@ class SelectingRequest:
 class Selection:
     """The queries of a step that select, and those that do not.
 
-    blocks_RN: of the step. others: a step of those that do not select; None without any. context: the most that a query
-    sees. tokens_S, others_N: int64, their tokens in the step. rows_S, positions_S: int64, of those that select.
+    blocks_RN: of the step. others: a step of those that do not select; None without any. context:
+    the most that a query sees. tokens_S, others_N: int64, their tokens in the step. rows_S,
+    positions_S: int64, of those that select.
     """
 
     top_k: int
@@ -69,34 +73,48 @@ class Selection:
 
 
 def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selection | None:
-    """Returns which queries select; None if none does. group: that of the layers, which has no window."""
+    """Returns which queries select; None if none does. group: that of the layers, which has no
+    window.
+    """
     assert group.window is None, group
     assert group.chunk is None, group
-    offsets, blocks_RN = step.offsets_R1.astype(np.int64), group.blocks_RN
+    offsets = step.offsets_R1.astype(np.int64)
+    blocks_RN = group.blocks_RN
     counts = np.diff(offsets)
     plain = np.clip(top_k - step.starts_R, 0, counts)  # queries of each row that do not select
     if (plain == counts).all():
         return None
-    selecting, requests, count = [], list[SelectingRequest](), 0
+    selecting = []
+    requests = list[SelectingRequest]()
+    count = 0
     for row in np.flatnonzero(plain < counts):
         tokens = np.arange(offsets[row] + plain[row], offsets[row + 1])
-        rows, first = range(count, count + len(tokens)), int(step.starts_R[row] + plain[row])
+        rows = range(count, count + len(tokens))
+        first = int(step.starts_R[row] + plain[row])
         requests.append(SelectingRequest(rows, first, blocks_RN[int(row)], group.block_size))
         selecting.append(tokens)
         count += len(tokens)
-    tokens_S, rows_S = np.concatenate(selecting), np.repeat(np.arange(len(counts)), counts - plain)
+    tokens_S = np.concatenate(selecting)
+    rows_S = np.repeat(np.arange(len(counts)), counts - plain)
     positions_S = tokens_S + (step.starts_R - offsets[:-1])[rows_S]
     kept = np.flatnonzero(plain)
-    others_N = np.concatenate([np.arange(offsets[row], offsets[row] + plain[row]) for row in kept] or [plain[:0]])
+    others_N = np.concatenate(
+        [np.arange(offsets[row], offsets[row] + plain[row]) for row in kept] or [plain[:0]]
+    )
     others = None
     if len(kept):
         blocks = blocks_RN.index_select(0, _to(kept, blocks_RN.device))
-        starts_R, offsets_R1 = step.starts_R[kept], np.concatenate(([0], np.cumsum(plain[kept]))).astype(np.int32)
+        starts_R = step.starts_R[kept]
+        offsets_R1 = np.concatenate(([0], np.cumsum(plain[kept]))).astype(np.int32)
         rows_on_device = _to(starts_R, blocks_RN.device), _to(offsets_R1, blocks_RN.device)
-        rest = replace(step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=rows_on_device)
+        rest = replace(
+            step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=rows_on_device
+        )
         others = replace(group, blocks_RN=blocks), rest
     on_device = [_to(x, blocks_RN.device) for x in (tokens_S, rows_S, positions_S, others_N)]
-    return Selection(top_k, blocks_RN, tuple(requests), others, int(positions_S.max()) + 1, *on_device)
+    return Selection(
+        top_k, blocks_RN, tuple(requests), others, int(positions_S.max()) + 1, *on_device
+    )
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -106,26 +124,37 @@ def _to(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def select_always(group: GroupInputs, step: StepInputs, top_k: int) -> Selection:
-    """Returns that all queries select, for a step that is recorded: rows and positions are looked up on the device. A
-    query that sees few tokens chooses all of them, and others behind, which `chosen_as_requests` leaves out."""
+    """Returns that all queries select, for a step that is recorded: rows and positions are looked
+    up on the device. A query that sees few tokens chooses all of them, and others behind, which
+    `chosen_as_requests` leaves out."""
     starts_R, offsets_R1 = step.rows_on_device
     tokens_T = torch.arange(len(step.ids_T), device=starts_R.device)
-    rows_T = torch.searchsorted(offsets_R1[1:], tokens_T.int(), right=True).clamp(max=len(starts_R) - 1)
+    rows_T = torch.searchsorted(offsets_R1[1:], tokens_T.int(), right=True).clamp(
+        max=len(starts_R) - 1
+    )
     context = int((step.starts_R + np.diff(step.offsets_R1)).max())
     queries = tokens_T, rows_T, step.positions_T
-    return Selection(min(top_k, context), group.blocks_RN, (), None, context, *queries, tokens_T[:0])
+    return Selection(
+        min(top_k, context), group.blocks_RN, (), None, context, *queries, tokens_T[:0]
+    )
 
 
 def chosen_as_requests(
     slots_SK: Tensor, group: GroupInputs, step: StepInputs, positions_S: Tensor | None = None
 ) -> tuple[GroupInputs, StepInputs]:
-    """Returns a group and a step in which every selecting query is a request of its own, whose tokens are the chosen
-    ones. Its cache is that of the layer with blocks of one: cache.view(-1, 1, *cache.shape[2:]). positions_S: of the
-    queries, if some may see fewer than K tokens, which are the first of those chosen."""
+    """Returns a group and a step in which every selecting query is a request of its own, whose
+    tokens are the chosen ones. Its cache is that of the layer with blocks of one: cache.view(-1, 1,
+    *cache.shape[2:]). positions_S: of the queries, if some may see fewer than K tokens, which are
+    the first of those chosen."""
     (count, top_k), device = slots_SK.shape, slots_SK.device
-    last_S = torch.full((count,), top_k - 1, device=device) if positions_S is None else positions_S.clamp(max=top_k - 1)
+    last_S = (
+        torch.full((count,), top_k - 1, device=device)
+        if positions_S is None
+        else positions_S.clamp(max=top_k - 1)
+    )
     rows_on_device = last_S.int(), torch.arange(count + 1, dtype=torch.int32, device=device)
-    starts_R, offsets_R1 = np.full(count, top_k - 1, np.int32), np.arange(count + 1, dtype=np.int32)
+    starts_R = np.full(count, top_k - 1, np.int32)
+    offsets_R1 = np.arange(count + 1, dtype=np.int32)
     rows = replace(step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=rows_on_device)
     return replace(group, blocks_RN=slots_SK, block_size=1), rows
 
@@ -133,15 +162,17 @@ def chosen_as_requests(
 def index_select(
     q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection, pack_heads: PackHeads
 ) -> Tensor:
-    """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], in ascending order of
-    their positions.
+    """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], in
+    ascending order of their positions.
 
-    cache: of keys [blocks, block size, 1, d]. weights: fp32. pack_heads: of the table that computes the scores.
+    cache: of keys [blocks, block size, 1, d]. weights: fp32. pack_heads: of the table that computes
+    the scores.
     """
     k_rows = cache.view(-1, cache.shape[3])
     out_SK = torch.empty((len(q_SJd), selection.top_k), dtype=torch.int64, device=q_SJd.device)
     for request in selection.requests:
-        rows, step = request.rows, max(1, min(QUERIES, SCORES // (q_SJd.shape[1] * SPAN)))
+        rows = request.rows
+        step = max(1, min(QUERIES, SCORES // (q_SJd.shape[1] * SPAN)))
         for start in range(rows.start, rows.stop, step):
             part = slice(start, min(start + step, rows.stop))
             first = request.first + start - rows.start
@@ -151,27 +182,34 @@ def index_select(
     return out_SK
 
 
-def index_scores(q_MJd: Tensor, weights_MJ: Tensor, k_rows: Tensor, slots_L: Tensor, pack_heads: PackHeads) -> Tensor:
+def index_scores(
+    q_MJd: Tensor, weights_MJ: Tensor, k_rows: Tensor, slots_L: Tensor, pack_heads: PackHeads
+) -> Tensor:
     """Returns the scores of the keys in these cache rows, fp32 [M, L].
 
-    Both products have queries as weights and a row per key, so that a score's bits depend on its query and key alone.
+    Both products have queries as weights and a row per key, so that a score's bits depend on its
+    query and key alone.
     """
     count, heads, dim = q_MJd.shape
-    by_queries, by_weights = pack_heads(q_MJd.reshape(1, -1, dim).float()), pack_heads(weights_MJ[:, None].contiguous())
+    by_queries = pack_heads(q_MJd.reshape(1, -1, dim).float())
+    by_weights = pack_heads(weights_MJ[:, None].contiguous())
     span = max(SPAN, SCORES // max(dim, count * heads) // TILE * TILE)
     index_L = torch.nn.functional.pad(slots_L, (0, -len(slots_L) % TILE))
     parts = []
     for index_l in torch.split(index_L, span):
-        dots_lMJ = by_queries(k_rows.index_select(0, index_l).float()[:, None]).view(-1, count, heads)
+        dots_lMJ = by_queries(k_rows.index_select(0, index_l).float()[:, None]).view(
+            -1, count, heads
+        )
         parts.append(by_weights(dots_lMJ.relu_())[:, :, 0])
     return torch.cat(parts)[: len(slots_L)].T.contiguous()
 
 
 def _best(scores_ML: Tensor, first: int, top_k: int) -> Tensor:
-    """Returns the positions of each query's top_k largest scores, ascending. first: the position of the first query,
-    which sees no later one.
+    """Returns the positions of each query's top_k largest scores, ascending. first: the position of
+    the first query, which sees no later one.
 
-    A float's bits order as an integer, once negative ones flip; with the position below them all are different.
+    A float's bits order as an integer, once negative ones flip; with the position below them all
+    are different.
     """
     count, length = scores_ML.shape
     bits_ML = (scores_ML.masked_fill(scores_ML.isnan(), torch.inf) + 0.0).view(torch.int32).long()

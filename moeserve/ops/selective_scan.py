@@ -1,13 +1,14 @@
 """The selective scan of Mamba over paged states, in plain torch: the specification.
 
-T tokens (padded rows included), C channels, N numbers of a channel's state. With the step dt_t of token t, each channel
-has
+T tokens (padded rows included), C channels, N numbers of a channel's state. With the step dt_t of
+token t, each channel has
 
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t        y_t = sum over n of C_t[n] h_t[n] + skip x_t
 
-A [N] of the channel, B_t and C_t [N] of the token. Tiles are those of ops/recurrence.py. What is cached of a tile is
-the state at its border and, of each of its tokens, x, dt and B: a token's result is that of the scan from the border
-over the tile's tokens, one after the other, whichever of them are computed together with it, and whichever again.
+A [N] of the channel, B_t and C_t [N] of the token. Tiles are those of ops/recurrence.py. What is
+cached of a tile is the state at its border and, of each of its tokens, x, dt and B: a token's
+result is that of the scan from the border over the tile's tokens, one after the other, whichever of
+them are computed together with it, and whichever again.
 
 All in fp32; sums over n in ascending order.
 
@@ -34,13 +35,17 @@ def selective_scan(
 ) -> Tensor:
     """Returns y [T, C]; 0 where rows are padding. All are fp32.
 
-    caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block size, 1, C] and B
-    [.., 1, N].
+    caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block
+    size, 1, C] and B [.., 1, N].
     """
     states, *row_caches = caches
-    out_TC, state_NC = torch.zeros_like(x_TC), torch.zeros_like(a_NC)
+    out_TC = torch.zeros_like(x_TC)
+    state_NC = torch.zeros_like(a_NC)
     for tile in plan.tiles:
-        places = [cache[tile.block, tile.place * TILE : tile.place * TILE + TILE, 0] for cache in row_caches]
+        places = [
+            cache[tile.block, tile.place * TILE : tile.place * TILE + TILE, 0]
+            for cache in row_caches
+        ]
         if tile.first:
             rows = [place[: tile.first] for place in places]
             state_NC = _states(states[tile.block, tile.place], rows, a_NC)[-1]
@@ -49,7 +54,9 @@ def selective_scan(
                 state_NC = torch.zeros_like(a_NC)
             elif not tile.carried:
                 block, number = tile.before
-                rows = [cache[block, number * TILE : number * TILE + TILE, 0] for cache in row_caches]
+                rows = [
+                    cache[block, number * TILE : number * TILE + TILE, 0] for cache in row_caches
+                ]
                 state_NC = _states(states[block, number], rows, a_NC)[-1]
             if tile.block:
                 states[tile.block, tile.place] = state_NC
@@ -59,7 +66,8 @@ def selective_scan(
         y_tC = skip_C * x_TC[tokens]
         for n in range(len(a_NC)):
             y_tC = y_tC + c_TN[tokens, n : n + 1] * states_tNC[:, n]
-        out_TC[tokens], state_NC = y_tC, states_tNC[-1]
+        out_TC[tokens] = y_tC
+        state_NC = states_tNC[-1]
         if tile.block:
             for cached, values in zip(places, rows, strict=True):
                 cached[tile.first : tile.first + len(values)] = values

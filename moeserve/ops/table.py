@@ -1,4 +1,6 @@
-"""The table of kernels: chosen once at start, by device, dtype and what the probe found, and logged."""
+"""The table of kernels: chosen once at start, by device, dtype and what the probe found, and
+logged.
+"""
 
 import ctypes
 import importlib.util
@@ -10,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-# oneDNN, which computes torch's products of bf16, sums in another order with AMX, by the number of rows.
+# oneDNN, which computes torch's products of bf16, sums in another order with AMX, by the number of
+# rows.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 from torch import Tensor
@@ -37,24 +40,29 @@ from moeserve.ops.probe import probe_attention, probe_linear, probe_native
 from moeserve.ops.rules import Activation
 
 log = logging.getLogger(__name__)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+# of glibc's mallopt
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 LARGEST_IN_HEAP = 32 << 20  # glibc accepts no more
 KEPT_FREE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Every kernel that model code calls. Meanings, shapes and examples are at the functions of the same names.
+    """Every kernel that model code calls. Meanings, shapes and examples are at the functions of the
+    same names.
 
-    pad_rows(n): the number of rows that n rows of a step or of an expert are padded to; the padding may hold anything.
-    pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout; pack_heads(weight): one
-    per head. native, triton: whether these are the kernels of csrc/ or of kernels/, which have kernels for experts,
-    too. asked: the choice that led here. room: where native kernels pack. lossless: which bf16 weights they keep in 12
-    bits. exact: whether a row's bits depend on nothing but the row. attention_block, latent_block, recurrent_block,
-    mlp_block: join the steps of such a block in one call, where there is one. trace(function): the function, compiled
-    where these kernels can be joined (ops/traced.py). opaque(function): the function, hidden from any trace.
-    weight_obstacle(kind, group, inputs): why quantised weights with so many inputs in all and per scale (0: all) cannot
-    be computed with; empty if they can. None: no quantised weights can.
+    pad_rows(n): the number of rows that n rows of a step or of an expert are padded to; the padding
+    may hold anything. pack_linear(weight, bias): a matrix product with a constant weight, in this
+    table's layout; pack_heads(weight): one per head. native, triton: whether these are the kernels
+    of csrc/ or of kernels/, which have kernels for experts, too. asked: the choice that led here.
+    room: where native kernels pack. lossless: which bf16 weights they keep in 12 bits. exact:
+    whether a row's bits depend on nothing but the row. attention_block, latent_block,
+    recurrent_block, mlp_block: join the steps of such a block in one call, where there is one.
+    trace(function): the function, compiled where these kernels can be joined (ops/traced.py).
+    opaque(function): the function, hidden from any trace. weight_obstacle(kind, group, inputs): why
+    quantised weights with so many inputs in all and per scale (0: all) cannot be computed with;
+    empty if they can. None: no quantised weights can.
     """
 
     device: torch.device
@@ -75,9 +83,13 @@ class Ops:
     to_disk: native_layer.ToDisk | None = None
     lossless: Lossless = "off"
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
+        elementwise.add_rms_norm
+    )
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
-    route: Callable[..., tuple[Tensor, Tensor]] = elementwise.route  # triton's: and num_tokens, on the device
+    route: Callable[..., tuple[Tensor, Tensor]] = (
+        elementwise.route
+    )  # triton's: and num_tokens, on the device
     qk_norm_rope_cache: Callable[..., Tensor] = elementwise.qk_norm_rope_cache
     latent_rope_cache: Callable[..., Tensor] = latent.latent_rope_cache
     sigmoid: Callable[[Tensor], Tensor] = elementwise.sigmoid
@@ -88,7 +100,9 @@ class Ops:
     selective_scan: Callable[..., Tensor] = selective_scan.selective_scan
     index_select: Callable[..., Tensor] = selected.index_select
     plan_attention: PlanAttention = attention.plan_attention
-    attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
+    attention: Callable[..., Tensor] = (
+        attention.attention
+    )  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
     latent_block: Callable[..., Callable[..., Tensor]] | None = None
     recurrent_block: Callable[..., Callable[..., Tensor]] | None = None
@@ -97,8 +111,11 @@ class Ops:
     opaque: Callable[[Any], Any] = lambda function: function
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
-    def packing_into(self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None) -> "Ops":
-        """Returns the native kernels with packed weights in memory from `room`; experts go on to the disk, if so asked.
+    def packing_into(
+        self, room: native_layer.Room, to_disk: native_layer.ToDisk | None = None
+    ) -> "Ops":
+        """Returns the native kernels with packed weights in memory from `room`; experts go on to
+        the disk, if so asked.
 
         Not those of heads: a parameter that is packed in two parts has no place of its own there.
         """
@@ -110,10 +127,14 @@ class Ops:
     def compresses(self) -> bool:
         """Whether bf16 weights can be kept in 12 bits."""
         module: Any = native()
-        return self.native and self.dtype == torch.bfloat16 and module.serving_isa() == "avx512_bf16"
+        return (
+            self.native and self.dtype == torch.bfloat16 and module.serving_isa() == "avx512_bf16"
+        )
 
     def compressing(self, which: Lossless) -> "Ops":
-        """Returns the kernels with these bf16 weights in 12 bits. Raises ConfigError where there are none for it."""
+        """Returns the kernels with these bf16 weights in 12 bits. Raises ConfigError where there
+        are none for it.
+        """
         if which == "off":
             return self
         if not self.compresses:
@@ -122,7 +143,10 @@ class Ops:
                 f"is served by {self.chosen}; use lossless_compression=off"
             )
         pack_linear = partial(native_layer.NativeLinear, lossless=which == "all")
-        log.info("bf16 weights of %s are kept in 12 bits", "experts" if which == "experts" else "all linear layers")
+        log.info(
+            "bf16 weights of %s are kept in 12 bits",
+            "experts" if which == "experts" else "all linear layers",
+        )
         return replace(self, lossless=which, pack_linear=pack_linear)
 
 
@@ -138,17 +162,20 @@ def pick_ops(
     obstacle: Callable[[str], str] = lambda kernels: "",
     exact: bool = False,
 ) -> Ops:
-    """Chooses the kernels for this machine, after a probe that their bits do not depend on the batch.
+    """Chooses the kernels for this machine, after a probe that their bits do not depend on the
+    batch.
 
-    On a CPU it also tells the C library to keep freed memory. Call it after the thread count is set: native kernels
-    compute with as many threads and leave torch one, because threads of two pools would wait for each other.
+    On a CPU it also tells the C library to keep freed memory. Call it after the thread count is
+    set: native kernels compute with as many threads and leave torch one, because threads of two
+    pools would wait for each other.
 
-    kernels: auto takes native ones on CPUs and Triton's elsewhere, else torch's; the other choices demand one.
-    obstacle: why "native" or "triton" kernels cannot compute the model, empty if they can. exact: whether a row's bits
-    may not depend on the batch (on CPUs they never do).
-    Raises ConfigError for a dtype that no kernel serves, or where the kernels demanded do not work.
+    kernels: auto takes native ones on CPUs and Triton's elsewhere, else torch's; the other choices
+    demand one. obstacle: why "native" or "triton" kernels cannot compute the model, empty if they
+    can. exact: whether a row's bits may not depend on the batch (on CPUs they never do). Raises
+    ConfigError for a dtype that no kernel serves, or where the kernels demanded do not work.
     """
-    device, threads = torch.device(device), torch.get_num_threads()
+    device = torch.device(device)
+    threads = torch.get_num_threads()
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
     if device.type != "cpu" or kernels in ON_TRITON:
@@ -158,26 +185,37 @@ def pick_ops(
         why_not = "" if kernels == "torch" else obstacle("native") or _native_obstacle(dtype)
         if why_not and kernels == "native":
             raise ConfigError(f"{why_not}; choose kernels: auto")
-        ops = _torch(device, dtype, why_not) if why_not or kernels == "torch" else _native(device, dtype)
+        ops = (
+            _torch(device, dtype, why_not)
+            if why_not or kernels == "torch"
+            else _native(device, dtype)
+        )
     log.debug("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.chosen)
     return ops
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to serve tensors up to 32 MiB from the heap and to keep up to 256 MiB of free heap.
+    """Tells glibc to serve tensors up to 32 MiB from the heap and to keep up to 256 MiB of free
+    heap.
 
-    By default glibc maps and unmaps each larger tensor: an RMS norm over 512 tokens then takes ten times as long.
-    Applies to the whole process; other C libraries have no such setting.
+    By default glibc maps and unmaps each larger tensor: an RMS norm over 512 tokens then takes ten
+    times as long. Applies to the whole process; other C libraries have no such setting.
     """
-    if sys.platform.startswith("linux") and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+    if sys.platform.startswith("linux") and (
+        mallopt := getattr(ctypes.CDLL(None), "mallopt", None)
+    ):
         mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)
         mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
 
 
-def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, obstacle: str, exact: bool) -> Ops:
+def _on_device(
+    device: torch.device, dtype: torch.dtype, kernels: Choice, obstacle: str, exact: bool
+) -> Ops:
     if kernels == "native":
         raise ConfigError(f"kernels: native is for CPUs; choose kernels: auto on {device.type}")
-    obstacle = "torch was asked for" if kernels == "torch" else obstacle or _triton_obstacle(device, dtype)
+    obstacle = (
+        "torch was asked for" if kernels == "torch" else obstacle or _triton_obstacle(device, dtype)
+    )
     if not obstacle:
         from moeserve.ops.triton_ops import triton_table  # slow to import: only where it serves
 
@@ -202,7 +240,9 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
         return ""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton kernels need a GPU; TRITON_INTERPRET=1 lets tests run them on a CPU, very slowly"
-    return "Triton's interpreter computes bfloat16 products wrongly" if dtype == torch.bfloat16 else ""
+    return (
+        "Triton's interpreter computes bfloat16 products wrongly" if dtype == torch.bfloat16 else ""
+    )
 
 
 def _native_obstacle(dtype: torch.dtype) -> str:
@@ -214,7 +254,9 @@ def _native_obstacle(dtype: torch.dtype) -> str:
         module.use_isa(isa)
         if not (wrong := probe_native(dtype)):
             return ""
-        log.warning("the native kernels for %s do not serve: %s; please report this processor", isa, wrong)
+        log.warning(
+            "the native kernels for %s do not serve: %s; please report this processor", isa, wrong
+        )
     return "no native kernels compute rightly here"
 
 
@@ -259,7 +301,8 @@ def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
     """torch's kernels with the least padding of rows whose products pass the probe."""
     if obstacle:
         log.info("torch computes: %s", obstacle)  # slower
-    how, threads = f"torch ({obstacle})" if obstacle else "torch", torch.get_num_threads()
+    how = f"torch ({obstacle})" if obstacle else "torch"
+    threads = torch.get_num_threads()
     pads = (pad for pad in (1, 8, 16, 32) if probe_linear(partial(PlainLinear, pad=pad), dtype))
     if not (exact := bool(pad := next(pads, 0)) and probe_attention(dtype)):
         log.warning(
@@ -270,7 +313,9 @@ def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
     return _table(device, dtype, pad or 32, how, threads, exact)
 
 
-def _table(device: torch.device, dtype: torch.dtype, pad: int, how: str, threads: int, exact: bool = True) -> Ops:
+def _table(
+    device: torch.device, dtype: torch.dtype, pad: int, how: str, threads: int, exact: bool = True
+) -> Ops:
     pack_linear = partial(PlainLinear, pad=pad)
     return Ops(
         device=device,

@@ -1,7 +1,9 @@
-"""torch.compile for what lies between attention and experts: one trace for all layers that are alike, kept on disk.
+"""torch.compile for what lies between attention and experts: one trace for all layers that are
+alike, kept on disk.
 
-Products stay the vendor's; norms, activations and scalings are generated and joined. Attention, experts and the KV
-write stay as they are: they are better than what could be generated, and they break the graph.
+Products stay the vendor's; norms, activations and scalings are generated and joined. Attention,
+experts and the KV write stay as they are: they are better than what could be generated, and they
+break the graph.
 """
 
 import logging
@@ -28,17 +30,23 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it from the environment alone
 
 
 def traced(ops: Ops) -> Ops:
-    """Returns the table with torch.compile for functions that model code marks, and plain torch for small kernels.
+    """Returns the table with torch.compile for functions that model code marks, and plain torch for
+    small kernels.
 
-    Not for tables whose bits must not depend on the batch: generated code promises nothing of the kind.
+    Not for tables whose bits must not depend on the batch: generated code promises nothing of the
+    kind.
     """
     assert not ops.native, "native kernels are joined already"
     folder = os.environ.setdefault(FOLDER, str(cache_folder("compiled")))
-    logger.info("compiling layers with torch %s; what was compiled is kept in %s", torch.__version__, folder)
+    logger.info(
+        "compiling layers with torch %s; what was compiled is kept in %s", torch.__version__, folder
+    )
     return replace(
         ops,
         chosen=f"{ops.chosen}, norms and activations: torch.compile",
-        trace=partial(torch.compile, dynamic=True),  # at the first call; sizes of steps are variables of the trace
+        trace=partial(
+            torch.compile, dynamic=True
+        ),  # at the first call; sizes of steps are variables of the trace
         opaque=cache(opaque),  # one for all layers: a trace is of the very function
         pack_linear=lambda weight, bias: _plain_or_opaque(ops.pack_linear(weight, bias)),
         pack_heads=lambda weight: _plain_or_opaque(ops.pack_heads(weight)),
@@ -54,4 +62,8 @@ def traced(ops: Ops) -> Ops:
 
 def _plain_or_opaque(product: Any) -> Any:
     """Only torch's own products can be traced."""
-    return product if isinstance(product, PlainLinear) else opaque(type(product).__call__.__get__(product))
+    return (
+        product
+        if isinstance(product, PlainLinear)
+        else opaque(type(product).__call__.__get__(product))
+    )

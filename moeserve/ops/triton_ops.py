@@ -1,7 +1,7 @@
 """The Triton kernels (kernels/) with the interfaces of the ops table.
 
-Imported only where they serve: importing triton takes half a second. T tokens, H heads and G KV heads of this rank, d
-head width.
+Imported only where they serve: importing triton takes half a second. T tokens, H heads and G KV
+heads of this rank, d head width.
 """
 
 import logging
@@ -43,12 +43,14 @@ from moeserve.ops.table import Ops
 from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle
 
 log = logging.getLogger(__name__)
-WHOLE = 64  # tokens of the smallest block that FlashAttention may load whole, with NaN that others left there
+# tokens of the smallest block that FlashAttention may load whole, with NaN that others left there
+WHOLE = 64
 BLOCKS_M = (16, 32, 64, 128)  # rows of a tile that launches may ask for
 
 
 class QuantisedLinear:
-    """y = x W^T + b with a weight of 4 or 8 bits, widened in registers: a grouped product with one expert.
+    """y = x W^T + b with a weight of 4 or 8 bits, widened in registers: a grouped product with one
+    expert.
 
     x [M, 64] of ones, weight [1, 64] of int8 1 with scale 1/4, bias [5] -> [M, 1] of 21
     """
@@ -56,22 +58,30 @@ class QuantisedLinear:
     __slots__ = ("_bias", "_num_outputs", "_weight")
 
     def __init__(self, weight: Quantised, bias: Tensor | None = None) -> None:
-        self._weight, self._bias, self._num_outputs = WEIGHT_ONLY.lay(weight[None]), bias, weight.shape[0]
+        self._weight = WEIGHT_ONLY.lay(weight[None])
+        self._bias = bias
+        self._num_outputs = weight.shape[0]
         for block_m in BLOCKS_M:
-            align_rows(1, block_m, weight.values.device)  # its tables must not be made while a graph is recorded
+            align_rows(
+                1, block_m, weight.values.device
+            )  # its tables must not be made while a graph is recorded
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Returns x W^T + b, [M, N]."""
         rows = x_MK.shape[0]
         config = WEIGHT_ONLY.launch(rows, self._weight, x_MK)
         to = align_rows(rows, config["block_m"], x_MK.device)
-        y_MN = x_MK.new_empty((rows, self._num_outputs), dtype=x_MK.dtype if self._bias is None else torch.float32)
+        y_MN = x_MK.new_empty(
+            (rows, self._num_outputs), dtype=x_MK.dtype if self._bias is None else torch.float32
+        )
         WEIGHT_ONLY.down(x_MK, self._weight, to, config, y_MN)
         return y_MN if self._bias is None else (y_MN + self._bias).to(x_MK.dtype)
 
 
 def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
-    """Packs a linear layer whose sums have one order for any number of rows. A part of a larger tensor is copied."""
+    """Packs a linear layer whose sums have one order for any number of rows. A part of a larger
+    tensor is copied.
+    """
     if isinstance(weight, Quantised):
         return QuantisedLinear(weight, bias)
     return partial(linear, w_NK=_own(weight), bias_N=bias)
@@ -79,12 +89,18 @@ def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
 
 def _own(weight: Tensor) -> Tensor:
     """The weight with no other memory beside it, row by row."""
-    return (weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight).contiguous()
+    return (
+        weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight
+    ).contiguous()
 
 
 def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
     """Packs a linear layer for torch, or for Triton where its weight is quantised."""
-    return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else PlainLinear(weight, bias)
+    return (
+        QuantisedLinear(weight, bias)
+        if isinstance(weight, Quantised)
+        else PlainLinear(weight, bias)
+    )
 
 
 def pack_heads(weight_HNK: Weight) -> HeadsLinear:
@@ -103,8 +119,8 @@ def plan_attention(
     exact: bool,
     by_flash: Callable[[AttentionShape, int], bool] | None = None,
 ) -> AttentionMetadata | FlashMetadata:
-    """See `PlanAttention`. dtype: of queries. exact: bits depend on nothing but query and context. by_flash: whether
-    FlashAttention takes steps whose longest row has so many new tokens."""
+    """See `PlanAttention`. dtype: of queries. exact: bits depend on nothing but query and context.
+    by_flash: whether FlashAttention takes steps whose longest row has so many new tokens."""
     counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
     bounds = Bounds(
         rows=len(counts_R),
@@ -113,17 +129,26 @@ def plan_attention(
         context=int((step.starts_R + counts_R).max()),
     )
     sizes = AttentionShape(
-        shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim, group.block_size, dtype, group.window, group.chunk
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.dim,
+        shape.v_dim,
+        group.block_size,
+        dtype,
+        group.window,
+        group.chunk,
     )
     inputs = group.blocks_RN, *step.rows_on_device, sizes, bounds
     if by_flash is not None and by_flash(sizes, bounds.new_tokens):
-        return flash_attention.plan_attention(*inputs, tokens=len(step.ids_T), padded=step.live is not None)
+        return flash_attention.plan_attention(
+            *inputs, tokens=len(step.ids_T), padded=step.live is not None
+        )
     return paged_attention.plan_attention(*inputs, invariant=exact)
 
 
 def with_flash_attention(ops: Ops, cache: CacheConfig, *, asked: bool, misfit: str) -> Ops:
-    """Returns the table with attention by FlashAttention-3: in all steps if it was asked for, else in those in which it
-    was measured to be faster; the table itself if something is in the way.
+    """Returns the table with attention by FlashAttention-3: in all steps if it was asked for, else
+    in those in which it was measured to be faster; the table itself if something is in the way.
 
     misfit: why it cannot compute one of the layers, empty if it can.
     Raises ConfigError if it was asked for and something is in the way.
@@ -131,25 +156,37 @@ def with_flash_attention(ops: Ops, cache: CacheConfig, *, asked: bool, misfit: s
     why = (
         misfit,
         "its bits may depend on the batch; use --determinism fast" if ops.exact else "",
-        f"it computes in bfloat16 and float16, not in {ops.dtype}" if ops.dtype == torch.float32 else "",
+        f"it computes in bfloat16 and float16, not in {ops.dtype}"
+        if ops.dtype == torch.float32
+        else "",
         f"it reads no cache in {cache.kv_cache_dtype}" if cache.kv_cache_dtype != "auto" else "",
-        f"it reads behind a context's end in blocks of {WHOLE} tokens and more" if cache.block_size >= WHOLE else "",
+        f"it reads behind a context's end in blocks of {WHOLE} tokens and more"
+        if cache.block_size >= WHOLE
+        else "",
     )
     if obstacle := next(filter(None, why), None) or flash_attention.obstacle(ops.device):
         if asked:
-            raise ConfigError(f"attention_backend=fa3: {obstacle}; or choose attention_backend: auto")
+            raise ConfigError(
+                f"attention_backend=fa3: {obstacle}; or choose attention_backend: auto"
+            )
         log.debug("attention by Triton, not fa3: %s", obstacle)
         return ops
-    by_flash = (lambda shape, new_tokens: True) if asked else partial(flash_attention.wins, ops.device)
+    by_flash = (
+        (lambda shape, new_tokens: True) if asked else partial(flash_attention.wins, ops.device)
+    )
     return replace(
         ops,
-        chosen=ops.chosen + ", attention: fa3" + " where `moeserve tune` found it faster" * (not asked),
+        chosen=ops.chosen
+        + ", attention: fa3"
+        + " where `moeserve tune` found it faster" * (not asked),
         plan_attention=partial(plan_attention, dtype=ops.dtype, exact=False, by_flash=by_flash),
         attention=_attention_by_plan,
     )
 
 
-def _attention_by_plan(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: object, **options: Any) -> Tensor:
+def _attention_by_plan(
+    q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: object, **options: Any
+) -> Tensor:
     kernel: Any = flash_attention.attention if isinstance(plan, FlashMetadata) else attention
     attended: Tensor = kernel(q_THd, k_cache, v_cache, plan, **options)
     return attended
@@ -166,7 +203,9 @@ def index_select(
     """See ops/selected.py."""
     queries = selection.rows_S, selection.positions_S, selection.blocks_RN
     most = max(QUERIES, SCORES // selection.context // QUERIES * QUERIES)
-    return index_select_kernel(q_SJd, weights_SJ, cache, *queries, selection.context, selection.top_k, most)
+    return index_select_kernel(
+        q_SJd, weights_SJ, cache, *queries, selection.context, selection.top_k, most
+    )
 
 
 def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:

@@ -1,7 +1,7 @@
 """Weights in the layouts of the grouped Triton kernels, and which kernels serve a format.
 
-e local experts, N outputs, K inputs, I expert width, D model width. Every tensor of a layout, scales included, has the
-expert first, so an expert is copied tensor by tensor, whatever the format.
+e local experts, N outputs, K inputs, I expert width, D model width. Every tensor of a layout,
+scales included, has the expert first, so an expert is copied tensor by tensor, whatever the format.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,10 +36,10 @@ E4M3_GPUS = (8, 9)  # compute capability of the first whose compiler knows e4m3
 class Kernels:
     """The kernels that serve one kind of weights.
 
-    lay: weights [e, N, K] to the kernels' layout. rows(x, to): what gate_up takes for x, aligned so. launch(num_rows,
-    w2, x): launch parameters for so many rows like x and weights like w2. gate_up, down: as those of
-    kernels/grouped_gemm.py. flashinfer: whether flashinfer_moe.py serves where the parameters say so, and w13 is as it
-    has it.
+    lay: weights [e, N, K] to the kernels' layout. rows(x, to): what gate_up takes for x, aligned
+    so. launch(num_rows, w2, x): launch parameters for so many rows like x and weights like w2.
+    gate_up, down: as those of kernels/grouped_gemm.py. flashinfer: whether flashinfer_moe.py serves
+    where the parameters say so, and w13 is as it has it.
     """
 
     lay: Callable[[Any], Any]
@@ -51,7 +51,9 @@ class Kernels:
 
 
 def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
-    """Returns the kernels for such experts. Raises ConfigError where only one of the weights is quantised."""
+    """Returns the kernels for such experts. Raises ConfigError where only one of the weights is
+    quantised.
+    """
     if isinstance(w13_eFD, Quantised) != isinstance(w2_eDI, Quantised):
         up, down = (getattr(weight, "kind", weight.dtype) for weight in (w13_eFD, w2_eDI))
         raise ConfigError(
@@ -65,7 +67,8 @@ def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
 
 
 def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
-    """Returns whether activations become e4m3, too: that kernel takes whole blocks of 128 x 128 weights with one scale.
+    """Returns whether activations become e4m3, too: that kernel takes whole blocks of 128 x 128
+    weights with one scale.
 
     DeepSeek's and Qwen's blocks, I 768, D 2048 -> True; a scale per output -> False; I 96 -> False
     """
@@ -73,29 +76,51 @@ def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
 
 
 def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
-    """Returns why no kernel takes weights with `inputs` inputs in groups of `group` (0: all); empty if one does."""
+    """Returns why no kernel takes weights with `inputs` inputs in groups of `group` (0: all); empty
+    if one does.
+    """
     if kind in ("int4", "fp4"):
         fits = _group_of_pairs(group or inputs, inputs)
-        return "" if fits else f"{kind} products take groups of {GROUPS[0]}s and inputs of {2 * GROUPS[0]}s"
-    if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_GPUS:
+        return (
+            ""
+            if fits
+            else f"{kind} products take groups of {GROUPS[0]}s and inputs of {2 * GROUPS[0]}s"
+        )
+    if (
+        kind == "fp8"
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < E4M3_GPUS
+    ):
         return "e4m3 needs a GPU of compute capability 8.9 or more"
-    return f"{kind} products take groups and inputs of {LEAST}s" if group % LEAST or inputs % LEAST else ""
+    return (
+        f"{kind} products take groups and inputs of {LEAST}s"
+        if group % LEAST or inputs % LEAST
+        else ""
+    )
 
 
 def parts_of(weights: Any) -> list[Tensor]:
     """Returns the tensors of a layout."""
-    return [weights] if isinstance(weights, Tensor) else [getattr(weights, name) for name in _names(weights)]
+    return (
+        [weights]
+        if isinstance(weights, Tensor)
+        else [getattr(weights, name) for name in _names(weights)]
+    )
 
 
 def with_parts(weights: Any, parts: Sequence[Tensor]) -> Any:
     """Returns the layout with other tensors, in the order of `parts_of`."""
     return (
-        parts[0] if isinstance(weights, Tensor) else replace(weights, **dict(zip(_names(weights), parts, strict=True)))
+        parts[0]
+        if isinstance(weights, Tensor)
+        else replace(weights, **dict(zip(_names(weights), parts, strict=True)))
     )
 
 
 def _names(weights: Any) -> list[str]:
-    return [field.name for field in fields(weights) if isinstance(getattr(weights, field.name), Tensor)]
+    return [
+        field.name for field in fields(weights) if isinstance(getattr(weights, field.name), Tensor)
+    ]
 
 
 def _group_of_pairs(group: int, inputs: int) -> int:
@@ -116,7 +141,13 @@ def _lay_narrow(w: Quantised) -> Narrow:
     if w.kind in ("int4", "fp4"):
         group = _group_of_pairs(w.group, inputs)
         zeros = None if w.zeros is None else _regrouped(w.zeros, w.group, group, inputs)
-        return pack_int4(w.values, _regrouped(w.scales, w.group, group, inputs), zeros, group, floats=w.kind == "fp4")
+        return pack_int4(
+            w.values,
+            _regrouped(w.scales, w.group, group, inputs),
+            zeros,
+            group,
+            floats=w.kind == "fp4",
+        )
     values = w.values.view(E4M3) if w.kind == "fp8" else w.values
     scales = w.scales.transpose(-1, -2).contiguous()
     return Narrow(w.group or inputs, values.contiguous(), scales)
@@ -136,13 +167,17 @@ def _sizes(w2: Any) -> tuple[int, int, int]:
 
 PLAIN = Kernels(
     lay=Tensor.contiguous,
-    launch=lambda n, w2, x: grouped_gemm.launch_of(n, *_sizes(w2), x.dtype, facts_of(x.device).name),
+    launch=lambda n, w2, x: grouped_gemm.launch_of(
+        n, *_sizes(w2), x.dtype, facts_of(x.device).name
+    ),
     gate_up=grouped_gemm.gate_up,
     down=grouped_gemm.down,
 )
 W8A8 = Kernels(
     lay=_lay_e4m3,
-    rows=lambda x, to: x if isinstance(x, Scaled) else Scaled(*quantise(x, to if to.order_N is None else None)),
+    rows=lambda x, to: (
+        x if isinstance(x, Scaled) else Scaled(*quantise(x, to if to.order_N is None else None))
+    ),
     launch=lambda n, w2, x: grouped_fp8.launch_fp8_of(n, *_sizes(w2), facts_of(x.device).name),
     gate_up=grouped_fp8.gate_up_fp8,
     down=grouped_fp8.down_fp8,
@@ -153,10 +188,15 @@ W8A8_OR_DEEP_GEMM = replace(
     gate_up=deep_gemm.gate_up,
     down=deep_gemm.down,
 )
-DEEP_GEMM = replace(W8A8_OR_DEEP_GEMM, launch=lambda n, w2, x: deep_gemm.chosen(deep_gemm.CONFIG, n / len(w2.values)))
+DEEP_GEMM = replace(
+    W8A8_OR_DEEP_GEMM,
+    launch=lambda n, w2, x: deep_gemm.chosen(deep_gemm.CONFIG, n / len(w2.values)),
+)
 WEIGHT_ONLY = Kernels(
     lay=_lay_narrow,
-    launch=lambda n, w2, x: launch_narrow_of(n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name),
+    launch=lambda n, w2, x: launch_narrow_of(
+        n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name
+    ),
     gate_up=gate_up_narrow,
     down=down_narrow,
 )

@@ -1,4 +1,5 @@
-"""What a cluster would do before there is one: the real scheduler in simulated time, and a roofline for its steps.
+"""What a cluster would do before there is one: the real scheduler in simulated time, and a roofline
+for its steps.
 
 trace      requests: synthetic, or from a file
 hardware   devices and links as data

@@ -1,9 +1,9 @@
-"""The layouts that a number of devices allows, and what each of them serves: first in closed form, for all; then the
-best few in simulation.
+"""The layouts that a number of devices allows, and what each of them serves: first in closed form,
+for all; then the best few in simulation.
 
-In closed form an engine decodes B rows in every step, and a prompt is read in chunks beside them. A step of the group
-is one with a chunk on some engine or one without; how often the first kind comes depends on how long both last, so that
-rows, steps and times are found by iteration.
+In closed form an engine decodes B rows in every step, and a prompt is read in chunks beside them. A
+step of the group is one with a chunk on some engine or one without; how often the first kind comes
+depends on how long both last, so that rows, steps and times are found by iteration.
 """
 
 import math
@@ -20,13 +20,17 @@ from moeserve.plan.roofline import Roofline, Shape
 from moeserve.plan.tables import KernelTables
 
 STEP_TOKENS = (2048, 8192)
-CROWDED = 1.1  # KV blocks for each of the tokens held on average, above which requests preempt each other
+CROWDED = (
+    1.1  # KV blocks for each of the tokens held on average, above which requests preempt each other
+)
 ROUNDS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests per second of the whole cluster, tokens of each, and the goals in seconds (inf: none)."""
+    """Requests per second of the whole cluster, tokens of each, and the goals in seconds (inf:
+    none).
+    """
 
     rate: float
     input: float
@@ -37,8 +41,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a layout would do. rows: of an engine. prefills: share of steps that read a prompt. binds: what is used up
-    first if more requests come. decode, prefill: the terms of both kinds of steps."""
+    """What a layout would do. rows: of an engine. prefills: share of steps that read a prompt.
+    binds: what is used up first if more requests come. decode, prefill: the terms of both kinds of
+    steps."""
 
     ttft_s: float
     itl_s: float
@@ -51,7 +56,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layout. refused: why the engine would not start with it; it has no memory and no cost then."""
+    """One layout. refused: why the engine would not start with it; it has no memory and no cost
+    then.
+    """
 
     config: Config
     refused: str = ""
@@ -61,23 +68,31 @@ class Candidate:
     @property
     def name(self) -> str:
         """The layout in the flags of `moeserve serve`."""
-        parallel, scheduler = self.config.parallel, self.config.scheduler
+        parallel = self.config.parallel
+        scheduler = self.config.scheduler
         words = [f"--dp {parallel.dp}", f"--tp {parallel.tp}"]
         words += ["--ep off"] if parallel.ep == "off" else []
-        words += [f"--redundant-experts {parallel.redundant_experts}"] if parallel.redundant_experts else []
+        words += (
+            [f"--redundant-experts {parallel.redundant_experts}"]
+            if parallel.redundant_experts
+            else []
+        )
         return " ".join([*words, f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}"])
 
     def estimate(self, load: Workload) -> Estimate | None:
         """Returns what happens at this load, in the long run; None if more comes than is served."""
         assert self.cost is not None
         assert self.memory is not None
-        dp, limits = self.config.parallel.dp, self.memory.limits
+        dp = self.config.parallel.dp
+        limits = self.memory.limits
         rate = load.rate / dp
         held = load.input + load.output / 2
         kv_rows = limits.num_blocks * limits.block_size / (held * CROWDED)
         most_rows = min(limits.max_num_seqs, kv_rows)
         decode = prefill = {"": 0.0}
-        step_s, rows, share = 1e-3, 0.0, 0.0
+        step_s = 1e-3
+        rows = 0.0
+        share = 0.0
         for _ in range(ROUNDS):
             rows = rate * load.output * step_s
             chunk = min(load.input, limits.prefill_chunk, limits.max_num_batched_tokens - rows)
@@ -89,7 +104,10 @@ class Candidate:
             whole = max(1.0, rows)
             plain = Shape(round(whole), round(whole), round(whole), *self._sums(whole, held, 0.0))
             reading = Shape(
-                round(whole + chunk), round(whole + 1), round(whole + 1), *self._sums(whole, held, chunk, load.input)
+                round(whole + chunk),
+                round(whole + 1),
+                round(whole + 1),
+                *self._sums(whole, held, chunk, load.input),
             )
             share = 1 - math.exp(-dp * chunks)
             num_reading = min(dp, max(1, round(dp * chunks / share))) if share else 1
@@ -99,20 +117,25 @@ class Candidate:
             times = [max(host_s, sum(terms.values())) for terms in (decode, prefill)]
             step_s += 0.5 * ((1 - share) * times[0] + share * times[1] - step_s)
         steps = math.ceil(load.input / chunk)
-        queue = chunks / max(1e-6, 1 - chunks)  # prompts before this one, as in a queue with random arrivals
+        queue = chunks / max(
+            1e-6, 1 - chunks
+        )  # prompts before this one, as in a queue with random arrivals
         ttft_s = 1.5 * step_s + (steps + queue) * times[1]
         used = {
             "max_num_seqs": rows / limits.max_num_seqs, "KV blocks": rows / kv_rows, "reading prompts": chunks,
             "ttft goal": ttft_s / load.ttft_s, "itl goal": step_s / load.itl_s,
         }  # fmt: skip
-        return Estimate(ttft_s, step_s, rows, share, max(used, key=lambda key: used[key]), decode, prefill)
+        return Estimate(
+            ttft_s, step_s, rows, share, max(used, key=lambda key: used[key]), decode, prefill
+        )
 
     def _sums(
         self, rows: float, held: float, chunk: float, prompt: float = 0.0
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Returns the reads and pairs of `Shape`. chunk: in the middle of a prompt."""
         assert self.cost is not None
-        reads, pairs = [], []
+        reads = []
+        pairs = []
         for span in self.cost.spans:
             most = math.inf if span is None else span
             seen = rows * min(held, most)
@@ -123,9 +146,11 @@ class Candidate:
 
     def capacity(self, load: Workload) -> float:
         """Returns the most requests per second within the goals, to a hundredth; 0 if none."""
-        low, high = 0.0, 1.0
+        low = 0.0
+        high = 1.0
         while high < 1e6 and self._good(replace(load, rate=high)):
-            low, high = high, 2 * high
+            low = high
+            high = 2 * high
         while high - low > 0.01 * high:
             middle = (low + high) / 2
             low, high = (middle, high) if self._good(replace(load, rate=middle)) else (low, middle)
@@ -139,27 +164,43 @@ class Candidate:
 
 
 def candidates(
-    spec: ModelSpec, config: Config, cluster: Cluster, zipf: float = 0.0, tables: KernelTables | None = None
+    spec: ModelSpec,
+    config: Config,
+    cluster: Cluster,
+    zipf: float = 0.0,
+    tables: KernelTables | None = None,
 ) -> Iterator[Candidate]:
-    """Yields every layout of all devices that the engine runs or refuses. A setting that `config` has is kept."""
+    """Yields every layout of all devices that the engine runs or refuses. A setting that `config`
+    has is kept.
+    """
     for tp in (n for n in spec.possible_tp if n <= cluster.per_node and cluster.per_node % n == 0):
         dp = cluster.num_devices // tp
         for ep in ("on", "off") if spec.moe and dp > 1 else ("on",):
             sharded = spec.moe is not None and ep == "on" and dp * tp > 1
-            for redundant in (0, dp * tp) if sharded and zipf and dp * tp <= spec.num_experts else (0,):
+            for redundant in (
+                (0, dp * tp) if sharded and zipf and dp * tp <= spec.num_experts else (0,)
+            ):
                 asked = config.scheduler.max_num_batched_tokens
                 for tokens in (asked,) if asked else STEP_TOKENS:
-                    parallel = replace(config.parallel, dp=dp, tp=tp, ep=ep, redundant_experts=redundant)
+                    parallel = replace(
+                        config.parallel, dp=dp, tp=tp, ep=ep, redundant_experts=redundant
+                    )
                     scheduler = replace(config.scheduler, max_num_batched_tokens=tokens)
                     yield _candidate(
-                        spec, replace(config, parallel=parallel, scheduler=scheduler), cluster, zipf, tables
+                        spec,
+                        replace(config, parallel=parallel, scheduler=scheduler),
+                        cluster,
+                        zipf,
+                        tables,
                     )
 
 
 def _candidate(
     spec: ModelSpec, config: Config, cluster: Cluster, zipf: float, tables: KernelTables | None
 ) -> Candidate:
-    nodes = cluster.nodes if config.parallel.ep == "on" else 1  # engines that do not step together need no rendezvous
+    nodes = (
+        cluster.nodes if config.parallel.ep == "on" else 1
+    )  # engines that do not step together need no rendezvous
     asked = config.parallel
     if nodes > 1:
         asked = replace(asked, nnodes=nodes, rendezvous="HOST:29500", cluster_key_file="KEY")

@@ -1,9 +1,10 @@
-"""An engine whose steps are counted, not planned: the sums over the rows of each step that its scheduler would plan, at
-a cost that does not grow with rows. What the scheduler does is the specification; tests compare every number.
+"""An engine whose steps are counted, not planned: the sums over the rows of each step that its
+scheduler would plan, at a cost that does not grow with rows. What the scheduler does is the
+specification; tests compare every number.
 
-A decoding row is one token of each step from its first to a last one that is known at once, and needs a KV block
-whenever its position is a multiple of the block's size: so that all of an engine are a few counters, and a step touches
-only the requests that come, read their prompts or end in it.
+A decoding row is one token of each step from its first to a last one that is known at once, and
+needs a KV block whenever its position is a multiple of the block's size: so that all of an engine
+are a few counters, and a step touches only the requests that come, read their prompts or end in it.
 """
 
 from collections import deque
@@ -19,9 +20,10 @@ from moeserve.plan.roofline import NOTHING, Shape, Spans
 
 
 class Settled(NamedTuple):
-    """What a step came to on one engine: the rows that sampled, those among them that clients have not been told of,
-    each of which sampled in the step before as well; the first tokens, with the request's prompt tokens from the cache;
-    the requests that ended, and some of the step's record."""
+    """What a step came to on one engine: the rows that sampled, those among them that clients have
+    not been told of, each of which sampled in the step before as well; the first tokens, with the
+    request's prompt tokens from the cache; the requests that ended, and some of the step's record.
+    """
 
     rows: int
     went_on: int
@@ -49,7 +51,9 @@ class _Counted:
 
 
 class CountedStep(NamedTuple):
-    """One step: the requests whose first token it samples, those whose last one, in order, and what these held."""
+    """One step: the requests whose first token it samples, those whose last one, in order, and what
+    these held.
+    """
 
     shape: Shape
     first: Sequence[_Counted]
@@ -59,8 +63,9 @@ class CountedStep(NamedTuple):
 
 
 def is_countable(limits: Limits, groups: Sequence[KVGroup], spans: Spans, longest: int) -> bool:
-    """Whether engines may be counted: full attention alone, no cached prefixes, no drafts, no limit of a step's time, a
-    token of each row in every step, and requests of at most `longest` tokens fit."""
+    """Whether engines may be counted: full attention alone, no cached prefixes, no drafts, no limit
+    of a step's time, a token of each row in every step, and requests of at most `longest` tokens
+    fit."""
     return (
         spans == (None,)
         and [group.rule.is_full for group in groups] == [True]
@@ -71,16 +76,19 @@ def is_countable(limits: Limits, groups: Sequence[KVGroup], spans: Spans, longes
 
 
 class CountedEngine:
-    """An engine as `Engine`, for requests as `is_countable` wants them. Raises Uncountable where the scheduler would
-    preempt a request."""
+    """An engine as `Engine`, for requests as `is_countable` wants them. Raises Uncountable where
+    the scheduler would preempt a request."""
 
     def __init__(self, rank: int, limits: Limits) -> None:
         self.rank = rank
         self.inbox: deque[tuple[float, Submit]] = deque()
-        self._limits, self._chunk = limits, min(limits.prefill_chunk, limits.max_num_batched_tokens)
+        self._limits = limits
+        self._chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
         self._waiting: deque[_Counted] = deque()
-        self._reading: list[_Counted] = []  # rows that have read a part of their prompts, first in line first
+        self._reading: list[
+            _Counted
+        ] = []  # rows that have read a part of their prompts, first in line first
         self._ending: dict[int, list[_Counted]] = {}  # decoding rows by the step that is their last
         self._crossing = [0] * limits.block_size  # decoding rows by (position - step) % block size
         self._decoding = self._sum = 0  # rows, and the sum of the positions behind the next step
@@ -99,18 +107,27 @@ class CountedEngine:
             submit = self.inbox.popleft()[1]
             last = submit.num_prompt + submit.sampling.max_tokens - 1
             self._waiting.append(_Counted(submit.rid, submit.num_prompt, last))
-        rows, ends, step, size = self._decoding, float(self._sum), self._step, self._block_size
+        rows = self._decoding
+        ends = float(self._sum)
+        step = self._step
+        size = self._block_size
         if crossing := self._crossing[-step % size]:
             self._take(crossing)
-        shape, prompt_tokens = Shape(rows, rows, rows, (ends,), (ends,)), 0
-        if rows and not (self._waiting or self._reading or step in self._ending):  # as before, a position further
-            self._step, self._sum = step + 1, self._sum + rows
+        shape = Shape(rows, rows, rows, (ends,), (ends,))
+        prompt_tokens = 0
+        if rows and not (
+            self._waiting or self._reading or step in self._ending
+        ):  # as before, a position further
+            self._step = step + 1
+            self._sum = self._sum + rows
             return CountedStep(shape, (), (), 0, 0), shape
         ended = decoded = self._ending.pop(step, [])
         first: list[_Counted] = []
         if self._reading or self._waiting:
             shape, prompt_tokens = self._read(first)
-            ended = sorted([*decoded, *(row for row in first if row.at == row.last)], key=lambda row: row.rid)
+            ended = sorted(
+                [*decoded, *(row for row in first if row.at == row.last)], key=lambda row: row.rid
+            )
         if not shape.rows:
             return None, NOTHING
         self._step += 1
@@ -129,8 +146,8 @@ class CountedEngine:
         return CountedStep(shape, first, ended, freed, prompt_tokens), shape
 
     def _read(self, first: list[_Counted]) -> tuple[Shape, int]:
-        """Grants tokens to prompts behind the decoding rows; those that it ends are added to `first`. Returns the shape
-        of the whole step, and the tokens of prompts that begin."""
+        """Grants tokens to prompts behind the decoding rows; those that it ends are added to
+        `first`. Returns the shape of the whole step, and the tokens of prompts that begin."""
         counts = [min(row.prompt - row.at, self._chunk) for row in self._reading]
         left = self._limits.max_num_batched_tokens - self._decoding - counts.count(1)
         granted: list[tuple[_Counted, int]] = []
@@ -155,10 +172,13 @@ class CountedEngine:
             self._grant(row, count, granted)
         first += (row for row, _ in granted if row.at == row.prompt)
         self._reading = [row for row in self._reading if row.at < row.prompt]
-        rows, tokens = self._decoding, self._decoding + sum(count for _, count in granted)
+        rows = self._decoding
+        tokens = self._decoding + sum(count for _, count in granted)
         pairs = self._sum + sum(count * (row.at - (count - 1) / 2) for row, count in granted)
         reads = float(self._sum + sum(row.at for row, _ in granted))
-        return Shape(tokens, rows + len(granted), rows + len(first), (reads,), (float(pairs),)), prompt_tokens
+        return Shape(
+            tokens, rows + len(granted), rows + len(first), (reads,), (float(pairs),)
+        ), prompt_tokens
 
     def _grant(self, row: _Counted, count: int, granted: list[tuple[_Counted, int]]) -> None:
         if count:
@@ -178,7 +198,8 @@ class CountedEngine:
 
     def settle(self, plan: CountedStep, clients: Clients, now_s: float) -> Settled:
         """See `Engine`."""
-        samples, tokens = plan.shape.samples, plan.shape.tokens
+        samples = plan.shape.samples
+        tokens = plan.shape.tokens
         if not (plan.first or plan.ended):
             return Settled(samples, samples, {}, [], tokens, self._free, plan.prompt_tokens)
         self._free += plan.freed
@@ -186,7 +207,8 @@ class CountedEngine:
         for row in plan.first:
             clients.first_s[row.rid] = now_s
         for row in plan.ended:
-            clients.last_s[row.rid], clients.tokens[row.rid] = now_s, row.last + 1 - row.prompt
+            clients.last_s[row.rid] = now_s
+            clients.tokens[row.rid] = row.last + 1 - row.prompt
         return Settled(
             samples, samples - len(plan.first), {row.rid: 0 for row in plan.first}, [row.rid for row in plan.ended],
             tokens, self._free, plan.prompt_tokens,

@@ -1,12 +1,15 @@
-"""Devices and links as data: peaks as their vendors give them, and the shares of them that kernels reach.
+"""Devices and links as data: peaks as their vendors give them, and the shares of them that kernels
+reach.
 
-The shares are from kernels measured on H100, H800 and H200 by others: fused expert kernels read 3.4 to 4.1 of the
-H200's 4.8 TB/s (vLLM, 128 experts of 704 by 2,816), and reach 0.53 of the bf16 operations of the H100 and 0.61 of the
-H200 (vLLM, the median of shapes that are no row of benchmarks/published.py, which finds it); attention with latents
-reads 0.9 of the bandwidth and computes 0.58 PFLOP/s (FlashMLA on H800); fp8 products 0.93 to 1.35 of 1.98 PFLOP/s
-(DeepGEMM on H800). Those of all2all are from DeepEP's table of 8 to 128 ranks (128 tokens, width 7,168, 8 experts).
-A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`, was fitted to the throughput of a
-server, decode and 4k prefill of SGLang's 96 H100; benchmarks/published.py compares with others.
+The shares are from kernels measured on H100, H800 and H200 by others: fused expert kernels read 3.4
+to 4.1 of the H200's 4.8 TB/s (vLLM, 128 experts of 704 by 2,816), and reach 0.53 of the bf16
+operations of the H100 and 0.61 of the H200 (vLLM, the median of shapes that are no row of
+benchmarks/published.py, which finds it); attention with latents reads 0.9 of the bandwidth and
+computes 0.58 PFLOP/s (FlashMLA on H800); fp8 products 0.93 to 1.35 of 1.98 PFLOP/s (DeepGEMM on
+H800). Those of all2all are from DeepEP's table of 8 to 128 ranks (128 tokens, width 7,168, 8
+experts). A gather is taken to reach 0.7 of a link's one direction. One number, `in_situ`, was
+fitted to the throughput of a server, decode and 4k prefill of SGLang's 96 H100;
+benchmarks/published.py compares with others.
 """
 
 import re
@@ -18,8 +21,9 @@ from moeserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What one device sends over, in bytes per second as reached, and the seconds that a message takes at least.
-    gather_bytes_per_s: of gathers between tensor-parallel devices; 0: none are made over it."""
+    """What one device sends over, in bytes per second as reached, and the seconds that a message
+    takes at least. gather_bytes_per_s: of gathers between tensor-parallel devices; 0: none are made
+    over it."""
 
     name: str
     bytes_per_s: float
@@ -29,13 +33,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A kind of device. memory: bytes. bytes_per_s: of its memory. flops: per second, of 16-bit and 8-bit operands.
+    """A kind of device. memory: bytes. bytes_per_s: of its memory. flops: per second, of 16-bit and
+    8-bit operands.
 
-    reads, dense, expert, attention: the shares that kernels reach, of the bandwidth, and of the operations in dense
-    products, expert products and attention. overlap: the part of the shorter one of reading and computing that the
-    longer one hides. in_situ: the speed that kernels keep among others, in a server. launch_s: of the kernels of a
-    layer, in a graph. host_s, host_row_s: the host's work on a step and on each of its requests, beside the device's.
-    peer: within a machine.
+    reads, dense, expert, attention: the shares that kernels reach, of the bandwidth, and of the
+    operations in dense products, expert products and attention. overlap: the part of the shorter
+    one of reading and computing that the longer one hides. in_situ: the speed that kernels keep
+    among others, in a server. launch_s: of the kernels of a layer, in a graph. host_s, host_row_s:
+    the host's work on a step and on each of its requests, beside the device's. peer: within a
+    machine.
     """
 
     name: str
@@ -71,11 +77,46 @@ _GB = 10**9
 DEVICES = {
     device.name.lower(): device
     for device in (
-        Device(name="H100", memory=80 * _GB, bytes_per_s=3.35e12, flops=989e12, flops_8bit=1979e12, peer=NVLINK4),
-        Device(name="H200", memory=141 * _GB, bytes_per_s=4.8e12, flops=989e12, flops_8bit=1979e12, peer=NVLINK4),
-        Device(name="B200", memory=180 * _GB, bytes_per_s=8.0e12, flops=2250e12, flops_8bit=4500e12, peer=NVLINK5),
-        Device(name="A100", memory=80 * _GB, bytes_per_s=2.04e12, flops=312e12, flops_8bit=312e12, peer=NVLINK3),
-        Device(name="L40S", memory=48 * _GB, bytes_per_s=0.864e12, flops=362e12, flops_8bit=733e12, peer=PCIE4),
+        Device(
+            name="H100",
+            memory=80 * _GB,
+            bytes_per_s=3.35e12,
+            flops=989e12,
+            flops_8bit=1979e12,
+            peer=NVLINK4,
+        ),
+        Device(
+            name="H200",
+            memory=141 * _GB,
+            bytes_per_s=4.8e12,
+            flops=989e12,
+            flops_8bit=1979e12,
+            peer=NVLINK4,
+        ),
+        Device(
+            name="B200",
+            memory=180 * _GB,
+            bytes_per_s=8.0e12,
+            flops=2250e12,
+            flops_8bit=4500e12,
+            peer=NVLINK5,
+        ),
+        Device(
+            name="A100",
+            memory=80 * _GB,
+            bytes_per_s=2.04e12,
+            flops=312e12,
+            flops_8bit=312e12,
+            peer=NVLINK3,
+        ),
+        Device(
+            name="L40S",
+            memory=48 * _GB,
+            bytes_per_s=0.864e12,
+            flops=362e12,
+            flops_8bit=733e12,
+            peer=PCIE4,
+        ),
     )
 }
 _GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z]\w*)")
@@ -113,12 +154,18 @@ class Cluster:
 
 
 def read_gpus(text: str, link: str = "ib400") -> Cluster:
-    """Parses `MACHINESxDEVICESxKIND`: 2x8xH100, 8xH200 (one machine), B200 (one device). Raises ConfigError."""
+    """Parses `MACHINESxDEVICESxKIND`: 2x8xH100, 8xH200 (one machine), B200 (one device). Raises
+    ConfigError.
+    """
     match = _GPUS.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"--gpus {text!r} is not like 2x8xH100 (machines x devices x kind), 8xH200 or B200")
+        raise ConfigError(
+            f"--gpus {text!r} is not like 2x8xH100 (machines x devices x kind), 8xH200 or B200"
+        )
     first, second, kind = match.groups()
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
     if not (0 < nodes <= 1024 and 0 < per_node <= 1024):  # as --nnodes
-        raise ConfigError(f"--gpus {text!r:.100}: there must be 1 to 1024 machines, with 1 to 1024 devices each")
+        raise ConfigError(
+            f"--gpus {text!r:.100}: there must be 1 to 1024 machines, with 1 to 1024 devices each"
+        )
     return Cluster(nodes, per_node, find_device(kind), find_link(link))

@@ -1,5 +1,5 @@
-"""A short benchmark of real engines, from which `calibration.py` fits its terms: some streams, each a request after the
-other, of all lengths mixed; and single prompts."""
+"""A short benchmark of real engines, from which `calibration.py` fits its terms: some streams, each
+a request after the other, of all lengths mixed; and single prompts."""
 
 import asyncio
 import random
@@ -21,8 +21,20 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.plan.calibration import GAPS, Calibration, StepSample, fit
 from moeserve.sampling import SamplingParams
 
-STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of each engine, and of all where that is fewer than there are
-STREAM_S, STREAM_STEPS = 2.5, 40  # for each number of streams, at least; they are broken off after twice as much
+STREAMS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+)  # of each engine, and of all where that is fewer than there are
+# for each number of streams, at least; they are broken off after twice as much
+STREAM_S = 2.5
+STREAM_STEPS = 40
 PROMPTS = (16, 32, 64, 128, 256, 512)
 LONGEST_ANSWER = 64
 LATE = 20.0  # times a step's own time: what comes later has not followed it
@@ -42,19 +54,22 @@ class Records(FrontStats):
 
 
 async def measure(config: Config, most_streams: int = 64) -> Calibration:
-    """Runs the engines of this config for less than a minute, where a step takes milliseconds. most_streams: of
-    an engine."""
+    """Runs the engines of this config for less than a minute, where a step takes milliseconds.
+    most_streams: of an engine."""
     config = replace(
         config,
         cache=replace(config.cache, enable_prefix_caching=False),
         model=replace(config.model, skip_tokenizer_init=True),
         parallel=replace(config.parallel, rebalance="off"),
     )
-    spec, dp = read_model_spec(resolve_model_dir(config.model.model)), config.parallel.dp
+    spec = read_model_spec(resolve_model_dir(config.model.model))
+    dp = config.parallel.dp
     async with open_front_end(config, child=True) as front:
         ready = await front.wait_ready()
         records = front.stats = Records()
-        chunk = config.scheduler.max_num_batched_tokens or max(512, config.scheduler.max_num_seqs + 256)
+        chunk = config.scheduler.max_num_batched_tokens or max(
+            512, config.scheduler.max_num_seqs + 256
+        )
         limits = Limits(
             max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=chunk, prefill_chunk=chunk,
             max_model_len=ready.max_model_len, block_size=ready.block_size, num_blocks=ready.num_blocks // dp,
@@ -71,8 +86,11 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
         samples: list[StepSample] = []
         delays: list[float] = []
         most = dp * min(most_streams, config.scheduler.max_num_seqs)
-        # Fewer streams than engines, too: an engine beside idle ones has the memory's rate for itself.
-        for streams in sorted({n for n in STREAMS if n < dp} | {dp * n for n in STREAMS if dp * n <= most}):
+        # Fewer streams than engines, too: an engine beside idle ones has the memory's rate for
+        # itself.
+        for streams in sorted(
+            {n for n in STREAMS if n < dp} | {dp * n for n in STREAMS if dp * n <= most}
+        ):
             records.seen.clear()
             goes_on = partial(_goes_on, records.seen, STREAM_STEPS * dp, time.monotonic())
             async with asyncio.TaskGroup() as group:
@@ -84,12 +102,16 @@ async def measure(config: Config, most_streams: int = 64) -> Calibration:
             first_s = await _answer(front, random.Random(prompt), prompt, 2)
             delays += [first_s - r.device_us / 1e6 for r in records.seen if r.num_tokens == prompt]
     fitted = fit(samples, unfitted)
-    delay_s = max(0.0, median(delays) - fitted.terms[GAPS[0]] - fitted.terms[GAPS[2]]) if delays else 0.0
+    delay_s = (
+        max(0.0, median(delays) - fitted.terms[GAPS[0]] - fitted.terms[GAPS[2]]) if delays else 0.0
+    )
     return msgspec.structs.replace(fitted, delay_s=delay_s)
 
 
 def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
-    """Returns the steps whose sizes the records tell: of decodes, and of decodes and one whole prompt."""
+    """Returns the steps whose sizes the records tell: of decodes, and of decodes and one whole
+    prompt.
+    """
     steps: list[list[StepRecord]] = []
     for record in sorted(records, key=lambda r: r.at_s):
         last = steps[-1] if steps else []
@@ -98,8 +120,11 @@ def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
             last.append(record)
         else:
             steps.append([record])
-    samples, reading = [], [any(r.num_tokens > r.num_requests for r in step) for step in steps]
-    for i, (before, step, second, third) in enumerate(zip(steps, steps[1:], steps[2:], steps[3:], strict=False)):
+    samples = []
+    reading = [any(r.num_tokens > r.num_requests for r in step) for step in steps]
+    for i, (before, step, second, third) in enumerate(
+        zip(steps, steps[1:], steps[2:], steps[3:], strict=False)
+    ):
         most = max(step, key=lambda r: r.num_tokens)
         prompt = most.num_tokens - most.num_requests + 1
         if prompt > 1 and most.prompt_tokens != prompt:
@@ -107,8 +132,8 @@ def _samples(records: list[StepRecord], block_size: int) -> list[StepSample]:
         reads = block_size * (most.num_blocks - 1 - most.num_free_blocks - most.num_running / 2)
         pairs = reads - prompt + prompt * (prompt + 1) / 2
         device_s = max(r.device_us for r in step) / 1e6
-        # A plan is made when the step before the one before it is over: these two are one step apart, if requests were
-        # left to go on with.
+        # A plan is made when the step before the one before it is over: these two are one step
+        # apart, if requests were left to go on with.
         period_s = third[0].at_s - second[0].at_s
         followed = all(any(r.num_running for r in one) for one in (before, step, second))
         samples.append(StepSample(
@@ -123,19 +148,28 @@ def _goes_on(seen: list[StepRecord], steps: int, begin_s: float, parts: int) -> 
     return time.monotonic() < begin_s + parts * STREAM_S or len(seen) < parts * steps
 
 
-async def _stream(front: FrontEnd, rng: random.Random, prompts: list[int], goes_on: Callable[[int], bool]) -> None:
+async def _stream(
+    front: FrontEnd, rng: random.Random, prompts: list[int], goes_on: Callable[[int], bool]
+) -> None:
     """Asks for one answer after the other."""
     while goes_on(1):
         await _answer(front, rng, rng.choice(prompts), rng.randint(2, LONGEST_ANSWER), goes_on)
 
 
 async def _answer(
-    front: FrontEnd, rng: random.Random, num_prompt: int, num_tokens: int, goes_on: Callable[[int], bool] = bool
+    front: FrontEnd,
+    rng: random.Random,
+    num_prompt: int,
+    num_tokens: int,
+    goes_on: Callable[[int], bool] = bool,
 ) -> float:
-    """Reads one answer, to its end or as long as the test goes on; returns the seconds until its first token."""
+    """Reads one answer, to its end or as long as the test goes on; returns the seconds until its
+    first token.
+    """
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     prompt = [rng.randrange(5, 200) for _ in range(num_prompt)]
-    begin_s, first_s = time.monotonic(), 0.0
+    begin_s = time.monotonic()
+    first_s = 0.0
     async with await front.generate(prompt, params) as deltas:
         async for _ in deltas:
             first_s = first_s or time.monotonic() - begin_s

@@ -15,9 +15,11 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWeights:
-    """The parameters of one rank, and their bytes as kernels read them. expert: of one expert in one layer.
+    """The parameters of one rank, and their bytes as kernels read them. expert: of one expert in
+    one layer.
 
-    local_experts: places for experts in a layer. embedding: the table, of which a step reads hardly anything.
+    local_experts: places for experts in a layer. embedding: the table, of which a step reads hardly
+    anything.
     """
 
     dense: int
@@ -42,8 +44,8 @@ class RankWeights:
 
 
 def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
-    """Counts the parameters of rank 0. Those that a checkpoint stores in 4 bits are taken to be its experts alone, and
-    8-bit ones all linear layers, as published checkpoints have them."""
+    """Counts the parameters of rank 0. Those that a checkpoint stores in 4 bits are taken to be its
+    experts alone, and 8-bit ones all linear layers, as published checkpoints have them."""
     from moeserve.comm.world import World
     from moeserve.models.load_plan import load_plan
     from moeserve.moe.placement.placement import Placement
@@ -51,12 +53,16 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
     parallel = config.parallel
     world = World(0, parallel.num_ranks, parallel.tp, ep=parallel.ep == "on")
     # One expert a layer is planned and counted as often as it is there: experts are alike.
-    one = Placement.initial(len(spec.moe_layers), max(1, spec.num_experts), max(1, spec.num_experts))
+    one = Placement.initial(
+        len(spec.moe_layers), max(1, spec.num_experts), max(1, spec.num_experts)
+    )
     plan = load_plan(spec, (), World(0, max(1, spec.num_experts) * parallel.tp, parallel.tp), one)
     itemsize = FP32 if spec.dtype == "float32" else 2
     asked = None if config.model.quantization == "none" else config.model.quantization
     forms = tuple(form for stored in spec.stored if (form := stored.for_floats))
-    spec = replace(spec, stored=forms if len(forms) == len(spec.stored) else ())  # GPUs widen files that have minima
+    spec = replace(
+        spec, stored=forms if len(forms) == len(spec.stored) else ()
+    )  # GPUs widen files that have minima
     narrow = bytes_per_weight(spec, asked, itemsize)
     count = {"dense": 0, "head": 0, "embed": 0}
     num_bytes = dict.fromkeys(count, 0.0)
@@ -65,11 +71,18 @@ def rank_weights(spec: ModelSpec, config: Config) -> RankWeights:
         if param.name.rsplit(".", 1)[-1].startswith(("w13", "w2")):
             continue
         size = math.prod(param.shape)
-        per = FP32 if param.fp32 else narrow if param.quantised_on_load and (narrow >= 1 or asked) else itemsize
+        per = (
+            FP32
+            if param.fp32
+            else narrow
+            if param.quantised_on_load and (narrow >= 1 or asked)
+            else itemsize
+        )
         count[kind] += size
         num_bytes[kind] += size * per
     if spec.tie_embeddings:
-        count["head"], num_bytes["head"] = count["embed"], num_bytes["embed"]
+        count["head"] = count["embed"]
+        num_bytes["head"] = num_bytes["embed"]
         num_bytes["embed"] = 0.0
     redundant = parallel.redundant_experts if world.ep else 0
     ranks = world.size if world.ep else 1
@@ -94,7 +107,9 @@ class RankMemory:
 
 
 def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
-    """Returns the memory of a rank on a device of its own. Raises ConfigError (DoesNotFit) as the engine would."""
+    """Returns the memory of a rank on a device of its own. Raises ConfigError (DoesNotFit) as the
+    engine would.
+    """
     import torch
 
     from moeserve.models.workspace import Inflow
@@ -105,15 +120,20 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     limits_of.check(config, spec)
     limits_of.check_block_size(config, spec)
     config = limits_of.with_step_tokens(config, 2048)
-    parallel, dtype = config.parallel, getattr(torch, spec.dtype)
+    parallel = config.parallel
+    dtype = getattr(torch, spec.dtype)
     weights = rank_weights(spec, config)
     inflow = None
     if spec.moe is not None and parallel.ep == "on" and parallel.num_ranks > 1:
         tokens = -(-limits_of.step_tokens(config) // parallel.tp)
         rows = most_rows(tokens, spec.experts_per_token, spec.hidden_size * dtype.itemsize, "cuda")
-        inflow = Inflow(rows, 1 if parallel.dbo == "off" else 2, COPIES, weights.local_experts + 3)  # as a runner's
+        inflow = Inflow(
+            rows, 1 if parallel.dbo == "off" else 2, COPIES, weights.local_experts + 3
+        )  # as a runner's
     workspace = limits_of.workspace_bytes(spec, config, dtype, inflow)
-    memory = limits_of.MemoryFacts(device.memory, int(weights.total_bytes + CONTEXT_BYTES), device.memory)
+    memory = limits_of.MemoryFacts(
+        device.memory, int(weights.total_bytes + CONTEXT_BYTES), device.memory
+    )
     limits_of.check_weights_fit(int(weights.total_bytes), memory)
     memory = replace(memory, free=device.memory - memory.used)
     budget = limits_of.kv_budget(memory, config.cache.memory_utilization, workspace)
@@ -122,7 +142,9 @@ def rank_memory(spec: ModelSpec, config: Config, device: Device) -> RankMemory:
     sizes = groups, spec, kv_dtype, parallel.tp
     per_block = block_bytes(*sizes)
     states = limits_of.state_room(config, block_bytes(*sizes, pool=1), budget, fill=True)
-    limits, notes = limits_of.resolve(states.config, spec, groups, per_block, states.budget, fill=True)
+    limits, notes = limits_of.resolve(
+        states.config, spec, groups, per_block, states.budget, fill=True
+    )
     limits = replace(limits, num_states=states.num_states)
     return RankMemory(
         weights.total_bytes, workspace, budget, limits, groups, per_block / config.cache.block_size,

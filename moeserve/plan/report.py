@@ -8,13 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
-_EDGES = np.geomspace(1e-6, 1e4, 2303)  # seconds, a hundredth apart: gaps between tokens are too many to keep
+_EDGES = np.geomspace(
+    1e-6, 1e4, 2303
+)  # seconds, a hundredth apart: gaps between tokens are too many to keep
 _EDGE_LIST = _EDGES.tolist()
 QUANTILES = (50, 90, 99)
 
 
 class Clients:
-    """The times of all requests, in the order in which they came. All in seconds; nan until it is known."""
+    """The times of all requests, in the order in which they came. All in seconds; nan until it is
+    known.
+    """
 
     def __init__(self, at_s: F64) -> None:
         self.at_s = at_s
@@ -57,8 +61,8 @@ class Steps:
 
 
 def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str, Any]:
-    """Returns the numbers of a simulation. Times in ms, as `moeserve bench serve` names them. delay_s: from the engine
-    to the client and back."""
+    """Returns the numbers of a simulation. Times in ms, as `moeserve bench serve` names them.
+    delay_s: from the engine to the client and back."""
     done = clients.done
     duration_s = float(np.nanmax(clients.last_s) - clients.at_s[0]) if done.any() else 0.0
     tokens = int(clients.tokens.sum())
@@ -76,12 +80,17 @@ def summarise(clients: Clients, steps: Steps, delay_s: float = 0.0) -> dict[str,
     }  # fmt: skip
     for name, values_s in (("ttft", ttft_s), ("tpot", tpot_s), ("e2el", e2e_s)):
         for q in QUANTILES:
-            result[f"p{q}_{name}_ms"] = 1e3 * float(np.percentile(values_s, q)) if len(values_s) else 0.0
+            result[f"p{q}_{name}_ms"] = (
+                1e3 * float(np.percentile(values_s, q)) if len(values_s) else 0.0
+            )
     total = clients.gaps.cumsum()
     for q in QUANTILES:
         at = int(np.searchsorted(total, q / 100 * total[-1])) if total[-1] else 0
         result[f"p{q}_itl_ms"] = 1e3 * float(_EDGES[min(at, len(_EDGES) - 1)]) if total[-1] else 0.0
-    return {key: round(float(value), 3) if isinstance(value, float) else value for key, value in result.items()}
+    return {
+        key: round(float(value), 3) if isinstance(value, float) else value
+        for key, value in result.items()
+    }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -91,9 +100,16 @@ def table(result: dict[str, Any]) -> str:
         f"{result['request_throughput']:,.2f} requests/s, {result['output_throughput']:,.0f} tokens/s",
         f"{'ms':<22}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
-    names = {"ttft": "to the first token", "itl": "between tokens", "tpot": "per token", "e2el": "to the last token"}
+    names = {
+        "ttft": "to the first token",
+        "itl": "between tokens",
+        "tpot": "per token",
+        "e2el": "to the last token",
+    }
     for key, shown in names.items():
-        lines.append(f"{shown:<22}" + "".join(f"{result[f'p{q}_{key}_ms']:>10,.1f}" for q in QUANTILES))
+        lines.append(
+            f"{shown:<22}" + "".join(f"{result[f'p{q}_{key}_ms']:>10,.1f}" for q in QUANTILES)
+        )
     lines.append(
         f"{result['steps']:,} steps of an engine, {result['mean_rows']:.1f} requests in each; preemptions "
         f"{result['preemptions']}; most waiting {result['most_waiting']}; KV blocks in use at most "

@@ -1,8 +1,10 @@
-"""Engines in simulated time: the real schedulers and balancer; only the model's forward pass is an estimate.
+"""Engines in simulated time: the real schedulers and balancer; only the model's forward pass is an
+estimate.
 
-An engine turns as `engine/core.py` does: it plans up to `depth` steps ahead, and settles the oldest one when no more
-can be planned. Engines of a group run a step if any of them has work (engine/vote.py), and it lasts as long as the
-slowest of them needs; those with nothing to do run it all the same. Requests are read between two steps.
+An engine turns as `engine/core.py` does: it plans up to `depth` steps ahead, and settles the oldest
+one when no more can be planned. Engines of a group run a step if any of them has work
+(engine/vote.py), and it lasts as long as the slowest of them needs; those with nothing to do run it
+all the same. Requests are read between two steps.
 """
 
 import math
@@ -31,14 +33,16 @@ Observe = Callable[[int, StepPlan], object]  # (engine, its plan)
 
 
 class Engine:
-    """One engine with its real scheduler. inbox: requests that it has not read yet, and when they came. refused: is
-    told (rank, rid, code) of requests that can never fit."""
+    """One engine with its real scheduler. inbox: requests that it has not read yet, and when they
+    came. refused: is told (rank, rid, code) of requests that can never fit."""
 
     def __init__(
         self, rank: int, limits: Limits, groups: tuple[KVGroup, ...], spans: Spans,
         refused: Callable[[int, int, str], object],
     ) -> None:  # fmt: skip
-        self.rank, self._spans, self._refused = rank, spans, refused
+        self.rank = rank
+        self._spans = spans
+        self._refused = refused
         self.scheduler = Scheduler(limits, groups)
         self.inbox: deque[tuple[float, Submit]] = deque()
 
@@ -48,7 +52,9 @@ class Engine:
         return len(self.inbox) + self.scheduler.num_waiting
 
     def plan(self, now_s: float) -> tuple[Any, Shape]:
-        """Reads the requests that are there by now, and returns the next step and its size; None if there is none."""
+        """Reads the requests that are there by now, and returns the next step and its size; None if
+        there is none.
+        """
         while self.inbox and self.inbox[0][0] <= now_s:
             _, submit = self.inbox.popleft()
             try:
@@ -62,7 +68,8 @@ class Engine:
         """Ends the oldest step."""
         tokens = np.zeros(int(np.count_nonzero(plan.samples_R)), np.int32)
         output = self.scheduler.update_from_output(plan, StepResult(plan.step, tokens))
-        rids, record = np.frombuffer(output.rids, "<i8"), output.record
+        rids = np.frombuffer(output.rids, "<i8")
+        record = output.record
         if len(rids):
             clients.emitted(rids, now_s)
         assert record is not None
@@ -80,15 +87,24 @@ class Group:
         observe: Observe | None = None,
     ) -> None:  # fmt: skip
         self.engines = engines
-        self._cost, self._depth, self._simulation, self._observe = cost, depth, simulation, observe
+        self._cost = cost
+        self._depth = depth
+        self._simulation = simulation
+        self._observe = observe
         self._now_s = self._free_s = self._before_s = 0.0
-        self._in_flight: deque[tuple[tuple[Any, ...], float, float]] = deque()  # plans, their end, host's time
+        self._in_flight: deque[tuple[tuple[Any, ...], float, float]] = (
+            deque()
+        )  # plans, their end, host's time
         self._woken = False
 
     @property
     def next_s(self) -> float:
-        """When the next thing happens: the end of the oldest step, or the start of one if the engines were woken."""
-        return self._in_flight[0][1] if self._in_flight else self._now_s if self._woken else math.inf
+        """When the next thing happens: the end of the oldest step, or the start of one if the
+        engines were woken.
+        """
+        return (
+            self._in_flight[0][1] if self._in_flight else self._now_s if self._woken else math.inf
+        )
 
     def wake(self, now_s: float) -> None:
         """Lets engines that sleep read a request that came now."""
@@ -97,7 +113,9 @@ class Group:
             self._woken = True
 
     def advance(self, until_s: float) -> None:
-        """Runs steps until none ends before `until_s`. Requests that come by then are in the engines' inboxes."""
+        """Runs steps until none ends before `until_s`. Requests that come by then are in the
+        engines' inboxes.
+        """
         while True:
             if len(self._in_flight) < self._depth and self._now_s < until_s and self._start():
                 continue
@@ -105,7 +123,8 @@ class Group:
                 return
             plans, end_s, host_s = self._in_flight.popleft()
             self._now_s = max(self._now_s, end_s)
-            went_on, clients = 0, self._simulation.clients
+            went_on = 0
+            clients = self._simulation.clients
             for engine, plan in zip(self.engines, plans, strict=True):
                 if plan is not None:
                     found = engine.settle(plan, clients, self._now_s)
@@ -142,8 +161,8 @@ class Group:
 class Simulation:
     """One run of a trace. cost: of a step of all engines that step together.
 
-    dp: engines, which form one group if `together`, or each its own. observe: is told of every plan. counted: steps are
-    counted (plan/counted.py), and there are no plans to observe.
+    dp: engines, which form one group if `together`, or each its own. observe: is told of every
+    plan. counted: steps are counted (plan/counted.py), and there are no plans to observe.
     """
 
     def __init__(
@@ -152,13 +171,17 @@ class Simulation:
     ) -> None:  # fmt: skip
         self.steps = Steps()
         engines: list[Engine | CountedEngine] = [
-            CountedEngine(rank, limits) if counted else Engine(rank, limits, groups, cost.spans, self.refused)
+            CountedEngine(rank, limits)
+            if counted
+            else Engine(rank, limits, groups, cost.spans, self.refused)
             for rank in range(dp)
         ]
         parts = [engines] if together else [[engine] for engine in engines]
         # A cost may know its last step.
         self.groups = [Group(part, copy(cost), limits.depth, self, observe) for part in parts]
-        self._home = {engine.rank: (group, engine) for group in self.groups for engine in group.engines}
+        self._home = {
+            engine.rank: (group, engine) for group in self.groups for engine in group.engines
+        }
         self._balancer = Balancer()
         for engine in engines if dp > 1 else ():
             self._balancer.open(engine.rank, limits.block_size, limits.num_blocks)

@@ -1,7 +1,8 @@
-"""Requests of a simulation: how long prompt and answer are, when each comes, and which beginnings they share.
+"""Requests of a simulation: how long prompt and answer are, when each comes, and which beginnings
+they share.
 
-Files: ShareGPT (JSON list of conversations), Mooncake's traces (JSON lines with timestamp in ms, input_length,
-output_length and hash_ids of blocks of 512 tokens), and an access log of moeserve.
+Files: ShareGPT (JSON list of conversations), Mooncake's traces (JSON lines with timestamp in ms,
+input_length, output_length and hash_ids of blocks of 512 tokens), and an access log of moeserve.
 """
 
 import itertools
@@ -54,17 +55,23 @@ class RequestTrace:
 def synthetic(
     times_s: Sequence[float], num_input: int, num_output: int, spread: float = 0.0, seed: int = 0
 ) -> RequestTrace:
-    """Returns requests of about these lengths, uniform in length * (1 - spread .. 1 + spread), at these times."""
+    """Returns requests of about these lengths, uniform in length * (1 - spread .. 1 + spread), at
+    these times.
+    """
     rng = np.random.default_rng(seed)
     lengths = [
-        np.maximum(1, np.rint(mean * rng.uniform(1 - spread, 1 + spread, len(times_s)))).astype(int).tolist()
+        np.maximum(1, np.rint(mean * rng.uniform(1 - spread, 1 + spread, len(times_s))))
+        .astype(int)
+        .tolist()
         for mean in (num_input, num_output)
     ]
     return RequestTrace([Arrival(at, i, o) for at, i, o in zip(times_s, *lengths, strict=True)])
 
 
 def prompt_of(rid: int, arrival: Arrival) -> bytes:
-    """Returns a prompt as int32 tokens: those of a hash id are the id itself. Without any they all differ."""
+    """Returns a prompt as int32 tokens: those of a hash id are the id itself. Without any they all
+    differ.
+    """
     if not arrival.hash_ids:
         return rid.to_bytes(4, "little") + bytes(4 * arrival.input - 4)
     ids = np.array([hash_id % (2**31 - 1) for hash_id in arrival.hash_ids], "<i4")
@@ -72,39 +79,60 @@ def prompt_of(rid: int, arrival: Arrival) -> bytes:
 
 
 def read_trace(path: Path, rate: float | None = None) -> RequestTrace:
-    """Reads a file of any of the kinds. rate: requests per second, for files that do not say when each comes; times of
-    others are stretched to it. Raises ConfigError naming file, line and what was expected."""
+    """Reads a file of any of the kinds. rate: requests per second, for files that do not say when
+    each comes; times of others are stretched to it. Raises ConfigError naming file, line and what
+    was expected."""
     with ConfigError.instead_of(OSError, f"--trace {path}"):
         text = path.read_bytes()
     if text.lstrip()[:1] == b"[":
         if rate is None:
-            raise ConfigError(f"--trace {path}: conversations have no times; say how many come per second by --rates")
+            raise ConfigError(
+                f"--trace {path}: conversations have no times; say how many come per second by --rates"
+            )
         found = list(_conversations(path, text))
     else:
-        found = [arrival for n, line in enumerate(text.splitlines(), 1) if (arrival := _line(path, n, line))]
+        found = [
+            arrival
+            for n, line in enumerate(text.splitlines(), 1)
+            if (arrival := _line(path, n, line))
+        ]
     if not found:
         raise ConfigError(f"--trace {path}: there is no request in it")
     found.sort(key=lambda arrival: arrival.at_s)
-    first_s, lasts_s = found[0].at_s, found[-1].at_s - found[0].at_s
+    first_s = found[0].at_s
+    lasts_s = found[-1].at_s - found[0].at_s
     if rate is None or lasts_s:
         stretch = 1.0 if rate is None else len(found) / rate / lasts_s
-        return RequestTrace([arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in found])
+        return RequestTrace(
+            [arrival._replace(at_s=stretch * (arrival.at_s - first_s)) for arrival in found]
+        )
     gaps_s = np.random.default_rng(0).exponential(1 / rate, len(found))
-    return RequestTrace([arrival._replace(at_s=float(at)) for arrival, at in zip(found, gaps_s.cumsum(), strict=True)])
+    return RequestTrace(
+        [
+            arrival._replace(at_s=float(at))
+            for arrival, at in zip(found, gaps_s.cumsum(), strict=True)
+        ]
+    )
 
 
 def _conversations(path: Path, text: bytes) -> Iterator[Arrival]:
     for i, entry in enumerate(_decoded(f"--trace {path}", text)):
         turns = entry.get("conversations", []) if isinstance(entry, dict) else None
-        if turns is None or not all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns):
-            raise ConfigError(f"--trace {path}: entry {i} has no `conversations` of turns with a text `value`")
+        if turns is None or not all(
+            isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
+        ):
+            raise ConfigError(
+                f"--trace {path}: entry {i} has no `conversations` of turns with a text `value`"
+            )
         if len(turns) >= 2:
             prompt, answer = (max(1, len(turn["value"]) // CHARACTERS) for turn in turns[:2])
             yield Arrival(0.0, prompt, answer)
 
 
 def _line(path: Path, number: int, line: bytes) -> Arrival | None:
-    """Returns the request of a line; None for an empty one and for one of a log that generated nothing."""
+    """Returns the request of a line; None for an empty one and for one of a log that generated
+    nothing.
+    """
     if not line.strip():
         return None
     where = f"--trace {path}: line {number}"
@@ -112,18 +140,22 @@ def _line(path: Path, number: int, line: bytes) -> Arrival | None:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not a JSON object")
     if "input_length" in entry:
-        at_s, sizes = _number(where, entry, "timestamp") / 1e3, ("input_length", "output_length")
+        at_s = _number(where, entry, "timestamp") / 1e3
+        sizes = ("input_length", "output_length")
         ids = entry.get("hash_ids", [])
         if not isinstance(ids, list) or not all(isinstance(hash_id, int) for hash_id in ids):
             raise ConfigError(f"{where}: hash_ids must be a list of integers")
     elif "route" in entry and "time" in entry:
         if not entry.get("prompt_tokens") or not entry.get("completion_tokens"):
             return None
-        sizes, ids = ("prompt_tokens", "completion_tokens"), []
+        sizes = ("prompt_tokens", "completion_tokens")
+        ids = []
         try:
             at_s = datetime.fromisoformat(entry["time"]).timestamp()
         except (TypeError, ValueError):
-            raise ConfigError(f"{where}: time {entry['time']!r} is not like 2026-01-31T12:00:00Z") from None
+            raise ConfigError(
+                f"{where}: time {entry['time']!r} is not like 2026-01-31T12:00:00Z"
+            ) from None
     else:
         raise ConfigError(
             f"{where}: expected Mooncake's timestamp, input_length and output_length, or a line of moeserve's access "

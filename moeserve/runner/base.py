@@ -1,9 +1,10 @@
-"""The model runner: loads one rank's part of a model, sizes and allocates its memory, and warms it up. See step.py for
-what it then does with each plan.
+"""The model runner: loads one rank's part of a model, sizes and allocates its memory, and warms it
+up. See step.py for what it then does with each plan.
 
-A device is a subclass. It must override `_cache_device_properties`, `capture_model` and `enter_thread`. It may override
-`load_model` (the CPU does, to check itself), `profile_run`, `warm_up`, `make_tables`, `step_inputs`, `_fetch`, `_mark`
-and `_elapsed_us` (the GPU does). The sampler is picked by device, see `runner/sampling`.
+A device is a subclass. It must override `_cache_device_properties`, `capture_model` and
+`enter_thread`. It may override `load_model` (the CPU does, to check itself), `profile_run`,
+`warm_up`, `make_tables`, `step_inputs`, `_fetch`, `_mark` and `_elapsed_us` (the GPU does). The
+sampler is picked by device, see `runner/sampling`.
 """
 
 import logging
@@ -37,7 +38,13 @@ from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import GraphManager, GroupGraphs, common_sizes, sizes_of
 from moeserve.runner.kv_cache import KVCache, block_bytes
-from moeserve.runner.limits import MemoryFacts, check_block_size, kv_budget, state_room, workspace_bytes
+from moeserve.runner.limits import (
+    MemoryFacts,
+    check_block_size,
+    kv_budget,
+    state_room,
+    workspace_bytes,
+)
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
@@ -65,8 +72,8 @@ ONE = World()
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """A device and its memory. name: for log messages. memory: measures anew at each call. own: the device serves only
-    the ranks of this launch, `sharers` of them."""
+    """A device and its memory. name: for log messages. memory: measures anew at each call. own: the
+    device serves only the ranks of this launch, `sharers` of them."""
 
     name: str
     memory: Callable[[], MemoryFacts]
@@ -75,10 +82,11 @@ class DeviceProperties:
 
 
 class ModelRunnerBase(StepExecutor, ABC):
-    """Loads one rank's part of a model and executes step plans with it: `prepare` once, then `launch` for each plan.
+    """Loads one rank's part of a model and executes step plans with it: `prepare` once, then
+    `launch` for each plan.
 
-    Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes` (warnings for the user),
-    `step_s` (an upper estimate of the longest step, in seconds).
+    Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes`
+    (warnings for the user), `step_s` (an upper estimate of the longest step, in seconds).
     """
 
     device: torch.device
@@ -117,10 +125,14 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.placement = placement or first_placement(config, spec, world)
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
         self.kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
-        self.asked: Asked | None = None if config.model.quantization == "none" else config.model.quantization
+        self.asked: Asked | None = (
+            None if config.model.quantization == "none" else config.model.quantization
+        )
         self.groups = groups_of(spec.kv_rules, config.cache.block_size, len(spec.draft_layers))
         # A group may grow: one of a single rank is prepared for more.
-        self.shards_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
+        self.shards_experts = (
+            self.placement is not None and world.ep and (grouped or world.size > 1)
+        )
         if self.shards_experts and config.model.expert_memory:
             raise ConfigError(
                 "expert_memory keeps experts in a file, from where they cannot move to other ranks yet; use --ep off, "
@@ -147,9 +159,10 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @property
     def numerics(self) -> dict[str, str]:
-        """All that decides the bits of a request's logits and tokens beside the request and the weights; empty where
-        they depend on other requests, or on where experts are."""
-        ops, asked = self.model.ops, self.config
+        """All that decides the bits of a request's logits and tokens beside the request and the
+        weights; empty where they depend on other requests, or on where experts are."""
+        ops = self.model.ops
+        asked = self.config
         if not ops.exact or asked.parallel.wire != "auto":
             return {}
         return {
@@ -170,7 +183,9 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @abstractmethod
     def capture_model(self) -> None:
-        """Sets `graphs`, once the KV cache is allocated; does nothing on a device that runs eagerly."""
+        """Sets `graphs`, once the KV cache is allocated; does nothing on a device that runs
+        eagerly.
+        """
 
     def record_graphs(self, recorder: Callable[[], Recorder]) -> None:
         """Sets `graphs`, unless there is a `graph_obstacle`."""
@@ -178,14 +193,18 @@ class ModelRunnerBase(StepExecutor, ABC):
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
         parts = self._forward, self.fixed_inputs, recorder(), self.ubatches.ubatches
-        sizes = (common_sizes if self.shards_experts else sizes_of)(self.config.device.graphs, self.limits)
+        sizes = (common_sizes if self.shards_experts else sizes_of)(
+            self.config.device.graphs, self.limits
+        )
         num_drafts = self.limits.num_drafts
         if self.computes_with_others:
-            self.graphs = ours = GroupGraphs(*parts, sizes, self.peers, self.shards_experts, num_drafts=num_drafts)
+            self.graphs = ours = GroupGraphs(
+                *parts, sizes, self.peers, self.shards_experts, num_drafts=num_drafts
+            )
             if self.shards_experts:
                 self.ubatches.round_up = ours.round_up
-            # Steps without graphs never take the kernels that learn the number of tokens from the device, and nothing
-            # may be compiled while a step is recorded.
+            # Steps without graphs never take the kernels that learn the number of tokens from the
+            # device, and nothing may be compiled while a step is recorded.
             self._forward(self.fixed_inputs.largest(1, 1))
             return
         self.graphs = GraphManager(*parts, sizes, num_drafts=num_drafts)
@@ -196,14 +215,18 @@ class ModelRunnerBase(StepExecutor, ABC):
         """The buffers for the inputs of any step, which a Triton kernel fills."""
         from moeserve.runner.triton_inputs import FixedInputs  # imports triton
 
-        return FixedInputs(self.tables, self.groups, self.upload, self.limits.max_num_batched_tokens)
+        return FixedInputs(
+            self.tables, self.groups, self.upload, self.limits.max_num_batched_tokens
+        )
 
     @property
     def graph_obstacle(self) -> str | None:
         """The reason why no step can be recorded, or None."""
         if self.config.device.graphs == "off":
             return "graphs: off"
-        return self.tp.not_recorded or (self.peers if self.shards_experts else self.model).not_recorded
+        return (
+            self.tp.not_recorded or (self.peers if self.shards_experts else self.model).not_recorded
+        )
 
     @property
     def computes_with_others(self) -> bool:
@@ -225,7 +248,9 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @torch.inference_mode()
     def load(self, progress: Progress) -> int:
-        """Loads this rank's part of the model and returns the bytes that are left for its KV blocks."""
+        """Loads this rank's part of the model and returns the bytes that are left for its KV
+        blocks.
+        """
         self._cache_device_properties()
         progress("reading the checkpoint", READ_FROM)
         self.load_model(progress)
@@ -243,16 +268,24 @@ class ModelRunnerBase(StepExecutor, ABC):
             lambda placed: self.on_placed(placed),
         )
         memory = self.properties.memory().shared(self.properties.sharers)
-        return kv_budget(memory, self.config.cache.memory_utilization, self.profile_run(), self.mapped_bytes)
+        return kv_budget(
+            memory, self.config.cache.memory_utilization, self.profile_run(), self.mapped_bytes
+        )
 
     def resolve(self, budget: int) -> Limits:
-        """Returns the limits for a budget of bytes for KV blocks: in an engine of several ranks, the smallest of their
-        budgets."""
+        """Returns the limits for a budget of bytes for KV blocks: in an engine of several ranks,
+        the smallest of their budgets."""
         sizes = self.groups, self.spec, self.kv_dtype, self.world.tp_size
-        per_block, per_state = block_bytes(*sizes), block_bytes(*sizes, pool=1)
+        per_block = block_bytes(*sizes)
+        per_state = block_bytes(*sizes, pool=1)
         states = state_room(self.config, per_state, budget, fill=self.properties.own)
         limits, notes = limits_of.resolve(
-            states.config, self.spec, self.groups, per_block, states.budget, fill=self.properties.own
+            states.config,
+            self.spec,
+            self.groups,
+            per_block,
+            states.budget,
+            fill=self.properties.own,
         )
         limits = replace(limits, num_states=states.num_states, num_store_states=states.num_stored)
         if self.speculation is not None:
@@ -280,7 +313,8 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     def shard(self) -> Shard:
         """Returns which part of the model this rank loads."""
-        spec, placement = self.spec, self.placement
+        spec = self.spec
+        placement = self.placement
         backends = []
         if placement is not None:
             backends = make_backends(
@@ -309,28 +343,35 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     @property
     def inflow(self) -> Inflow | None:
-        """The most that other ranks may send to this one, once the model is loaded; None if experts are not sharded."""
+        """The most that other ranks may send to this one, once the model is loaded; None if experts
+        are not sharded.
+        """
         if not self.shards_experts:
             return None
         assert self.placement is not None
         row_bytes = self.spec.hidden_size * self.dtype.itemsize
         return Inflow(
-            rows=most_rows(self.max_tokens, self.spec.experts_per_token, row_bytes, self.device.type),
+            rows=most_rows(
+                self.max_tokens, self.spec.experts_per_token, row_bytes, self.device.type
+            ),
             ubatches=len(self.ubatches.ubatches),
             copies=self.peers.caps.copies,
-            moving=self.placement.experts_per_rank + 3,  # of a layer, and one that is read twice and packed
+            moving=self.placement.experts_per_rank
+            + 3,  # of a layer, and one that is read twice and packed
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Connects with the given members; blocks. Raises PeerLost when a member does not come, ConfigError when one
-        rounds the tokens of steps in another way (`GroupGraphs.round_up`)."""
-        sizes = max(self.graphs.sizes.values(), key=len) if isinstance(self.graphs, GroupGraphs) else ()
+        """Connects with the given members; blocks. Raises PeerLost when a member does not come,
+        ConfigError when one rounds the tokens of steps in another way (`GroupGraphs.round_up`)."""
+        sizes = (
+            max(self.graphs.sizes.values(), key=len) if isinstance(self.graphs, GroupGraphs) else ()
+        )
         terms = f"{len(sizes)} sizes of recorded steps (none without Triton) up to {max(sizes, default=0)} tokens"
         self.peers.join(replace(members, terms=terms), table)
 
     def leave(self) -> None:
-        """Drops all connections to other ranks. May be called from any thread: a step that waits for another rank then
-        raises PeerLost, and may be run again after the next `join`."""
+        """Drops all connections to other ranks. May be called from any thread: a step that waits
+        for another rank then raises PeerLost, and may be run again after the next `join`."""
         if isinstance(self.graphs, GroupGraphs):
             self.graphs.forget()
         if (peers := getattr(self, "peers", None)) is not None:
@@ -339,13 +380,20 @@ class ModelRunnerBase(StepExecutor, ABC):
     def initialize_kv_cache(self) -> None:
         """Allocates KV blocks and request tables for `limits`."""
         limits = self.limits
-        size, device, tp_size = (limits.num_blocks, limits.num_store_blocks), self.device, self.world.tp_size
+        size = (limits.num_blocks, limits.num_store_blocks)
+        device = self.device
+        tp_size = self.world.tp_size
         states = {"num_states": limits.num_states, "num_state_entries": limits.num_store_states}
-        self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload, **states)
+        self.kv = KVCache(
+            self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload, **states
+        )
         self.tables = self.make_tables()
-        kernels, is_async = self.config.device.kernels, self.device_is_async
+        kernels = self.config.device.kernels
+        is_async = self.device_is_async
         vocab_size = self.spec.vocab_size
-        self.sampler = make_sampler(vocab_size, self.tables, self.upload, kernels, is_async=is_async)
+        self.sampler = make_sampler(
+            vocab_size, self.tables, self.upload, kernels, is_async=is_async
+        )
         self.sampler.factories = self.processors
         self.sampler.digests = self.world.tp_rank == 0
         self.constraints = Constraints(self.model_dir, vocab_size, self.spec.eos_token_ids)
@@ -363,20 +411,30 @@ class ModelRunnerBase(StepExecutor, ABC):
     def make_tables(self) -> Tables:
         """Returns empty request tables for `limits`."""
         limits = self.limits
-        return Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
+        return Tables(
+            limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload
+        )
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs a prefill and a decode of one request through every kernel, with K/V going to the null block.
+        """Runs a prefill and a decode of one request through every kernel, with K/V going to the
+        null block.
 
-        Sets `step_s` from the time of the prefill, cold as it is, so that a slow machine is not mistaken for a hang.
+        Sets `step_s` from the time of the prefill, cold as it is, so that a slow machine is not
+        mistaken for a hang.
         """
-        length = max(1, min(self.warm_up_tokens, self.limits.prefill_chunk, self.limits.max_model_len - 1))
+        length = max(
+            1, min(self.warm_up_tokens, self.limits.prefill_chunk, self.limits.max_model_len - 1)
+        )
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
         tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
         began_s = time.perf_counter()
-        self.execute(dummy_plan(len(self.groups), 0, [length], (NewRequest(0, tokens, length, sampling),)))
-        self.step_s = (time.perf_counter() - began_s) * -(-self.limits.max_num_batched_tokens // length)
+        self.execute(
+            dummy_plan(len(self.groups), 0, [length], (NewRequest(0, tokens, length, sampling),))
+        )
+        self.step_s = (time.perf_counter() - began_s) * -(
+            -self.limits.max_num_batched_tokens // length
+        )
         if length < self.limits.max_model_len:
             self.execute(dummy_plan(len(self.groups), length, [1]))
         self.kv.clear_null_block()
@@ -395,4 +453,6 @@ def first_placement(config: Config, spec: ModelSpec, world: World) -> Placement 
     if spec.moe is None:
         return None
     redundant = config.parallel.redundant_experts if world.ep else 0
-    return Placement.initial(len(spec.moe_layers), spec.num_experts, world.num_expert_ranks, redundant)
+    return Placement.initial(
+        len(spec.moe_layers), spec.num_experts, world.num_expert_ranks, redundant
+    )

@@ -1,4 +1,5 @@
-"""The messages between the leader of an engine (its tensor-parallel rank 0) and its workers, the other ranks.
+"""The messages between the leader of an engine (its tensor-parallel rank 0) and its workers, the
+other ranks.
 
 leader --WorkerCommand--> worker   Build, Allocate, Run, Join, Leave, Prepare
 worker --Report---------> leader   CommandDone (one per command), LoadProgress, Prepared, Failed
@@ -18,7 +19,9 @@ CONNECT_S = 60.0  # limit on connecting; a machine that starts many processes at
 
 
 class WorkerBirth(msgspec.Struct, frozen=True):
-    """The first message, which a worker reads from stdin. address: the Unix socket on which its leader listens."""
+    """The first message, which a worker reads from stdin. address: the Unix socket on which its
+    leader listens.
+    """
 
     address: str
     token: str
@@ -65,7 +68,8 @@ class WorkerCommand(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of a command. With `lost` it failed because of another rank, and may come again after the next Join.
+    """The end of a command. With `lost` it failed because of another rank, and may come again after
+    the next Join.
 
     placed: how far the pending placement is prepared.
     """
@@ -102,6 +106,8 @@ Report = CommandDone | LoadProgress | Prepared | Failed
 
 
 def connect_to_leader(birth: WorkerBirth) -> BlockingStream[WorkerCommand]:
-    """Returns a worker's stream to its leader. Raises ConnectionError or TimeoutError where that is gone."""
+    """Returns a worker's stream to its leader. Raises ConnectionError or TimeoutError where that is
+    gone.
+    """
     connecting = connect(birth.address, birth.token, 0, Peer(birth.tp_rank))
     return BlockingStream(asyncio.run(asyncio.wait_for(connecting, CONNECT_S)).sock, WorkerCommand)

@@ -1,5 +1,6 @@
-"""Which CPUs of this machine a rank computes on: fast ones of a hybrid processor, of one NUMA node. A step ends when
-the slowest thread does, and weights lie in the memory of the node whose thread has read them."""
+"""Which CPUs of this machine a rank computes on: fast ones of a hybrid processor, of one NUMA node.
+A step ends when the slowest thread does, and weights lie in the memory of the node whose thread has
+read them."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,7 +20,10 @@ def shown(cpus: set[int]) -> str:
     """Returns the kernel's list of these: {0, 1, 2, 5} -> 0-2,5"""
     starts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
     ends = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
-    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in zip(starts, ends, strict=True))
+    return ",".join(
+        f"{first}-{last}" if first < last else f"{first}"
+        for first, last in zip(starts, ends, strict=True)
+    )
 
 
 def fast_cpus(allowed: set[int], system: Path = SYSTEM) -> set[int]:
@@ -35,7 +39,9 @@ def fast_cpus(allowed: set[int], system: Path = SYSTEM) -> set[int]:
 
 def nodes(allowed: set[int], system: Path = SYSTEM) -> list[set[int]]:
     """Returns the CPUs among these of each NUMA node that has any."""
-    folders = sorted((system / "system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
+    folders = sorted(
+        (system / "system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])
+    )
     found = [allowed & cpu_list(_read(folder / "cpulist")) for folder in folders]
     return [node for node in found if node] or [allowed]
 
@@ -49,14 +55,17 @@ def num_cores(cpus: Iterable[int], system: Path = SYSTEM) -> int:
 def place(
     allowed: set[int], rank: int, ranks: int, threads: int | None = None, system: Path = SYSTEM
 ) -> tuple[set[int], int]:
-    """Returns the CPUs of one of `ranks` ranks on this machine, and how many ranks share them. threads: that were asked
-    for; if one node has too few fast cores for them, those of all nodes serve, and then all CPUs."""
+    """Returns the CPUs of one of `ranks` ranks on this machine, and how many ranks share them.
+    threads: that were asked for; if one node has too few fast cores for them, those of all nodes
+    serve, and then all CPUs."""
     fast = fast_cpus(allowed, system)
     parts = nodes(fast, system)
     own = [number * len(parts) // ranks for number in range(ranks)]
     node = max(parts, key=len) if ranks == 1 else parts[own[rank]]
     choices = (node, own.count(own[rank])), (fast, ranks)
-    return next((choice for choice in choices if (threads or 0) <= len(choice[0])), (allowed, ranks))
+    return next(
+        (choice for choice in choices if (threads or 0) <= len(choice[0])), (allowed, ranks)
+    )
 
 
 def _read(path: Path) -> str:

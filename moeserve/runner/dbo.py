@@ -1,11 +1,13 @@
-"""Dual-batch overlap: when a step runs in two micro-batches, how its tokens are split, and how the two take turns.
+"""Dual-batch overlap: when a step runs in two micro-batches, how its tokens are split, and how the
+two take turns.
 
-With `--dbo on` a step is split whenever there is something to split, with `auto` where measurements say it pays. Two
-micro-batches hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be
-known beforehand, so both ways are measured: per phase and size of step, the time per token with one micro-batch, the
-part of it that was spent waiting, and the time per token with two. The other way is tried now and then, where it could
-win at all, within a budget: trials never lose more than a hundredth of all time, and one trial. A step that a graph
-replays does not say how long it waited: there the times of whole steps decide alone.
+With `--dbo on` a step is split whenever there is something to split, with `auto` where measurements
+say it pays. Two micro-batches hide time in which the model waits for rows, and cost hand-offs and
+smaller products. Neither can be known beforehand, so both ways are measured: per phase and size of
+step, the time per token with one micro-batch, the part of it that was spent waiting, and the time
+per token with two. The other way is tried now and then, where it could win at all, within a budget:
+trials never lose more than a hundredth of all time, and one trial. A step that a graph replays does
+not say how long it waited: there the times of whole steps decide alone.
 """
 
 import math
@@ -34,9 +36,14 @@ WARM = 3  # samples of the present way before the other one is tried
 PERIOD = 8  # steps of the group from one occasion for a trial to the next
 TRIAL = 3  # steps of a trial
 BUDGET = 0.01  # of all time, that trials may lose
-LEAST = 32  # tokens of a step that is tried blindly: both halves of a smaller one read all the weights that it reads
-WORTH = 0.03  # of a step's time: two micro-batches must save that much to be used, and waiting last as long to be tried
-# Recent samples, whose median counts: a step that records a graph, here or on another rank, takes many times as long.
+# tokens of a step that is tried blindly: both halves of a smaller one read all the weights that it
+# reads
+LEAST = 32
+# of a step's time: two micro-batches must save that much to be used, and waiting last as long to be
+# tried
+WORTH = 0.03
+# Recent samples, whose median counts: a step that records a graph, here or on another rank, takes
+# many times as long.
 _Samples = partial(deque[float], maxlen=7)
 
 
@@ -47,7 +54,8 @@ class _Bucket:
     one: deque[float] = field(default_factory=_Samples)
     exposed: deque[float] = field(default_factory=_Samples)
     two: deque[float] = field(default_factory=_Samples)
-    warm: bool = False  # the first step in two micro-batches meets cold threads and caches, and does not count
+    # the first step in two micro-batches meets cold threads and caches, and does not count
+    warm: bool = False
 
     @property
     def two_pay(self) -> bool:
@@ -63,11 +71,12 @@ class _Bucket:
 
 
 class OverlapPolicy:
-    """One engine's decisions. `ubatches_ok` and `note` may be called by two threads: `median` copies in one go.
+    """One engine's decisions. `ubatches_ok` and `note` may be called by two threads: `median`
+    copies in one go.
 
-    Two micro-batches need the consent of all engines, so all must try at the same time: occasions for a trial are
-    counted in steps of the group. `ubatches_ok` is called once per such step, `note` with every result, and `restart`
-    when the group is formed anew.
+    Two micro-batches need the consent of all engines, so all must try at the same time: occasions
+    for a trial are counted in steps of the group. `ubatches_ok` is called once per such step,
+    `note` with every result, and `restart` when the group is formed anew.
     """
 
     def __init__(self, mode: Literal["auto", "on", "off"]) -> None:
@@ -80,12 +89,17 @@ class OverlapPolicy:
         self._alone = False
 
     def restart(self, num_ranks: int) -> None:
-        """Counts the group's steps from zero again; measurements stay. With one rank nothing travels."""
-        self._step, self._alone = 0, num_ranks == 1
+        """Counts the group's steps from zero again; measurements stay. With one rank nothing
+        travels.
+        """
+        self._step = 0
+        self._alone = num_ranks == 1
         self._trials.clear()
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Returns whether this engine agrees to two micro-batches for its next step; with no tokens (None) it does."""
+        """Returns whether this engine agrees to two micro-batches for its next step; with no tokens
+        (None) it does.
+        """
         occasion = self._step % PERIOD >= PERIOD - TRIAL
         self._step += 1
         if self._mode != "auto" or plan is None or not len(plan.slots_R):
@@ -121,28 +135,36 @@ class OverlapPolicy:
 
 
 def _key(plan: StepPlan) -> tuple[bool, int]:
-    """Returns a key of steps that cost about the same per token: decode or not, and tokens by factors of 1.4."""
+    """Returns a key of steps that cost about the same per token: decode or not, and tokens by
+    factors of 1.4.
+    """
     return int(plan.counts_R.max()) == 1, round(2 * math.log2(plan.num_tokens))
 
 
 def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
-    """Returns the inputs of the first `split_at` tokens and of the others. A row across the split is in both parts;
-    `sample_N` is empty in both.
+    """Returns the inputs of the first `split_at` tokens and of the others. A row across the split
+    is in both parts; `sample_N` is empty in both.
 
-    rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of 3 from 8
+    rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of
+    3 from 8
     """
     offsets = step.offsets_R1
     assert 0 <= split_at <= offsets[-1], (split_at, offsets)
     ends = int(np.searchsorted(offsets, split_at))  # rows that begin before the split
-    begins = int(np.searchsorted(offsets, split_at, side="right")) - 1  # the row of the first token after it
+    begins = (
+        int(np.searchsorted(offsets, split_at, side="right")) - 1
+    )  # the row of the first token after it
     starts = step.starts_R[begins:].copy()
     if len(starts):
         starts[0] += split_at - offsets[begins]
     starts_R, offsets_R1 = step.rows_on_device
-    begun_R = (split_at - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row that the first part has
+    begun_R = (split_at - offsets_R1[begins:-1]).clamp(
+        min=0
+    )  # tokens of a row that the first part has
     first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)
     later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)
-    bounds, later_bounds = np.minimum(offsets[: ends + 1], split_at), np.maximum(offsets[begins:] - split_at, 0)
+    bounds = np.minimum(offsets[: ends + 1], split_at)
+    later_bounds = np.maximum(offsets[begins:] - split_at, 0)
     parts = (
         _part(step, slice(0, split_at), slice(0, ends), bounds, step.starts_R[:ends], first),
         _part(step, slice(split_at, None), slice(begins, None), later_bounds, starts, later),
@@ -154,32 +176,52 @@ def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
 
 
 def _part(
-    step: StepInputs, tokens: slice, rows: slice, offsets_R1: I32, starts_R: I32, on_device: tuple[Tensor, Tensor]
+    step: StepInputs,
+    tokens: slice,
+    rows: slice,
+    offsets_R1: I32,
+    starts_R: I32,
+    on_device: tuple[Tensor, Tensor],
 ) -> StepInputs:
     groups = tuple(
-        GroupInputs(group.slot_mapping_T[tokens], group.blocks_RN[rows], group.block_size, group.window, group.chunk)
+        GroupInputs(
+            group.slot_mapping_T[tokens],
+            group.blocks_RN[rows],
+            group.block_size,
+            group.window,
+            group.chunk,
+        )
         for group in step.groups
     )
-    ids_T, positions_T = step.ids_T[tokens], step.positions_T[tokens]
-    return StepInputs(ids_T, positions_T, groups, step.sample_N[:0], offsets_R1, starts_R, on_device)
+    ids_T = step.ids_T[tokens]
+    positions_T = step.positions_T[tokens]
+    return StepInputs(
+        ids_T, positions_T, groups, step.sample_N[:0], offsets_R1, starts_R, on_device
+    )
 
 
-def run_in_turns(ubatches: Sequence[UBatch], works: Sequence[Callable[[UBatch], T]], thread: JobThread) -> tuple[T, T]:
-    """Returns the results of two micro-batches, the second of which runs in `thread`. They take turns, so they share
-    everything but their scratch memory and their channel."""
+def run_in_turns(
+    ubatches: Sequence[UBatch], works: Sequence[Callable[[UBatch], T]], thread: JobThread
+) -> tuple[T, T]:
+    """Returns the results of two micro-batches, the second of which runs in `thread`. They take
+    turns, so they share everything but their scratch memory and their channel."""
     first, second = ubatches
     ping_pong = PingPong(2)
     first.couple(ping_pong, second)
     second.couple(ping_pong, first)
     results: dict[int, Any] = {}
-    threads, inference, place = torch.get_num_threads(), torch.is_inference_mode_enabled(), here()
+    threads = torch.get_num_threads()
+    inference = torch.is_inference_mode_enabled()
+    place = here()
 
     def run(ubatch: UBatch) -> None:
         """Runs one micro-batch in its turns; an error ends both."""
         results[ubatch.index] = ubatch.run_in_turns(lambda: works[ubatch.index](ubatch))
 
     def run_second() -> None:
-        """Runs the second one with the torch settings of the first one's thread: they are all per thread."""
+        """Runs the second one with the torch settings of the first one's thread: they are all per
+        thread.
+        """
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         with torch.inference_mode(inference), place():

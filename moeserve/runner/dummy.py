@@ -1,4 +1,5 @@
-"""Dummy steps, for warm-up, for measuring memory, and to compile kernels before a request needs them.
+"""Dummy steps, for warm-up, for measuring memory, and to compile kernels before a request needs
+them.
 
 Their requests have no blocks, so that everything they write goes to the null block.
 """
@@ -18,7 +19,9 @@ MANY_ROWS = 256  # up to which attention is planned by one variant of its kernel
 def dummy_plan(
     num_groups: int, start: int, counts: Sequence[int], new_requests: tuple[NewRequest, ...] = ()
 ) -> StepPlan:
-    """Returns a plan whose row i has slot i and counts[i] new tokens from position `start` on; all rows sample."""
+    """Returns a plan whose row i has slot i and counts[i] new tokens from position `start` on; all
+    rows sample.
+    """
     nothing = np.zeros(0, dtype=np.int32)
     return StepPlan(
         step=0,
@@ -32,7 +35,8 @@ def dummy_plan(
 
 
 def spread(tokens: int, limits: Limits) -> list[int]:
-    """Returns the lengths of rows that hold so many tokens, or as many as possible, in the longest rows allowed.
+    """Returns the lengths of rows that hold so many tokens, or as many as possible, in the longest
+    rows allowed.
 
     10 tokens, contexts of up to 5 -> [4, 4, 2]
     """
@@ -50,8 +54,8 @@ def largest_step(num_groups: int, limits: Limits) -> StepPlan:
 
 
 def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
-    """Yields steps that together compile every variant of the kernels: variants differ by the number of tokens, by how
-    long the longest row and its context are, and by how rows sample."""
+    """Yields steps that together compile every variant of the kernels: variants differ by the
+    number of tokens, by how long the longest row and its context are, and by how rows sample."""
     tokens = 1
     while tokens < limits.max_num_batched_tokens:
         yield dummy_plan(num_groups, 0, spread(tokens, limits))
@@ -62,7 +66,10 @@ def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
     while rows < min(limits.max_num_seqs, limits.max_num_batched_tokens):
         rows = min(2 * rows, limits.max_num_seqs, limits.max_num_batched_tokens)
         yield dummy_plan(num_groups, 0, [1] * rows)
-    count = max(1, min(PROMPT, limits.prefill_chunk, limits.max_num_batched_tokens, limits.max_model_len - 1))
+    count = max(
+        1,
+        min(PROMPT, limits.prefill_chunk, limits.max_num_batched_tokens, limits.max_model_len - 1),
+    )
     for sampling in (
         TokenSampling(seed=0, max_tokens=1, temperature=0.0),
         TokenSampling(seed=0, max_tokens=1),
@@ -70,4 +77,9 @@ def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
         TokenSampling(seed=0, max_tokens=1, repetition_penalty=1.1, logit_bias={0: 1.0}),
         TokenSampling(seed=0, max_tokens=1, logprobs=5, prompt_logprobs=5),
     ):
-        yield dummy_plan(num_groups, 0, [count], (NewRequest(0, np.zeros(count, dtype=np.int32), count, sampling),))
+        yield dummy_plan(
+            num_groups,
+            0,
+            [count],
+            (NewRequest(0, np.zeros(count, dtype=np.int32), count, sampling),),
+        )

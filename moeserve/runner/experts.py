@@ -1,14 +1,17 @@
-"""Moves this rank's experts: prepares them in the background, layer by layer, and puts them in force between two steps.
+"""Moves this rank's experts: prepares them in the background, layer by layer, and puts them in
+force between two steps.
 
-All ranks change a layer between the same two steps: every rank's vote has its progress (`placed`), the least of these
-numbers comes back with the step's decision, and `commit` puts that in force. The numbers:
+All ranks change a layer between the same two steps: every rank's vote has its progress (`placed`),
+the least of these numbers comes back with the step's decision, and `commit` puts that in force. The
+numbers:
 
     version * (layers + 1) + n   the first n layers of that placement are prepared here, or in force
     -version                     this rank had to give that placement up
 
-A rank prepares the next layer only when the one before is in force everywhere, so the agreed number is at most one
-layer ahead. If one rank gives up, all learn it with the same step: on all ranks, layers in force stay in force, the
-others stay as they were, and that mixture counts as the placement of this version from then on.
+A rank prepares the next layer only when the one before is in force everywhere, so the agreed number
+is at most one layer ahead. If one rank gives up, all learn it with the same step: on all ranks,
+layers in force stay in force, the others stay as they were, and that mixture counts as the
+placement of this version from then on.
 """
 
 import logging
@@ -42,12 +45,13 @@ class Cancelled(Exception):
 
 
 class Pace:
-    """Limits background work to a share of one core and to a memory bandwidth, so that it does not slow steps.
+    """Limits background work to a share of one core and to a memory bandwidth, so that it does not
+    slow steps.
 
     To be called after each small piece of work; sleeps until the thread is within its limits again.
 
-    The thread keeps its normal priority: with a low one it could be suspended while it holds the interpreter's lock,
-    which would delay steps, too.
+    The thread keeps its normal priority: with a low one it could be suspended while it holds the
+    interpreter's lock, which would delay steps, too.
     """
 
     def __init__(self, cancelled: threading.Event, share: float, bytes_per_s: float) -> None:
@@ -57,7 +61,9 @@ class Pace:
         self._mark_s = time.thread_time()
 
     def __call__(self, num_bytes: int) -> None:
-        """Sleeps as needed. num_bytes: read or written since the last call. Raises Cancelled as soon as it is set."""
+        """Sleeps as needed. num_bytes: read or written since the last call. Raises Cancelled as
+        soon as it is set.
+        """
         used_s = time.thread_time() - self._mark_s
         if self._cancelled.wait(max(used_s / self._share - used_s, num_bytes / self._bytes_per_s)):
             raise Cancelled
@@ -91,9 +97,9 @@ class _Move:
 class ExpertStore:
     """This rank's experts. To be created in the runner's thread, after the model is built.
 
-    read: reads one expert from the checkpoint. on_placed: called once, from any thread, with the outcome of every
-    placement that was given to `prepare`, unless `load_all` came before its end. `prepare` and `placed` are for any
-    thread; `commit` and `load_all` for the runner's.
+    read: reads one expert from the checkpoint. on_placed: called once, from any thread, with the
+    outcome of every placement that was given to `prepare`, unless `load_all` came before its end.
+    `prepare` and `placed` are for any thread; `commit` and `load_all` for the runner's.
     """
 
     def __init__(
@@ -112,21 +118,28 @@ class ExpertStore:
         self._placement = placement  # in force, where no layer of `_move` is
         self._local = [placement.local(layer, rank) for layer in range(len(layers))]  # in force
         self._heard = placement.version  # the newest version that ever reached this rank
-        self._gone: set[int] = set()  # versions that the group gave up before they reached this rank
+        self._gone: set[int] = (
+            set()
+        )  # versions that the group gave up before they reached this rank
         self._waiting: deque[PlacementTable] = deque()
         self._move: _Move | None = None
         self._busy = False  # the thread works on `_move`
         self._closed = False
         self._changed = threading.Condition()
-        threads, started = torch.get_num_threads(), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="expert mover", daemon=True)
+        threads = torch.get_num_threads()
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="expert mover", daemon=True
+        )
         self._thread.start()
         started.wait()
         torch.set_num_threads(threads)
 
     @property
     def version(self) -> int:
-        """The version of the placement in force; one that was given up counts with the layers it got."""
+        """The version of the placement in force; one that was given up counts with the layers it
+        got.
+        """
         return self._placement.version
 
     @property
@@ -146,7 +159,8 @@ class ExpertStore:
     def prepare(self, table: PlacementTable) -> None:
         """Begins to prepare a placement; one that is still on its way is finished first."""
         with self._changed:
-            known, self._heard = self._heard, max(self._heard, table.version)
+            known = self._heard
+            self._heard = max(self._heard, table.version)
             gone = table.version in self._gone
             self._gone.discard(table.version)
             if not gone and table.version > known:
@@ -158,9 +172,15 @@ class ExpertStore:
 
     @torch.inference_mode()
     def commit(self, placed: int) -> None:
-        """Puts in force what the group agreed on, the least of all ranks' `placed`. May be repeated."""
+        """Puts in force what the group agreed on, the least of all ranks' `placed`. May be
+        repeated.
+        """
         with self._changed:
-            notice = self._give_up(-placed) if placed < 0 else self._advance(*divmod(placed, len(self._layers) + 1))
+            notice = (
+                self._give_up(-placed)
+                if placed < 0
+                else self._advance(*divmod(placed, len(self._layers) + 1))
+            )
         if notice is not None:
             self.on_placed(notice)
 
@@ -168,14 +188,16 @@ class ExpertStore:
     def load_all(self, table: PlacementTable, rank: int | None = None) -> None:
         """Brings every layer to this placement, and drops the one on its way. Blocks.
 
-        rank: this rank's new number, if that changed too. Raises CheckpointError when an expert cannot be read, and
-        ConfigError when the placement is of another model; the call may be repeated.
+        rank: this rank's new number, if that changed too. Raises CheckpointError when an expert
+        cannot be read, and ConfigError when the placement is of another model; the call may be
+        repeated.
         """
         target = self._checked(table)
         self._drop_all()
         self._rank = self._rank if rank is None else rank
         assert 0 <= self._rank < target.num_ranks, (self._rank, target.num_ranks)
-        began_s, num_bytes = time.monotonic(), 0
+        began_s = time.monotonic()
+        num_bytes = 0
         for index, layer in enumerate(self._layers):
             num_bytes += self._load_layer(index, layer, target)
         with self._changed:
@@ -184,7 +206,9 @@ class ExpertStore:
             self._gone.clear()
         if num_bytes:
             took_s = time.monotonic() - began_s
-            logger.info("placement %d: %.1f MB read in %.1f s", target.version, num_bytes / 1e6, took_s)
+            logger.info(
+                "placement %d: %.1f MB read in %.1f s", target.version, num_bytes / 1e6, took_s
+            )
 
     def close(self) -> None:
         """Ends the background thread; the experts in force stay."""
@@ -203,11 +227,14 @@ class ExpertStore:
         """Puts in force layers 0..layers-1 of `version`, which are ready on all ranks."""
         move = self._move
         if move is None or move.version != version:
-            # Agreed on before a Join, or long ago. A version that never came cannot have been agreed on.
+            # Agreed on before a Join, or long ago. A version that never came cannot have been
+            # agreed on.
             newest = max(self._heard, self._placement.version)
             assert version <= newest, f"agreed on placement {version}, newest here is {newest}"
             return None
-        assert layers <= move.ready, f"agreed on {layers} layers of placement {version}, {move.ready} are ready here"
+        assert layers <= move.ready, (
+            f"agreed on {layers} layers of placement {version}, {move.ready} are ready here"
+        )
         if layers <= move.done:
             return None
         assert move.staged is not None
@@ -247,10 +274,23 @@ class ExpertStore:
         took_s = time.monotonic() - move.began_s
         version = move.version
         if move.error:
-            logger.warning("placement %d ends after %d of its layers: %s", version, move.done, move.error)
+            logger.warning(
+                "placement %d ends after %d of its layers: %s", version, move.done, move.error
+            )
         else:
-            logger.info("placement %d is in force: %.1f MB read in %.1f s", version, move.moved_bytes / 1e6, took_s)
-        return Placed(version=version, layers=move.done, moved_bytes=move.moved_bytes, took_s=took_s, error=move.error)
+            logger.info(
+                "placement %d is in force: %.1f MB read in %.1f s",
+                version,
+                move.moved_bytes / 1e6,
+                took_s,
+            )
+        return Placed(
+            version=version,
+            layers=move.done,
+            moved_bytes=move.moved_bytes,
+            took_s=took_s,
+            error=move.error,
+        )
 
     def _drop_all(self) -> None:
         """Drops all moves, except for layers in force; returns when the thread is idle."""
@@ -263,7 +303,9 @@ class ExpertStore:
             self._changed.wait_for(lambda: not self._busy)
 
     def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
-        """Brings one layer to a placement, from experts that are here or the checkpoint. Returns the bytes read."""
+        """Brings one layer to a placement, from experts that are here or the checkpoint. Returns
+        the bytes read.
+        """
         here = self._local[index]
         wanted = target.local(index, self._rank)
         changed, num_bytes = self._bring(index, wanted, lambda num_bytes: None)
@@ -272,7 +314,10 @@ class ExpertStore:
                 layer.experts.put(layer.packed, i, expert)
         else:
             new = dict(changed)
-            experts = [new[i] if i in new else layer.experts.take(layer.packed, i) for i in range(len(wanted))]
+            experts = [
+                new[i] if i in new else layer.experts.take(layer.packed, i)
+                for i in range(len(wanted))
+            ]
             layer.packed = layer.experts.stack(experts)
         layer.to_physical = layer.to_physical.after(target)
         self._local[index] = wanted
@@ -285,13 +330,22 @@ class ExpertStore:
             placement = Placement.from_table(table)
         got = placement.num_layers, placement.num_experts
         if got != (here := (self._placement.num_layers, self._placement.num_experts)):
-            raise ConfigError(f"placement {table.version} is for (layers, experts) {got}, this model has {here}")
+            raise ConfigError(
+                f"placement {table.version} is for (layers, experts) {got}, this model has {here}"
+            )
         return placement
 
-    def _bring(self, index: int, wanted: list[int], work: Work) -> tuple[list[tuple[int, Any]], int]:
-        """Returns (local index, packed expert) for each local expert that changes, and the bytes read for them."""
-        layer, here = self._layers[index], self._local[index]
-        changed = [(i, expert) for i, expert in enumerate(wanted) if i >= len(here) or here[i] != expert]
+    def _bring(
+        self, index: int, wanted: list[int], work: Work
+    ) -> tuple[list[tuple[int, Any]], int]:
+        """Returns (local index, packed expert) for each local expert that changes, and the bytes
+        read for them.
+        """
+        layer = self._layers[index]
+        here = self._local[index]
+        changed = [
+            (i, expert) for i, expert in enumerate(wanted) if i >= len(here) or here[i] != expert
+        ]
         packed: dict[int, Any] = {}
         num_bytes = 0
         for _, expert in changed:
@@ -309,7 +363,9 @@ class ExpertStore:
     # In the background thread.
 
     def _run(self, started: threading.Event) -> None:
-        torch.set_num_threads(1)  # in this thread, and (until `__init__` sets it again) in those that start later
+        torch.set_num_threads(
+            1
+        )  # in this thread, and (until `__init__` sets it again) in those that start later
         started.set()
         while (job := self._next()) is not None:
             move, table = job
@@ -321,7 +377,9 @@ class ExpertStore:
                 self._fail(move, error)
 
     def _next(self) -> tuple[_Move, PlacementTable] | None:
-        """Waits for the next placement to prepare, while none is on its way; returns None to end the thread."""
+        """Waits for the next placement to prepare, while none is on its way; returns None to end
+        the thread.
+        """
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -348,7 +406,9 @@ class ExpertStore:
             changed, num_bytes = self._bring(index, local, pace)
             staged = _Layer(local, changed, layer.to_physical.after(target))
             if (device := staged.to_physical.device).type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # not the device: a step may be recorded
+                torch.cuda.current_stream(
+                    device
+                ).synchronize()  # not the device: a step may be recorded
             self._offer(move, staged, num_bytes)
 
     def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:
@@ -369,5 +429,9 @@ class ExpertStore:
         with self._changed:
             if move.cancelled.is_set():
                 return
-            move.error = str(error) if isinstance(error, MoeserveError) else f"{type(error).__name__}: {error}"
+            move.error = (
+                str(error)
+                if isinstance(error, MoeserveError)
+                else f"{type(error).__name__}: {error}"
+            )
         logger.error("placement %d cannot be prepared: %s", move.version, move.error)

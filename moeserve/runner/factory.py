@@ -26,19 +26,24 @@ def make_runner(
     *,
     grouped: bool = False,
 ) -> ModelRunnerBase:
-    """Returns a runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call `prepare` there.
+    """Returns a runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call
+    `prepare` there.
 
-    world: this rank's place. placement: of the experts (default: the initial one). grouped: it will join others, now or
-    later. Raises ConfigError for settings that cannot work, and for `device: cuda` without a device.
+    world: this rank's place. placement: of the experts (default: the initial one). grouped: it will
+    join others, now or later. Raises ConfigError for settings that cannot work, and for `device:
+    cuda` without a device.
     """
-    asked, on_cuda = config.device.device, torch.cuda.is_available() and config.device.device != "cpu"
+    asked = config.device.device
+    on_cuda = torch.cuda.is_available() and config.device.device != "cpu"
     if asked == "cuda" and not on_cuda:
         raise ConfigError(
             f"device cuda was asked for, but torch {torch.__version__} sees no CUDA device. Install a CUDA build of "
             "torch and a driver, or use --device cpu."
         )
     if config.device.compile and not on_cuda:
-        raise ConfigError("compile is for CUDA; on CPUs native kernels do it all: leave `compile` out")
+        raise ConfigError(
+            "compile is for CUDA; on CPUs native kernels do it all: leave `compile` out"
+        )
     if config.device.compile and config.device.exact:
         raise ConfigError(
             f"compile with determinism={config.device.determinism}: generated code does not promise that bits do not "
@@ -49,9 +54,15 @@ def make_runner(
             f"parallel.comm_sms={config.parallel.comm_sms} says what communication takes of a GPU, and the model "
             "runs on CPUs: leave it out, or use --device cuda"
         )
-    if on_cuda and world.tp_size > 1 and (why := why_not(max(world.tp_size, world.ranks_on_host))) is not None:
+    if (
+        on_cuda
+        and world.tp_size > 1
+        and (why := why_not(max(world.tp_size, world.ranks_on_host))) is not None
+    ):
         raise ConfigError(f"tp={world.tp_size}: {why}; use fewer ranks, or --device cpu")
     if on_cuda and config.device.kernels != "torch" and SPLIT % config.cache.block_size:
-        raise ConfigError(f"block_size={config.cache.block_size} must divide {SPLIT} on CUDA, e.g. 16, 32 or 64")
+        raise ConfigError(
+            f"block_size={config.cache.block_size} must divide {SPLIT} on CUDA, e.g. 16, 32 or 64"
+        )
     runner = GPUModelRunner if on_cuda else CPUModelRunner
     return runner(config, spec, model_dir, world, placement, grouped=grouped)

@@ -1,4 +1,5 @@
-"""The runner for CUDA: the host launches a step and continues; results come back on a stream of their own.
+"""The runner for CUDA: the host launches a step and continues; results come back on a stream of
+their own.
 
 No call in `launch` waits for the device. Importing this file does not touch CUDA.
 """
@@ -44,7 +45,9 @@ class GPUModelRunner(ModelRunnerBase):
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cuda", self._index())
         add_folder(user_folder())
-        self.upload = RingUpload(self.device, UPLOADS_PER_STEP * (self.config.scheduler.depth + 1), pinned=True)
+        self.upload = RingUpload(
+            self.device, UPLOADS_PER_STEP * (self.config.scheduler.depth + 1), pinned=True
+        )
         name = torch.cuda.get_device_name(self.device)
         sharers = -(-self.world.ranks_on_host // torch.cuda.device_count())
         self.properties = DeviceProperties(name, self._memory, own=True, sharers=sharers)
@@ -60,38 +63,49 @@ class GPUModelRunner(ModelRunnerBase):
         return MemoryFacts(limit=total, used=used, free=free + reserve)
 
     def profile_run(self) -> int:
-        """Returns the bytes of the largest step, measured or estimated, whichever is more; plus the request tables,
-        the work space of attention to long contexts, and what the largest graph keeps."""
+        """Returns the bytes of the largest step, measured or estimated, whichever is more; plus the
+        request tables, the work space of attention to long contexts, and what the largest graph
+        keeps."""
         estimated, (step_bytes, table_bytes) = super().profile_run(), self._measured()
         logger.info("a step takes %d MiB, %d by estimate", step_bytes >> 20, estimated >> 20)
-        needed, tokens = max(estimated, step_bytes) + table_bytes, min(MOST_TOKENS, limits.step_tokens(self.config))
+        needed = max(estimated, step_bytes) + table_bytes
+        tokens = min(MOST_TOKENS, limits.step_tokens(self.config))
         if self.by_triton:
             from moeserve.kernels.paged_attention import MOST_SPACE
 
             needed += FP32 * MOST_SPACE * len(self.groups)
         if self.graph_obstacle is not None:
             return needed
-        scheduler, inflow = replace(self.config.scheduler, max_num_batched_tokens=tokens), self.inflow
+        scheduler = replace(self.config.scheduler, max_num_batched_tokens=tokens)
+        inflow = self.inflow
         if inflow is not None:
             inflow = replace(inflow, rows=min(inflow.rows, self.peers.caps.recorded_rows), moving=0)
-        return needed + workspace_bytes(self.spec, replace(self.config, scheduler=scheduler), self.dtype, inflow)
+        return needed + workspace_bytes(
+            self.spec, replace(self.config, scheduler=scheduler), self.dtype, inflow
+        )
 
     def _measured(self) -> tuple[int, int]:
-        """Returns the bytes of the largest step at its peak, beside weights and tables, and those of the tables."""
+        """Returns the bytes of the largest step at its peak, beside weights and tables, and those
+        of the tables.
+        """
         config = self.config
         max_len = config.model.max_model_len or self.spec.max_position
         self.limits = Limits(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=limits.step_tokens(config),
             prefill_chunk=limits.chunk_tokens(config),
-            max_model_len=min(max_len, MOST_TABLE_ENTRIES // config.scheduler.max_num_seqs),  # memory may allow less
+            max_model_len=min(
+                max_len, MOST_TABLE_ENTRIES // config.scheduler.max_num_seqs
+            ),  # memory may allow less
             block_size=config.cache.block_size,
             num_blocks=1,
         )
         before = torch.cuda.memory_allocated(self.device)
         self.initialize_kv_cache()
         tables = torch.cuda.memory_allocated(self.device) - before
-        self.execute(dummy_plan(len(self.groups), 0, [1]))  # for what is allocated once, such as a library's work space
+        self.execute(
+            dummy_plan(len(self.groups), 0, [1])
+        )  # for what is allocated once, such as a library's work space
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute(largest_step(len(self.groups), self.limits))
         step = torch.cuda.max_memory_allocated(self.device) - before - tables
@@ -129,7 +143,11 @@ class GPUModelRunner(ModelRunnerBase):
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
         """Returns the inputs of a step that is not replayed."""
-        return self.fixed_inputs.exact(plan, host) if self.by_triton else super().step_inputs(plan, host)
+        return (
+            self.fixed_inputs.exact(plan, host)
+            if self.by_triton
+            else super().step_inputs(plan, host)
+        )
 
     def enter_thread(self) -> None:
         """Makes this rank's device the thread's current one."""
@@ -171,8 +189,9 @@ class GPUModelRunner(ModelRunnerBase):
 class RingUpload:
     """Copies all arrays of a call in one piece, from a ring of host buffers.
 
-    depth: more than the calls whose copies may be unfinished at once. With `pinned` the copies are asynchronous and
-    each entry waits for its own last copy before it is written again; without, they are not (tests on CPU).
+    depth: more than the calls whose copies may be unfinished at once. With `pinned` the copies are
+    asynchronous and each entry waits for its own last copy before it is written again; without,
+    they are not (tests on CPU).
     """
 
     def __init__(self, device: torch.device, depth: int, *, pinned: bool) -> None:
@@ -184,12 +203,17 @@ class RingUpload:
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         """Returns tensors on the device; the copy runs on the current stream."""
-        entry, self._next = self._next, (self._next + 1) % len(self._buffers)
-        *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
+        entry = self._next
+        self._next = (self._next + 1) % len(self._buffers)
+        *starts, size = accumulate(
+            (-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0
+        )
         host = self._writable(entry, size)
         view = host.numpy()
         for array, start in zip(arrays, starts, strict=True):
-            view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            view[start : start + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
         on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
         on_device.copy_(host[:size], non_blocking=self.pinned)
         event = self._copied[entry]

@@ -1,8 +1,8 @@
 """Graphs: forward passes of fixed shapes, recorded once and replayed for steps that fit.
 
-FULL fixes the number of requests, each with one token and as many drafts; PIECEWISE fixes the number of tokens and
-leaves attention eager. Steps are padded up to the next recorded size; padding reaches no expert and no request's KV
-block, and no bit depends on it.
+FULL fixes the number of requests, each with one token and as many drafts; PIECEWISE fixes the
+number of tokens and leaves attention eager. Steps are padded up to the next recorded size; padding
+reaches no expert and no request's KV block, and no bit depends on it.
 """
 
 import enum
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from moeserve.runner.triton_inputs import FixedInputs
 
 logger = logging.getLogger(__name__)
-MOST_TOKENS = 512  # of a recorded step; larger ones keep the device busy for longer than the host needs to launch them
+# of a recorded step; larger ones keep the device busy for longer than the host needs to launch them
+MOST_TOKENS = 512
 Forward = Callable[[StepInputs, Agreed | None, int], Tensor]
 
 
@@ -40,8 +41,9 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """The shape of a recording. num_reqs: None where the mode leaves the number of requests free. room: with two
-    micro-batches, of half the tokens each, those that all ranks make room for in either; 0 with one."""
+    """The shape of a recording. num_reqs: None where the mode leaves the number of requests free.
+    room: with two micro-batches, of half the tokens each, those that all ranks make room for in
+    either; 0 with one."""
 
     mode: Mode
     num_tokens: int
@@ -55,7 +57,8 @@ class Descriptor:
 
 
 def sizes_to(most: int) -> tuple[int, ...]:
-    """Returns the numbers of tokens that are recorded: the steps between them grow, and the last is `most`.
+    """Returns the numbers of tokens that are recorded: the steps between them grow, and the last is
+    `most`.
 
     20 -> 1, 2, 4, 8, 16, 20
     """
@@ -66,21 +69,29 @@ def sizes_to(most: int) -> tuple[int, ...]:
 def sizes_of(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
     """Returns the sizes of each mode that `graphs: asked` permits."""
     most = {Mode.FULL: limits.max_num_seqs, Mode.PIECEWISE: limits.max_num_batched_tokens}
-    return {mode: sizes_to(min(n, MOST_TOKENS)) for mode, n in most.items() if asked in ("auto", mode.value)}
+    return {
+        mode: sizes_to(min(n, MOST_TOKENS))
+        for mode, n in most.items()
+        if asked in ("auto", mode.value)
+    }
 
 
 def common_sizes(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
     """Returns the same where ranks serve together: all modes' sizes are among those of one."""
     each = sizes_to(min(limits.max_num_batched_tokens, MOST_TOKENS))
-    return {mode: tuple(size for size in each if size <= sizes[-1]) for mode, sizes in sizes_of(asked, limits).items()}
+    return {
+        mode: tuple(size for size in each if size <= sizes[-1])
+        for mode, sizes in sizes_of(asked, limits).items()
+    }
 
 
 @dataclass(eq=False, repr=False)
 class GraphManager:
     """Records forward passes and replays them for steps of few tokens.
 
-    forward: computes hidden states; it notes the experts' load in `ubatches`. fixed: the buffers of the inputs.
-    sizes: numbers of tokens of each mode that may be used, ascending. num_drafts: the most that a request verifies.
+    forward: computes hidden states; it notes the experts' load in `ubatches`. fixed: the buffers of
+    the inputs. sizes: numbers of tokens of each mode that may be used, ascending. num_drafts: the
+    most that a request verifies.
     """
 
     forward: Forward
@@ -97,12 +108,14 @@ class GraphManager:
         self._between: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
-        """Returns the recording's shape that a step is to be replayed in, or None if the step runs as it is."""
+        """Returns the recording's shape that a step is to be replayed in, or None if the step runs
+        as it is.
+        """
         return self.dispatch(plan.num_tokens, plan.uniform_len)
 
     def dispatch(self, num_tokens: int, uniform_len: int | None) -> Descriptor | None:
-        """Returns the smallest shape that holds a step. uniform_len: the tokens of every request, None if they
-        differ: 1, or 1 and the same number of drafts."""
+        """Returns the smallest shape that holds a step. uniform_len: the tokens of every request,
+        None if they differ: 1, or 1 and the same number of drafts."""
         if uniform_len is not None and uniform_len <= 1 + self.num_drafts:
             for size in self.sizes.get(Mode.FULL, ()):
                 if num_tokens <= size * uniform_len <= self.sizes[Mode.FULL][-1]:
@@ -117,7 +130,9 @@ class GraphManager:
         return self.fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
 
     def run(self, descriptor: Descriptor, step: StepInputs, agreed: Agreed | None) -> Tensor:
-        """Returns the step's hidden states, to be used before the next run. Records the shape when it is new."""
+        """Returns the step's hidden states, to be used before the next run. Records the shape when
+        it is new.
+        """
         self._now = step
         recording = self._recordings.get(descriptor) or self._record(descriptor, agreed)
         recording.replay()
@@ -129,7 +144,9 @@ class GraphManager:
         return hidden_TD
 
     def capture(self) -> None:
-        """Records the common sizes: powers of two and the largest. Largest first: the smaller ones use its memory."""
+        """Records the common sizes: powers of two and the largest. Largest first: the smaller ones
+        use its memory.
+        """
         began_s = time.perf_counter()
         for mode, sizes in self.sizes.items():
             for size in reversed(sizes):
@@ -137,8 +154,11 @@ class GraphManager:
                     descriptor = Descriptor(mode, size, size if mode is Mode.FULL else None)
                     self._now = self.fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
                     self._record(descriptor, None)
-        number, took_s = len(self._recordings), time.perf_counter() - began_s
-        logger.info("recorded %d graphs in %.1f s; other sizes follow when they are met", number, took_s)
+        number = len(self._recordings)
+        took_s = time.perf_counter() - began_s
+        logger.info(
+            "recorded %d graphs in %.1f s; other sizes follow when they are met", number, took_s
+        )
 
     def _record(self, descriptor: Descriptor, agreed: Agreed | None) -> Recording:
         step = self.fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
@@ -155,13 +175,19 @@ class GraphManager:
         self._plans.clear()
         return recording
 
-    def _cut(self, pause: Pause, q_THd: Tensor, plan: PlanRows, attend: Attend, width: int) -> Tensor:
-        """Attention between two graphs. Both know the same two buffers, whatever the layer and the size: were each
-        graph's queries to last until its replay, they would all need memory of their own."""
+    def _cut(
+        self, pause: Pause, q_THd: Tensor, plan: PlanRows, attend: Attend, width: int
+    ) -> Tensor:
+        """Attention between two graphs. Both know the same two buffers, whatever the layer and the
+        size: were each graph's queries to last until its replay, they would all need memory of
+        their own."""
         shape = *q_THd.shape[1:], width
         if shape not in self._between:
             most = self.sizes[Mode.PIECEWISE][-1]
-            self._between[shape] = q_THd.new_empty((most, *shape[:2])), q_THd.new_empty((most, width))
+            self._between[shape] = (
+                q_THd.new_empty((most, *shape[:2])),
+                q_THd.new_empty((most, width)),
+            )
         q, out = (buffer[: len(q_THd)] for buffer in self._between[shape])
         q.copy_(q_THd)
 
@@ -177,14 +203,15 @@ class GraphManager:
 
 @dataclass(eq=False, repr=False)
 class GroupGraphs(GraphManager):
-    """Records and replays steps of ranks that compute together: under tensor parallelism, where experts are sharded, or
-    both.
+    """Records and replays steps of ranks that compute together: under tensor parallelism, where
+    experts are sharded, or both.
 
-    The ranks of an engine have the same plans, so they record and replay the same shapes in the same steps. Where
-    engines share experts, some may replay a step and others run it as it is, but all must make room for the same number
-    of tokens, since the layout of exchanged rows depends on it: the number of the engine with most, rounded up to a
-    recorded size. Recordings refer to the group's buffers and connections and the physical experts' addresses, and are
-    dropped when those change.
+    The ranks of an engine have the same plans, so they record and replay the same shapes in the
+    same steps. Where engines share experts, some may replay a step and others run it as it is, but
+    all must make room for the same number of tokens, since the layout of exchanged rows depends on
+    it: the number of the engine with most, rounded up to a recorded size. Recordings refer to the
+    group's buffers and connections and the physical experts' addresses, and are dropped when those
+    change.
 
     sizes: where experts are sharded, of PIECEWISE and FULL, the latter's among the former's.
     """
@@ -197,10 +224,12 @@ class GroupGraphs(GraphManager):
 
     def shape(self, plan: StepPlan) -> Descriptor | None:
         """Returns the shape that a step is to be replayed in, or None if the step runs as it is."""
-        group, agreed = self.group, plan.agreed
+        group = self.group
+        agreed = plan.agreed
         if self._place != group.place:
             self.forget()
-            self._place, self._recordable = group.place, group.recordable
+            self._place = group.place
+            self._recordable = group.recordable
             return None  # once, for warmth: recording a step does not run it
         if group.mixed or not self._recordable:
             return None
@@ -215,14 +244,19 @@ class GroupGraphs(GraphManager):
         most = self.sizes.get(Mode.FULL, (0,))[-1]
         if uniform_len is None or plan.num_tokens > most:  # between pieces rows would be under way
             return None
-        # The size that the engine with most tokens needs: the step takes as long as that one, and shapes stay few.
+        # The size that the engine with most tokens needs: the step takes as long as that one, and
+        # shapes stay few.
         size = self.round_up(min(2 * max(agreed.most_tokens), most))
         return Descriptor(Mode.FULL, size, size, room)
 
     def forget(self) -> None:
-        """Drops all recordings, from any thread; a step that is being replayed keeps its own until that is launched."""
+        """Drops all recordings, from any thread; a step that is being replayed keeps its own until
+        that is launched.
+        """
         self._recordings.clear()
 
     def round_up(self, tokens: int) -> int:
-        """Returns the number of tokens that all ranks make room for: 7 -> 8; beyond the largest size, `tokens`."""
+        """Returns the number of tokens that all ranks make room for: 7 -> 8; beyond the largest
+        size, `tokens`.
+        """
         return next((size for size in max(self.sizes.values(), key=len) if size >= tokens), tokens)

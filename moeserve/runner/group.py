@@ -1,7 +1,7 @@
 """The runner of an engine that steps together with other engines, or has several ranks, or both.
 
-A step that fails because a rank was lost leaves everything usable: its plan is run again after the next `join`. Any
-other error is final, as in `ThreadedRunner`.
+A step that fails because a rank was lost leaves everything usable: its plan is run again after the
+next `join`. Any other error is final, as in `ThreadedRunner`.
 """
 
 import asyncio
@@ -25,31 +25,40 @@ from moeserve.runner.load import Progress
 from moeserve.runner.remote import Team, all_done, checked
 from moeserve.runner.thread import StepFuture, ThreadedRunner
 
-LEAVE_AGAIN_S = 0.1  # between attempts: a connection may have been made while the others were dropped
+LEAVE_AGAIN_S = (
+    0.1  # between attempts: a connection may have been made while the others were dropped
+)
 
 
 class GroupedRunner(ThreadedRunner):
-    """The `GroupRunner` (engine/vote.py) of an engine's leader. model: this process's rank. team: the engine's other
-    ranks, None if it has none. on_placed, on_traced: set by the core, called from any thread."""
+    """The `GroupRunner` (engine/vote.py) of an engine's leader. model: this process's rank. team:
+    the engine's other ranks, None if it has none. on_placed, on_traced: set by the core, called
+    from any thread."""
 
     def __init__(self, model: ModelRunnerBase, team: Team | None = None) -> None:
         super().__init__(model)
         self.team = team
         self.on_placed: Callable[[Placed], None] | None = None
         self.on_traced: Callable[[Traced], object] | None = None
-        model.on_placed = lambda placed: (hear := self.on_placed) and hear(placed)  # it may become None meanwhile
+        model.on_placed = lambda placed: (
+            (hear := self.on_placed) and hear(placed)
+        )  # it may become None meanwhile
         self._lost: PeerLost | None = PeerLost("this engine has not joined its group yet")
         self.overtaken = False
         self._newest: StepPlan | None = None  # the last one that has begun
         self._dp_rank = 0
-        self._policy = OverlapPolicy("off" if len(model.ubatches.ubatches) == 1 else model.config.parallel.dbo)
+        self._policy = OverlapPolicy(
+            "off" if len(model.ubatches.ubatches) == 1 else model.config.parallel.dbo
+        )
 
     def prepare_model(self, progress: Progress) -> Limits:
-        """Loads and warms up all ranks of the engine, in a thread without a loop. Raises ConfigError.
+        """Loads and warms up all ranks of the engine, in a thread without a loop. Raises
+        ConfigError.
 
         Returns the limits of all ranks: what the rank with the least memory can hold.
         """
-        model, team = self.runner, self.team
+        model = self.runner
+        team = self.team
         if team is None:
             return asyncio.run(self.call(model.prepare, progress))
         team.wait_connected()
@@ -59,7 +68,9 @@ class GroupedRunner(ThreadedRunner):
         budget = asyncio.run(self.call(model.load, lambda name, percent: report(0, name, percent)))
         limits = model.resolve(min([budget, *(done.value for done in all_done(builds))]))
         asked = team.ask(Allocate(limits))
-        asyncio.run(self.call(model.allocate, limits, lambda name, percent: report(0, name, percent)))
+        asyncio.run(
+            self.call(model.allocate, limits, lambda name, percent: report(0, name, percent))
+        )
         all_done(asked)
         return limits
 
@@ -77,12 +88,15 @@ class GroupedRunner(ThreadedRunner):
 
     async def join(self, join: Join) -> None:
         """Connects all ranks of the engine with the other engines'. Raises PeerLost."""
-        self._lost, self.overtaken = None, False
+        self._lost = None
+        self.overtaken = False
         self._dp_rank = join.dp_rank
         members = Members.of(join, 0)
         self._policy.restart(members.size)
         others = self._ask(join)
-        own: asyncio.Future[None] = asyncio.ensure_future(self.call(self.runner.join, members, join.placement))
+        own: asyncio.Future[None] = asyncio.ensure_future(
+            self.call(self.runner.join, members, join.placement)
+        )
         both: tuple[asyncio.Future[Any], ...] = own, others
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +105,9 @@ class GroupedRunner(ThreadedRunner):
             await own
             checked(await others)
         except BaseException as exc:
-            self._lost = exc if isinstance(exc, PeerLost) else PeerLost("this engine did not join its group")
+            self._lost = (
+                exc if isinstance(exc, PeerLost) else PeerLost("this engine did not join its group")
+            )
             for task in both:
                 task.cancel()
             raise
@@ -112,7 +128,9 @@ class GroupedRunner(ThreadedRunner):
         """Sends the engine's other ranks a command. Returns their answers."""
         asked = [] if self.team is None else self.team.ask(what)
         answers = asyncio.gather(*map(asyncio.wrap_future, asked))
-        answers.add_done_callback(lambda done: done.cancelled() or done.exception())  # `died` reports it as well
+        answers.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # `died` reports it as well
         return answers
 
     def prepare(self, placement: PlacementTable) -> None:
@@ -144,8 +162,8 @@ class GroupedRunner(ThreadedRunner):
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._newest = plan
         if self.team is not None and plan.num_drafts_R is not None:
-            # What this rank guesses goes for all: a proposer that has had a step which runs again, because it failed on
-            # another rank, guesses something else than the others.
+            # What this rank guesses goes for all: a proposer that has had a step which runs again,
+            # because it failed on another rank, guesses something else than the others.
             plan = replace(plan, drafts_N=self.runner.drafts_of(plan).cpu().numpy())
         asked = [] if self.team is None else self.team.ask(Run(encode_plan(plan)))
         collect = super()._begin(plan)
@@ -160,7 +178,9 @@ class GroupedRunner(ThreadedRunner):
 
         return wait
 
-    def _compare(self, team: Team, plan: StepPlan, result: StepResult, done: Sequence[CommandDone]) -> None:
+    def _compare(
+        self, team: Team, plan: StepPlan, result: StepResult, done: Sequence[CommandDone]
+    ) -> None:
         """Raises EngineDied if a rank has other tokens than this one; passes on what they traced."""
         mine = checksum(result)
         for tp_rank, answer in enumerate(done, 1):
@@ -179,7 +199,9 @@ class GroupedRunner(ThreadedRunner):
             return PeerLost(str(self._lost), self._lost.missing)
         return refusal
 
-    def _fail(self, plan: StepPlan, handle: StepFuture[StepResult] | None, exc: BaseException) -> None:
+    def _fail(
+        self, plan: StepPlan, handle: StepFuture[StepResult] | None, exc: BaseException
+    ) -> None:
         if isinstance(exc, PeerLost):
             self._lost = self._lost or exc
             self.overtaken = self.overtaken or (handle is not None and self._newest is not plan)

@@ -1,6 +1,7 @@
-"""Resolves the configuration to the limits that scheduler and runner obey, given the model and the memory: whether the
-weights fit, how many KV blocks fit beside them, and how long a context. And numbers of states of recurrent layers:
-those that requests need, and those that the prefix cache keeps.
+"""Resolves the configuration to the limits that scheduler and runner obey, given the model and the
+memory: whether the weights fit, how many KV blocks fit beside them, and how long a context. And
+numbers of states of recurrent layers: those that requests need, and those that the prefix cache
+keeps.
 """
 
 import itertools
@@ -19,15 +20,22 @@ from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
 _F32 = 4  # bytes
 ROOM = 256  # tokens of prompts in a step in which all requests that may run decode, at least
-USUAL_LEN = 4096  # tokens per request that the default KV size on a shared host provides for, and its states
-TILE = 64  # tokens: attention works on tiles of this many, so that blocks must divide them or be made of them
+# tokens per request that the default KV size on a shared host provides for, and its states
+USUAL_LEN = 4096
+# tokens: attention works on tiles of this many, so that blocks must divide them or be made of them
+TILE = 64
 
 
 def check(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError for settings that are wrong whatever memory there is; to be called before loading weights."""
-    size, asked_len = config.cache.block_size, config.model.max_model_len
+    """Raises ConfigError for settings that are wrong whatever memory there is; to be called before
+    loading weights.
+    """
+    size = config.cache.block_size
+    asked_len = config.model.max_model_len
     if TILE % size and size % TILE:
-        raise ConfigError(f"block_size={size} must divide {TILE} or be a multiple of it, e.g. 16, 32 or 64")
+        raise ConfigError(
+            f"block_size={size} must divide {TILE} or be a multiple of it, e.g. 16, 32 or 64"
+        )
     if asked_len is not None and asked_len > spec.max_position:
         raise ConfigError(
             f"max_model_len={asked_len} is more than the model's own limit of {spec.max_position} positions "
@@ -42,9 +50,15 @@ def check(config: Config, spec: ModelSpec) -> None:
                 "let it name a folder, or leave it out"
             )
         if spec.moe is None:
-            raise ConfigError(f"expert_memory={asked_bytes}, but this model has no experts; leave it out")
+            raise ConfigError(
+                f"expert_memory={asked_bytes}, but this model has no experts; leave it out"
+            )
     _check_quantization(config.model.quantization, spec)
-    if config.model.activations == "int8" and config.model.quantization == "none" and not spec.stored:
+    if (
+        config.model.activations == "int8"
+        and config.model.quantization == "none"
+        and not spec.stored
+    ):
         raise ConfigError(
             f"activations=int8 is for weights of 4 and 8 bits, and the checkpoint's are {spec.dtype}; use "
             "quantization=int8 or int4, too, or activations=auto"
@@ -60,7 +74,9 @@ def _check_quantization(asked: str, spec: ModelSpec) -> None:
         return
     if spec.stored:
         kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored))
-        raise ConfigError(f"quantization={asked}, but the checkpoint's weights are {kinds} already; leave it at none")
+        raise ConfigError(
+            f"quantization={asked}, but the checkpoint's weights are {kinds} already; leave it at none"
+        )
     widths = {inputs for _, inputs in spec.products()} | {spec.hidden_size, spec.expert_size}
     odd = sorted(width for width in widths if width % INT4_GROUPS[-1])
     if asked == "int4" and odd:
@@ -71,8 +87,8 @@ def _check_quantization(asked: str, spec: ModelSpec) -> None:
 
 
 def with_step_tokens(config: Config, least: int) -> Config:
-    """Returns the config with the number of tokens per step filled in. least: tokens that keep the device busy; more
-    would only delay requests that decode in the same step."""
+    """Returns the config with the number of tokens per step filled in. least: tokens that keep the
+    device busy; more would only delay requests that decode in the same step."""
     if config.scheduler.max_num_batched_tokens is not None:
         return config
     tokens = max(least, config.scheduler.max_num_seqs + ROOM)
@@ -93,21 +109,26 @@ def chunk_tokens(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """Bytes. limit: what may be used in all; used: what counts against the limit now; free: what could be had now."""
+    """Bytes. limit: what may be used in all; used: what counts against the limit now; free: what
+    could be had now.
+    """
 
     limit: int
     used: int
     free: int
 
     def shared(self, ranks: int) -> "MemoryFacts":
-        """Returns the share of one of several ranks: an equal part of the limit and of what is free."""
+        """Returns the share of one of several ranks: an equal part of the limit and of what is
+        free.
+        """
         return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
 
 
 def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
-    """Returns the bytes for KV blocks, measured with the weights in place: the share of the limit that is left beside
-    everything used and the work space of a step, and never more than that share of what is free now. mapped: bytes of
-    files that the weights are in, which the system counts as free."""
+    """Returns the bytes for KV blocks, measured with the weights in place: the share of the limit
+    that is left beside everything used and the work space of a step, and never more than that share
+    of what is free now. mapped: bytes of files that the weights are in, which the system counts as
+    free."""
     free = int(utilization * (memory.free - mapped))
     return max(0, min(int(utilization * memory.limit) - memory.used, free) - workspace)
 
@@ -129,7 +150,8 @@ def blocks_for(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
 
 def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, limit: int) -> int:
     """Returns the longest request, up to `limit` tokens, that usable_blocks hold."""
-    low, high = 0, limit
+    low = 0
+    high = limit
     while low < high:
         middle = (low + high + 1) // 2
         if blocks_for(groups, middle, chunk) <= usable_blocks:
@@ -140,14 +162,24 @@ def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, l
 
 
 def resolve(
-    config: Config, spec: ModelSpec, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, *, fill: bool
+    config: Config,
+    spec: ModelSpec,
+    groups: Sequence[KVGroup],
+    bytes_per_block: int,
+    budget: int,
+    *,
+    fill: bool,
 ) -> tuple[Limits, tuple[str, ...]]:
-    """Returns the limits and notes about them for the user. budget: bytes for KV blocks, from `kv_budget`.
+    """Returns the limits and notes about them for the user. budget: bytes for KV blocks, from
+    `kv_budget`.
 
-    fill: take the whole budget (a device of our own) rather than what the requests can use (a shared host). Raises
-    DoesNotFit with the number that would fit when a length or a size was asked for and does not.
+    fill: take the whole budget (a device of our own) rather than what the requests can use (a
+    shared host). Raises DoesNotFit with the number that would fit when a length or a size was asked
+    for and does not.
     """
-    cache, chunk, asked_len = config.cache, chunk_tokens(config), config.model.max_model_len
+    cache = config.cache
+    chunk = chunk_tokens(config)
+    asked_len = config.model.max_model_len
     wanted_len = spec.max_position if asked_len is None else asked_len
     num_blocks = _num_blocks(config, groups, bytes_per_block, budget, wanted_len, fill)
     watermark = int(config.scheduler.watermark * num_blocks)
@@ -158,7 +190,11 @@ def resolve(
         have = num_blocks * bytes_per_block
         if fits < cache.block_size:
             one = blocks_for(groups, cache.block_size, chunk)
-            least = next(n for n in itertools.count(one + 1) if n - 1 - int(config.scheduler.watermark * n) >= one)
+            least = next(
+                n
+                for n in itertools.count(one + 1)
+                if n - 1 - int(config.scheduler.watermark * n) >= one
+            )
             raise DoesNotFit(
                 f"{have:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold even one block of a request: "
                 f"{least * bytes_per_block:,} is the least. Free some memory, raise --memory-utilization or "
@@ -190,9 +226,16 @@ def resolve(
 
 
 def _num_blocks(
-    config: Config, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, wanted_len: int, fill: bool
+    config: Config,
+    groups: Sequence[KVGroup],
+    bytes_per_block: int,
+    budget: int,
+    wanted_len: int,
+    fill: bool,
 ) -> int:
-    affordable, asked_bytes, chunk = budget // bytes_per_block, config.cache.kv_cache_bytes, chunk_tokens(config)
+    affordable = budget // bytes_per_block
+    asked_bytes = config.cache.kv_cache_bytes
+    chunk = chunk_tokens(config)
     if asked_bytes is not None:
         if asked_bytes > budget:
             raise DoesNotFit(
@@ -209,17 +252,22 @@ def _num_blocks(
 
 
 def workspace_bytes(
-    spec: ModelSpec, config: Config, dtype: torch.dtype, inflow: model_workspace.Inflow | None = None
+    spec: ModelSpec,
+    config: Config,
+    dtype: torch.dtype,
+    inflow: model_workspace.Inflow | None = None,
 ) -> int:
-    """Returns the bytes of a forward pass of a full step, all requests' logits in fp32 with one copy, and the
-    sampler's chunks.
+    """Returns the bytes of a forward pass of a full step, all requests' logits in fp32 with one
+    copy, and the sampler's chunks.
 
     inflow: what other ranks send here, None where experts compute for this rank alone.
     """
     tokens = step_tokens(config)
     rows = min(config.scheduler.max_num_seqs, tokens)
     max_len = config.model.max_model_len or spec.max_position
-    forward = model_workspace.workspace_bytes(spec, tokens, rows, max_len, dtype, config.parallel.tp, inflow)
+    forward = model_workspace.workspace_bytes(
+        spec, tokens, rows, max_len, dtype, config.parallel.tp, inflow
+    )
     logits = 2 * max(rows * spec.vocab_size, PROMPT_ELEMENTS)
     return forward + _F32 * (logits + 8 * 4 * CHUNK_ELEMENTS)
 
@@ -230,8 +278,8 @@ def _mib(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StateRoom:
-    """Blocks of states, the null block included, and of those that the host store can hold; the memory that both leave
-    to other blocks, as a config and a budget; and a note for the user."""
+    """Blocks of states, the null block included, and of those that the host store can hold; the
+    memory that both leave to other blocks, as a config and a budget; and a note for the user."""
 
     num_states: int
     num_stored: int
@@ -241,7 +289,9 @@ class StateRoom:
 
 
 def check_block_size(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError if blocks are no whole number of tiles, or if no layer has entries per token."""
+    """Raises ConfigError if blocks are no whole number of tiles, or if no layer has entries per
+    token.
+    """
     tiles = {rule.tile for rule in spec.kv_rules if rule.tile is not None}
     size = config.cache.block_size
     if wrong := sorted(tile for tile in tiles if size % tile):
@@ -250,14 +300,17 @@ def check_block_size(config: Config, spec: ModelSpec) -> None:
             "which a block must be a whole number; use block_size=16, 32 or 64"
         )
     if tiles and all(rule.tile is not None for rule in spec.kv_rules):
-        raise ConfigError(f"{spec.architecture}: every layer is recurrent, and one with a cache per token is needed")
+        raise ConfigError(
+            f"{spec.architecture}: every layer is recurrent, and one with a cache per token is needed"
+        )
 
 
 def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> StateRoom:
-    """Shares out the budget. state_bytes: of a block of states over all layers; 0: the model has none.
+    """Shares out the budget. state_bytes: of a block of states over all layers; 0: the model has
+    none.
 
-    fill: take the whole share rather than what the requests can use. Fewer requests run at once where their states do
-    not fit. Raises DoesNotFit if not even one's do.
+    fill: take the whole share rather than what the requests can use. Fewer requests run at once
+    where their states do not fit. Raises DoesNotFit if not even one's do.
     """
     if not state_bytes:
         return StateRoom(0, 0, config, budget)
@@ -274,15 +327,24 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
     running = config.scheduler.max_num_seqs
     notes: tuple[str, ...] = ()
     if fits < running:
-        notes = (f"max_num_seqs reduced from {running} to {fits}: the states of more requests do not fit",)
+        notes = (
+            f"max_num_seqs reduced from {running} to {fits}: the states of more requests do not fit",
+        )
     running = min(fits, running)
     useful = running * (STATES_HELD + USUAL_LEN // config.cache.block_size) + 1
     number = affordable if fill or asked is not None else min(affordable, useful)
     left = replace(
         config,
         scheduler=replace(config.scheduler, max_num_seqs=running),
-        cache=replace(config.cache, kv_cache_bytes=None if asked is None else asked - number * state_bytes),
+        cache=replace(
+            config.cache, kv_cache_bytes=None if asked is None else asked - number * state_bytes
+        ),
     )
     stored = int(config.cache.state_share * config.cache.host_store_bytes) // state_bytes
-    left = replace(left, cache=replace(left.cache, host_store_bytes=left.cache.host_store_bytes - stored * state_bytes))
+    left = replace(
+        left,
+        cache=replace(
+            left.cache, host_store_bytes=left.cache.host_store_bytes - stored * state_bytes
+        ),
+    )
     return StateRoom(number, stored, left, budget - number * state_bytes, notes)

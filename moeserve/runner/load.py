@@ -1,4 +1,6 @@
-"""Loads this rank's part of a model: the loader reads weights, the family builds layers, the ops table computes."""
+"""Loads this rank's part of a model: the loader reads weights, the family builds layers, the ops
+table computes.
+"""
 
 import logging
 import math
@@ -42,14 +44,16 @@ from moeserve.runner.limits import MemoryFacts, check_weights_fit
 log = logging.getLogger(__name__)
 _DUMMY = "load_format=dummy is for one rank"
 Progress = Callable[[str, int], None]  # description of the phase, percent of the whole
-READ_FROM, READ_TO = 5, 85  # percent of start-up that reading the weights takes
+# percent of start-up that reading the weights takes
+READ_FROM = 5
+READ_TO = 85
 
 
 class Shard(NamedTuple):
     """The part of the model that a rank holds, and its connections to other ranks.
 
-    placement: the experts of each rank; None for a model without any. backends: in order of preference. max_tokens: of
-    one step on one rank.
+    placement: the experts of each rank; None for a model without any. backends: in order of
+    preference. max_tokens: of one step on one rank.
     """
 
     world: World
@@ -71,46 +75,74 @@ def load_model(
     memory: MemoryFacts,
     progress: Progress,
 ) -> tuple[Decoder, ExpertFiles, int, Any]:
-    """Returns the model, the files that single experts can be read from, how many bytes of weights are mapped, and the
-    native cache of experts on disk or None.
+    """Returns the model, the files that single experts can be read from, how many bytes of weights
+    are mapped, and the native cache of experts on disk or None.
 
-    asked: how to quantise linear layers. memory: of the device. Packed weights are cached for the first placement only:
-    a later one would leave a file that no start looks for again.
+    asked: how to quantise linear layers. memory: of the device. Packed weights are cached for the
+    first placement only: a later one would leave a file that no start looks for again.
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
-    dummy, expert_memory = config.model.load_format == "dummy", config.model.expert_memory
+    dummy = config.model.load_format == "dummy"
+    expert_memory = config.model.expert_memory
     if dummy and shard.world.size > 1:
         raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
-    ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
+    ops = pick_ops(
+        device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact
+    )
     ops = _with_attention(ops, config, spec).compressing(config.model.lossless_compression)
     if config.device.compile:
         ops = traced(ops)
     checkpoint = _for_kernels(checkpoint, ops, config)
-    described = _for_kernels(imagined(model_dir, plan, spec.stored, asked), ops, config) if dummy else checkpoint
+    described = (
+        _for_kernels(imagined(model_dir, plan, spec.stored, asked), ops, config)
+        if dummy
+        else checkpoint
+    )
     num_bytes = weight_bytes(described, plan, ops, asked)
     check_weights_fit(num_bytes - _on_disk(described, plan, ops, asked, expert_memory), memory)
     packed_cache = _folder(config, ops, num_bytes)
     _check_kernels(ops, described, plan, asked, packed_cache, expert_memory, ops.lossless)
-    if any(form.activations or form.layout == "ggml" for form in spec.stored) and not shard.world.rank:
-        log.info("the checkpoint quantises activations, too: %s", _activations(ops, spec, checkpoint.activations))
+    if (
+        any(form.activations or form.layout == "ggml" for form in spec.stored)
+        and not shard.world.rank
+    ):
+        log.info(
+            "the checkpoint quantises activations, too: %s",
+            _activations(ops, spec, checkpoint.activations),
+        )
     files = ExpertFiles(
-        checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked
+        checkpoint,
+        lambda layer, expert: expert_load_plan(spec, names, layer, [expert]),
+        dtype,
+        device,
+        asked,
     )
     params_of: Callable[..., Params] = Params
-    cache, on_disk, last = None, None, READ_FROM
+    cache = None
+    on_disk = None
+    last = READ_FROM
     ops = ops if shard.world.size > 1 or expert_memory else _with_room(ops, described, plan, asked)
     if packed_cache and not (shard.placement and shard.placement.version):
         forms = f"{asked} {checkpoint.activations} {ops.lossless} {dict(_quantised(described, plan, asked))}"
         key = key_of(f"{dummy} {files.identity()}", plan, shard.world, dtype, forms)
-        sizes = config.model.packed_cache_bytes, shard.world.ranks_on_host, num_bytes if expert_memory else 0
-        cache = PackedCache(packed_cache, key, lambda: progress("mapping packed weights", last), *sizes, ops.room)
-        on_disk = ExpertMemory(cache, expert_memory, spec.experts_per_token) if expert_memory else None
+        sizes = (
+            config.model.packed_cache_bytes,
+            shard.world.ranks_on_host,
+            num_bytes if expert_memory else 0,
+        )
+        cache = PackedCache(
+            packed_cache, key, lambda: progress("mapping packed weights", last), *sizes, ops.room
+        )
+        on_disk = (
+            ExpertMemory(cache, expert_memory, spec.experts_per_token) if expert_memory else None
+        )
         to_disk = on_disk.keep if on_disk else None
-        ops, params_of = ops.packing_into(cache.room, to_disk), partial(CachedParams, cache)
+        ops = ops.packing_into(cache.room, to_disk)
+        params_of = partial(CachedParams, cache)
 
     def read(done: int, total: int) -> None:
         """Reports each new percent of the bytes that were read."""
@@ -121,7 +153,9 @@ def load_model(
             progress("reading and packing the weights", percent)
 
     reader = RandomReader if dummy else Reader
-    with params_of(described, plan, dtype, device=device, asked=asked, progress=read, reader=reader) as params:
+    with params_of(
+        described, plan, dtype, device=device, asked=asked, progress=read, reader=reader
+    ) as params:
         longest = config.model.max_model_len or spec.max_position
         model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
     files.check()
@@ -143,10 +177,14 @@ def draft_params(
     plan_of: Callable[[Collection[str]], LoadPlan],
 ) -> Iterator[tuple[Params, Ops]]:
     """Opens the checkpoint of a drafter of `model`. plan_of: the plan for its tensors."""
-    dummy, device, dtype = config.model.load_format == "dummy", model.ops.device, model.ops.dtype
+    dummy = config.model.load_format == "dummy"
+    device = model.ops.device
+    dtype = model.ops.dtype
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     plan = plan_of(checkpoint.names)
-    ops = model.ops.packing_into(new_room) if model.ops.native else model.ops  # not into a file of packed weights
+    ops = (
+        model.ops.packing_into(new_room) if model.ops.native else model.ops
+    )  # not into a file of packed weights
     described = imagined(model_dir, plan, spec.stored, asked) if dummy else checkpoint
     described = _for_kernels(described, ops, config)
     check_weights_fit(weight_bytes(described, plan, ops, asked), memory)
@@ -157,30 +195,40 @@ def draft_params(
 
 
 def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:
-    """Returns the table with the attention that the settings choose. Raises ConfigError if it cannot serve."""
+    """Returns the table with the attention that the settings choose. Raises ConfigError if it
+    cannot serve.
+    """
     asked = config.device.attention_backend
     if not ops.triton and asked != "auto":
-        raise ConfigError(f"attention_backend={asked} needs Triton's kernels, and here serve {ops.chosen}; choose auto")
+        raise ConfigError(
+            f"attention_backend={asked} needs Triton's kernels, and here serve {ops.chosen}; choose auto"
+        )
     if not ops.triton or asked == "triton":
         return ops
     from moeserve.ops.triton_ops import with_flash_attention  # slow to import: only where it serves
 
-    return with_flash_attention(ops, config.cache, asked=asked == "fa3", misfit=spec.obstacle("fa3"))
+    return with_flash_attention(
+        ops, config.cache, asked=asked == "fa3", misfit=spec.obstacle("fa3")
+    )
 
 
 def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint:
-    """Returns the checkpoint with what these kernels make of it. Others than native ones widen all of a GGUF file that
-    has minima: Triton's take gate, up and down quantised, or none of them."""
-    asked, obstacle = config.model.activations, ops.weight_obstacle
+    """Returns the checkpoint with what these kernels make of it. Others than native ones widen all
+    of a GGUF file that has minima: Triton's take gate, up and down quantised, or none of them."""
+    asked = config.model.activations
+    obstacle = ops.weight_obstacle
     rows = "float" if asked == "auto" and not ops.native else asked
-    if obstacle is None or (not ops.native and any(weight.form.mins for weight in checkpoint.stored.values())):
+    if obstacle is None or (
+        not ops.native and any(weight.form.mins for weight in checkpoint.stored.values())
+    ):
         return replace(checkpoint, activations=rows, obstacle=lambda *weight: "no kernels")
     return replace(checkpoint, activations=rows, obstacle=obstacle)
 
 
 def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
     """Returns the folder for packed weights of so many bytes, None if they are not kept."""
-    asked, large = config.model.packed_cache, config.model.load_format != "dummy" and num_bytes >= LEAST
+    asked = config.model.packed_cache
+    large = config.model.load_format != "dummy" and num_bytes >= LEAST
     if asked is None and ops.native and (large or config.model.expert_memory):
         return default_folder()
     return None if asked == "off" else asked
@@ -190,10 +238,14 @@ def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | 
     """Returns the table, which packs large weights into memory whose pages are made ahead."""
     packed = replace(plan, params=tuple(param for param in plan.params if is_packed(param.name)))
     num_bytes = weight_bytes(checkpoint, packed, ops, asked)
-    return ops.packing_into(FreshMemory(num_bytes).room) if ops.native and num_bytes >= LEAST else ops
+    return (
+        ops.packing_into(FreshMemory(num_bytes).room) if ops.native and num_bytes >= LEAST else ops
+    )
 
 
-def _on_disk(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None, expert_memory: int | None) -> int:
+def _on_disk(
+    checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None, expert_memory: int | None
+) -> int:
     """Returns the bytes of the experts that are not in memory."""
     if expert_memory is None:
         return 0
@@ -210,14 +262,19 @@ def _check_kernels(
     expert_memory: int | None = None,
     lossless: Lossless = "off",
 ) -> None:
-    """Raises ConfigError for weights that these kernels do not support, before any is read, and for a setting that none
-    heeds. lossless: what is to be compressed here, whatever drafters have."""
-    here, native = f"here {ops.device.type} serves by {ops.chosen}", "--device cpu with kernels: native"
+    """Raises ConfigError for weights that these kernels do not support, before any is read, and for
+    a setting that none heeds. lossless: what is to be compressed here, whatever drafters have."""
+    here = f"here {ops.device.type} serves by {ops.chosen}"
+    native = "--device cpu with kernels: native"
     for name, value in (("expert_memory", expert_memory), ("packed_cache", packed_cache)):
         if value and not ops.native:
-            raise ConfigError(f"{name} needs the native kernels for CPUs, and {here}; use no {name}, or {native}")
+            raise ConfigError(
+                f"{name} needs the native kernels for CPUs, and {here}; use no {name}, or {native}"
+            )
     if checkpoint.activations == "int8" and not ops.native:
-        raise ConfigError(f"activations=int8 needs the native kernels, and {here}; use activations=auto, or {native}")
+        raise ConfigError(
+            f"activations=int8 needs the native kernels, and {here}; use activations=auto, or {native}"
+        )
     quantised = [param.name for param, _ in _quantised(checkpoint, plan, asked)]
     if lossless != "off" and not _compressed(ops, plan, quantised):
         which = "experts" if lossless == "experts" else "linear layers"
@@ -239,11 +296,15 @@ def _check_kernels(
         ):
             raise ConfigError(f"{why}, and {param.name} is {form.described}; use activations=float")
         if why := ops.weight_obstacle(form.kind, form.group, param.shape[-1]):
-            what = f"{param.name} has {param.shape[-1]}" + (f", in groups of {form.group}" if form.group else "")
+            what = f"{param.name} has {param.shape[-1]}" + (
+                f", in groups of {form.group}" if form.group else ""
+            )
             raise ConfigError(f"{why}, and {what}, {here}; use {instead}, or {native}")
 
 
-def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Iterator[tuple[Param, StoredFormat]]:
+def _quantised(
+    checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None
+) -> Iterator[tuple[Param, StoredFormat]]:
     """Yields each parameter in 4 or 8 bits, and its format."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
@@ -258,7 +319,9 @@ def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> I
 def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
     """Returns how quantised activations are computed here, for the log."""
     if ops.triton and spec.moe:
-        from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import: only where it serves
+        from moeserve.ops.triton_weights import (
+            multiplies_e4m3,
+        )  # slow to import: only where it serves
 
         sizes = spec.hidden_size, spec.expert_size
         if any(multiplies_e4m3(form.kind, form.rows, form.group, *sizes) for form in spec.stored):
@@ -270,9 +333,14 @@ def _activations(ops: Ops, spec: ModelSpec, asked: Activations) -> str:
 
 def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, ops: Ops, asked: Asked | None) -> int:
     """Returns about the bytes of the parameters that a rank loads, as they are in memory."""
-    narrow = {param.name: form.bytes_per_weight for param, form in _quantised(checkpoint, plan, asked)}
+    narrow = {
+        param.name: form.bytes_per_weight for param, form in _quantised(checkpoint, plan, asked)
+    }
     narrow |= dict.fromkeys(_compressed(ops, plan, narrow), BYTES_IN_12_BITS)
-    return sum(int(math.prod(param.shape) * narrow.get(param.name, ops.dtype.itemsize)) for param in plan.params)
+    return sum(
+        int(math.prod(param.shape) * narrow.get(param.name, ops.dtype.itemsize))
+        for param in plan.params
+    )
 
 
 def _compressed(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> list[str]:
@@ -280,5 +348,9 @@ def _compressed(ops: Ops, plan: LoadPlan, quantised: Collection[str]) -> list[st
     if ops.lossless == "off":
         return []
     asked = is_packed if ops.lossless == "all" else is_expert
-    fit = (param for param in plan.params if asked(param.name) and not param.fp32 and param.shape[-1] % 8 == 0)
+    fit = (
+        param
+        for param in plan.params
+        if asked(param.name) and not param.fp32 and param.shape[-1] % 8 == 0
+    )
     return [param.name for param in fit if param.name not in quantised]

@@ -1,4 +1,6 @@
-"""A rank's links to other ranks: the all2all of its MoE layers, the gathers of its engine, the placement of experts."""
+"""A rank's links to other ranks: the all2all of its MoE layers, the gathers of its engine, the
+placement of experts.
+"""
 
 import logging
 import sys
@@ -26,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def make_tensor(world: World, num_channels: int, on_device: bool = False) -> TensorParallel:
-    """Returns how the ranks of an engine gather what each has computed: they share a machine, so by shared memory where
-    there is native code, and by NCCL between devices."""
+    """Returns how the ranks of an engine gather what each has computed: they share a machine, so by
+    shared memory where there is native code, and by NCCL between devices."""
     if world.tp_size == 1:
         return ALONE
     kind = DeviceTensor if on_device else GlooTensor if native() is None else ShmTensor
@@ -35,14 +37,16 @@ def make_tensor(world: World, num_channels: int, on_device: bool = False) -> Ten
 
 
 class Peers:
-    """A rank's links to all other ranks. Until the first `join` it warms up alone, with its own experts only.
+    """A rank's links to all other ranks. Until the first `join` it warms up alone, with its own
+    experts only.
 
-    placement: where the experts are, None for a model without any. wire: the format that their rows travel in. read:
-    reads an expert from the checkpoint, None if experts never move. on_placed: called with the outcome of each
-    placement that was prepared, from any thread. To be created in the runner's thread, which also makes all calls but
-    `leave`, `prepare`, `placed` and `moving`.
+    placement: where the experts are, None for a model without any. wire: the format that their rows
+    travel in. read: reads an expert from the checkpoint, None if experts never move. on_placed:
+    called with the outcome of each placement that was prepared, from any thread. To be created in
+    the runner's thread, which also makes all calls but `leave`, `prepare`, `placed` and `moving`.
 
-    `checked`: transports whose `check`, to be called after a step, raises PeerLost if a transfer failed.
+    `checked`: transports whose `check`, to be called after a step, raises PeerLost if a transfer
+    failed.
     """
 
     def __init__(
@@ -79,17 +83,21 @@ class Peers:
             for layer in self._layers:
                 layer.all2all = all2all
         transports: tuple[object, ...] = all2all, self._tp
-        self.checked = tuple(transport for transport in transports if isinstance(transport, Checked))
+        self.checked = tuple(
+            transport for transport in transports if isinstance(transport, Checked)
+        )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Loads this rank's experts of `table` and connects to the members. Raises PeerLost when not all of them
-        come."""
+        """Loads this rank's experts of `table` and connects to the members. Raises PeerLost when
+        not all of them come."""
         if self._store is not None and table is not None:
             self._store.load_all(table, members.rank)
             self._experts_per_rank = table.experts_per_rank
             self._expected = 0
         if self._all2all is not None:
-            backend = self._alone if self._alone is not None and members.size == 1 else self._all2all
+            backend = (
+                self._alone if self._alone is not None and members.size == 1 else self._all2all
+            )
             backend.join(members, self._experts_per_rank, self._num_ubatches)
             self._use(backend)
             if (limit := backend.caps.max_tokens) is not None:
@@ -105,7 +113,9 @@ class Peers:
 
     @property
     def recordable(self) -> int:
-        """The tokens of the largest step that a graph can record, with the MoE layers as they are now."""
+        """The tokens of the largest step that a graph can record, with the MoE layers as they are
+        now.
+        """
         if any(layer.not_recorded for layer in self._layers):
             return 0
         most = self._layers[0].all2all.caps.most_recorded if self._layers else None
@@ -118,7 +128,9 @@ class Peers:
         return self._all2all.caps
 
     def leave(self) -> None:
-        """Drops all connections, at any time and from any thread: a step that waits for a peer raises PeerLost."""
+        """Drops all connections, at any time and from any thread: a step that waits for a peer
+        raises PeerLost.
+        """
         if self._all2all is not None:
             self._all2all.leave()
         self._tp.leave()
@@ -126,7 +138,9 @@ class Peers:
     def prepare(self, table: PlacementTable) -> None:
         """Begins to load this rank's experts of a placement, in the background."""
         if self._store is None:
-            self._on_placed(Placed(version=table.version, error="this rank has all experts, or there are none"))
+            self._on_placed(
+                Placed(version=table.version, error="this rank has all experts, or there are none")
+            )
             return
         self._expected = max(self._expected, table.version)
         self._store.prepare(table)
@@ -143,8 +157,9 @@ class Peers:
 
     @property
     def mixed(self) -> bool:
-        """Whether some layers have the next placement already, and others the one before. Unlike `moving` the same on
-        all ranks in every step, which tensor-parallel ranks need: they must replay the same ones."""
+        """Whether some layers have the next placement already, and others the one before. Unlike
+        `moving` the same on all ranks in every step, which tensor-parallel ranks need: they must
+        replay the same ones."""
         return self._store is not None and self._store.mixed
 
     def commit(self, placed: int) -> None:
@@ -160,8 +175,8 @@ class Peers:
 
 
 class OwnExperts(LocalAll2All):
-    """Local all2all of a rank that warms up without the ranks that have the other experts: its own stand in for those,
-    so that everything is right but the values."""
+    """Local all2all of a rank that warms up without the ranks that have the other experts: its own
+    stand in for those, so that everything is right but the values."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
         """Dispatches to this rank's experts only."""

@@ -1,7 +1,7 @@
 """Recorders of a step's work: CUDA graphs, and a stand-in for machines without CUDA.
 
-A recording's inputs and results keep their places in memory: fill the inputs, replay, and use the results before the
-next replay of any recording, all on one stream.
+A recording's inputs and results keep their places in memory: fill the inputs, replay, and use the
+results before the next replay of any recording, all on one stream.
 """
 
 import contextlib
@@ -24,12 +24,13 @@ class Recording:
 
 
 class Recorder:
-    """Records work once, to be replayed. This one runs the work again at each replay, and copies its results to fixed
-    tensors, so that code for graphs can be tested without CUDA."""
+    """Records work once, to be replayed. This one runs the work again at each replay, and copies
+    its results to fixed tensors, so that code for graphs can be tested without CUDA."""
 
     def record(self, work: Work) -> Recording:
-        """Records the work. It may be run once for warmth, so its inputs must be harmless; results are valid after the
-        first replay. Functions that the work passes to its `Pause` run between two graphs."""
+        """Records the work. It may be run once for warmth, so its inputs must be harmless; results
+        are valid after the first replay. Functions that the work passes to its `Pause` run between
+        two graphs."""
         results: list[Tensor] = []
 
         def replay() -> None:
@@ -44,17 +45,20 @@ class Recorder:
 
 
 class CudaRecorder(Recorder):
-    """CUDA graphs that share one pool of memory, recorded on a stream of their own and replayed on the current one.
+    """CUDA graphs that share one pool of memory, recorded on a stream of their own and replayed on
+    the current one.
 
-    warm: does the work once before it records it, which compiles kernels and loads libraries: that must not happen
-    while recording. Not for work that other ranks take part in: its kernels must have run before.
+    warm: does the work once before it records it, which compiles kernels and loads libraries: that
+    must not happen while recording. Not for work that other ranks take part in: its kernels must
+    have run before.
     """
 
     def __init__(self, device: torch.device, *, warm: bool = True) -> None:
         self._warm = warm
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # torch gives up a pool with its last graph, and fails if one more is recorded into it: this one stays.
+        # torch gives up a pool with its last graph, and fails if one more is recorded into it: this
+        # one stays.
         self._anchor = self.record(lambda pause: (torch.zeros(1, device=device),))
 
     def record(self, work: Work) -> Recording:
@@ -82,12 +86,15 @@ class CudaRecorder(Recorder):
         try:
             results = work(pause)
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the stream must not stay in capture, broken as it may be
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the stream must not stay in capture, broken as it may be
                 graph.capture_end()
             raise
         graph.capture_end()
         recorded = *pieces, graph.replay
-        pieces.clear()  # calls know the step, which knows `pause`: graphs must be gone once nobody replays them
+        # calls know the step, which knows `pause`: graphs must be gone once nobody replays them
+        pieces.clear()
 
         def replay() -> None:
             """Replays the graphs and the calls between them, in order."""

@@ -1,6 +1,8 @@
-"""The leader's side of an engine's other tensor-parallel ranks: processes of its own, to which it sends commands.
+"""The leader's side of an engine's other tensor-parallel ranks: processes of its own, to which it
+sends commands.
 
-The thread that watches them lives as long as they do: the kernel kills a child whose starting thread ends.
+The thread that watches them lives as long as they do: the kernel kills a child whose starting
+thread ends.
 """
 
 import asyncio
@@ -38,11 +40,13 @@ class RemoteWorker:
 
 
 class Team:
-    """The workers of one engine, tensor-parallel ranks 1 to size - 1: `start`, `wait_connected`, then `ask`.
+    """The workers of one engine, tensor-parallel ranks 1 to size - 1: `start`, `wait_connected`,
+    then `ask`.
 
-    command: starts a worker. directory: private, for the socket that workers connect to; not needed any more after
-    `wait_connected`. forked: processes that wait to become the workers, if there are some. `dead` is resolved with the
-    cause when a worker ends without having been told to: the engine cannot go on then.
+    command: starts a worker. directory: private, for the socket that workers connect to; not needed
+    any more after `wait_connected`. forked: processes that wait to become the workers, if there are
+    some. `dead` is resolved with the cause when a worker ends without having been told to: the
+    engine cannot go on then.
     """
 
     def __init__(
@@ -58,8 +62,12 @@ class Team:
         self.dead: Future[Exception] = Future()
         self.on_progress: Callable[[int, str, int], None] = lambda tp_rank, name, percent: None
         self.pids: dict[int, int] = {}
-        address, token = os.path.join(directory, SOCKET), secrets.token_hex(16)
-        self._births = [commands.WorkerBirth(address, token, rank, log_level, log_format) for rank in range(1, size)]
+        address = os.path.join(directory, SOCKET)
+        token = secrets.token_hex(16)
+        self._births = [
+            commands.WorkerBirth(address, token, rank, log_level, log_format)
+            for rank in range(1, size)
+        ]
         self._command = command
         self._forked = forked
         self._workers: list[RemoteWorker] = []
@@ -71,7 +79,9 @@ class Team:
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
         self._started = threading.Event()
-        self._watcher = threading.Thread(target=lambda: asyncio.run(self._watch()), name="tp workers", daemon=True)
+        self._watcher = threading.Thread(
+            target=lambda: asyncio.run(self._watch()), name="tp workers", daemon=True
+        )
 
     def start(self) -> None:
         """Starts the workers and returns at once. Raises ConfigError."""
@@ -80,12 +90,16 @@ class Team:
         self._raise_if_dead()
 
     def wait_connected(self) -> None:
-        """Returns once all workers are connected. Raises EngineDied, or the ConfigError of a worker."""
+        """Returns once all workers are connected. Raises EngineDied, or the ConfigError of a
+        worker.
+        """
         either: list[Future[Any]] = [self._connected, self.dead]
         ended = wait(either, commands.CONNECT_S, FIRST_COMPLETED).done
         self._raise_if_dead()
         if not ended:
-            raise EngineDied(f"tensor-parallel workers did not start within {commands.CONNECT_S:g} s")
+            raise EngineDied(
+                f"tensor-parallel workers did not start within {commands.CONNECT_S:g} s"
+            )
 
     def ask(self, what: msgspec.Struct) -> list[Future[commands.CommandDone]]:
         """Sends all workers a command and returns at once. The answers raise what ended a worker."""
@@ -111,7 +125,9 @@ class Team:
     def traced(self, done: Sequence[commands.CommandDone], step: int, dp_rank: int) -> list[Traced]:
         """Returns what the workers did in a step that was traced."""
         pairs = zip(self._workers, done, strict=True)
-        return [Traced(step, dp_rank, worker.tp_rank, list(answer.events)) for worker, answer in pairs]
+        return [
+            Traced(step, dp_rank, worker.tp_rank, list(answer.events)) for worker, answer in pairs
+        ]
 
     def close(self) -> None:
         """Ends the workers. From any thread, any number of times."""
@@ -145,21 +161,31 @@ class Team:
                     worker.failed = msg
         if not self._closing:
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._loop.call_later, END_S, self._kill_silent, worker.tp_rank)
+                self._loop.call_soon_threadsafe(
+                    self._loop.call_later, END_S, self._kill_silent, worker.tp_rank
+                )
 
     # In the thread that watches.
 
     async def _watch(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         accepting: asyncio.Task[None] | None = None
         deaths: list[asyncio.Task[None]] = []
         try:
-            address, token = self._births[0].address, self._births[0].token
-            with ConfigError.instead_of(OSError, f"cannot listen for tensor-parallel workers at {address}"):
-                listener = StreamListener(address, token, 0, [Peer(birth.tp_rank) for birth in self._births])
+            address = self._births[0].address
+            token = self._births[0].token
+            with ConfigError.instead_of(
+                OSError, f"cannot listen for tensor-parallel workers at {address}"
+            ):
+                listener = StreamListener(
+                    address, token, 0, [Peer(birth.tp_rank) for birth in self._births]
+                )
             accepting = self._loop.create_task(self._accept(listener))
             for birth in self._births:
-                child = self._children[birth.tp_rank] = self._start(f"tp worker {birth.tp_rank}", birth)
+                child = self._children[birth.tp_rank] = self._start(
+                    f"tp worker {birth.tp_rank}", birth
+                )
                 self.pids[birth.tp_rank] = child.pid
                 deaths.append(self._loop.create_task(self._await_death(birth.tp_rank, child)))
         except ConfigError as exc:
@@ -178,10 +204,14 @@ class Team:
     async def _accept(self, listener: StreamListener) -> None:
         with closing(listener):
             await listener.complete.wait()
-        self._workers = [RemoteWorker(peer.rank, link.sock) for peer, link in sorted(listener.accepted.items())]
+        self._workers = [
+            RemoteWorker(peer.rank, link.sock) for peer, link in sorted(listener.accepted.items())
+        ]
         for worker in self._workers:
             name = f"tp {worker.tp_rank}"
-            worker.reader = threading.Thread(target=self._read, args=(worker,), name=name, daemon=True)
+            worker.reader = threading.Thread(
+                target=self._read, args=(worker,), name=name, daemon=True
+            )
             worker.reader.start()
         self._connected.set_result(None)
 

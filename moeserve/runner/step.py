@@ -1,4 +1,6 @@
-"""One step on one device: tables, inputs, forward pass and sampling; then its `StepResult`, once the host has that."""
+"""One step on one device: tables, inputs, forward pass and sampling; then its `StepResult`, once
+the host has that.
+"""
 
 import hashlib
 import time
@@ -23,7 +25,12 @@ from moeserve.runner.graphs import GraphManager
 from moeserve.runner.kv_cache import KVCache
 from moeserve.runner.peers import Peers
 from moeserve.runner.sampling.constraints import Constraints, StepMasks
-from moeserve.runner.sampling.logprobs import PromptRows, prompt_logprobs, prompt_messages, to_messages
+from moeserve.runner.sampling.logprobs import (
+    PromptRows,
+    prompt_logprobs,
+    prompt_messages,
+    to_messages,
+)
 from moeserve.runner.sampling.sampler import Sampled, Sampler, Status, Trait
 from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
 from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs
@@ -34,8 +41,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class StepOutputs:
-    """Everything that one step computed for the host. Tensors are on the device; the rest is recorded at launch,
-    because a later step may have reassigned a slot before this one is collected."""
+    """Everything that one step computed for the host. Tensors are on the device; the rest is
+    recorded at launch, because a later step may have reassigned a slot before this one is
+    collected."""
 
     step: int
     slots_S: I64
@@ -44,7 +52,9 @@ class StepOutputs:
     sampled: Sampled | None = None
     prompt: PromptRows | None = None
     drafts_S: I32 | None = None
-    accepted_S: Tensor | None = None  # int64: sampled tokens of each row up to the first wrong draft
+    accepted_S: Tensor | None = (
+        None  # int64: sampled tokens of each row up to the first wrong draft
+    )
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors to copy to the host, in the order that `result` expects."""
@@ -52,26 +62,37 @@ class StepOutputs:
         if isinstance(self.meter.load_LE, Tensor):
             found.append(self.meter.load_LE)
         if self.sampled is not None:
-            found += [self.sampled.tokens_S, self.sampled.status_S, *(self.sampled.logprobs or ()), *self.sampled.raw]
+            found += [
+                self.sampled.tokens_S,
+                self.sampled.status_S,
+                *(self.sampled.logprobs or ()),
+                *self.sampled.raw,
+            ]
         if self.accepted_S is not None:
             found.append(self.accepted_S)
         if self.prompt is not None:
             found += self.prompt.rows
         return found
 
-    def result(self, fetched: Sequence[Tensor], device_us: int, idle_us: int, drafting_us: int) -> StepResult:
+    def result(
+        self, fetched: Sequence[Tensor], device_us: int, idle_us: int, drafting_us: int
+    ) -> StepResult:
         """Returns the step's result. fetched: the tensors of `tensors()`, on the host."""
         arrays = iter([tensor.numpy() for tensor in fetched])
         load_LE = self.meter.load_LE
         if isinstance(load_LE, Tensor):
             load_LE = next(arrays).astype(np.int64)
-        failed, tokens_N, counts_S = dict(self.failed), np.zeros(0, dtype=np.int32), None
+        failed = dict(self.failed)
+        tokens_N = np.zeros(0, dtype=np.int32)
+        counts_S = None
         logprobs: dict[int, list[Logprobs]] = {}
         digests: dict[int, list[bytes]] = {}
         if (sampled := self.sampled) is not None:
-            tokens_N, status_N = next(arrays), next(arrays)
+            tokens_N = next(arrays)
+            status_N = next(arrays)
             of_logprobs = [*islice(arrays, 3)] if sampled.logprobs is not None else None
-            raw, kept_N = [*islice(arrays, len(sampled.raw))], None
+            raw = [*islice(arrays, len(sampled.raw))]
+            kept_N = None
             if self.drafts_S is not None:
                 counts_S = next(arrays).astype(np.int32)
             if status_N.any() or sampled.failures:
@@ -109,13 +130,23 @@ class StepOutputs:
         )
 
     def _failures(
-        self, sampled: Sampled, tokens_N: I32, status_N: NDArray[np.uint8], counts_S: I32 | None, failed: dict[int, str]
+        self,
+        sampled: Sampled,
+        tokens_N: I32,
+        status_N: NDArray[np.uint8],
+        counts_S: I32 | None,
+        failed: dict[int, str],
     ) -> tuple[I32, I32 | None]:
-        """Adds rows without a token to `failed`; returns the tokens with -1 there, and the counts cut before a token
-        that failed behind a right draft: the next step samples there again, and fails."""
-        reasons = {n: Status.MESSAGES[status_N[n]] for n in status_N.nonzero()[0].tolist()} | sampled.failures
+        """Adds rows without a token to `failed`; returns the tokens with -1 there, and the counts
+        cut before a token that failed behind a right draft: the next step samples there again, and
+        fails."""
+        reasons = {
+            n: Status.MESSAGES[status_N[n]] for n in status_N.nonzero()[0].tolist()
+        } | sampled.failures
         tokens_N = tokens_N.copy()
-        lengths_S = np.ones(len(self.slots_S), np.int32) if self.drafts_S is None else self.drafts_S + 1
+        lengths_S = (
+            np.ones(len(self.slots_S), np.int32) if self.drafts_S is None else self.drafts_S + 1
+        )
         rows_N = np.repeat(np.arange(len(lengths_S)), lengths_S)
         first_S = lengths_S.cumsum() - lengths_S
         for n, reason in sorted(reasons.items(), reverse=True):
@@ -131,7 +162,9 @@ class StepOutputs:
         self, rows_P: I64, values: Sequence[T], kept_N: I64 | None, failed: dict[int, str]
     ) -> dict[int, list[T]]:
         """Returns what some rows have, of kept tokens and by slot."""
-        slots_N = self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
+        slots_N = (
+            self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
+        )
         kept = None if kept_N is None else set(kept_N.tolist())
         found: dict[int, list[T]] = {}
         for n, value in zip(rows_P.tolist(), values, strict=True):
@@ -146,10 +179,11 @@ def digest(logits_V: NDArray[np.float32]) -> bytes:
 
 
 class StepExecutor:
-    """Executes step plans with the parts that `ModelRunnerBase` makes. The methods that measure time and fetch results
-    are those of a CPU, where a step is done when `launch` returns.
+    """Executes step plans with the parts that `ModelRunnerBase` makes. The methods that measure
+    time and fetch results are those of a CPU, where a step is done when `launch` returns.
 
-    `on_logits(plan, logits_SV)`, if set, sees the raw logits of every step (tests compare their bits).
+    `on_logits(plan, logits_SV)`, if set, sees the raw logits of every step (tests compare their
+    bits).
     """
 
     spec: ModelSpec
@@ -202,8 +236,9 @@ class StepExecutor:
 
         Call `propose` next, on CPUs once the result is there: the engine plans meanwhile.
 
-        Raises PeerLost when a rank is gone. The same plan may then be launched again, before any later one: its writes
-        to tables have the same outcome once more, and its moves of blocks are not repeated.
+        Raises PeerLost when a rank is gone. The same plan may then be launched again, before any
+        later one: its writes to tables have the same outcome once more, and its moves of blocks are
+        not repeated.
         """
         self._finish_proposing()
         for request in plan.new_requests:
@@ -214,8 +249,10 @@ class StepExecutor:
         self._move_blocks(plan)
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
-        before, start = self._last_end, self._mark()
-        drafting, self._drafting = self._drafting, None
+        before = self._last_end
+        start = self._mark()
+        drafting = self._drafting
+        self._drafting = None
         masks = None
         if len(plan.slots_R):
             host = HostRows.of(plan)
@@ -234,7 +271,8 @@ class StepExecutor:
         def collect() -> StepResult:
             """Waits for the step's results and returns them."""
             with nullcontext() if masks is None else masks.lost_by_errors():
-                fetched, elapsed_us = wait(), self._elapsed_us(start, end)
+                fetched = wait()
+                elapsed_us = self._elapsed_us(start, end)
                 idle_us = 0 if before is None else self._elapsed_us(before, start)
                 drafting_us = 0 if drafting is None else self._elapsed_us(*drafting)
                 for transport in self.peers.checked:
@@ -255,13 +293,21 @@ class StepExecutor:
 
     def _propose_beside(self) -> None:
         """Lets the proposer begin with what `propose` does, if it can beside the host's work."""
-        if self.proposer is not None and self._verified is not None and self.proposer.start(self._verified):
+        if (
+            self.proposer is not None
+            and self._verified is not None
+            and self.proposer.start(self._verified)
+        ):
             self._verified = None
 
     @torch.inference_mode()
     def propose(self) -> None:
-        """Lets the proposer read the step that was launched last, and guess what follows. Raises PeerLost."""
-        verified, self._verified = self._verified, None  # an idle runner must not keep a step's tensors alive
+        """Lets the proposer read the step that was launched last, and guess what follows. Raises
+        PeerLost.
+        """
+        # an idle runner must not keep a step's tensors alive
+        verified = self._verified
+        self._verified = None
         if self.proposer is None or verified is None:
             return
         begin = self._mark()
@@ -270,7 +316,9 @@ class StepExecutor:
         self._drafting = begin, self._last_end
 
     def _hidden(self, plan: StepPlan, host: HostRows) -> tuple[StepInputs, Tensor]:
-        """Returns the inputs of a step's forward pass, and what it computes: hidden states [T, D], padding included."""
+        """Returns the inputs of a step's forward pass, and what it computes: hidden states [T, D],
+        padding included.
+        """
         shape = self.graphs.shape(plan) if self.graphs else None
         if self.graphs and shape:
             step = self.graphs.inputs(shape, plan, host)
@@ -291,26 +339,32 @@ class StepExecutor:
 
     def _write_drafts(self, plan: StepPlan) -> Tensor:
         """Writes the drafts of a plan's rows behind their known tokens, and returns them."""
-        num_R, drafts = plan.num_drafts_R, self.drafts_of(plan)
+        num_R = plan.num_drafts_R
+        drafts = self.drafts_of(plan)
         assert num_R is not None
         places = ranges(plan.starts_R + plan.counts_R - num_R, num_R)
         offsets = self.tables.token_offsets(np.repeat(plan.slots_R, num_R).astype(np.int64), places)
         self.tables.append(self.upload(offsets)[0], drafts)
         return drafts
 
-    def _begin_masks(self, plan: StepPlan, host: HostRows, drafts: Tensor | None) -> StepMasks | None:
+    def _begin_masks(
+        self, plan: StepPlan, host: HostRows, drafts: Tensor | None
+    ) -> StepMasks | None:
         """Starts to fill the masks of rows with a grammar, beside the forward pass."""
         if not self.constraints.active:
             return None
-        slots_S, known_S = plan.slots_R[host.sampling_S], (plan.starts_R + plan.counts_R)[host.sampling_S]
+        slots_S = plan.slots_R[host.sampling_S]
+        known_S = (plan.starts_R + plan.counts_R)[host.sampling_S]
         if drafts is None or host.drafts_S is None:
             return self.constraints.begin(slots_S, known_S)
         each = np.split(drafts.cpu().numpy(), host.drafts_S.cumsum()[:-1])
         return self.constraints.begin(slots_S, known_S - host.drafts_S, each)
 
-    def _settled(self, plan: StepPlan, slots_S: I64, result: StepResult, masks: StepMasks | None) -> StepResult:
-        """Gives new tokens to grammars, and new requests and tokens to the proposer, in the order of steps on every
-        rank. Returns the result with what they say."""
+    def _settled(
+        self, plan: StepPlan, slots_S: I64, result: StepResult, masks: StepMasks | None
+    ) -> StepResult:
+        """Gives new tokens to grammars, and new requests and tokens to the proposer, in the order
+        of steps on every rank. Returns the result with what they say."""
         counts_S = np.ones(len(slots_S), np.int32) if result.counts_S is None else result.counts_S
         tokens_S = np.split(result.tokens_N, counts_S.cumsum()[:-1]) if len(slots_S) else []
         if result.failed:
@@ -346,11 +400,18 @@ class StepExecutor:
             self._moved_step = plan.step
 
     def _forward(self, step: StepInputs, agreed: Agreed | None = None, split_at: int = 0) -> Tensor:
-        """Returns the hidden states [T, D] of a step's tokens, computed in one or two micro-batches."""
+        """Returns the hidden states [T, D] of a step's tokens, computed in one or two
+        micro-batches.
+        """
         return self.ubatches.forward(self.model, step, split_at, agreed, self.kv.layers)
 
     def _sample(
-        self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor, masks: StepMasks | None
+        self,
+        plan: StepPlan,
+        host: HostRows,
+        step: StepInputs,
+        hidden_TD: Tensor,
+        masks: StepMasks | None,
     ) -> StepOutputs:
         """Chooses the step's tokens and writes them to the tables, where the next step reads them."""
         taps_TN = None
@@ -360,18 +421,29 @@ class StepExecutor:
         slots_S = plan.slots_R[host.sampling_S].astype(np.int64)
         failed = {}
         if self._refused:
-            failed = {slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused}
+            failed = {
+                slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused
+            }
         outputs = StepOutputs(plan.step, slots_S, failed, self.ubatches.take_meter())
         asking = self.sampler.rows.having(Trait.PROMPT_LOGPROBS, plan.slots_R)
         if len(asking):
             outputs.prompt = prompt_logprobs(
-                asking, plan, host, self.sampler.rows, self.tables, self.upload, hidden_TD, self.model.logits
+                asking,
+                plan,
+                host,
+                self.sampler.rows,
+                self.tables,
+                self.upload,
+                hidden_TD,
+                self.model.logits,
             )
         reads_steps = self.proposer is not None and self.proposer.reads_steps
         if not len(slots_S):
             if reads_steps:
                 none_N = step.sample_N
-                self._verified = Verified(plan, host, step, hidden_TD, slots_S, none_N, none_N, taps_TN)
+                self._verified = Verified(
+                    plan, host, step, hidden_TD, slots_S, none_N, none_N, taps_TN
+                )
             return outputs
         slots_N = slots_S if host.drafts_S is None else np.repeat(slots_S, host.drafts_S + 1)
         positions_N = host.positions_T[host.sample_N] + 1
@@ -389,11 +461,14 @@ class StepExecutor:
             outputs.accepted_S = count_accepted(right_N, host.drafts_S, self.upload)
         self.tables.append(offsets_N, tokens_N)
         if reads_steps:
-            accepted_S, last_S = outputs.accepted_S, step.sample_N
+            accepted_S = outputs.accepted_S
+            last_S = step.sample_N
             if accepted_S is None or host.drafts_S is None:
                 accepted_S = torch.ones_like(last_S)
             else:
                 (first_S,) = self.upload((host.drafts_S + 1).cumsum() - host.drafts_S - 1)
                 last_S = last_S.index_select(0, first_S) + accepted_S - 1
-            self._verified = Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN)
+            self._verified = Verified(
+                plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN
+            )
         return outputs

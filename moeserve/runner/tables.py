@@ -1,12 +1,15 @@
-"""Request tables: one int32 arena on the device, written by staged diffs; and the inputs of a step, gathered from it.
+"""Request tables: one int32 arena on the device, written by staged diffs; and the inputs of a step,
+gathered from it.
 
     tokens  [slots, width]      prompt and answer of the request in each slot; the sampler appends here
     blocks  [slots, max_blocks] per KV group: its block table
 
-The host never reads the arena, so the step after this one may be planned before this one's tokens are known. The host
-stages (offset, value) pairs, and `apply` sends all of a step's pairs in one copy and one scatter.
+The host never reads the arena, so the step after this one may be planned before this one's tokens
+are known. The host stages (offset, value) pairs, and `apply` sends all of a step's pairs in one
+copy and one scatter.
 
-Only an `Upload` knows whether a copy is needed. On CPUs host memory is device memory: arrays are wrapped as they are.
+Only an `Upload` knows whether a copy is needed. On CPUs host memory is device memory: arrays are
+wrapped as they are.
 """
 
 import math
@@ -29,7 +32,8 @@ I64 = NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
 
 
-# Moves arrays to the device: returns contiguous tensors; the caller must not write to the arrays afterwards.
+# Moves arrays to the device: returns contiguous tensors; the caller must not write to the arrays
+# afterwards.
 Upload = Callable[..., tuple[Tensor, ...]]
 
 
@@ -39,7 +43,9 @@ def host_upload(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros; on the host they take memory only where they are touched (`torch.zeros` writes every page)."""
+    """Returns zeros; on the host they take memory only where they are touched (`torch.zeros` writes
+    every page).
+    """
     count = math.prod(shape)
     if device.type != "cpu" or count == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -59,8 +65,9 @@ Scatter = Callable[[Tensor, Upload, I64, I32], None]
 class Tables:
     """Tables of `slots` requests with at most `max_len` tokens each.
 
-    Attributes: `arena` int32 [everything]; `blocks` one int32 view [slots, max_blocks] per KV group; `width`, the
-    tokens per slot (max_len + 1: a step may be in flight past the last token that will ever be used).
+    Attributes: `arena` int32 [everything]; `blocks` one int32 view [slots, max_blocks] per KV
+    group; `width`, the tokens per slot (max_len + 1: a step may be in flight past the last token
+    that will ever be used).
     """
 
     def __init__(
@@ -89,7 +96,8 @@ class Tables:
             self.arena[start : start + slots * n].view(slots, n)
             for start, n in zip(self._block_starts, self._max_blocks, strict=True)
         )
-        # How many leading entries of a block-table row may be non-zero: what a new request must clear.
+        # How many leading entries of a block-table row may be non-zero: what a new request must
+        # clear.
         self._dirty = [np.zeros(slots, dtype=np.int64) for _ in groups]
         self._offsets: list[I64] = []
         self._values: list[I32] = []
@@ -109,7 +117,9 @@ class Tables:
         assert 0 <= slot < self.slots, (slot, self.slots)
         assert len(tokens) <= self.width, (len(tokens), self.width)
         self._stage_run(slot * self.width, tokens)
-        for start, row, dirty in zip(self._block_starts, self._max_blocks, self._dirty, strict=True):
+        for start, row, dirty in zip(
+            self._block_starts, self._max_blocks, self._dirty, strict=True
+        ):
             if dirty[slot]:
                 self._stage_run(start + slot * row, np.zeros(dirty[slot], dtype=np.int32))
                 dirty[slot] = 0
@@ -121,23 +131,31 @@ class Tables:
             return
         row = self._max_blocks[group]
         assert int(diff.indices_N.max()) < row, (int(diff.indices_N.max()), row)
-        self._offsets.append(diff.slots_N.astype(np.int64) * row + (diff.indices_N + self._block_starts[group]))
+        self._offsets.append(
+            diff.slots_N.astype(np.int64) * row + (diff.indices_N + self._block_starts[group])
+        )
         self._values.append(diff.blocks_N)
         np.maximum.at(self._dirty[group], diff.slots_N, diff.indices_N + 1)
 
     def apply(self) -> None:
-        """Writes everything staged since the last call to the device; later writes to the same entry win."""
+        """Writes everything staged since the last call to the device; later writes to the same
+        entry win.
+        """
         if not self._offsets:
             return
         offsets_N = np.concatenate(self._offsets)
         values_N = np.concatenate(self._values).astype(np.int32, copy=False)
         if self._may_repeat:
             offsets_N, values_N = _last_writes(offsets_N, values_N)
-        self._offsets, self._values, self._may_repeat = [], [], False
+        self._offsets = []
+        self._values = []
+        self._may_repeat = False
         self._scatter(self.arena, self._upload, offsets_N, values_N)
 
     def append(self, offsets_N: Tensor, tokens_N: Tensor) -> None:
-        """Writes tokens (int32) at arena offsets from `token_offsets`: the next step reads them there."""
+        """Writes tokens (int32) at arena offsets from `token_offsets`: the next step reads them
+        there.
+        """
         self.arena.index_put_((offsets_N,), tokens_N)
 
     def _stage_run(self, start: int, values: I32) -> None:
@@ -156,10 +174,11 @@ def _last_writes(offsets_N: I64, values_N: I32) -> tuple[I64, I32]:
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """The layout of one step's rows, on the host. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1.
+    """The layout of one step's rows, on the host. Row i owns tokens offsets_R1[i] ..
+    offsets_R1[i+1]-1.
 
-    rows_T is None for a step where every row has exactly one token (then token i belongs to row i). S rows sample, at
-    N tokens: each at its last one and, before its drafts, at as many others.
+    rows_T is None for a step where every row has exactly one token (then token i belongs to row i).
+    S rows sample, at N tokens: each at its last one and, before its drafts, at as many others.
     """
 
     offsets_R1: I32
@@ -184,10 +203,13 @@ class HostRows:
             drafts_S = plan.num_drafts_R[sampling_S]
             sample_N = ranges(sample_N - drafts_S, drafts_S + 1)
         if num_tokens == rows:
-            positions_T, slots_T = plan.starts_R.astype(np.int64), plan.slots_R.astype(np.int64)
+            positions_T = plan.starts_R.astype(np.int64)
+            slots_T = plan.slots_R.astype(np.int64)
             return cls(offsets_R1, None, positions_T, slots_T, sampling_S, sample_N, drafts_S)
         rows_T = np.repeat(np.arange(rows, dtype=np.int64), plan.counts_R)
-        positions_T = np.arange(num_tokens, dtype=np.int64) + (plan.starts_R - offsets_R1[:-1])[rows_T]
+        positions_T = (
+            np.arange(num_tokens, dtype=np.int64) + (plan.starts_R - offsets_R1[:-1])[rows_T]
+        )
         slots_T = plan.slots_R.astype(np.int64)[rows_T]
         return cls(offsets_R1, rows_T, positions_T, slots_T, sampling_S, sample_N, drafts_S)
 
@@ -195,12 +217,21 @@ class HostRows:
 def prepare_inputs(
     plan: StepPlan, rows: HostRows, tables: Tables, groups: Sequence[KVGroup], upload: Upload
 ) -> StepInputs:
-    """Returns the inputs of the forward pass of a plan with at least one row, once the tables have been applied."""
+    """Returns the inputs of the forward pass of a plan with at least one row, once the tables have
+    been applied.
+    """
     longest = int((plan.starts_R + plan.counts_R).max())
     assert longest < tables.width, (longest, tables.width)  # the sampled token needs an entry, too
     where_T = tables.token_offsets(rows.slots_T, rows.positions_T)
     slots_R = plan.slots_R.astype(np.int64)
-    arrays: list[NDArray[Any]] = [plan.starts_R, rows.offsets_R1, where_T, rows.positions_T, rows.sample_N, slots_R]
+    arrays: list[NDArray[Any]] = [
+        plan.starts_R,
+        rows.offsets_R1,
+        where_T,
+        rows.positions_T,
+        rows.sample_N,
+        slots_R,
+    ]
     if rows.rows_T is not None:
         arrays.append(rows.rows_T)
     starts, offsets, where, positions, sample, slots, *token_rows = upload(*arrays)
@@ -208,7 +239,9 @@ def prepare_inputs(
         ids_T=tables.arena.index_select(0, where).long(),
         positions_T=positions,
         groups=tuple(
-            group_inputs(group, blocks, longest, slots, positions, token_rows[0] if token_rows else None)
+            group_inputs(
+                group, blocks, longest, slots, positions, token_rows[0] if token_rows else None
+            )
             for group, blocks in zip(groups, tables.blocks, strict=True)
         ),
         sample_N=sample,
@@ -219,10 +252,15 @@ def prepare_inputs(
 
 
 def group_inputs(
-    group: KVGroup, blocks: Tensor, longest: int, slots: Tensor, positions_T: Tensor, rows_T: Tensor | None
+    group: KVGroup,
+    blocks: Tensor,
+    longest: int,
+    slots: Tensor,
+    positions_T: Tensor,
+    rows_T: Tensor | None,
 ) -> GroupInputs:
-    """Returns the inputs of one KV group. blocks: its table. longest: positions that any row reaches. slots: of the
-    rows. rows_T: the row of each token; None where each row has one."""
+    """Returns the inputs of one KV group. blocks: its table. longest: positions that any row
+    reaches. slots: of the rows. rows_T: the row of each token; None where each row has one."""
     size = group.block_size
     num_blocks = -(-longest // size)
     blocks_RN = blocks[:, :num_blocks].index_select(0, slots).long()

@@ -1,7 +1,8 @@
-"""One thread that executes plans in order, so that the engine's loop never waits for a forward pass.
+"""One thread that executes plans in order, so that the engine's loop never waits for a forward
+pass.
 
-A runner whose device works on its own (CUDA) gets a second thread that waits for results: the next plan is launched
-while the device still computes this one.
+A runner whose device works on its own (CUDA) gets a second thread that waits for results: the next
+plan is launched while the device still computes this one.
 """
 
 import asyncio
@@ -85,14 +86,16 @@ class JobThread:
 
 
 class ThreadedRunner:
-    """The engine's `Runner`: a model runner with threads of its own. After a step has failed, or after `close`, every
-    later one fails with the cause."""
+    """The engine's `Runner`: a model runner with threads of its own. After a step has failed, or
+    after `close`, every later one fails with the cause."""
 
     def __init__(self, runner: "ModelRunnerBase") -> None:
         self.runner = runner
         self._cause: str | None = None
         self._launcher = JobThread("model runner", runner.enter_thread)
-        self._collector = JobThread("step results", runner.enter_thread) if runner.device_is_async else None
+        self._collector = (
+            JobThread("step results", runner.enter_thread) if runner.device_is_async else None
+        )
 
     def start(self, plan: StepPlan) -> StepFuture[StepResult]:
         """Queues a step and returns at once. To be called on the loop that awaits the result."""
@@ -102,7 +105,9 @@ class ThreadedRunner:
         return handle
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a function in the runner's thread between two steps, such as loading the model or an audit."""
+        """Runs a function in the runner's thread between two steps, such as loading the model or an
+        audit.
+        """
         handle: StepFuture[T] = StepFuture()
 
         def job() -> None:
@@ -117,10 +122,11 @@ class ThreadedRunner:
         return await handle.result()
 
     def close(self) -> None:
-        """Lets the running step finish, fails those behind it, joins the threads and releases the model.
+        """Lets the running step finish, fails those behind it, joins the threads and releases the
+        model.
 
-        The model's memory is free afterwards: a thread that still freed it while the interpreter ends would abort the
-        process.
+        The model's memory is free afterwards: a thread that still freed it while the interpreter
+        ends would abort the process.
         """
         self._cause = self._cause or "the model runner was closed"
         for thread in (self._launcher, self._collector):
@@ -158,7 +164,9 @@ class ThreadedRunner:
             if self._collector.do(lambda: handle.resolve(None)):
                 await handle.result()
 
-    def _collect(self, plan: StepPlan, collect: Callable[[], StepResult], handle: StepFuture[StepResult]) -> None:
+    def _collect(
+        self, plan: StepPlan, collect: Callable[[], StepResult], handle: StepFuture[StepResult]
+    ) -> None:
         try:
             handle.resolve(collect())
         except BaseException as exc:
@@ -171,7 +179,9 @@ class ThreadedRunner:
     def _gone(self) -> EngineDied:
         return EngineDied(self._cause or "the model runner's thread is gone")
 
-    def _fail(self, plan: StepPlan, handle: StepFuture[StepResult] | None, exc: BaseException) -> None:
+    def _fail(
+        self, plan: StepPlan, handle: StepFuture[StepResult] | None, exc: BaseException
+    ) -> None:
         """Fails every later step, and this one unless it has its result (handle None)."""
         if self._cause is None:
             self._cause = f"step {plan.step} failed before: {type(exc).__name__}: {exc}"

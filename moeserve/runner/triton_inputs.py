@@ -1,6 +1,8 @@
-"""Tables and step inputs on GPUs: one Triton kernel writes what was staged, another computes all inputs.
+"""Tables and step inputs on GPUs: one Triton kernel writes what was staged, another computes all
+inputs.
 
-Each takes one copy and one launch. Inputs are always at the same addresses, where graphs expect them.
+Each takes one copy and one launch. Inputs are always at the same addresses, where graphs expect
+them.
 """
 
 from collections.abc import Sequence
@@ -24,24 +26,34 @@ def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> Non
 
 
 class FixedInputs:
-    """Buffers for the inputs of steps with up to most_tokens tokens, in as many rows as there are slots.
+    """Buffers for the inputs of steps with up to most_tokens tokens, in as many rows as there are
+    slots.
 
     They start as the inputs of a step without tokens.
     """
 
-    def __init__(self, tables: Tables, groups: Sequence[KVGroup], upload: Upload, most_tokens: int) -> None:
-        self._tables, self._groups, self._upload = tables, groups, upload
-        self._blocks_GSB = tables.arena[tables.slots * tables.width :].view(len(groups), tables.slots, -1)
+    def __init__(
+        self, tables: Tables, groups: Sequence[KVGroup], upload: Upload, most_tokens: int
+    ) -> None:
+        self._tables = tables
+        self._groups = groups
+        self._upload = upload
+        self._blocks_GSB = tables.arena[tables.slots * tables.width :].view(
+            len(groups), tables.slots, -1
+        )
         sizes = tables.slots, max(tables.slots, most_tokens), len(groups), self._blocks_GSB.shape[2]
         self._arrays = StepArrays.empty(most_tokens, *sizes, tables.arena.device)
         for array in fields(StepArrays):
             getattr(self._arrays, array.name).zero_()
 
     def largest(self, tokens: int, rows: int | None) -> StepInputs:
-        """Returns the buffers that `fill` fills, as inputs of rows of one token, or of an equal share of the tokens if
-        the number of rows is fixed, with the longest contexts."""
-        padded_rows, length = self._tables.slots if rows is None else rows, 1 if rows is None else tokens // rows
-        starts_R = np.full(min(tokens, padded_rows), self._tables.width - 1 - length, dtype=np.int32)
+        """Returns the buffers that `fill` fills, as inputs of rows of one token, or of an equal
+        share of the tokens if the number of rows is fixed, with the longest contexts."""
+        padded_rows = self._tables.slots if rows is None else rows
+        length = 1 if rows is None else tokens // rows
+        starts_R = np.full(
+            min(tokens, padded_rows), self._tables.width - 1 - length, dtype=np.int32
+        )
         offsets_R1 = np.arange(len(starts_R) + 1, dtype=np.int32) * np.int32(length)
         return self._inputs(tokens, padded_rows, offsets_R1, starts_R, 0)
 
@@ -51,7 +63,9 @@ class FixedInputs:
         return replace(step, live=None)
 
     def fill(self, plan: StepPlan, host: HostRows, tokens: int, rows: int | None) -> StepInputs:
-        """Returns the inputs of `plan`, padded to so many tokens, and rows if the number of rows is fixed."""
+        """Returns the inputs of `plan`, padded to so many tokens, and rows if the number of rows is
+        fixed.
+        """
         longest = int((plan.starts_R + plan.counts_R).max())
         assert longest < self._tables.width, (longest, self._tables.width)
         step = StepWords.of(plan.slots_R, plan.starts_R, host.offsets_R1, host.sample_N)
@@ -59,7 +73,9 @@ class FixedInputs:
         padded_rows = self._tables.slots if rows is None else rows
         size = self._groups[0].block_size
         part = self._part(tokens, padded_rows)
-        part = replace(part, blocks_GRB=part.blocks_GRB[:, :, : -(-longest // size)])  # what lies behind is never read
+        part = replace(
+            part, blocks_GRB=part.blocks_GRB[:, :, : -(-longest // size)]
+        )  # what lies behind is never read
         fill_step(self._tables.tokens, self._blocks_GSB, size, step, words, part)
         return self._inputs(tokens, padded_rows, host.offsets_R1, plan.starts_R, step.samples)
 
@@ -75,9 +91,14 @@ class FixedInputs:
             starts_R=a.starts_R[:rows],
         )
 
-    def _inputs(self, tokens: int, padded_rows: int, offsets_R1: I32, starts_R: I32, samples: int) -> StepInputs:
-        """Returns views of the buffers. offsets_R1, starts_R: of the rows that attention metadata is computed for."""
-        part, rows = self._part(tokens, padded_rows), len(starts_R)
+    def _inputs(
+        self, tokens: int, padded_rows: int, offsets_R1: I32, starts_R: I32, samples: int
+    ) -> StepInputs:
+        """Returns views of the buffers. offsets_R1, starts_R: of the rows that attention metadata
+        is computed for.
+        """
+        part = self._part(tokens, padded_rows)
+        rows = len(starts_R)
         return StepInputs(
             ids_T=part.ids_T,
             positions_T=part.positions_T,

@@ -23,8 +23,9 @@ ALONE = Agreed(step=0)
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """The measurements of one step's micro-batches. comm_us, exposed_us: by the host's clock. transfers: those that
-    the device measures. load_LE: rows per MoE layer and logical expert, [0, 0] if none; a tensor if on the device."""
+    """The measurements of one step's micro-batches. comm_us, exposed_us: by the host's clock.
+    transfers: those that the device measures. load_LE: rows per MoE layer and logical expert, [0,
+    0] if none; a tensor if on the device."""
 
     comm_us: int
     exposed_us: int
@@ -33,19 +34,24 @@ class Meter:
     transfers: Sequence[InFlightTransfer] = ()
 
     def times_us(self) -> tuple[int, int]:
-        """Returns (communication, the part of it that was not hidden) in microseconds, once the step is finished."""
-        comm_us, exposed_us = self.comm_us, self.exposed_us
+        """Returns (communication, the part of it that was not hidden) in microseconds, once the
+        step is finished.
+        """
+        comm_us = self.comm_us
+        exposed_us = self.exposed_us
         for took_us, stood_us in (transfer.times_us for transfer in self.transfers):
-            comm_us, exposed_us = comm_us + took_us, exposed_us + stood_us
+            comm_us = comm_us + took_us
+            exposed_us = exposed_us + stood_us
         return comm_us, exposed_us
 
 
 class UBatchRunner:
     """Runs steps in `ubatches`, of which a step uses the first or all. Not thread-safe.
 
-    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `take_transfers`: returns
-    what was joined since the last call, on a device that times its transfers. `round_up`: maps the tokens of the rank
-    with most to the number that all ranks make room for; the same function on all ranks.
+    tp_size: ranks that share the engine's rows, each of which sends its part to the experts.
+    `take_transfers`: returns what was joined since the last call, on a device that times its
+    transfers. `round_up`: maps the tokens of the rank with most to the number that all ranks make
+    room for; the same function on all ranks.
     """
 
     def __init__(self, num_ubatches: int = 1, tp_size: int = 1) -> None:
@@ -54,16 +60,23 @@ class UBatchRunner:
         self.round_up: Callable[[int], int] = lambda tokens: tokens
         self.take_transfers: Callable[[], Sequence[InFlightTransfer]] = tuple
         self._tp_size = tp_size
-        self._second: JobThread | None = None  # runs the second micro-batch, from the first step that has one
+        self._second: JobThread | None = (
+            None  # runs the second micro-batch, from the first step that has one
+        )
 
     def forward(
-        self, model: Decoder, step: StepInputs, split_at: int, agreed: Agreed | None, kv: Sequence[LayerCache]
+        self,
+        model: Decoder,
+        step: StepInputs,
+        split_at: int,
+        agreed: Agreed | None,
+        kv: Sequence[LayerCache],
     ) -> Tensor:
-        """Returns the hidden states [T, D] of all tokens, in order. With two micro-batches agreed, the first one has
-        `split_at` of the tokens.
+        """Returns the hidden states [T, D] of all tokens, in order. With two micro-batches agreed,
+        the first one has `split_at` of the tokens.
 
-        An error in a micro-batch ends both and is raised here, the first one if there are several; the next step may
-        follow.
+        An error in a micro-batch ends both and is raised here, the first one if there are several;
+        the next step may follow.
         """
         agreed = agreed or ALONE
         if agreed.ubatches == 1:
@@ -91,10 +104,13 @@ class UBatchRunner:
             if len(other_LE):
                 load_LE = load_LE + other_LE if len(load_LE) else other_LE
         meters = [ubatch.meter for ubatch in self.ubatches]
-        comm_ns, exposed_ns = (sum(times) for times in zip(*((m.comm_ns, m.exposed_ns) for m in meters), strict=True))
+        comm_ns, exposed_ns = (
+            sum(times) for times in zip(*((m.comm_ns, m.exposed_ns) for m in meters), strict=True)
+        )
         meter = Meter(
             comm_us=comm_ns // 1000,
-            exposed_us=min(comm_ns, exposed_ns) // 1000,  # polling takes time even when all rows have arrived
+            exposed_us=min(comm_ns, exposed_ns)
+            // 1000,  # polling takes time even when all rows have arrived
             load_LE=load_LE,
             events=tuple(event for meter in meters for event in meter.events or ()),
             transfers=self.take_transfers(),
@@ -111,7 +127,8 @@ class UBatchRunner:
 
     def _run(self, agreed: Agreed, works: Sequence[Callable[[UBatch], T]]) -> Sequence[T]:
         """Returns the result of each micro-batch's work."""
-        # The same number of rounds in both micro-batches: with fewer, one would run ahead of the other, layer by layer.
+        # The same number of rounds in both micro-batches: with fewer, one would run ahead of the
+        # other, layer by layer.
         most_tokens = -(-self.round_up(max(agreed.most_tokens)) // self._tp_size)
         self.take_transfers()  # of a step that failed
         for ubatch in self.ubatches:

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Answered(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A request that is over. time: of its arrival. status 499: the client left first. ttft_ms: to the first token."""
+    """A request that is over. time: of its arrival. status 499: the client left first. ttft_ms: to
+    the first token.
+    """
 
     time: datetime
     request_id: str
@@ -62,7 +64,8 @@ def answered(call: "HttpCall", route: str, status: int) -> Answered:
         error=call.error,
     )
     if (counts := call.counts) is not None:
-        found.prompt_tokens, found.completion_tokens = counts.prompt_tokens, counts.completion_tokens
+        found.prompt_tokens = counts.prompt_tokens
+        found.completion_tokens = counts.completion_tokens
         found.cached_tokens = counts.cached_tokens
     if call.first_at is not None:
         found.ttft_ms = round(1e3 * (call.first_at - call.began), 2)
@@ -79,7 +82,9 @@ class AccessLog:
         self.reopen()
 
     def reopen(self) -> None:
-        """Opens the file anew, after it was renamed. Raises ConfigError, and then the old one stays in use."""
+        """Opens the file anew, after it was renamed. Raises ConfigError, and then the old one stays
+        in use.
+        """
         if self.path == "-":
             return
         with ConfigError.instead_of(OSError, f"access_log {self.path}"):

@@ -1,5 +1,5 @@
-"""Changes to a server that runs: a request is aborted; engines are added, removed, or given other experts; a
-machine is drained.
+"""Changes to a server that runs: a request is aborted; engines are added, removed, or given other
+experts; a machine is drained.
 
 POST /v1/admin/... needs a key of --admin-key-file.
 """
@@ -42,7 +42,9 @@ async def abort_request(call: HttpCall) -> web.StreamResponse:
     found = call.context.running.get(request_id)
     if not found:
         raise NotFound(f"no request {shorten(request_id)} is running")
-    mine = [running for running in found if call.caller.is_admin or running.owner == call.caller.owner]
+    mine = [
+        running for running in found if call.caller.is_admin or running.owner == call.caller.owner
+    ]
     if not mine:
         raise Forbidden("that request belongs to another key")
     aborted = 0
@@ -52,19 +54,24 @@ async def abort_request(call: HttpCall) -> web.StreamResponse:
 
 
 async def scale(call: HttpCall) -> web.StreamResponse:
-    """Serve with `dp` engines from now on; running requests go on. Answers when it is done, or taken back (409)."""
+    """Serve with `dp` engines from now on; running requests go on. Answers when it is done, or
+    taken back (409).
+    """
     return await _changed(call, ScaleRequest, lambda scaling, asked: scaling.scale(asked.dp))
 
 
 async def drain(call: HttpCall) -> web.StreamResponse:
-    """Take a machine out of service: its experts and requests move, then its agent ends. It may join again."""
+    """Take a machine out of service: its experts and requests move, then its agent ends. It may
+    join again.
+    """
     return await _changed(call, DrainRequest, lambda scaling, asked: scaling.drain(asked.machine))
 
 
 async def _changed(
     call: HttpCall, shape: type[Asked], change: Callable[[Scaling, Asked], Awaitable[int]]
 ) -> web.StreamResponse:
-    fleet, began_s = _fleet(call), time.monotonic()
+    fleet = _fleet(call)
+    began_s = time.monotonic()
     before = await change(fleet.scaling, await call.read(shape))
     return call.answer(ScaleResponse(dp=fleet.dp, before=before, took_s=time.monotonic() - began_s))
 
@@ -100,5 +107,7 @@ def _fleet(call: HttpCall) -> Fleet:
     check_admin(call)
     front, _ = call.context.serving()
     if front.fleet is None:
-        raise Conflict("this server was started with one engine of one process; start it with --dp or --tp above 1")
+        raise Conflict(
+            "this server was started with one engine of one process; start it with --dp or --tp above 1"
+        )
     return front.fleet

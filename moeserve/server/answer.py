@@ -1,7 +1,8 @@
 """Runs a request to its end: as one JSON body, or as a stream of chunks in OpenAI's shape.
 
-A plain chunk costs one JSON encoding of its text and two concatenations: what stays the same in all chunks of a choice
-is encoded once. Only chunks with logprobs, token ids or running usage are built as structs.
+A plain chunk costs one JSON encoding of its text and two concatenations: what stays the same in all
+chunks of a choice is encoded once. Only chunks with logprobs, token ids or running usage are built
+as structs.
 """
 
 import asyncio
@@ -64,7 +65,13 @@ class Counts:
             details.rejected_prediction_tokens = self.num_drafts - self.num_accepted
         if self.num_reasoning:
             details.reasoning_tokens = self.num_reasoning
-        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens), details)
+        return Usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            total,
+            CachedTokens(self.cached_tokens),
+            details,
+        )
 
 
 class RequestAborted(RequestError, http_status=499, code="request_aborted"):
@@ -72,7 +79,8 @@ class RequestAborted(RequestError, http_status=499, code="request_aborted"):
 
 
 class RunningRequest:
-    """The generations of one HTTP request, one per prompt, each of n sequences. owner: see `Caller`.
+    """The generations of one HTTP request, one per prompt, each of n sequences. owner: see
+    `Caller`.
 
     aborted: set once it was ended by its id; its reader gets finish_reason "abort".
     """
@@ -85,7 +93,9 @@ class RunningRequest:
         self._queue: asyncio.Queue[tuple[int, Delta] | RequestError] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
         if len(generations) > 1:
-            self._pumps = [asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(generations)]
+            self._pumps = [
+                asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(generations)
+            ]
 
     async def deltas(self) -> Deltas:
         """Yields (prompt number, delta) until all sequences have ended. Raises RequestError."""
@@ -124,7 +134,9 @@ class RunningRequest:
             self.generations[0].taker = taker
 
     async def abort(self) -> int:
-        """Ends the request; its reader gets finish_reason "abort". Returns how many sequences were running."""
+        """Ends the request; its reader gets finish_reason "abort". Returns how many sequences were
+        running.
+        """
         num_open = len(self._open)
         for generation in self.generations:
             generation.abort()
@@ -135,7 +147,9 @@ class RunningRequest:
         """Ends the request, whose time is over, with an error."""
         for generation in self.generations:
             generation.abort()
-            generation.fail(DeadlineExceeded("the request did not finish in the time that it was given"))
+            generation.fail(
+                DeadlineExceeded("the request did not finish in the time that it was given")
+            )
 
     async def aclose(self) -> None:
         """Aborts what still runs, unless it is resumable; there is no reader any more."""
@@ -154,21 +168,27 @@ async def running_request(
     request: Sampling,
     **how: Any,
 ) -> AsyncIterator[RunningRequest]:
-    """Runs all prompts or none inside the block, at whose end sequences that are still running are aborted.
+    """Runs all prompts or none inside the block, at whose end sequences that are still running are
+    aborted.
 
-    how: further arguments of `FrontEnd.generate`. The request is known under its id meanwhile. Raises what
-    `FrontEnd.generate` raises for the first refused prompt.
+    how: further arguments of `FrontEnd.generate`. The request is known under its id meanwhile.
+    Raises what `FrontEnd.generate` raises for the first refused prompt.
     """
     left_s = call.time_left_s()
     call.admit(front, len(prompts) * params.n, request.priority, left_s)
     call.charge(sum(map(len, prompts)))
-    options: dict[str, Any] = {"priority": call.priority(request.priority), "salt": call.salt(request.cache_salt)}
+    options: dict[str, Any] = {
+        "priority": call.priority(request.priority),
+        "salt": call.salt(request.cache_salt),
+    }
     if (constraint := request.constraint()) is not None:
         options["grammar_param"] = constraint[1]
     options |= how
     generations = await _begun(call, front, prompts, params, options)
     running = RunningRequest(generations, params.n, call.caller.owner)
-    timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, running.expire)
+    timer = (
+        None if left_s is None else asyncio.get_running_loop().call_later(left_s, running.expire)
+    )
     same_id = call.context.running.setdefault(call.id, [])
     same_id.append(running)
     try:
@@ -190,7 +210,11 @@ async def running_request(
 
 
 async def _begun(
-    call: HttpCall, front: FrontEnd, prompts: list[list[int]], params: SamplingParams, options: dict[str, Any]
+    call: HttpCall,
+    front: FrontEnd,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    options: dict[str, Any],
 ) -> list[Generation]:
     """Returns the generations of all prompts, or that of the stream with which the request goes on."""
     if (resumed := call.resumed(front, options.get("parser"))) is not None:
@@ -240,8 +264,8 @@ class Frames(Protocol):
 class Chunks(Frames):
     """Frames of one streamed answer. Choice number = prompt number * n + sequence number.
 
-    chunk: the fields that all frames begin with; form: None without logprobs. The subclasses know the choices of the
-    two routes; last_choice: the struct of a choice that ends.
+    chunk: the fields that all frames begin with; form: None without logprobs. The subclasses know
+    the choices of the two routes; last_choice: the struct of a choice that ends.
     """
 
     last_choice: type[protocol.ChatChunkChoice] | type[protocol.CompletionChoice]
@@ -267,7 +291,10 @@ class Chunks(Frames):
         self._plain = form is None and not self.token_ids and not self._running_usage
         self._head = b"data: " + encode(chunk).removesuffix(b"]}")
         self._tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
-        templates = [encode(self.choice(index, MARK)).split(encode(MARK)) for index in range(n * len(prompts))]
+        templates = [
+            encode(self.choice(index, MARK)).split(encode(MARK))
+            for index in range(n * len(prompts))
+        ]
         self._before = [self._head + before for before, _ in templates]
         self._after = templates[0][1] + self._tail
 
@@ -291,12 +318,21 @@ class Chunks(Frames):
             choice = self.choice(index, delta.text)
             self._add_tokens(choice, delta)
             out = self.frame(choice)
-        return out if delta.finish_reason is None else out + self.ending(index, delta, delta.finish_reason)
+        return (
+            out
+            if delta.finish_reason is None
+            else out + self.ending(index, delta, delta.finish_reason)
+        )
 
     def ending(self, index: int, delta: Delta, reason: str | None) -> bytes:
         """Returns the frame that ends a choice."""
         return self.frame(
-            self.last_choice(index=index, finish_reason=reason, stop_reason=delta.stop_reason, receipt=delta.receipt)
+            self.last_choice(
+                index=index,
+                finish_reason=reason,
+                stop_reason=delta.stop_reason,
+                receipt=delta.receipt,
+            )
         )
 
     def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:
@@ -325,12 +361,15 @@ class Chunks(Frames):
         return self._head + encode(choice) + tail
 
 
-async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Frames) -> web.StreamResponse:
+async def stream_answer(
+    call: HttpCall, running: RunningRequest, chunks: Frames
+) -> web.StreamResponse:
     """Sends the frames. Until the first delta an error is a real status; later, `chunks.failure`."""
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
     streams.add(stream)
-    recorded, place = running.generations[0].recorded, None if call.stream is None else call.stream.place
+    recorded = running.generations[0].recorded
+    place = None if call.stream is None else call.stream.place
     try:
         async with aclosing(running.deltas()) as deltas:
             if recorded is not None:
@@ -360,7 +399,9 @@ async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Frames)
 
 
 def _send_now(stream: SseStream, chunks: Frames, delta: Delta) -> bool:
-    """Sends a delta that is neither the last one nor has to wait for the reader; returns whether it was one."""
+    """Sends a delta that is neither the last one nor has to wait for the reader; returns whether it
+    was one.
+    """
     if delta.finish_reason is not None or not stream.free:
         return False
     if frames := chunks.frames(0, delta):

@@ -1,7 +1,7 @@
 """One request from its head to its answer: id, route, key, handler, and one shape of errors.
 
-`Context` is the state that the handlers share, `HttpCall` one request on its way through a handler; `routes.py` lists
-the routes.
+`Context` is the state that the handlers share, `HttpCall` one request on its way through a handler;
+`routes.py` lists the routes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from moeserve.messages import Phase, Ready
 from moeserve.server.access_log import Observer, answered
 from moeserve.server.auth import OPEN, Auth, Caller
 from moeserve.server.cors import Cors
-from moeserve.server.errors import SERVER, HttpError, as_request_error, error_response, shorten, shorten_line
+from moeserve.server.errors import (
+    SERVER,
+    HttpError,
+    as_request_error,
+    error_response,
+    shorten,
+    shorten_line,
+)
 from moeserve.server.http import check_headers, request_id_of
 from moeserve.server.requests import BodyRoom, convert, decode, read_json, unknown_fields
 from moeserve.server.response_store import ResponseStore
@@ -53,7 +60,9 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 @dataclass
 class Context:
-    """The state of the server. front: None while its process still reads the model's files; probes answer already."""
+    """The state of the server. front: None while its process still reads the model's files; probes
+    answer already.
+    """
 
     config: ServerConfig
     auth: Auth
@@ -62,13 +71,19 @@ class Context:
     started: bool = False  # has been ready at least once
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.monotonic)
-    running: dict[str, list[RunningRequest]] = field(default_factory=dict)  # by id, which two requests may share
+    running: dict[str, list[RunningRequest]] = field(
+        default_factory=dict
+    )  # by id, which two requests may share
     bodies: BodyRoom = field(default_factory=BodyRoom)
     streams: set[SseStream] = field(default_factory=set)
-    responses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (route, status) -> how many
+    responses: Counter[tuple[str, int]] = field(
+        default_factory=Counter
+    )  # (route, status) -> how many
     batches: Batches | None = None  # and the files; None: they are off
     tls: Tls | None = None
-    observers: list[Observer] = field(default_factory=list)  # called with every request that is over, but for probes
+    observers: list[Observer] = field(
+        default_factory=list
+    )  # called with every request that is over, but for probes
     store: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,11 +97,17 @@ class Context:
             return "draining"
         if self.front is None:
             return "loading"
-        return "stalled" if self.front.state == "ready" and not self.front.healthy else self.front.state
+        return (
+            "stalled"
+            if self.front.state == "ready" and not self.front.healthy
+            else self.front.state
+        )
 
     @property
     def phase(self) -> Phase:
-        """The progress of the start, or of a group that forms anew; otherwise the phase is named like the state."""
+        """The progress of the start, or of a group that forms anew; otherwise the phase is named
+        like the state.
+        """
         forming = self.front is not None and self.front.phase.percent < 100
         if self.state in ("ready", "draining") or (self.state == "stalled" and not forming):
             return Phase(self.state, 100, time.monotonic() - self.began)
@@ -97,13 +118,15 @@ class Context:
     def serving(self, model: str | None = None) -> tuple[FrontEnd, Ready]:
         """Returns the front end and what is known of the model.
 
-        Raises Overloaded (503) while no model is loaded or the server drains, and ModelNotFound if `model`, which may
-        be left out, is not the one that is served.
+        Raises Overloaded (503) while no model is loaded or the server drains, and ModelNotFound if
+        `model`, which may be left out, is not the one that is served.
         """
         if self.draining:
             raise Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)
         if self.front is None or self.front.ready is None:
-            raise Overloaded(f"the model is loading: {self.phase.name}", code="model_loading", retry_after_s=2)
+            raise Overloaded(
+                f"the model is loading: {self.phase.name}", code="model_loading", retry_after_s=2
+            )
         served = self.front.model_name
         if model is not None and model != served:
             what = f"the model {shorten(model)!r} does not exist here; this server has {served!r}"
@@ -133,29 +156,40 @@ class HttpCall:
         return (self.request.raw_path.partition("?")[0] + "/").startswith("/v1/messages/")
 
     async def read(self, kind: type[R]) -> R:
-        """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413, 415 or 503."""
-        body = await read_json(self.request, self.context.config.max_request_bytes, self.context.bodies)
+        """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413, 415
+        or 503.
+        """
+        body = await read_json(
+            self.request, self.context.config.max_request_bytes, self.context.bodies
+        )
         request, unknown = decode(body, kind)
         self.note_unknown(unknown)
         front = self.context.front
-        if RESUME_HEADER in self.request.headers or (front is not None and front.resumable is not None):
+        if RESUME_HEADER in self.request.headers or (
+            front is not None and front.resumable is not None
+        ):
             self.stream = stream_key(self, body)
         return request
 
     def query(self, kind: type[R]) -> R:
-        """Returns the parameters of the URL as a struct; `?x` alone means true. Raises InvalidRequest."""
+        """Returns the parameters of the URL as a struct; `?x` alone means true. Raises
+        InvalidRequest.
+        """
         given = {name: value or "true" for name, value in self.request.query.items()}
         self.note_unknown(unknown_fields(given, kind.__struct_fields__))
         try:
             return convert(given, kind, strict=False)
         except InvalidRequest as error:
-            what, shown = error.message.removesuffix(", got a string"), shorten(given.get(error.param or "", ""))
+            what = error.message.removesuffix(", got a string")
+            shown = shorten(given.get(error.param or "", ""))
             raise InvalidRequest(f"{what}, not {shown!r}", param=error.param) from None
 
     def note_unknown(self, unknown: list[str]) -> None:
         """Raises InvalidRequest under --strict; otherwise the answer carries a Warning header."""
         if unknown and self.context.config.strict:
-            raise InvalidRequest(f"unknown fields: {', '.join(unknown)}", param=unknown[0], code="unknown_parameter")
+            raise InvalidRequest(
+                f"unknown fields: {', '.join(unknown)}", param=unknown[0], code="unknown_parameter"
+            )
         self.unknown = unknown
 
     def headers(self) -> dict[str, str]:
@@ -193,13 +227,19 @@ class HttpCall:
         """Whether the request goes on with a stream, which was admitted and charged when it began."""
         return self.stream is not None and self.stream.recorded is not None
 
-    def admit(self, front: FrontEnd, num: int, priority: int | None, within_s: float | None = None) -> None:
+    def admit(
+        self, front: FrontEnd, num: int, priority: int | None, within_s: float | None = None
+    ) -> None:
         """Raises what `FrontEnd.admit` raises if so many sequences may not begin."""
         if not self.goes_on:
             front.admit(num, within_s, self.priority(priority))
 
-    def resumed(self, front: FrontEnd, parser: Callable[[], AnswerParser] | None) -> Generation | None:
-        """Returns the generation that the request goes on with; None for a new request. Raises NotFound."""
+    def resumed(
+        self, front: FrontEnd, parser: Callable[[], AnswerParser] | None
+    ) -> Generation | None:
+        """Returns the generation that the request goes on with; None for a new request. Raises
+        NotFound.
+        """
         if self.stream is None or self.stream.recorded is None or front.resumable is None:
             return None
         if front.resumable.journal.streams.get(self.stream.id) is not self.stream.recorded:
@@ -211,7 +251,9 @@ class HttpCall:
         key = self.stream
         if key is not None and key.recorded is None and front.resumable is not None:
             owner = self.caller.owner
-            front.resumable.record(generation, id=key.id, created=key.created, digest=key.digest, owner=owner)
+            front.resumable.record(
+                generation, id=key.id, created=key.created, digest=key.digest, owner=owner
+            )
 
     def charge(self, num_prompt_tokens: int) -> None:
         """Counts a generating request against the rates of its key. Raises RateLimited."""
@@ -223,13 +265,17 @@ class HttpCall:
         sequences = [sequence for generation in generations for sequence in generation.sequences]
         self.first_at = min((s.first_at for s in sequences if s.first_at is not None), default=None)
         if self.caller.rates is not None:
-            num, before = sum(len(sequence.tokens) for sequence in sequences), 0
+            num = sum(len(sequence.tokens) for sequence in sequences)
+            before = 0
             if (recorded := generations[0].recorded) is not None:
-                before, recorded.settled = recorded.settled, max(num, recorded.settled)
+                before = recorded.settled
+                recorded.settled = max(num, recorded.settled)
             self.caller.rates.spend(max(0, num - before))
 
     def time_left_s(self) -> float | None:
-        """Returns the seconds until the request must be over; None for no limit. Raises InvalidRequest."""
+        """Returns the seconds until the request must be over; None for no limit. Raises
+        InvalidRequest.
+        """
         limits = [limit] if (limit := self.context.config.request_timeout) is not None else []
         if (asked := self.request.headers.get(TIMEOUT_HEADER)) is not None:
             try:
@@ -242,7 +288,9 @@ class HttpCall:
         return self.began + min(limits) - time.monotonic() if limits else None
 
     def salt(self, asked: str | None) -> str:
-        """Returns the salt that keeps prefix-cache hits, which can be timed, inside one key's requests."""
+        """Returns the salt that keeps prefix-cache hits, which can be timed, inside one key's
+        requests.
+        """
         owner = self.caller.owner if self.context.auth.several_owners else ""
         return f"{owner}:{asked or ''}" if owner or asked else ""
 
@@ -263,9 +311,15 @@ class App:
 
     def __init__(self, context: Context, routes: Sequence[Route]) -> None:
         self.context = context
-        self._prefixes = [route for route in routes if route.path.endswith("/") and route.path != "/"]
-        self._open = all(route.probe for route in routes)  # nothing here needs a key, so what is not here needs none
-        self._exact = {(route.method, route.path): route for route in routes if route not in self._prefixes}
+        self._prefixes = [
+            route for route in routes if route.path.endswith("/") and route.path != "/"
+        ]
+        self._open = all(
+            route.probe for route in routes
+        )  # nothing here needs a key, so what is not here needs none
+        self._exact = {
+            (route.method, route.path): route for route in routes if route not in self._prefixes
+        }
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request: by its route, or with an error of the API's shape."""
@@ -307,26 +361,46 @@ class App:
         if route is not None:
             return route, ""
         for route in self._prefixes:
-            if route.method == method and path.startswith(route.path) and path.endswith(route.suffix):
-                return route, unquote(path[len(route.path) : len(path) - len(route.suffix)], errors="replace")
+            if (
+                route.method == method
+                and path.startswith(route.path)
+                and path.endswith(route.suffix)
+            ):
+                return route, unquote(
+                    path[len(route.path) : len(path) - len(route.suffix)], errors="replace"
+                )
         return None, ""
 
     def _no_route(self, request: web.BaseRequest) -> RequestError:
         path = request.raw_path.partition("?")[0]
         methods = [method for method, known in self._exact if known == path]
         if not methods:
-            fits = [r for r in self._prefixes if path.startswith(r.path) and path.endswith(r.suffix)]
+            fits = [
+                r for r in self._prefixes if path.startswith(r.path) and path.endswith(r.suffix)
+            ]
             nearest = max((len(r.path + r.suffix) for r in fits), default=0)
             methods = [r.method for r in fits if len(r.path + r.suffix) == nearest]
         if not methods:
-            return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
-        return HttpError(405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods)
+            return NotFound(
+                f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is"
+            )
+        return HttpError(
+            405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods
+        )
 
     def _count(self, route: Route | None, status: int, call: HttpCall) -> None:
-        path = "other" if route is None else f"{route.path}{{id}}{route.suffix}" if route.suffix else route.path
+        path = (
+            "other"
+            if route is None
+            else f"{route.path}{{id}}{route.suffix}"
+            if route.suffix
+            else route.path
+        )
         self.context.responses[path, status] += 1
         if call.unknown:
-            log.warning("request %s: unknown fields ignored; its Warning header names them", call.id)
+            log.warning(
+                "request %s: unknown fields ignored; its Warning header names them", call.id
+            )
             log.debug("request %s: %s", call.id, shorten_line(", ".join(call.unknown)))
         if self.context.observers and (route is None or not route.probe):
             record = answered(call, path, status)

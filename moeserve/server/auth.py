@@ -1,5 +1,5 @@
-"""API keys: the files that hold them, who sends a request, and what that key allows: routes, and so many requests and
-tokens a minute, in OpenAI's headers and errors.
+"""API keys: the files that hold them, who sends a request, and what that key allows: routes, and so
+many requests and tokens a minute, in OpenAI's headers and errors.
 """
 
 import hashlib
@@ -24,8 +24,9 @@ Limit = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One key. Exactly one of `key` and `sha256` is given. priority: of its requests, which may ask for a later place
-    but not for an earlier one. name: in the access log; the first digits of the digest, if there is none."""
+    """One key. Exactly one of `key` and `sha256` is given. priority: of its requests, which may ask
+    for a later place but not for an earlier one. name: in the access log; the first digits of the
+    digest, if there is none."""
 
     name: Annotated[str, Meta(max_length=64, pattern=r"^[\w .@:-]*$")] = ""
     key: Annotated[str, Meta(min_length=1)] | None = None
@@ -50,8 +51,9 @@ def digest_of(key: str) -> bytes:
 
 
 def read_keys(path: str, flag: str) -> list[KeyEntry]:
-    """Returns the keys of a file: the list `keys` of one named .yaml, .yml or .json; in any other one each line is a
-    key or sha256:DIGEST. Raises ConfigError that names the file and what is wrong, and shows no key."""
+    """Returns the keys of a file: the list `keys` of one named .yaml, .yml or .json; in any other
+    one each line is a key or sha256:DIGEST. Raises ConfigError that names the file and what is
+    wrong, and shows no key."""
     with ConfigError.instead_of((OSError, UnicodeDecodeError), f"{flag} {path}"):
         text = Path(path).read_text(encoding="utf-8")
     structured = Path(path).suffix in (".yaml", ".yml", ".json")
@@ -70,14 +72,19 @@ def _lines(text: str) -> list[KeyEntry]:
     lines = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     hashed = [line.removeprefix("sha256:") for line in lines]
     pairs = zip(lines, hashed, strict=True)
-    return [KeyEntry(sha256=x) if x != line and _DIGEST.fullmatch(x) else KeyEntry(key=line) for line, x in pairs]
+    return [
+        KeyEntry(sha256=x) if x != line and _DIGEST.fullmatch(x) else KeyEntry(key=line)
+        for line, x in pairs
+    ]
 
 
 def _structured(text: str, where: str) -> list[KeyEntry]:
     try:
         document: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)  # the message itself would quote the line, and the key in it
+        mark = getattr(
+            error, "problem_mark", None
+        )  # the message itself would quote the line, and the key in it
         line = "" if mark is None else f" at line {mark.line + 1}"
         raise ConfigError(f"{where}: this is not valid YAML or JSON{line}") from None
     with ConfigError.instead_of(msgspec.ValidationError, where):
@@ -90,9 +97,11 @@ def _structured(text: str, where: str) -> list[KeyEntry]:
 
 @dataclass
 class Bucket:
-    """What is left of a limit per minute. It fills up steadily, and holds one minute's worth at most.
+    """What is left of a limit per minute. It fills up steadily, and holds one minute's worth at
+    most.
 
-    Answers are paid for when their length is known, so `left` may fall below zero, and later requests wait for that.
+    Answers are paid for when their length is known, so `left` may fall below zero, and later
+    requests wait for that.
     """
 
     per_minute: int
@@ -126,12 +135,15 @@ class Rates:
         amounts = {"requests": 1, "tokens": num_tokens}
         for kind, bucket in self._buckets.items():
             bucket.fill()
-            amount, limit = amounts[kind], bucket.per_minute
+            amount = amounts[kind]
+            limit = bucket.per_minute
             if amount > limit:
                 what = f"the prompts have {amount} tokens and this key may use {limit} a minute: send less at once"
                 raise RateLimited(what, kind=kind, retry_after_s=math.inf)
             if (wait_s := bucket.wait_s(amount)) > 0:
-                what = f"this key may use {limit} {kind} a minute; try again in {math.ceil(wait_s)} s"
+                what = (
+                    f"this key may use {limit} {kind} a minute; try again in {math.ceil(wait_s)} s"
+                )
                 raise RateLimited(what, kind=kind, retry_after_s=wait_s)
         for kind, bucket in self._buckets.items():
             bucket.left -= amounts[kind]
@@ -155,7 +167,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. owner: names the key without revealing it; "" when the server is open.
+    """The sender of a request. owner: names the key without revealing it; "" when the server is
+    open.
 
     name: the owner for people. rates, priority: what the key file says of this key.
     """
@@ -171,22 +184,28 @@ OPEN = Caller()
 
 
 class Auth:
-    """The keys, kept and compared as SHA-256 digests, all of them each time, so that timing tells nothing.
+    """The keys, kept and compared as SHA-256 digests, all of them each time, so that timing tells
+    nothing.
 
-    With user keys every route but the probes needs one; without, the server is open. The constructor and `reload` raise
-    ConfigError for a key file that cannot be read or holds no key. paths: the files that `reload` reads.
+    With user keys every route but the probes needs one; without, the server is open. The
+    constructor and `reload` raise ConfigError for a key file that cannot be read or holds no key.
+    paths: the files that `reload` reads.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._callers: dict[bytes, Caller] = {}
-        self.paths = [path for path in (config.api_key_file, config.admin_key_file) if path is not None]
+        self.paths = [
+            path for path in (config.api_key_file, config.admin_key_file) if path is not None
+        ]
         if not all(config.api_key):
             raise ConfigError("--api-key: an empty key protects nothing")
         self.reload()
 
     def reload(self) -> None:
-        """Reads the key files. What a key has used of its rates stays known as long as its limits do."""
+        """Reads the key files. What a key has used of its rates stays known as long as its limits
+        do.
+        """
         config = self._config
         users: Sequence[KeyEntry] = [KeyEntry(key=key) for key in dict.fromkeys(config.api_key)]
         admins: Sequence[KeyEntry] = []
@@ -203,20 +222,30 @@ class Auth:
         self.several_owners = len(users) > 1  # whether their requests must be kept apart
 
     def owner(self, name: str, name_of: Callable[[str], str]) -> Caller:
-        """Returns the caller whose owner `name_of` calls `name`; that of an open server if there is no such key."""
-        return next((caller for caller in self._callers.values() if name_of(caller.owner) == name), OPEN)
+        """Returns the caller whose owner `name_of` calls `name`; that of an open server if there is
+        no such key.
+        """
+        return next(
+            (caller for caller in self._callers.values() if name_of(caller.owner) == name), OPEN
+        )
 
     def check(self, headers: Mapping[str, str]) -> Caller:
-        """Returns the caller. Raises Unauthorized unless the request carries a known key or none is needed."""
+        """Returns the caller. Raises Unauthorized unless the request carries a known key or none is
+        needed.
+        """
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
         digest = digest_of(key)
-        callers = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
+        callers = [
+            caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)
+        ]
         if callers:
             return callers[0]
         if not self.required:
             return OPEN
-        raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`")
+        raise Unauthorized(
+            "missing or wrong API key; send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
+        )
 
 
 def _caller(entry: KeyEntry, known: Mapping[bytes, Caller], *, is_admin: bool) -> Caller:
@@ -226,7 +255,9 @@ def _caller(entry: KeyEntry, known: Mapping[bytes, Caller], *, is_admin: bool) -
     rates = before.rates if before is not None else None
     if rates is None or rates.limits != limits:
         rates = Rates(*limits)
-    return Caller(owner, is_admin, entry.name or owner, rates if any(limits) else None, entry.priority)
+    return Caller(
+        owner, is_admin, entry.name or owner, rates if any(limits) else None, entry.priority
+    )
 
 
 def _duration(seconds: float) -> str:

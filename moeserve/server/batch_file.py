@@ -9,14 +9,18 @@ import msgspec
 from moeserve.errors import ConfigError
 
 ID_PREFIX = "batch_req_"
-_BEGINNING = b'{"id":"' + ID_PREFIX.encode()  # of each result line, also of one that an earlier run left unfinished
+_BEGINNING = (
+    b'{"id":"' + ID_PREFIX.encode()
+)  # of each result line, also of one that an earlier run left unfinished
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 URLS = get_args(Url)
 Key = tuple[str, str | None]  # id and custom_id of a result line
 
 
 class BatchLine(NamedTuple):
-    """One line of the input file. `fault` says why it cannot be sent; without a usable custom_id that is None."""
+    """One line of the input file. `fault` says why it cannot be sent; without a usable custom_id
+    that is None.
+    """
 
     custom_id: str | None
     number: int
@@ -27,15 +31,21 @@ class BatchLine(NamedTuple):
     @property
     def key(self) -> Key:
         """The id and custom_id of the line's result."""
-        return ID_PREFIX + (f"line_{self.number}" if self.custom_id is None else self.custom_id), self.custom_id
+        return ID_PREFIX + (
+            f"line_{self.number}" if self.custom_id is None else self.custom_id
+        ), self.custom_id
 
     def result(self, status: int, request_id: str | None, body: bytes) -> bytes:
         """Returns the result line of a server's answer, success or not; `body` is its JSON."""
-        return self._encode({"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}, None)
+        return self._encode(
+            {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}, None
+        )
 
     def refusal(self, code: str = "invalid_request", why: str | None = None) -> bytes:
         """Returns the result line of a line that was never sent."""
-        return self._encode(None, {"code": code, "message": f"line {self.number}: {why or self.fault}"})
+        return self._encode(
+            None, {"code": code, "message": f"line {self.number}: {why or self.fault}"}
+        )
 
     def _encode(self, response: Any, error: Any) -> bytes:
         line_id, custom_id = self.key
@@ -53,13 +63,17 @@ def read_input(path: Path) -> list[BatchLine]:
         line = _parse(text, number)
         if line.custom_id is not None and first_seen.setdefault(line.custom_id, number) != number:
             first = first_seen[line.custom_id]
-            line = BatchLine(None, number, fault=f"custom_id {line.custom_id!r:.64} is already on line {first}")
+            line = BatchLine(
+                None, number, fault=f"custom_id {line.custom_id!r:.64} is already on line {first}"
+            )
         lines.append(line)
     return lines
 
 
 class _Line(msgspec.Struct):
-    """A line as it should be; the fields are checked one by one, so that a fault names the line's custom_id."""
+    """A line as it should be; the fields are checked one by one, so that a fault names the line's
+    custom_id.
+    """
 
     custom_id: Any = None
     method: Any = "POST"
@@ -112,7 +126,9 @@ def open_output(path: Path) -> BinaryIO:
 
 
 def read_done(path: Path) -> set[Key]:
-    """Returns the keys of the results in the output file; cuts off a last line that an earlier run left unfinished."""
+    """Returns the keys of the results in the output file; cuts off a last line that an earlier run
+    left unfinished.
+    """
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
     if not path.exists():

@@ -1,7 +1,8 @@
 """/v1/batches: files of requests that run behind everything interactive, with OpenAI's states.
 
-All state is in the file store: results are appended as they come, and a server that starts again goes on with what has
-none yet. Lines go through the same handlers as requests over HTTP (`inside.py`).
+All state is in the file store: results are appended as they come, and a server that starts again
+goes on with what has none yet. Lines go through the same handlers as requests over HTTP
+(`inside.py`).
 """
 
 import asyncio
@@ -18,7 +19,15 @@ from msgspec import Meta, Struct
 from moeserve.errors import Conflict, InvalidRequest
 from moeserve.server.app import HttpCall
 from moeserve.server.batch_file import BatchLine, Url, open_output, read_done, read_input
-from moeserve.server.file_objects import Batch, BatchError, BatchErrors, BatchList, BatchState, FileObject, page
+from moeserve.server.file_objects import (
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchList,
+    BatchState,
+    FileObject,
+    page,
+)
 from moeserve.server.file_store import FileStore
 from moeserve.server.files import store_of
 
@@ -58,7 +67,8 @@ class Batches:
 
     def __init__(self, store: FileStore, ask: Ask, slots: Callable[[], Awaitable[int]]) -> None:
         self.store = store
-        self._ask, self._num_slots = ask, slots
+        self._ask = ask
+        self._num_slots = slots
         self._slots: asyncio.Semaphore | None = None
         self._loaded = asyncio.Semaphore(MAX_LOADED)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -110,7 +120,11 @@ class Batches:
             end = "cancelled"
         except Exception as error:
             log.exception("batch %s failed", batch.id)
-            what = error.args[0] if isinstance(error, _Full) else "internal error; the server's log says which"
+            what = (
+                error.args[0]
+                if isinstance(error, _Full)
+                else "internal error; the server's log says which"
+            )
             batch.errors = BatchErrors(data=[BatchError(code="batch_failed", message=what)])
             end = "failed"
         self._publish(owner, batch)
@@ -136,7 +150,8 @@ class Batches:
         paths = [self.store.path(owner, result_id(batch, kind)) for kind in ("output", "error")]
         good, bad = [await asyncio.to_thread(read_done, path) for path in paths]
         counts = batch.request_counts
-        counts.completed, counts.failed = len(good), len(bad)
+        counts.completed = len(good)
+        counts.failed = len(bad)
         waiting = iter([line for line in lines if line.key not in good | bad])
         num_slots = await self._num_slots()
         self._slots = slots = self._slots or asyncio.Semaphore(num_slots)
@@ -145,7 +160,9 @@ class Batches:
             """Asks for one line after the other until none is left."""
             for line in waiting:  # shared: each worker takes the next line that nobody has
                 if line.number % CHECK_EVERY == 1 and await asyncio.to_thread(self.store.room) <= 0:
-                    raise _Full("there is no room for more results; delete files and send the batch again")
+                    raise _Full(
+                        "there is no room for more results; delete files and send the batch again"
+                    )
                 status, result = await self._ask_line(owner, line, slots)
                 file = output if status == 200 else errors
                 file.write(result)
@@ -162,15 +179,24 @@ class Batches:
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
 
-    async def _ask_line(self, owner: str, line: BatchLine, slots: asyncio.Semaphore) -> tuple[int, bytes]:
+    async def _ask_line(
+        self, owner: str, line: BatchLine, slots: asyncio.Semaphore
+    ) -> tuple[int, bytes]:
         while True:
             async with slots:
                 response = await self._ask(line.url, bytes(line.body), owner)
-            if response.status not in (429, 503) or response.headers.get("X-Should-Retry") == "false":
+            if (
+                response.status not in (429, 503)
+                or response.headers.get("X-Should-Retry") == "false"
+            ):
                 body = response.body
                 assert isinstance(body, bytes)
-                return response.status, line.result(response.status, response.headers.get("X-Request-Id"), body)
-            await asyncio.sleep(float(response.headers.get("Retry-After", 1)))  # this request can wait
+                return response.status, line.result(
+                    response.status, response.headers.get("X-Request-Id"), body
+                )
+            await asyncio.sleep(
+                float(response.headers.get("Retry-After", 1))
+            )  # this request can wait
 
     def _publish(self, owner: str, batch: Batch) -> None:
         """Makes files of the results that there are."""
@@ -198,8 +224,14 @@ def _faults(lines: list[BatchLine], endpoint: str) -> Iterator[BatchError]:
     if not lines:
         yield BatchError(code="empty_file", message="the input file has no line")
     if len(lines) > MAX_LINES:
-        yield BatchError(code="too_many_lines", message=f"the input file has more than {MAX_LINES:,} lines")
-    faults = [(line, line.fault or f"url must be {endpoint}") for line in lines if line.fault or line.url != endpoint]
+        yield BatchError(
+            code="too_many_lines", message=f"the input file has more than {MAX_LINES:,} lines"
+        )
+    faults = [
+        (line, line.fault or f"url must be {endpoint}")
+        for line in lines
+        if line.fault or line.url != endpoint
+    ]
     for line, fault in faults[:MAX_ERRORS]:
         yield BatchError(code="invalid_line", message=fault, line=line.number)
 
@@ -213,7 +245,8 @@ async def create_batch(call: HttpCall) -> web.StreamResponse:
         raise InvalidRequest(what, param="output_expires_after", code="unsupported_parameter")
     file = store.find(owner, request.input_file_id, FileObject, param="input_file_id")
     store.admit()
-    now, front = int(time.time()), call.context.front
+    now = int(time.time())
+    front = call.context.front
     batch = Batch(
         id=f"batch_{uuid.uuid4().hex}",
         endpoint=request.endpoint,

@@ -1,4 +1,6 @@
-"""POST /v1/chat/completions, and /v1/chat/completions/render, which shows the prompt that it would run."""
+"""POST /v1/chat/completions, and /v1/chat/completions/render, which shows the prompt that it would
+run.
+"""
 
 from typing import Any
 
@@ -18,12 +20,18 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
     """Answer a conversation, whole or as a stream of chunks."""
     request = await call.read(ChatRequest)
     async with conversation(call, request) as chat:
-        front, ready, params = chat.front, chat.ready, chat.params
+        front = chat.front
+        ready = chat.ready
+        params = chat.params
         form = None
         if request.logprobs:
-            form = LogprobFormat(front.tokenizer, params.logprobs or 0, as_ids=request.return_tokens_as_token_ids)
+            form = LogprobFormat(
+                front.tokenizer, params.logprobs or 0, as_ids=request.return_tokens_as_token_ids
+            )
         if request.stream:
-            chunk = protocol.ChatCompletionChunk(**call.head("chatcmpl", "chat.completion.chunk", front, ready))
+            chunk = protocol.ChatCompletionChunk(
+                **call.head("chatcmpl", "chat.completion.chunk", front, ready)
+            )
             return await stream_answer(call, chat.running, ChatChunks(chat, chunk, request, form))
         (sequences,) = await collect(chat.running, params.n, chat.counts)
     answer = protocol.ChatCompletion(
@@ -52,7 +60,8 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
 
 def _message(chat: Conversation, delta: Delta) -> protocol.ChatMessage:
     """Returns a whole answer."""
-    message, calls = protocol.ChatMessage(content=None if chat.parsed else ""), list[dict[str, Any]]()
+    message = protocol.ChatMessage(content=None if chat.parsed else "")
+    calls = list[dict[str, Any]]()
     for part in chat.parts(delta):
         if part.kind == "content":
             message.content = (message.content or "") + part.text
@@ -83,7 +92,9 @@ def _choice_delta(part: Part) -> protocol.ChoiceDelta:
         return protocol.ChoiceDelta(reasoning=part.text)
     if part.kind == "call":
         return protocol.ChoiceDelta(tool_calls=[{"index": part.number} | _tool_call(part)])
-    return protocol.ChoiceDelta(tool_calls=[{"index": part.number, "function": {"arguments": part.text}}])
+    return protocol.ChoiceDelta(
+        tool_calls=[{"index": part.number, "function": {"arguments": part.text}}]
+    )
 
 
 class ChatChunks(Chunks):
@@ -92,7 +103,11 @@ class ChatChunks(Chunks):
     last_choice = protocol.ChatChunkChoice
 
     def __init__(
-        self, chat: Conversation, chunk: protocol.ChatCompletionChunk, request: ChatRequest, form: LogprobFormat | None
+        self,
+        chat: Conversation,
+        chunk: protocol.ChatCompletionChunk,
+        request: ChatRequest,
+        form: LogprobFormat | None,
     ) -> None:
         super().__init__(chunk, request, [chat.prompt], chat.params.n, chat.counts, form)
         self._chat = chat
@@ -103,7 +118,9 @@ class ChatChunks(Chunks):
         """Returns one frame with the role for each choice."""
         out = b""
         for index in range(self.n):
-            choice = protocol.OpenChatChoice(index=index, delta=protocol.ChoiceDelta(role="assistant", content=""))
+            choice = protocol.OpenChatChoice(
+                index=index, delta=protocol.ChoiceDelta(role="assistant", content="")
+            )
             if self.token_ids and index == 0:
                 choice.prompt_token_ids = self.prompts[0]
             out += self.frame(choice)
@@ -118,7 +135,8 @@ class ChatChunks(Chunks):
         if not self._chat.parsed:
             return super().frames(prompt, delta)
         self._counts.add(delta)
-        index, parts = delta.index, self._chat.parts(delta)
+        index = delta.index
+        parts = self._chat.parts(delta)
         if self._hides_reasoning:
             parts = [part for part in parts if part.kind != "reasoning"]
         if self._plain:
@@ -127,7 +145,9 @@ class ChatChunks(Chunks):
             for part in parts[1:]:
                 out += self._part_frame(index, part)
         else:
-            choices = [protocol.OpenChatChoice(index=index, delta=_choice_delta(part)) for part in parts]
+            choices = [
+                protocol.OpenChatChoice(index=index, delta=_choice_delta(part)) for part in parts
+            ]
             if delta.token_ids:
                 choices = choices or [protocol.OpenChatChoice(index=index)]
                 self._add_tokens(choices[0], delta)
@@ -139,7 +159,9 @@ class ChatChunks(Chunks):
         """Returns the frame of one part: all frames of a text are alike, except for the new text."""
         key = index, part.kind, part.number
         if (template := self._templates.get(key)) is None:
-            choice = protocol.OpenChatChoice(index=index, delta=_choice_delta(part._replace(text=MARK)))
+            choice = protocol.OpenChatChoice(
+                index=index, delta=_choice_delta(part._replace(text=MARK))
+            )
             before, after = encode(choice).split(encode(MARK))
             template = self._templates[key] = self._head + before, after + self._tail
         return template[0] + encode(part.text) + template[1]

@@ -8,7 +8,15 @@ from msgspec import Meta, Struct
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
 from moeserve.server.errors import shorten
-from moeserve.server.requests import MAX_UNKNOWN, MEDIA, OpenName, Sampling, convert, convert_at, unknown_fields
+from moeserve.server.requests import (
+    MAX_UNKNOWN,
+    MEDIA,
+    OpenName,
+    Sampling,
+    convert,
+    convert_at,
+    unknown_fields,
+)
 
 PositiveCount = Annotated[int, Meta(ge=1)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -24,7 +32,9 @@ class TextPart(Struct, kw_only=True):
 
 
 class Function(Struct, kw_only=True, omit_defaults=True):
-    """What a tool is: parameters is a JSON schema of its arguments. strict: a call's arguments have to match it."""
+    """What a tool is: parameters is a JSON schema of its arguments. strict: a call's arguments have
+    to match it.
+    """
 
     name: FunctionName
     description: str | None = None
@@ -62,8 +72,8 @@ class _Fields(Struct, kw_only=True):
 class Tools(Struct, kw_only=True):
     """The tools of a request, as templates and formats take them.
 
-    shown: those that the template shows the model; callable: those that it may call. choice: "named" means that the
-    one callable tool has to be called.
+    shown: those that the template shows the model; callable: those that it may call. choice:
+    "named" means that the one callable tool has to be called.
     """
 
     choice: Literal["none", "auto", "required", "named"] = "none"
@@ -101,7 +111,8 @@ class Message(Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatRequest(Sampling, kw_only=True):
-    """A conversation to go on with. reasoning_effort is a variable of the template; verbosity changes nothing.
+    """A conversation to go on with. reasoning_effort is a variable of the template; verbosity
+    changes nothing.
 
     include_reasoning: false leaves the reasoning out of the answer.
     """
@@ -133,9 +144,13 @@ class ChatRequest(Sampling, kw_only=True):
                 continue
             if message.get("function_call"):
                 param = f"messages[{i}].function_call"
-                raise InvalidRequest(f"{param}: use tool_calls", param=param, code="unsupported_parameter")
+                raise InvalidRequest(
+                    f"{param}: use tool_calls", param=param, code="unsupported_parameter"
+                )
             if len(unknown) < MAX_UNKNOWN:
-                rest = [name for name, value in message.items() if value not in (None, [])]  # answers come back so
+                rest = [
+                    name for name, value in message.items() if value not in (None, [])
+                ]  # answers come back so
                 unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
         return unknown
 
@@ -146,7 +161,11 @@ _MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
 def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParams:
     """Returns the parameters; max_tokens None means the rest of the context. Raises InvalidRequest."""
     given = request.given()
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    asked = (
+        request.max_tokens
+        if request.max_completion_tokens is None
+        else request.max_completion_tokens
+    )
     given["max_tokens"] = asked if asked is None else min(asked, MAX_INT)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -160,14 +179,24 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
 
 
 def chat_tools(
-    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, *, parallel: bool | None = None
+    tools: list[dict[str, Any]] | None,
+    choice: str | dict[str, Any] | None,
+    *,
+    parallel: bool | None = None,
 ) -> Tools:
     """Returns what a request says about tools, checked. Raises InvalidRequest."""
     checked = convert({"tools": tools or []}, _Fields).tools
-    known: dict[str, dict[str, Any]] = {tool.function.name: msgspec.to_builtins(tool) for tool in checked}
+    known: dict[str, dict[str, Any]] = {
+        tool.function.name: msgspec.to_builtins(tool) for tool in checked
+    }
     if len(known) < len(checked):
         raise InvalidRequest("tools: two tools have the same name", param="tools")
-    found = Tools(choice="auto", shown=[*known.values()], callable=[*known.values()], parallel=parallel is not False)
+    found = Tools(
+        choice="auto",
+        shown=[*known.values()],
+        callable=[*known.values()],
+        parallel=parallel is not False,
+    )
     match choice:
         case None | "auto":
             return found if known else Tools()
@@ -178,7 +207,9 @@ def chat_tools(
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
             subset = convert_at(allowed, _Allowed, "tool_choice.allowed_tools")
             found.choice = subset.mode
-            found.shown = found.callable = _chosen(known, [tool.function.name for tool in subset.tools])
+            found.shown = found.callable = _chosen(
+                known, [tool.function.name for tool in subset.tools]
+            )
         case dict():
             named = convert_at(choice, _NamedTool, "tool_choice")
             found.choice, found.callable = "named", _chosen(known, [named.function.name])
@@ -193,7 +224,9 @@ def chat_tools(
 def _chosen(known: dict[str, dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
     for name in names:
         if name not in known:
-            raise InvalidRequest(f"tool_choice: there is no tool {shorten(name)!r} in tools", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice: there is no tool {shorten(name)!r} in tools", param="tool_choice"
+            )
     return [known[name] for name in dict.fromkeys(names)]
 
 
@@ -203,13 +236,19 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if message.role not in ROLES:
-            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+            raise InvalidRequest(
+                f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role"
+            )
         checked: dict[str, Any] = {"role": message.role}
         if message.tool_calls:
             calls = enumerate(message.tool_calls)
-            checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{j}]") for j, call in calls]
+            checked["tool_calls"] = [
+                _tool_call(call, f"{where}.tool_calls[{j}]") for j, call in calls
+            ]
         content = message.content
-        if content is None and not (message.tool_calls or message.reasoning or message.reasoning_content):
+        if content is None and not (
+            message.tool_calls or message.reasoning or message.reasoning_content
+        ):
             raise InvalidRequest(f"{where}.content must be text", param=f"{where}.content")
         if isinstance(content, list):
             content = "\n".join(_part_text(part, f"{where}.content") for part in content)
@@ -230,7 +269,9 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
             checked.function.arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one
             where += ".function.arguments"
-            raise InvalidRequest(f"{where} must be the JSON text of an object", param=where) from error
+            raise InvalidRequest(
+                f"{where} must be the JSON text of an object", param=where
+            ) from error
     found: dict[str, Any] = msgspec.to_builtins(checked)
     return found
 

@@ -41,27 +41,37 @@ async def completions(call: HttpCall) -> web.StreamResponse:
     asked = split_prompts(request.prompt)
     if params.n * len(asked) > MAX_SEQUENCES:
         raise InvalidRequest(
-            f"{len(asked)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences", param="prompt"
+            f"{len(asked)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences",
+            param="prompt",
         )
-    call.admit(front, params.n * len(asked), request.priority)  # before any work on texts that may not run anyway
+    call.admit(
+        front, params.n * len(asked), request.priority
+    )  # before any work on texts that may not run anyway
     prompts = await _encode(front, ready, asked, request)
     call.counts = counts = Counts(sum(map(len, prompts)))
     head = call.head("cmpl", "text_completion", front, ready)
     form = None
     if request.logprobs is not None:
-        form = LogprobFormat(front.tokenizer, request.logprobs, as_ids=request.return_tokens_as_token_ids)
+        form = LogprobFormat(
+            front.tokenizer, request.logprobs, as_ids=request.return_tokens_as_token_ids
+        )
     async with running_request(call, front, prompts, params, request) as running:
         echo = [_text(front, prompt) for prompt in asked] if request.echo else None
         if request.stream:
             if request.echo and (form is not None or request.max_tokens == 0):
                 what = "logprobs" if form is not None else "max_tokens: 0"
                 raise InvalidRequest(f"echo with {what} cannot be streamed", param="stream")
-            chunks = CompletionChunks(Completion(**head), request, prompts, params.n, counts, form, echo=echo)
+            chunks = CompletionChunks(
+                Completion(**head), request, prompts, params.n, counts, form, echo=echo
+            )
             return await stream_answer(call, running, chunks)
         found = await collect(running, params.n, counts)
     if request.max_tokens == 0:  # drops the one token that was made to get at the prompt's logprobs
         counts.completion_tokens = 0
-        found = [[Delta(s.index, finish_reason="length", prompt_logprobs=s.prompt_logprobs) for s in p] for p in found]
+        found = [
+            [Delta(s.index, finish_reason="length", prompt_logprobs=s.prompt_logprobs) for s in p]
+            for p in found
+        ]
     answer = Completion(**head, usage=counts.usage())
     for p, sequences in enumerate(found):
         # Only the first sequence of a prompt carries the prompt's logprobs.
@@ -77,12 +87,16 @@ async def completions(call: HttpCall) -> web.StreamResponse:
 
 
 def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
-    """Returns the parameters. With echo max_tokens may be 0; it becomes 1, and the caller drops that token."""
+    """Returns the parameters. With echo max_tokens may be 0; it becomes 1, and the caller drops
+    that token.
+    """
     given = request.given()
     max_tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     given["max_tokens"] = min(max(max_tokens, 1) if request.echo else max_tokens, MAX_INT)
     if request.receipt and max_tokens == 0:
-        raise InvalidRequest("an answer without tokens (max_tokens: 0) has no receipt", param="receipt")
+        raise InvalidRequest(
+            "an answer without tokens (max_tokens: 0) has no receipt", param="receipt"
+        )
     given["receipt"] = bool(request.receipt)
     if request.logprobs is not None:
         given["logprobs"] = request.logprobs
@@ -119,29 +133,39 @@ class CompletionChunks(Chunks):
 
     def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> CompletionLogprobs:
         """Returns the logprobs object of a choice."""
-        shown, self._offsets[index] = form.columns(delta.token_ids, delta.logprobs, self._offsets.get(index, 0))
+        shown, self._offsets[index] = form.columns(
+            delta.token_ids, delta.logprobs, self._offsets.get(index, 0)
+        )
         return shown
 
 
 def split_prompts(prompt: Any) -> list[Prompt]:
-    """Returns OpenAI's four forms (text, texts, ids, lists of ids) as a list of prompts, all of one kind."""
+    """Returns OpenAI's four forms (text, texts, ids, lists of ids) as a list of prompts, all of one
+    kind.
+    """
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
-        raise InvalidRequest("prompt must be a text, token ids, or a list of either, and not empty", param="prompt")
+        raise InvalidRequest(
+            "prompt must be a text, token ids, or a list of either, and not empty", param="prompt"
+        )
     kinds = {type(item) for item in prompt}
     if kinds == {int}:
         return [prompt]
     if kinds == {str} or kinds == {list}:
         if len(prompt) > MAX_SEQUENCES:
-            raise InvalidRequest(f"{len(prompt)} prompts; at most {MAX_SEQUENCES} are allowed", param="prompt")
+            raise InvalidRequest(
+                f"{len(prompt)} prompts; at most {MAX_SEQUENCES} are allowed", param="prompt"
+            )
         if not all(prompt):
             raise InvalidRequest("a prompt must not be empty", param="prompt")
         return list(prompt)
     raise InvalidRequest("prompt mixes texts and token ids", param="prompt")
 
 
-async def _encode(front: FrontEnd, ready: Ready, asked: list[Prompt], request: CompletionRequest) -> list[list[int]]:
+async def _encode(
+    front: FrontEnd, ready: Ready, asked: list[Prompt], request: CompletionRequest
+) -> list[list[int]]:
     texts = [prompt for prompt in asked if isinstance(prompt, str)]
     if not texts:
         return [prompt for prompt in asked if isinstance(prompt, list)]
@@ -163,7 +187,9 @@ def _choice(
     sequence: Delta,
     form: LogprobFormat | None,
 ) -> CompletionChoice:
-    choice = CompletionChoice(finish_reason=sequence.finish_reason, stop_reason=sequence.stop_reason)
+    choice = CompletionChoice(
+        finish_reason=sequence.finish_reason, stop_reason=sequence.stop_reason
+    )
     choice.receipt = sequence.receipt
     if form is not None:
         tokens: list[int] = sequence.token_ids
@@ -173,5 +199,6 @@ def _choice(
             rows = [*(prompt_logprobs or [None] * len(prompt)), *rows]
         choice.logprobs, _ = form.columns(tokens, rows)
     if request.return_token_ids:
-        choice.prompt_token_ids, choice.token_ids = prompt, sequence.token_ids
+        choice.prompt_token_ids = prompt
+        choice.token_ids = sequence.token_ids
     return choice

@@ -1,7 +1,8 @@
-"""A running chat, whatever the API that asked for it: from a checked request to the parts of its answers.
+"""A running chat, whatever the API that asked for it: from a checked request to the parts of its
+answers.
 
-`async with conversation(call, request) as chat:` renders the prompt and runs it; `chat.parts` reads its deltas. However
-these are merged, the texts of the parts of a choice, joined, are the same.
+`async with conversation(call, request) as chat:` renders the prompt and runs it; `chat.parts` reads
+its deltas. However these are merged, the texts of the parts of a choice, joined, are the same.
 """
 
 import asyncio
@@ -33,14 +34,21 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """A chat that runs. prompt: its token ids; parsed: whether answers may have parts besides content.
+    """A chat that runs. prompt: its token ids; parsed: whether answers may have parts besides
+    content.
 
-    tools: what the model may call. num_earlier: calls in the history. Errors come as RequestErrors, those of an
-    engine's refusal before the first delta.
+    tools: what the model may call. num_earlier: calls in the history. Errors come as RequestErrors,
+    those of an engine's refusal before the first delta.
     """
 
     def __init__(
-        self, call: HttpCall, front: FrontEnd, ready: Ready, prompt: list[int], params: SamplingParams, tools: Tools
+        self,
+        call: HttpCall,
+        front: FrontEnd,
+        ready: Ready,
+        prompt: list[int],
+        params: SamplingParams,
+        tools: Tools,
     ) -> None:
         self.front = front
         self.ready = ready
@@ -57,18 +65,23 @@ class Conversation:
         self._ids: list[list[str]] = [[] for _ in range(params.n)]  # of each choice's calls
 
     def parts(self, delta: Delta) -> list[Part]:
-        """Returns the parts of a delta, each of which has to come here once and in order. Where a choice ends that
-        called a tool, its finish_reason becomes "tool_calls"."""
+        """Returns the parts of a delta, each of which has to come here once and in order. Where a
+        choice ends that called a tool, its finish_reason becomes "tool_calls"."""
         if not self.parsed:
             return [Part("content", delta.text)] if delta.text else []
-        parts, ids = delta.parts, self._ids[delta.index]
+        parts = delta.parts
+        ids = self._ids[delta.index]
         if len(parts) > 1:
             parts = joined(parts)
         for i, part in enumerate(parts):
             if part.kind == "call":
                 assert self.front.answer_format is not None
-                random = hashlib.sha256(f"{self._key}.{delta.index}.{len(ids)}".encode()).hexdigest()[:32]
-                ids.append(self.front.answer_format.call_id(part.text, self.num_earlier + len(ids), random))
+                random = hashlib.sha256(
+                    f"{self._key}.{delta.index}.{len(ids)}".encode()
+                ).hexdigest()[:32]
+                ids.append(
+                    self.front.answer_format.call_id(part.text, self.num_earlier + len(ids), random)
+                )
             if part.kind == "call" or part.kind == "arguments":
                 parts[i] = part._replace(number=len(ids) - 1, id=ids[-1])
         if ids and delta.finish_reason == "stop":
@@ -78,7 +91,8 @@ class Conversation:
 
 @asynccontextmanager
 async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Conversation]:
-    """Runs a chat inside the block, at whose end what still runs is aborted. Raises RequestError before anything runs.
+    """Runs a chat inside the block, at whose end what still runs is aborted. Raises RequestError
+    before anything runs.
 
     The call's counts become those of the chat.
     """
@@ -104,17 +118,24 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
 
 
 def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str) -> dict[str, Any]:
-    """Returns the options of `running_request` that say how answers are read, and what they must match."""
+    """Returns the options of `running_request` that say how answers are read, and what they must
+    match.
+    """
     continues = bool(request.continue_final_message)
     parser = partial(form.parser, tools.shown, prompt=prompt, continued=continues)
     found: dict[str, Any] = {"parser": parser}
-    forced, asked = tools.choice in ("required", "named"), request.constraint()
-    grammar, param = None, "tools"
+    forced = tools.choice in ("required", "named")
+    asked = request.constraint()
+    grammar = None
+    param = "tools"
     if tools.shown:
         required = forced or asked is not None
-        grammar = form.constraint(tools.callable, required=required, parallel=tools.parallel, prompt=prompt)
+        grammar = form.constraint(
+            tools.callable, required=required, parallel=tools.parallel, prompt=prompt
+        )
     if asked is not None and not forced:  # calls that have to come leave no content to constrain
-        content, param = form.after_reasoning(grammar_of(*asked), prompt=prompt), asked[1]
+        content = form.after_reasoning(grammar_of(*asked), prompt=prompt)
+        param = asked[1]
         grammar = content if grammar is None else either(grammar, content)
     if grammar is not None:
         found |= {"grammar": grammar, "grammar_param": param}
@@ -122,7 +143,9 @@ def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
 
 
 async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int]]:
-    """Returns the prompt of a chat that is not run, as text and as token ids. Raises RequestError as if it were."""
+    """Returns the prompt of a chat that is not run, as text and as token ids. Raises RequestError
+    as if it were.
+    """
     front, ready = call.context.serving(request.model)
     chat_params(request, front.defaults).check(ready.vocab_size)
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
@@ -132,8 +155,11 @@ async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int
 async def chat_prompt(
     front: FrontEnd, ready: Ready, request: "ChatRequest | TokenizeRequest", tools: Tools
 ) -> tuple[str, list[int]]:
-    """Returns the rendered prompt as people see it, and its ids; works in a thread, since both may take long."""
-    template, tokenizer = front.chat_template, front.tokenizer
+    """Returns the rendered prompt as people see it, and its ids; works in a thread, since both may
+    take long.
+    """
+    template = front.chat_template
+    tokenizer = front.tokenizer
     if template is None or tokenizer is None:
         raise InvalidRequest(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template",
@@ -157,8 +183,14 @@ async def chat_prompt(
     check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
     kwargs = request.chat_template_kwargs or {}
     if request.reasoning_effort is not None:
-        thinks = request.reasoning_effort != "none"  # the two names under which templates have a switch
-        effort = {"reasoning_effort": request.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        thinks = (
+            request.reasoning_effort != "none"
+        )  # the two names under which templates have a switch
+        effort = {
+            "reasoning_effort": request.reasoning_effort,
+            "enable_thinking": thinks,
+            "thinking": thinks,
+        }
         kwargs = effort | kwargs
 
     def work() -> tuple[str, list[int]]:

@@ -18,7 +18,9 @@ _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~ ,-]{0,2000}")
 
 
 class Cors:
-    """The allowed origins, as an exact list or "*". Raises ConfigError for one that no browser could send."""
+    """The allowed origins, as an exact list or "*". Raises ConfigError for one that no browser
+    could send.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self._any = "*" in config.allowed_origins
@@ -35,17 +37,29 @@ class Cors:
         origin = request.headers.get("Origin", "")
         if origin not in self._origins:
             return {"Vary": "Origin"}  # so that no cache gives this answer to another origin's page
-        return {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED, "Vary": "Origin"}
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": EXPOSED,
+            "Vary": "Origin",
+        }
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """Returns the answer to a browser that asks before the actual request, which has the key; None to others."""
+        """Returns the answer to a browser that asks before the actual request, which has the key;
+        None to others.
+        """
         headers = self.headers(request)
         method = request.headers.get("Access-Control-Request-Method")
-        if request.method != "OPTIONS" or not method or "Access-Control-Allow-Origin" not in headers:
+        if (
+            request.method != "OPTIONS"
+            or not method
+            or "Access-Control-Allow-Origin" not in headers
+        ):
             return None
         asked = request.headers.get("Access-Control-Request-Headers", "")
         headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
         headers["Access-Control-Max-Age"] = str(MAX_AGE_S)
         if asked and _NAMES.fullmatch(asked):
-            headers["Access-Control-Allow-Headers"] = asked  # all of them: "*" would leave out Authorization
+            headers["Access-Control-Allow-Headers"] = (
+                asked  # all of them: "*" would leave out Authorization
+            )
         return web.Response(status=204, headers=headers)

@@ -1,6 +1,8 @@
-"""Every failure in OpenAI's JSON shape, {"error": {"message", "type", "param", "code"}}, or in Anthropic's.
+"""Every failure in OpenAI's JSON shape, {"error": {"message", "type", "param", "code"}}, or in
+Anthropic's.
 
-A 500 reveals nothing about the inside of the server: its text is fixed, and the request id leads to the log line.
+A 500 reveals nothing about the inside of the server: its text is fixed, and the request id leads to
+the log line.
 """
 
 import logging
@@ -49,7 +51,9 @@ class AnthropicError(msgspec.Struct, tag="error"):
 
 
 class HttpError(RequestError):
-    """A refusal below the API: of bytes, sizes, times, methods. allowed: the methods that a path takes, for 405."""
+    """A refusal below the API: of bytes, sizes, times, methods. allowed: the methods that a path
+    takes, for 405.
+    """
 
     def __init__(self, status: int, code: str, message: str, allowed: Sequence[str] = ()) -> None:
         super().__init__(message, code=code)
@@ -64,10 +68,14 @@ def shorten(value: str) -> str:
 
 
 def error_message(error: RequestError, request_id: str) -> str:
-    """Returns what the client is told. Quoted values of the user are cut, and a 500 tells the request id only."""
+    """Returns what the client is told. Quoted values of the user are cut, and a 500 tells the
+    request id only.
+    """
     if error.http_status == 500:
         return f"internal server error; request id {request_id}"
-    return _QUOTED.sub(lambda m: repr(shorten(m.group(1) or m.group(2))), error.message)[:MAX_MESSAGE]
+    return _QUOTED.sub(lambda m: repr(shorten(m.group(1) or m.group(2))), error.message)[
+        :MAX_MESSAGE
+    ]
 
 
 def error_body(error: RequestError, request_id: str, *, anthropic: bool = False) -> bytes:
@@ -77,17 +85,22 @@ def error_body(error: RequestError, request_id: str, *, anthropic: bool = False)
         kind = _ANTHROPIC_TYPES.get(error.http_status)
         kind = kind or ("invalid_request_error" if error.http_status < 500 else "api_error")
         return msgspec.json.encode(AnthropicError(AnthropicErrorBody(kind, message), request_id))
-    return msgspec.json.encode(ErrorResponse(ErrorBody(message, error.type, error.param, error.code)))
+    return msgspec.json.encode(
+        ErrorResponse(ErrorBody(message, error.type, error.param, error.code))
+    )
 
 
 def as_request_error(error: BaseException, request_id: str) -> RequestError:
-    """Returns our own errors as they are; others are bugs of ours: logged, and answered with a plain 500.
+    """Returns our own errors as they are; others are bugs of ours: logged, and answered with a
+    plain 500.
 
     The texts of exceptions, which may quote a request, are logged at level debug only.
     """
     if isinstance(error, RequestError):
         if error.http_status == 500:
-            log.error("request %s failed: %s", request_id, shorten_line(_TEXT.sub(r"\1", error.message)))
+            log.error(
+                "request %s failed: %s", request_id, shorten_line(_TEXT.sub(r"\1", error.message))
+            )
         return error
     log.error("request %s failed: %s", request_id, place_of(error))
     log.debug("request %s failed", request_id, exc_info=error)
@@ -99,13 +112,17 @@ def shorten_line(text: str) -> str:
     return text[:500].encode("unicode_escape").decode("ascii")
 
 
-def error_response(error: RequestError, request_id: str, *, anthropic: bool = False) -> web.Response:
+def error_response(
+    error: RequestError, request_id: str, *, anthropic: bool = False
+) -> web.Response:
     """Returns the response with status, body and the headers that belong to the status."""
     headers = {"X-Request-Id": request_id, "Server": SERVER}
     if isinstance(error, Overloaded) and math.isinf(error.retry_after_s):
         headers["X-Should-Retry"] = "false"  # OpenAI's clients heed it, and so do batches
     elif isinstance(error, Overloaded):
-        wait_s = error.retry_after_s * random.uniform(1.0, 1.5)  # refused clients must not return all at once
+        wait_s = error.retry_after_s * random.uniform(
+            1.0, 1.5
+        )  # refused clients must not return all at once
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["Retry-After-Ms"] = str(max(1, round(wait_s * 1000)))
     elif error.http_status == 503:

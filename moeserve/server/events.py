@@ -48,5 +48,6 @@ class EventFrames:
 
     def _taken(self) -> bytes:
         """Returns what was sent since the last call."""
-        frames, self._frames = bytes(self._frames), bytearray()
+        frames = bytes(self._frames)
+        self._frames = bytearray()
         return frames

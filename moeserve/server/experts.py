@@ -25,7 +25,8 @@ def expert_status(front: FrontEnd) -> protocol.ExpertStatus:
     total_LE = np.frombuffer(shown.counts, "<i8").reshape(shape)
     recent_LE = np.frombuffer(shown.recent, "<f8").reshape(shape)
     loads_LR = rank_loads(recent_LE, placement)
-    ranks_L, experts_L = balance(loads_LR), balance(recent_LE)
+    ranks_L = balance(loads_LR)
+    experts_L = balance(recent_LE)
     return protocol.ExpertStatus(
         created=time.time(),
         ep_sharded=view.together,
@@ -90,21 +91,26 @@ def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[p
             engine=view.engines[rank // view.tp].rank,
             tp_rank=rank % view.tp,
             slots=placement.experts_per_rank,
-            share=round(float(loads_R[rank] / loads_R.sum()), 4) if counted and rank < len(loads_R) else None,
+            share=round(float(loads_R[rank] / loads_R.sum()), 4)
+            if counted and rank < len(loads_R)
+            else None,
         )
         for rank in range(view.dp * view.tp)
     ]
 
 
 def _rebalancing(front: FrontEnd, shown: ExpertsView) -> protocol.ExpertRebalancing:
-    fleet, now_s = front.fleet, time.monotonic()
+    fleet = front.fleet
+    now_s = time.monotonic()
     decisions = []
     for decision in reversed(shown.decisions):
         attempt = msgspec.convert(decision, protocol.RebalanceAttempt, from_attributes=True)
         attempt.age_s = now_s - decision.at_s
         decisions.append(attempt)
     return protocol.ExpertRebalancing(
-        mode=fleet.config.parallel.rebalance if fleet is not None and fleet.experts is not None else "off",
+        mode=fleet.config.parallel.rebalance
+        if fleet is not None and fleet.experts is not None
+        else "off",
         why=shown.why,
         moved_bytes=shown.moved_bytes,
         placed=shown.num_placed,

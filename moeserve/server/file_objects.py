@@ -13,7 +13,14 @@ from moeserve.server.errors import shorten
 T = TypeVar("T")
 
 BatchState = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
 ]
 
 
@@ -101,15 +108,23 @@ class Page(Answer, kw_only=True):
     has_more: bool = False
 
 
-def page(items: list[T], after: str | None, limit: int, id_of: Callable[[T], str] = attrgetter("id")) -> dict[str, Any]:
+def page(
+    items: list[T], after: str | None, limit: int, id_of: Callable[[T], str] = attrgetter("id")
+) -> dict[str, Any]:
     """Returns the fields of one page of a list. Raises NotFound if `after` is none of the ids."""
     ids = [id_of(item) for item in items]
     if after is not None and after not in ids:
         raise NotFound(f"after: {shorten(after)!r} is not in the list", param="after")
     begin = 0 if after is None else ids.index(after) + 1
-    shown, more = ids[begin : begin + limit], len(ids) > begin + limit
+    shown = ids[begin : begin + limit]
+    more = len(ids) > begin + limit
     first, last = (shown[0], shown[-1]) if shown else (None, None)
-    return {"data": items[begin : begin + limit], "first_id": first, "last_id": last, "has_more": more}
+    return {
+        "data": items[begin : begin + limit],
+        "first_id": first,
+        "last_id": last,
+        "has_more": more,
+    }
 
 
 class FileList(Page, kw_only=True):

@@ -1,6 +1,7 @@
 """Files on local disk: FOLDER/OWNER/ID.json says what ID.data is. Owners see their own files only.
 
-No name of a user becomes a path: owners are digests, ids are of our making and are looked up, never joined unseen.
+No name of a user becomes a path: owners are digests, ids are of our making and are looked up, never
+joined unseen.
 """
 
 import fcntl
@@ -25,13 +26,17 @@ T = TypeVar("T", FileObject, Batch)
 
 
 class FileStore:
-    """All owners' files and batches. One process has the folder at a time; what it had is found again by the next."""
+    """All owners' files and batches. One process has the folder at a time; what it had is found
+    again by the next.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Raises ConfigError for a folder that cannot be used."""
         self.max_bytes = max_bytes
         self._folder = folder
-        self._records: dict[str, dict[str, Record]] = {}  # owner's digest -> id -> record, oldest first
+        self._records: dict[
+            str, dict[str, Record]
+        ] = {}  # owner's digest -> id -> record, oldest first
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with ExitStack() as undo:
@@ -50,7 +55,9 @@ class FileStore:
             record: Any = msgspec.json.decode(path.read_bytes(), type=kind)
             self._records.setdefault(path.parent.name, {})[record.id] = record
         for owner, records in self._records.items():
-            self._records[owner] = dict(sorted(records.items(), key=lambda item: item[1].created_at))
+            self._records[owner] = dict(
+                sorted(records.items(), key=lambda item: item[1].created_at)
+            )
         for path in self._folder.glob("*/*.part"):  # uploads and records that were not finished
             path.unlink()
 
@@ -72,7 +79,11 @@ class FileStore:
 
     def all(self, owner: str, kind: type[T]) -> list[T]:
         """Returns the owner's records, newest first."""
-        return [record for record in reversed(self._records.get(owner, {}).values()) if isinstance(record, kind)]
+        return [
+            record
+            for record in reversed(self._records.get(owner, {}).values())
+            if isinstance(record, kind)
+        ]
 
     def path(self, owner: str, id: str) -> Path:
         """Returns where the bytes of a file are, whose id is known to be one of ours."""
@@ -81,7 +92,9 @@ class FileStore:
     def admit(self) -> None:
         """Raises PayloadTooLarge if there may be no more files or batches."""
         if sum(map(len, self._records.values())) >= MAX_RECORDS:
-            raise PayloadTooLarge(f"the server keeps {MAX_RECORDS:,} files and batches already; delete some")
+            raise PayloadTooLarge(
+                f"the server keeps {MAX_RECORDS:,} files and batches already; delete some"
+            )
 
     def new_part(self, owner: str) -> Path:
         """Returns a path for the bytes of a file that is on its way. Raises what `admit` raises."""
@@ -98,7 +111,9 @@ class FileStore:
     def publish(self, owner: str, id: str, filename: str, purpose: str) -> FileObject:
         """Makes a file of the bytes that lie at the path of `id` already."""
         size = self.path(owner, id).stat().st_size
-        record = FileObject(id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose)
+        record = FileObject(
+            id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose
+        )
         self.save(owner, record)
         return record
 
@@ -113,7 +128,9 @@ class FileStore:
     def delete(self, owner: str, id: str) -> None:
         """Deletes a file. Raises NotFound, and Conflict while a batch reads it."""
         file = self.find(owner, id, FileObject)
-        if any(batch.input_file_id == file.id and not batch.ended for batch in self.all(owner, Batch)):
+        if any(
+            batch.input_file_id == file.id and not batch.ended for batch in self.all(owner, Batch)
+        ):
             raise Conflict(f"a batch reads {file.id}; cancel it first")
         self._forget(owner, file)
 

@@ -19,7 +19,14 @@ OFF = "this server keeps no files; `server: {files_dir: FOLDER}` in its --config
 MAX_FIELD_BYTES = 1024  # of a form's field that is no file
 FRAMING_BYTES = 64 * 1024  # of a form, beyond the file in it
 MAX_FIELDS = 8
-_BAD_FORM = ValueError, AssertionError, RuntimeError, BadHttpMessage, web.RequestPayloadError, web.HTTPException
+_BAD_FORM = (
+    ValueError,
+    AssertionError,
+    RuntimeError,
+    BadHttpMessage,
+    web.RequestPayloadError,
+    web.HTTPException,
+)
 
 
 class FileForm(Struct, kw_only=True):
@@ -42,8 +49,11 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
     """Keep a file, sent as multipart/form-data with the fields purpose, which is batch, and file."""
     store, owner = store_of(call)
     if call.request.content_type != "multipart/form-data":
-        raise UnsupportedMedia("the Content-Type must be multipart/form-data, with the fields purpose and file")
-    part, room = store.new_part(owner), await asyncio.to_thread(store.room)
+        raise UnsupportedMedia(
+            "the Content-Type must be multipart/form-data, with the fields purpose and file"
+        )
+    part = store.new_part(owner)
+    room = await asyncio.to_thread(store.room)
     if (call.request.content_length or 0) > room + FRAMING_BYTES:
         raise _no_room(room)
     try:
@@ -52,7 +62,9 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
             if name not in fields:
                 raise InvalidRequest(f"{name} is required", param=name)
         if fields["purpose"] != "batch":
-            raise InvalidRequest("purpose must be batch: nothing else here reads files", param="purpose")
+            raise InvalidRequest(
+                "purpose must be batch: nothing else here reads files", param="purpose"
+            )
         if "expires_after[anchor]" in fields:
             what = "expires_after: files stay until they are deleted"
             raise InvalidRequest(what, param="expires_after", code="unsupported_parameter")
@@ -63,7 +75,9 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
 
 
 async def _receive(request: web.BaseRequest, part: Path, room: int) -> dict[str, str]:
-    """Writes the form's file to `part` and returns the other fields, with the name of the file as `file`."""
+    """Writes the form's file to `part` and returns the other fields, with the name of the file as
+    `file`.
+    """
     fields: dict[str, str] = {}
     await continue_body(request)
     try:
@@ -71,7 +85,10 @@ async def _receive(request: web.BaseRequest, part: Path, room: int) -> dict[str,
             async for field in await request.multipart():
                 if not isinstance(field, BodyPartReader) or not field.name or field.name in fields:
                     raise ValueError("a field has no name, or that of another")
-                if len(fields) == MAX_FIELDS or {"Content-Encoding", "Content-Transfer-Encoding"} & {*field.headers}:
+                if len(fields) == MAX_FIELDS or {
+                    "Content-Encoding",
+                    "Content-Transfer-Encoding",
+                } & {*field.headers}:
                     raise ValueError("a field too many, or one that is encoded")
                 if field.name == "file":
                     fields["file"] = shorten(field.filename or "file")
@@ -82,9 +99,13 @@ async def _receive(request: web.BaseRequest, part: Path, room: int) -> dict[str,
                         raise ValueError("a field is too long")
                     fields[field.name] = text.decode()
     except TimeoutError as error:
-        raise HttpError(408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
+        raise HttpError(
+            408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s"
+        ) from error
     except _BAD_FORM as error:
-        raise InvalidRequest("the body is not multipart/form-data as expected", code="invalid_multipart") from error
+        raise InvalidRequest(
+            "the body is not multipart/form-data as expected", code="invalid_multipart"
+        ) from error
     return fields
 
 
@@ -102,7 +123,9 @@ async def _write(field: BodyPartReader, part: Path, room: int, limit: asyncio.Ti
 
 
 def _no_room(room: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"there is room for {max(room, 0):,} more bytes of files; delete some", param="file")
+    return PayloadTooLarge(
+        f"there is room for {max(room, 0):,} more bytes of files; delete some", param="file"
+    )
 
 
 async def list_files(call: HttpCall) -> web.StreamResponse:
@@ -110,7 +133,9 @@ async def list_files(call: HttpCall) -> web.StreamResponse:
     store, owner = store_of(call)
     query = call.query(FilesQuery)
     files = [file for file in store.all(owner, FileObject) if query.purpose in (None, file.purpose)]
-    return call.answer(FileList(**page(files if query.order == "desc" else files[::-1], query.after, query.limit)))
+    return call.answer(
+        FileList(**page(files if query.order == "desc" else files[::-1], query.after, query.limit))
+    )
 
 
 async def retrieve_file(call: HttpCall) -> web.StreamResponse:
@@ -124,7 +149,9 @@ async def file_content(call: HttpCall) -> web.StreamResponse:
     store, owner = store_of(call)
     path = store.path(owner, store.find(owner, call.tail, FileObject).id)
     safe = {"Content-Type": "application/octet-stream", "X-Content-Type-Options": "nosniff"}
-    return web.FileResponse(path, headers=call.headers() | safe | {"Content-Disposition": "attachment"})
+    return web.FileResponse(
+        path, headers=call.headers() | safe | {"Content-Disposition": "attachment"}
+    )
 
 
 async def delete_file(call: HttpCall) -> web.StreamResponse:
@@ -135,7 +162,9 @@ async def delete_file(call: HttpCall) -> web.StreamResponse:
 
 
 def store_of(call: HttpCall) -> tuple[FileStore, str]:
-    """Returns the server's files and the caller's name in them. Raises NotFound if the server keeps none."""
+    """Returns the server's files and the caller's name in them. Raises NotFound if the server keeps
+    none.
+    """
     if call.context.batches is None:
         raise NotFound(OFF, code="files_off")
     return call.context.batches.store, owner_key(call.caller.owner)

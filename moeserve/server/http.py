@@ -1,7 +1,8 @@
-"""HTTP under the app: aiohttp's connection handling with every limit set, its errors in our shape, and event streams.
+"""HTTP under the app: aiohttp's connection handling with every limit set, its errors in our shape,
+and event streams.
 
-aiohttp's own defaults would inflate compressed bodies, wait for ever for a request's head, keep idle connections for
-an hour, and go on computing for a client that has left.
+aiohttp's own defaults would inflate compressed bodies, wait for ever for a request's head, keep
+idle connections for an hour, and go on computing for a client that has left.
 """
 
 import asyncio
@@ -53,8 +54,8 @@ def check_headers(request: web.BaseRequest) -> None:
 
 
 class Connection(RequestHandler):
-    """One client connection. head_since: when an unfinished request head began to arrive; the first one is awaited from
-    the start, so that nobody stays without a word."""
+    """One client connection. head_since: when an unfinished request head began to arrive; the first
+    one is awaited from the start, so that nobody stays without a word."""
 
     head_since: float | None = None
 
@@ -77,20 +78,32 @@ class Connection(RequestHandler):
             self.head_since = self._loop.time()
 
     def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
     ) -> web.StreamResponse:
-        """Returns the answer to a request that the parser refused, or to a fault that the app let through."""
+        """Returns the answer to a request that the parser refused, or to a fault that the app let
+        through.
+        """
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so no error can be sent")
         request_id = request_id_of(request)
-        error = _parse_error(exc) if status == 400 else as_request_error(exc or RuntimeError(message), request_id)
+        error = (
+            _parse_error(exc)
+            if status == 400
+            else as_request_error(exc or RuntimeError(message), request_id)
+        )
         response = error_response(error, request_id)
         response.force_close()
         return response
 
     def refuse_slow_head(self) -> None:
         """Answers 408 and closes the connection."""
-        error = HttpError(408, "request_timeout", f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s")
+        error = HttpError(
+            408, "request_timeout", f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s"
+        )
         body = error_body(error, "")
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         if self.transport is not None:
@@ -100,7 +113,9 @@ class Connection(RequestHandler):
 
 def _parse_error(error: BaseException | None) -> HttpError:
     if isinstance(error, LineTooLong):
-        if str(error.args[1]) == str(MAX_HEADER_BYTES):  # the limit that was passed tells which line it was
+        if str(error.args[1]) == str(
+            MAX_HEADER_BYTES
+        ):  # the limit that was passed tells which line it was
             what = f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes"
             return HttpError(431, "headers_too_large", what)
         return HttpError(414, "uri_too_long", f"the URL is longer than {MAX_PATH_BYTES} bytes")
@@ -120,7 +135,8 @@ def raise_file_limit() -> None:
 class HttpServer(web.Server):
     """aiohttp's server with a `Connection` for each client.
 
-    Where the process may open no more files, the oldest connection that is idle makes room for a new one.
+    Where the process may open no more files, the oldest connection that is idle makes room for a
+    new one.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -146,7 +162,9 @@ class HttpServer(web.Server):
         return Connection(self, loop=self._loop, **self._kwargs)
 
     async def watch_heads(self, timeout_s: float = HEAD_TIMEOUT_S) -> None:
-        """Ends connections whose request heads take longer than `timeout_s` to arrive. Runs until cancelled."""
+        """Ends connections whose request heads take longer than `timeout_s` to arrive. Runs until
+        cancelled.
+        """
         while True:
             await asyncio.sleep(timeout_s / 8)
             now = self._loop.time()
@@ -157,11 +175,13 @@ class HttpServer(web.Server):
 
 
 class SseStream:
-    """One response of server-sent events. The status line goes out with `start`: until then an error can set it.
+    """One response of server-sent events. The status line goes out with `start`: until then an
+    error can set it.
 
-    While the socket takes data (`free`), each delta is one `write`. When it is full, `send` waits, and the front
-    end merges the deltas that come meanwhile into one, so a slow reader costs at most its own answer in memory.
-    sending, sent_at: whether a write waits for the reader, and when the last one began; `watch` reads both.
+    While the socket takes data (`free`), each delta is one `write`. When it is full, `send` waits,
+    and the front end merges the deltas that come meanwhile into one, so a slow reader costs at most
+    its own answer in memory. sending, sent_at: whether a write waits for the reader, and when the
+    last one began; `watch` reads both.
     """
 
     def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
@@ -187,18 +207,28 @@ class SseStream:
 
     @property
     def free(self) -> bool:
-        """Whether the connection is open and everything written has left, so that `write` may be called."""
+        """Whether the connection is open and everything written has left, so that `write` may be
+        called.
+        """
         transport = self._transport
-        return transport is not None and not transport.get_write_buffer_size() and not transport.is_closing()
+        return (
+            transport is not None
+            and not transport.get_write_buffer_size()
+            and not transport.is_closing()
+        )
 
     def write(self, frames: bytes) -> None:
-        """Sends whole frames now, past aiohttp's writer, whose bookkeeping costs more than its one system call."""
+        """Sends whole frames now, past aiohttp's writer, whose bookkeeping costs more than its one
+        system call.
+        """
         assert self._transport is not None
         self.sent_at = self._loop.time()
         self._transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames)
 
     async def send(self, frames: bytes) -> None:
-        """Sends whole frames. Waits while the reader is behind; raises ConnectionError when the reader is gone."""
+        """Sends whole frames. Waits while the reader is behind; raises ConnectionError when the
+        reader is gone.
+        """
         self.sent_at = self._loop.time()
         self.sending = True
         await self._response.write(frames)

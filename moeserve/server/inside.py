@@ -1,4 +1,6 @@
-"""Requests that the server makes itself, such as the lines of batches: through the handlers, without a connection."""
+"""Requests that the server makes itself, such as the lines of batches: through the handlers,
+without a connection.
+"""
 
 import asyncio
 import uuid
@@ -18,18 +20,25 @@ LOW_PRIORITY = 1_000_000  # behind all others: smaller ones go first
 
 
 class InsideCall(HttpCall):
-    """A request of ours, which has no deadline of its own: whoever asks has a limit for all its requests."""
+    """A request of ours, which has no deadline of its own: whoever asks has a limit for all its
+    requests.
+    """
 
     def time_left_s(self) -> None:
         """Returns None."""
 
 
-async def ask(app: App, connection: RequestHandler, path: str, body: bytes, owner: str) -> web.Response:
-    """Returns the answer to POST `path`, good or bad, which the key that is `owner` in the file store pays for.
+async def ask(
+    app: App, connection: RequestHandler, path: str, body: bytes, owner: str
+) -> web.Response:
+    """Returns the answer to POST `path`, good or bad, which the key that is `owner` in the file
+    store pays for.
 
     connection: any one, which is not used.
     """
-    caller = Caller(owner, rates=app.context.auth.owner(owner, owner_key).rates, priority=LOW_PRIORITY)
+    caller = Caller(
+        owner, rates=app.context.auth.owner(owner, owner_key).rates, priority=LOW_PRIORITY
+    )
     call = InsideCall(app.context, _request(connection, path, body), uuid.uuid4().hex, caller)
     try:
         response = await app.answer(call)
@@ -41,8 +50,12 @@ async def ask(app: App, connection: RequestHandler, path: str, body: bytes, owne
 
 def _request(connection: RequestHandler, path: str, body: bytes) -> web.BaseRequest:
     loop = asyncio.get_running_loop()
-    headers = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json", "Content-Length": str(len(body))}))
-    message = RawRequestMessage("POST", path, HttpVersion11, headers, (), False, None, False, False, URL(path))
+    headers = CIMultiDictProxy(
+        CIMultiDict({"Content-Type": "application/json", "Content-Length": str(len(body))})
+    )
+    message = RawRequestMessage(
+        "POST", path, HttpVersion11, headers, (), False, None, False, False, URL(path)
+    )
     payload = StreamReader(connection, limit=2**16, loop=loop)
     payload.feed_data(body)
     payload.feed_eof()

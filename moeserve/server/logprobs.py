@@ -13,10 +13,13 @@ FLOOR = -9999.0  # JSON has no minus infinity
 class LogprobFormat:
     """Shows logprobs with `num_top` alternatives.
 
-    as_ids shows tokens as "token_id:7", which is exact where text is not; so does a server without a tokenizer.
+    as_ids shows tokens as "token_id:7", which is exact where text is not; so does a server without
+    a tokenizer.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, num_top: int = 0, *, as_ids: bool | None = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, num_top: int = 0, *, as_ids: bool | None = False
+    ) -> None:
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._as_ids = as_ids
@@ -35,38 +38,51 @@ class LogprobFormat:
             (self._token(token_id), max(logprob, FLOOR), self._bytes(token_id))
             for token_id, logprob in zip(row.ids, row.values, strict=True)
         ]
-        return protocol.TokenLogprob(*sampled, [protocol.TopLogprob(*entry) for entry in top[: self._num_top]])
+        return protocol.TokenLogprob(
+            *sampled, [protocol.TopLogprob(*entry) for entry in top[: self._num_top]]
+        )
 
     def _bytes(self, token_id: int) -> list[int]:
         return [] if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
 
     def prompt(self, rows: Sequence[Logprobs | None]) -> protocol.PromptLogprobs:
-        """Returns vLLM's form: for each prompt token a map from token id to its logprob, None for the first."""
+        """Returns vLLM's form: for each prompt token a map from token id to its logprob, None for
+        the first.
+        """
         return [None if row is None else self._prompt_row(row) for row in rows]
 
     def _prompt_row(self, row: Logprobs) -> dict[str, protocol.PromptLogprob]:
         found: dict[str, protocol.PromptLogprob] = {}
         for place, (token_id, logprob) in enumerate(zip(row.ids, row.values, strict=True)):
             rank = row.rank if place == 0 else place
-            found.setdefault(str(token_id), protocol.PromptLogprob(max(logprob, FLOOR), rank, self._token(token_id)))
+            found.setdefault(
+                str(token_id),
+                protocol.PromptLogprob(max(logprob, FLOOR), rank, self._token(token_id)),
+            )
         return found
 
     def columns(
         self, token_ids: Sequence[int], rows: Sequence[Logprobs | None], offset: int = 0
     ) -> tuple[protocol.CompletionLogprobs, int]:
-        """Returns the logprobs object of /v1/completions, and where the text of the next tokens begins.
+        """Returns the logprobs object of /v1/completions, and where the text of the next tokens
+        begins.
 
         Offsets count characters of token texts. A row is None for the first token of a prompt.
         """
         tokens = [self._token(token_id) for token_id in token_ids]
         *offsets, end = accumulate(map(len, tokens), initial=offset)
-        values = [None if row is None else max(row.values[0], FLOOR) for _, row in zip(tokens, rows, strict=True)]
+        values = [
+            None if row is None else max(row.values[0], FLOOR)
+            for _, row in zip(tokens, rows, strict=True)
+        ]
         return protocol.CompletionLogprobs(
             tokens, values, [None if row is None else self._top(row) for row in rows], offsets
         ), end
 
     def _top(self, row: Logprobs) -> dict[str, float]:
-        """Returns the most likely tokens and the sampled one, which is one entry more if it is not among them."""
+        """Returns the most likely tokens and the sampled one, which is one entry more if it is not
+        among them.
+        """
         found: dict[str, float] = {}
         for token_id, logprob in zip(row.ids[: 1 + self._num_top], row.values, strict=False):
             found.setdefault(self._token(token_id), max(logprob, FLOOR))

@@ -19,18 +19,24 @@ from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
 from moeserve.server.requests import fields_named
 from moeserve.text.answer_format import Part
 
-_NAMES = {"response_format.json_schema.schema": "output_config.format.schema"}  # of a chat's fields here
+_NAMES = {
+    "response_format.json_schema.schema": "output_config.format.schema"
+}  # of a chat's fields here
 
 
 class TextBlock(Struct, tag="text", kw_only=True):
     """Text for the user."""
 
     text: str = ""
-    citations: list[dict[str, Any]] = []  # neither null nor absent: clients differ in which of them they refuse
+    citations: list[
+        dict[str, Any]
+    ] = []  # neither null nor absent: clients differ in which of them they refuse
 
 
 class ThinkingBlock(Struct, tag="thinking", kw_only=True):
-    """What the model wrote before its answer. signature: a digest, for clients that send only signed ones back."""
+    """What the model wrote before its answer. signature: a digest, for clients that send only
+    signed ones back.
+    """
 
     thinking: str = ""
     signature: str = ""
@@ -69,7 +75,9 @@ class MessageUsage(Struct, kw_only=True):
 
 
 class MessageAnswer(Answer, tag="message", kw_only=True):
-    """A whole answer. stop_reason: end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use."""
+    """A whole answer. stop_reason: end_turn, max_tokens, model_context_window_exceeded,
+    stop_sequence or tool_use.
+    """
 
     id: str
     role: str = "assistant"
@@ -89,8 +97,8 @@ class TokenCount(Answer, kw_only=True):
 
 
 class EventDelta(Struct, kw_only=True):
-    """What is new of a block, by its type (text_delta, thinking_delta, signature_delta, input_json_delta), or, without
-    a type, why the message ended."""
+    """What is new of a block, by its type (text_delta, thinking_delta, signature_delta,
+    input_json_delta), or, without a type, why the message ended."""
 
     type: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
@@ -141,10 +149,14 @@ class RunningMessage(EventFrames):
         self._end = Delta(0)
         self._open: Block | None = None
         self._texts: list[str] = []
-        self.message = MessageAnswer(id=f"msg_{call.id}", model=chat.front.model_name, usage=_usage(chat.counts))
+        self.message = MessageAnswer(
+            id=f"msg_{call.id}", model=chat.front.model_name, usage=_usage(chat.counts)
+        )
 
     def add(self, parts: list[Part], delta: Delta) -> None:
-        """Adds what is new of the answer. Raises RequestAborted if its id ended it, EngineLost if the server did."""
+        """Adds what is new of the answer. Raises RequestAborted if its id ended it, EngineLost if
+        the server did.
+        """
         for part in parts:
             if part.kind == "call" or type(self._open) is not _BLOCKS[part.kind]:
                 self._close()
@@ -153,18 +165,23 @@ class RunningMessage(EventFrames):
                 self._extend(part.text)
         self._end = delta
         if self._end.finish_reason == "abort":
-            raise self._chat.running.aborted or EngineLost("the server stopped before this request could finish")
+            raise self._chat.running.aborted or EngineLost(
+                "the server stopped before this request could finish"
+            )
 
     def finish(self) -> None:
         """Ends the message."""
         if self._open is None and not self.message.content:  # clients expect a block
             self._begin(Part("content", ""))
         self._close()
-        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(self._end.finish_reason or "", "end_turn")
+        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(
+            self._end.finish_reason or "", "end_turn"
+        )
         if reason == "max_tokens" and self._chat.counts.completion_tokens < self._max_tokens:
             reason = "model_context_window_exceeded"
         if reason == "end_turn" and isinstance(self._end.stop_reason, str):
-            reason, self.message.stop_sequence = "stop_sequence", self._end.stop_reason
+            reason = "stop_sequence"
+            self.message.stop_sequence = self._end.stop_reason
         self.message.stop_reason = reason
         self.message.usage = _usage(self._chat.counts)
 
@@ -193,7 +210,9 @@ class RunningMessage(EventFrames):
         if part.kind == "reasoning":
             block = ThinkingBlock()
         elif part.kind == "call":
-            block = ToolUseBlock(id=part.id.replace(".", "-"), name=part.text)  # by the pattern of Anthropic's ids
+            block = ToolUseBlock(
+                id=part.id.replace(".", "-"), name=part.text
+            )  # by the pattern of Anthropic's ids
         self._open = block
         self.message.content.append(block)
         self._emit(MessageEvent(type="content_block_start", index=self._index, content_block=block))
@@ -209,7 +228,8 @@ class RunningMessage(EventFrames):
 
     def _close(self) -> None:
         """Ends the last block: what it is as a whole is what its deltas said."""
-        text, self._texts = "".join(self._texts), []
+        text = "".join(self._texts)
+        self._texts = []
         match self._open:
             case None:
                 return
@@ -232,7 +252,12 @@ class RunningMessage(EventFrames):
         self._emit(MessageEvent(type="content_block_delta", index=self._index, delta=delta))
 
 
-_BLOCKS = {"content": TextBlock, "reasoning": ThinkingBlock, "call": ToolUseBlock, "arguments": ToolUseBlock}
+_BLOCKS = {
+    "content": TextBlock,
+    "reasoning": ThinkingBlock,
+    "call": ToolUseBlock,
+    "arguments": ToolUseBlock,
+}
 
 
 def _input(arguments: str) -> dict[str, Any]:

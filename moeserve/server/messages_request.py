@@ -6,8 +6,22 @@ from msgspec import Meta, Struct
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import StopStrings
-from moeserve.server.chat_request import ChatRequest, FunctionName, Message, PositiveCount, ReasoningEffort
-from moeserve.server.requests import Kinds, OpenName, Refusals, Sampling, TextItem, text_at, typed_at
+from moeserve.server.chat_request import (
+    ChatRequest,
+    FunctionName,
+    Message,
+    PositiveCount,
+    ReasoningEffort,
+)
+from moeserve.server.requests import (
+    Kinds,
+    OpenName,
+    Refusals,
+    Sampling,
+    TextItem,
+    text_at,
+    typed_at,
+)
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MIN_BUDGET = 1024  # Anthropic's
@@ -61,7 +75,9 @@ class ToolChoice(Struct, kw_only=True):
 
 
 class ThinkingConfig(Struct, kw_only=True):
-    """Whether the model reasons first. budget_tokens: how hard, but no limit. display: "omitted" hides the text."""
+    """Whether the model reasons first. budget_tokens: how hard, but no limit. display: "omitted"
+    hides the text.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=MIN_BUDGET)] | None = None
@@ -87,7 +103,9 @@ _HOSTED = "nothing runs beside the model here"
 
 
 class CountTokensRequest(Sampling, kw_only=True):
-    """A conversation to go on with. Beside Anthropic's fields there are the sampling parameters of the other routes."""
+    """A conversation to go on with. Beside Anthropic's fields there are the sampling parameters of
+    the other routes.
+    """
 
     refused: ClassVar[Refusals] = {
         "container": (_HOSTED, ()),
@@ -124,11 +142,15 @@ class CountTokensRequest(Sampling, kw_only=True):
         shared = {name: getattr(self, name) for name in Sampling.__struct_fields__}
         shared["stop"] = self.stop_sequences
         if output.format is not None:
-            shared["response_format"] = ResponseFormat("json_schema", JsonSchema("output", output.format.schema))
+            shared["response_format"] = ResponseFormat(
+                "json_schema", JsonSchema("output", output.format.schema)
+            )
         choice = self.tool_choice or ToolChoice(type="auto")
         thinks = None  # the variables by which templates turn thinking on or off
         if self.thinking is not None:
-            thinks = dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
+            thinks = dict.fromkeys(
+                ("enable_thinking", "thinking"), self.thinking.type != "disabled"
+            )
         return ChatRequest(
             **shared,
             messages=messages,
@@ -163,7 +185,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _chat_messages(given: InputMessage, where: str) -> list[Message]:
-    """Returns a turn as messages: each tool result is one of its own, in order with the text around it."""
+    """Returns a turn as messages: each tool result is one of its own, in order with the text around
+    it.
+    """
     if isinstance(given.content, str):
         return [Message(role=given.role, content=given.content)]
     found: list[Message] = []
@@ -205,7 +229,8 @@ def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 def _chat_choice(choice: ToolChoice) -> str | dict[str, Any]:
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(
-            "tool_choice.name is for, and required by, tool_choice.type tool", param="tool_choice.name"
+            "tool_choice.name is for, and required by, tool_choice.type tool",
+            param="tool_choice.name",
         )
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}

@@ -1,7 +1,8 @@
-"""GET /openapi.json, made from the route table and the structs of requests and answers, and the page that shows it.
+"""GET /openapi.json, made from the route table and the structs of requests and answers, and the
+page that shows it.
 
-A new route needs nothing here. Bounds of fields are those of the structs, and of the model: token ids end with its
-vocabulary. `assets/docs` has the page and the examples of requests, by operation.
+A new route needs nothing here. Bounds of fields are those of the structs, and of the model: token
+ids end with its vocabulary. `assets/docs` has the page and the examples of requests, by operation.
 """
 
 import base64
@@ -38,8 +39,15 @@ _STATUSES = {
     415: "The body is of another type, or not in UTF-8",
     503: "Loading, draining or overloaded: try again after `Retry-After` seconds",
 }
-_RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}}
-_REQUEST_ID = {"X-Request-Id": {"description": "names the request in the server's log", "schema": {"type": "string"}}}
+_RETRY_AFTER = {
+    "Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}
+}
+_REQUEST_ID = {
+    "X-Request-Id": {
+        "description": "names the request in the server's log",
+        "schema": {"type": "string"},
+    }
+}
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -48,20 +56,31 @@ _SCHEMES = {
 
 @cache
 def document(routes: "Sequence[Route]", vocab_size: int | None, *, keyed: bool) -> bytes:
-    """Returns the document as JSON. vocab_size: None while no model is loaded; keyed: whether requests need a key."""
-    kinds = {kind for route in routes for kind in (route.takes, route.gives, route.event, route.error) if kind}
+    """Returns the document as JSON. vocab_size: None while no model is loaded; keyed: whether
+    requests need a key.
+    """
+    kinds = {
+        kind
+        for route in routes
+        for kind in (route.takes, route.gives, route.event, route.error)
+        if kind
+    }
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     for name, schema in components.items():
         if kind := vars(protocol).get(name):  # an answer: lists the fields that are never left out
             partial = kind.__struct_config__.omit_defaults
             fields = msgspec.structs.fields(kind)
-            written = {f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT}
+            written = {
+                f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT
+            }
             schema["required"] = sorted(written - _AT_THE_END)
     if vocab_size is not None:
         for schema in _token_ids(components):
             schema["maximum"] = vocab_size - 1
     shapes = dict(zip(kinds, schemas, strict=True))
-    examples: dict[str, dict[str, Any]] = msgspec.json.decode((_ASSETS / "examples.json").read_bytes())
+    examples: dict[str, dict[str, Any]] = msgspec.json.decode(
+        (_ASSETS / "examples.json").read_bytes()
+    )
     paths: dict[str, dict[str, Any]] = {}
     names: set[str] = set()
     for route in routes:
@@ -96,7 +115,11 @@ def _token_ids(node: Any) -> Iterator[dict[str, Any]]:
 
 def _operation(route: "Route", shapes: dict[Any, Any], examples: dict[str, Any]) -> dict[str, Any]:
     summary, _, rest = (route.handler.__doc__ or "").strip().partition("\n")
-    operation: dict[str, Any] = {"summary": summary, "tags": [_tag(route)], "responses": _responses(route, shapes)}
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "tags": [_tag(route)],
+        "responses": _responses(route, shapes),
+    }
     if rest := " ".join(rest.split()):
         operation["description"] = rest
     if route.probe:
@@ -112,12 +135,17 @@ def _operation(route: "Route", shapes: dict[Any, Any], examples: dict[str, Any])
         for name, schema in components[route.query.__name__]["properties"].items():
             if schema.get("type") == "boolean":  # `?x` alone means true
                 schema = {"anyOf": [schema, {"const": ""}]}
-            operation.setdefault("parameters", []).append({"name": name, "in": "query", "schema": schema})
+            operation.setdefault("parameters", []).append(
+                {"name": name, "in": "query", "schema": schema}
+            )
     if route.takes is not None:
         content: dict[str, Any] = {"schema": shapes[route.takes]}
         if examples:
             content["examples"] = {name: {"value": value} for name, value in examples.items()}
-        operation["requestBody"] = {"required": True, "content": {_FORM if route.form else "application/json": content}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {_FORM if route.form else "application/json": content},
+        }
     return operation
 
 
@@ -129,18 +157,35 @@ def _tag(route: "Route") -> str:
 
 def _responses(route: "Route", shapes: dict[Any, Any]) -> dict[str, Any]:
     """Returns the answers by status: those that are likely each by itself, all others as `default`."""
-    content: dict[str, Any] = {route.media: {} if route.gives is None else {"schema": shapes[route.gives]}}
+    content: dict[str, Any] = {
+        route.media: {} if route.gives is None else {"schema": shapes[route.gives]}
+    }
     if route.event is not None:
         # One server-sent event whose data are JSON.
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": shapes[route.event]}
+        data = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": shapes[route.event],
+        }
         event = {"event": {"type": "string"}, "data": {"anyOf": [data, _DONE]}}
-        content["text/event-stream"] = {"itemSchema": {"type": "object", "required": ["data"], "properties": event}}
-    error = {"headers": _REQUEST_ID, "content": {"application/json": {"schema": shapes[route.error]}}}
-    found: dict[str, Any] = {"200": {"description": "OK", "headers": _REQUEST_ID, "content": content}}
+        content["text/event-stream"] = {
+            "itemSchema": {"type": "object", "required": ["data"], "properties": event}
+        }
+    error = {
+        "headers": _REQUEST_ID,
+        "content": {"application/json": {"schema": shapes[route.error]}},
+    }
+    found: dict[str, Any] = {
+        "200": {"description": "OK", "headers": _REQUEST_ID, "content": content}
+    }
     for status in sorted(_statuses(route)):
         found[str(status)] = {"description": _STATUSES[status], **error}
     if route.gives is protocol.StatusResponse:
-        found["503"] = {"description": "Not now", "headers": _REQUEST_ID | _RETRY_AFTER, "content": content}
+        found["503"] = {
+            "description": "Not now",
+            "headers": _REQUEST_ID | _RETRY_AFTER,
+            "content": content,
+        }
     elif "503" in found:
         found["503"]["headers"] = _REQUEST_ID | _RETRY_AFTER
     return found | {"default": {"description": "Another failure, in the same shape", **error}}
@@ -161,13 +206,13 @@ def _statuses(route: "Route") -> set[int]:
 
 @cache
 def page() -> tuple[bytes, str]:
-    """Returns the page and the content security policy with which it runs its own script, and no other."""
+    """Returns the page and the content security policy with which it runs its own script, and no
+    other.
+    """
     text = (_ASSETS / "index.html").read_text(encoding="utf-8")
     allowed = {}
     for tag, body in re.findall(r"<(style|script)>(.*?)</\1>", text, re.DOTALL):
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
         allowed[tag] = f"{tag}-src 'sha256-{digest}'"
-    policy = (
-        f"default-src 'none'; connect-src 'self'; {'; '.join(allowed.values())}; base-uri 'none'; form-action 'none'"
-    )
+    policy = f"default-src 'none'; connect-src 'self'; {'; '.join(allowed.values())}; base-uri 'none'; form-action 'none'"
     return text.encode(), f"{policy}; frame-ancestors 'none'"

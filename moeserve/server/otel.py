@@ -1,4 +1,6 @@
-"""OpenTelemetry: a span for each request, below that of its sender (W3C traceparent). Needs the extra `otel`."""
+"""OpenTelemetry: a span for each request, below that of its sender (W3C traceparent). Needs the
+extra `otel`.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +70,14 @@ class Spans:
 
 
 def spans_to(endpoint: str, model: str) -> Spans:
-    """Returns spans that are sent to an OTLP collector's HTTP address. Raises ConfigError without the extra."""
+    """Returns spans that are sent to an OTLP collector's HTTP address. Raises ConfigError without
+    the extra.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return Spans(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), model)
     except ImportError as error:
-        raise ConfigError(f"otel_endpoint needs the extra: pip install 'moeserve[otel]' ({error})") from None
+        raise ConfigError(
+            f"otel_endpoint needs the extra: pip install 'moeserve[otel]' ({error})"
+        ) from None

@@ -14,13 +14,17 @@ CHECK_S = 2.0  # between two looks at the files
 
 
 class Reloads:
-    """What to read again, and how its files looked last. A file that is bad leaves the old state in force."""
+    """What to read again, and how its files looked last. A file that is bad leaves the old state in
+    force.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[Callable[[], None], tuple[Sequence[str], list[object]]] = {}
 
     def add(self, paths: Sequence[str], read: Callable[[], None]) -> None:
-        """Calls `read`, which may raise ConfigError, on SIGHUP and whenever one of these files has changed."""
+        """Calls `read`, which may raise ConfigError, on SIGHUP and whenever one of these files has
+        changed.
+        """
         self._watched[read] = paths, [_stamp(path) for path in paths]
 
     def check(self, *, force: bool = False) -> None:
@@ -37,7 +41,9 @@ class Reloads:
                 log.info("reloaded %s", ", ".join(paths) or "the access log")
 
     async def run(self) -> None:
-        """Looks at the files on a timer and on SIGHUP until cancelled. Without any file SIGHUP ends the process."""
+        """Looks at the files on a timer and on SIGHUP until cancelled. Without any file SIGHUP ends
+        the process.
+        """
         if not self._watched:
             return
         loop = asyncio.get_running_loop()

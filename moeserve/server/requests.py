@@ -1,9 +1,9 @@
 """From the bytes of a request to a checked struct: what is refused and why, and what is harmless.
 
-Strange input is refused here, before it costs anything. Types are strict. A field that is null or absent means its
-default: the model's (generation_config.json), else ours. Each route's own fields are declared beside its handler.
-Values inside a request are checked one by one, so that errors name their places: structs, and lists of objects whose
-`type` says what they are.
+Strange input is refused here, before it costs anything. Types are strict. A field that is null or
+absent means its default: the model's (generation_config.json), else ours. Each route's own fields
+are declared beside its handler. Values inside a request are checked one by one, so that errors name
+their places: structs, and lists of objects whose `type` says what they are.
 """
 
 import asyncio
@@ -34,12 +34,15 @@ SMALL_BODY = 64 * 1024  # bytes; such a body always has room
 MAX_BODIES = 256 * 2**20  # bytes of all larger bodies that are being read or parsed
 MAX_UNKNOWN = 5  # names that are told
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
-# Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes for each of its own.
+# Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes
+# for each of its own.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 R = TypeVar("R", bound=Struct)
-Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]  # field -> (why, values that ask for nothing, besides null)
+Refusals = Mapping[
+    str, tuple[str, tuple[Any, ...]]
+]  # field -> (why, values that ask for nothing, besides null)
 OpenName = Annotated[str, Meta(max_length=4096)]
 
 
@@ -101,7 +104,9 @@ class Sampling(StructuredFields, kw_only=True):
 
     @staticmethod
     def unknown_inside(raw: dict[str, Any]) -> list[str]:
-        """Returns the names of fields inside its fields that mean nothing to us. Raises InvalidRequest."""
+        """Returns the names of fields inside its fields that mean nothing to us. Raises
+        InvalidRequest.
+        """
         return []
 
 
@@ -120,10 +125,16 @@ _REFUSED: Refusals = {
     "mm_processor_kwargs": (MEDIA, ({},)),
     "prediction": ("predicted outputs are not supported", ()),
     "web_search_options": ("web search is not supported", ()),
-    "best_of": ("best_of other than n is not supported: ask for n answers with logprobs and choose", ()),
+    "best_of": (
+        "best_of other than n is not supported: ask for n answers with logprobs and choose",
+        (),
+    ),
     "use_beam_search": ("beam search is not supported", (False,)),
     "length_penalty": ("beam search is not supported", (1, 1.0)),
-    "suffix": ("fill-in-the-middle is not supported: write the prompt in the model's own form", ("",)),
+    "suffix": (
+        "fill-in-the-middle is not supported: write the prompt in the model's own form",
+        ("",),
+    ),
     "store": ("nothing is stored on this server", (False,)),
     "documents": ("documents are not supported: put them into a message", ([],)),
     "chat_template": ("a request cannot bring its own template", ()),
@@ -140,7 +151,9 @@ class BodyRoom:
 
 
 async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) -> dict[str, Any]:
-    """Returns the JSON object in the body. Raises a RequestError of status 400, 408, 413, 415 or, without room, 503."""
+    """Returns the JSON object in the body. Raises a RequestError of status 400, 408, 413, 415 or,
+    without room, 503.
+    """
     _check_media_type(request)
     _check_size(request.content_length or 0, max_bytes)
     await continue_body(request)
@@ -157,15 +170,25 @@ async def read_json(request: web.BaseRequest, max_bytes: int, room: BodyRoom) ->
                     room.taken += len(chunk)
                     taken += len(chunk)
                     if room.taken > max(MAX_BODIES, max_bytes):
-                        raise errors.Overloaded("too many large bodies arrive at once", retry_after_s=2)
+                        raise errors.Overloaded(
+                            "too many large bodies arrive at once", retry_after_s=2
+                        )
                 if len(body) >> 20 > before:
                     limit.reschedule(loop.time() + READ_TIMEOUT_S)
     except TimeoutError as error:
-        raise HttpError(408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
+        raise HttpError(
+            408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s"
+        ) from error
     except web.RequestPayloadError as error:
-        raise errors.InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
+        raise errors.InvalidRequest(
+            "the body is not framed as HTTP demands", code="invalid_http"
+        ) from error
     else:
-        return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
+        return (
+            parse_object(body)
+            if len(body) < LARGE_BODY
+            else await asyncio.to_thread(parse_object, body)
+        )
     finally:
         room.taken -= taken
 
@@ -185,7 +208,9 @@ def _check_size(num_bytes: int, max_bytes: int) -> None:
 def _check_media_type(request: web.BaseRequest) -> None:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        raise errors.UnsupportedMedia(f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is")
+        raise errors.UnsupportedMedia(
+            f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is"
+        )
     if request.content_type.lower() != "application/json":
         raise errors.UnsupportedMedia("the Content-Type must be application/json")
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
@@ -193,7 +218,9 @@ def _check_media_type(request: web.BaseRequest) -> None:
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Returns the one JSON object in `body`. Raises InvalidRequest with code invalid_json and the byte offset."""
+    """Returns the one JSON object in `body`. Raises InvalidRequest with code invalid_json and the
+    byte offset.
+    """
     if body[:3] == b"\xef\xbb\xbf" or body[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise _invalid_json("the body begins with a byte order mark; send plain UTF-8", 0)
     _check_shape(body)
@@ -203,7 +230,9 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise _invalid_json(f"the body is not JSON: {error.msg}", len(text[: error.pos].encode())) from error
+        raise _invalid_json(
+            f"the body is not JSON: {error.msg}", len(text[: error.pos].encode())
+        ) from error
     except UnicodeDecodeError as error:
         raise _invalid_json("the body is not UTF-8", error.start) from error
     except UnicodeEncodeError as error:
@@ -216,11 +245,15 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _invalid_json(message: str, offset: int | None = None) -> errors.InvalidRequest:
-    return errors.InvalidRequest(message if offset is None else f"{message} (byte {offset})", code="invalid_json")
+    return errors.InvalidRequest(
+        message if offset is None else f"{message} (byte {offset})", code="invalid_json"
+    )
 
 
 def _check_shape(body: bytes | bytearray) -> None:
-    """Bounds depth and number of containers, without recursion. A body with few brackets cannot be deep."""
+    """Bounds depth and number of containers, without recursion. A body with few brackets cannot be
+    deep.
+    """
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     depth = containers = 0
@@ -232,7 +265,9 @@ def _check_shape(body: bytes | bytearray) -> None:
             if depth > MAX_DEPTH:
                 raise _invalid_json(f"the JSON is nested deeper than {MAX_DEPTH}", match.start())
             if containers > MAX_CONTAINERS:
-                raise _invalid_json(f"the JSON has more than {MAX_CONTAINERS:,} objects and arrays", match.start())
+                raise _invalid_json(
+                    f"the JSON has more than {MAX_CONTAINERS:,} objects and arrays", match.start()
+                )
         elif byte in b"]}":
             depth -= 1
 
@@ -246,7 +281,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
-    """Returns `value` as a struct; strict: "5" is no integer. Raises InvalidRequest naming the field."""
+    """Returns `value` as a struct; strict: "5" is no integer. Raises InvalidRequest naming the
+    field.
+    """
     try:
         return msgspec.convert(value, kind, str_keys=True, strict=strict)
     except msgspec.ValidationError as error:
@@ -254,16 +291,22 @@ def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
 
 
 def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "") -> list[str]:
-    """Returns those `names` that mean nothing to us, the first few, printable, with the nearest name that does."""
+    """Returns those `names` that mean nothing to us, the first few, printable, with the nearest
+    name that does.
+    """
     described = []
     for name in [name for name in names if name not in known][:MAX_UNKNOWN]:
         near = get_close_matches(name[:64], known, 1)
-        described.append(f"{prefix}{shorten(name)}" + (f" (did you mean {near[0]}?)" if near else ""))
+        described.append(
+            f"{prefix}{shorten(name)}" + (f" (did you mean {near[0]}?)" if near else "")
+        )
     return described
 
 
 def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
-    """Returns the request, and the names of its fields that mean nothing to us. Raises InvalidRequest."""
+    """Returns the request, and the names of its fields that mean nothing to us. Raises
+    InvalidRequest.
+    """
     refused = _refused(kind)
     unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
     for name in refused.keys() & raw.keys():
@@ -279,27 +322,37 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
 def _refused(kind: type[Struct]) -> Refusals:
     if not issubclass(kind, Sampling):
         return {}
-    return {name: why for name, why in _REFUSED.items() if name not in kind.__struct_fields__} | dict(kind.refused)
+    return {
+        name: why for name, why in _REFUSED.items() if name not in kind.__struct_fields__
+    } | dict(kind.refused)
 
 
 def _check_harmless(name: str, value: Any, reason: str, harmless: tuple[Any, ...]) -> None:
-    if value is not None and not any(value == free and type(value) is type(free) for free in harmless):
+    if value is not None and not any(
+        value == free and type(value) is type(free) for free in harmless
+    ):
         raise errors.InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
 
 
 def _check_common(request: Sampling) -> None:
     options = request.stream_options
     if not request.stream and options is not None and options != StreamOptions():
-        raise errors.InvalidRequest("stream_options is only for stream: true", param="stream_options")
+        raise errors.InvalidRequest(
+            "stream_options is only for stream: true", param="stream_options"
+        )
     if request.prompt_logprobs is not None and request.stream:
         raise errors.InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     salt = request.cache_salt
     if salt is not None and (not 1 <= len(salt) <= 128 or any(char in "@/\\\0" for char in salt)):
-        raise errors.InvalidRequest(r"cache_salt must have 1 to 128 characters, none of @ / \ NUL", param="cache_salt")
+        raise errors.InvalidRequest(
+            r"cache_salt must have 1 to 128 characters, none of @ / \ NUL", param="cache_salt"
+        )
 
 
 def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
-    """Raises ContextLengthExceeded, before a text is tokenized, if not even the longest tokens would make it fit."""
+    """Raises ContextLengthExceeded, before a text is tokenized, if not even the longest tokens
+    would make it fit.
+    """
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
         raise errors.ContextLengthExceeded(
             # clients know the error by its first words, which are OpenAI's
@@ -319,7 +372,9 @@ class TextItem(Struct, kw_only=True):
 
 
 def convert_at(value: Any, kind: type[R], where: str) -> R:
-    """Returns a value inside a request as a struct. Raises InvalidRequest naming the field, under `where`."""
+    """Returns a value inside a request as a struct. Raises InvalidRequest naming the field, under
+    `where`.
+    """
     try:
         return convert(value, kind)
     except errors.InvalidRequest as error:
@@ -339,7 +394,9 @@ def typed_at(value: Any, kinds: Kinds, where: str, default: str = "") -> Any:
 
 
 def text_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> str:
-    """Returns the text of a content: itself, or its parts on lines of their own. Raises InvalidRequest."""
+    """Returns the text of a content: itself, or its parts on lines of their own. Raises
+    InvalidRequest.
+    """
     if isinstance(content, str):
         return content
     return "\n".join(typed_at(part, kinds, f"{where}[{i}]").text for i, part in enumerate(content))

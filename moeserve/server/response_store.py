@@ -1,4 +1,6 @@
-"""The responses that a server remembers: as many and as large as it was told, in memory, each for its own key only."""
+"""The responses that a server remembers: as many and as large as it was told, in memory, each for
+its own key only.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -30,7 +32,9 @@ class Stored:
 
 @dataclass
 class ResponseStore:
-    """The stored responses, least recently used first, and the running ones. max_count 0: nothing is stored."""
+    """The stored responses, least recently used first, and the running ones. max_count 0: nothing
+    is stored.
+    """
 
     max_count: int
     max_bytes: int
@@ -52,7 +56,10 @@ class ResponseStore:
         """Returns a response. Raises NotFound, with the remedy if this server stores none."""
         key = owner, response_id
         if key not in self._stored:
-            raise NotFound(f"no response {shorten(response_id)!r} is stored{self._why()}", code="response_not_found")
+            raise NotFound(
+                f"no response {shorten(response_id)!r} is stored{self._why()}",
+                code="response_not_found",
+            )
         self._stored.move_to_end(key)
         return self._stored[key]
 

@@ -1,4 +1,6 @@
-"""/v1/responses, OpenAI's newer API for chats: create, retrieve, cancel, delete, and the input of a response."""
+"""/v1/responses, OpenAI's newer API for chats: create, retrieve, cancel, delete, and the input of a
+response.
+"""
 
 import time
 import uuid
@@ -37,13 +39,21 @@ _ITEM = {
     "call": events.OutputCall,
     "arguments": events.OutputCall,
 }
-_TEXT = {events.OutputMessage: "response.output_text", events.OutputReasoning: "response.reasoning_text"}
+_TEXT = {
+    events.OutputMessage: "response.output_text",
+    events.OutputReasoning: "response.reasoning_text",
+}
 _ARGUMENTS = "response.function_call_arguments"
 _AS_ASKED = (  # what a response says as its request did
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key", "reasoning",
     "safety_identifier", "user",
 )  # fmt: skip
-_IN_FORCE = ("frequency_penalty", "presence_penalty", "temperature", "top_p")  # of the sampling, defaults included
+_IN_FORCE = (
+    "frequency_penalty",
+    "presence_penalty",
+    "temperature",
+    "top_p",
+)  # of the sampling, defaults included
 _Items = list[dict[str, Any]]
 
 
@@ -86,7 +96,9 @@ async def retrieve_response(call: HttpCall) -> web.StreamResponse:
     """Return a stored response."""
     call.query(RetrieveQuery)
     stored = call.context.store.get(call.caller.owner, call.tail)
-    return web.Response(body=stored.response, content_type="application/json", headers=call.headers())
+    return web.Response(
+        body=stored.response, content_type="application/json", headers=call.headers()
+    )
 
 
 async def delete_response(call: HttpCall) -> web.StreamResponse:
@@ -97,7 +109,8 @@ async def delete_response(call: HttpCall) -> web.StreamResponse:
 
 async def cancel_response(call: HttpCall) -> web.StreamResponse:
     """End a response that is running; its own reader gets what came so far."""
-    store, owner = call.context.store, call.caller.owner
+    store = call.context.store
+    owner = call.caller.owner
     found = store.find_running(owner, call.tail)
     if found is None:
         store.get(owner, call.tail)
@@ -128,13 +141,25 @@ class RunningResponse(EventFrames):
     """A response that comes into being. Its items change after the events that tell of them."""
 
     def __init__(
-        self, call: HttpCall, request: ResponsesRequest, chat: Conversation, key: str, history: _Items
+        self,
+        call: HttpCall,
+        request: ResponsesRequest,
+        chat: Conversation,
+        key: str,
+        history: _Items,
     ) -> None:
         super().__init__(chat, streams=bool(request.stream))
         self._call = call
         self._key = key
-        self._input = [*history, *(_stored_item(item, f"{key}{i}") for i, item in enumerate(request.items()))]
-        self._form = LogprobFormat(chat.front.tokenizer, request.top_logprobs or 0) if request.logprobs else None
+        self._input = [
+            *history,
+            *(_stored_item(item, f"{key}{i}") for i, item in enumerate(request.items())),
+        ]
+        self._form = (
+            LogprobFormat(chat.front.tokenizer, request.top_logprobs or 0)
+            if request.logprobs
+            else None
+        )
         self._next_number = 0
         self._finish_reason: str | None = None
         self.response = _response(call, request, chat, key)
@@ -155,8 +180,8 @@ class RunningResponse(EventFrames):
         self._finish_reason = delta.finish_reason
 
     def finish(self) -> None:
-        """Ends the response, and stores it if it has to be. One without parts has an empty message, so that clients
-        find a text."""
+        """Ends the response, and stores it if it has to be. One without parts has an empty message,
+        so that clients find a text."""
         response = self.response
         match self._finish_reason:
             case "length":
@@ -165,7 +190,8 @@ class RunningResponse(EventFrames):
             case "abort":
                 response.status = "cancelled"
             case _:
-                response.status, response.completed_at = "completed", int(time.time())
+                response.status = "completed"
+                response.completed_at = int(time.time())
         if not response.output:
             self._begin(Part("content", ""))
         self._close("completed" if response.status == "completed" else "incomplete")
@@ -228,9 +254,12 @@ class RunningResponse(EventFrames):
         item = self._open
         self._texts.append(text)
         if isinstance(item, events.OutputMessage):
-            told, self._logprobs = self._logprobs, []
+            told = self._logprobs
+            self._logprobs = []
             item.content[0].logprobs += told
-            self._tell_of_item("response.output_text.delta", content_index=0, delta=text, logprobs=told)
+            self._tell_of_item(
+                "response.output_text.delta", content_index=0, delta=text, logprobs=told
+            )
         elif isinstance(item, events.OutputReasoning):
             self._tell_of_item("response.reasoning_text.delta", content_index=0, delta=text)
         else:
@@ -251,23 +280,33 @@ class RunningResponse(EventFrames):
                 logprobs = None
                 if isinstance(part, events.OutputText):
                     part.logprobs += self._logprobs  # of tokens without text
-                    self._logprobs, logprobs = [], part.logprobs
-                self._tell_of_item(f"{_TEXT[type(item)]}.done", content_index=0, text=part.text, logprobs=logprobs)
+                    self._logprobs = []
+                    logprobs = part.logprobs
+                self._tell_of_item(
+                    f"{_TEXT[type(item)]}.done", content_index=0, text=part.text, logprobs=logprobs
+                )
                 self._tell_of_item("response.content_part.done", content_index=0, part=part)
         item.status = status
-        self._tell("response.output_item.done", output_index=len(self.response.output) - 1, item=item)
-        self._open, self._texts = None, []
+        self._tell(
+            "response.output_item.done", output_index=len(self.response.output) - 1, item=item
+        )
+        self._open = None
+        self._texts = []
 
     def _tell_of_item(self, name: str, **fields: Any) -> None:
         assert self._open is not None
-        self._tell(name, item_id=self._open.id, output_index=len(self.response.output) - 1, **fields)
+        self._tell(
+            name, item_id=self._open.id, output_index=len(self.response.output) - 1, **fields
+        )
 
     def _tell(self, name: str, **fields: Any) -> None:
         self._emit(events.ResponseEvent(type=name, sequence_number=self._next_number, **fields))
         self._next_number += 1
 
 
-def _response(call: HttpCall, request: ResponsesRequest, chat: Conversation, key: str) -> events.Response:
+def _response(
+    call: HttpCall, request: ResponsesRequest, chat: Conversation, key: str
+) -> events.Response:
     """Returns a response that has just begun, with the parameters that are in force."""
     text = request.text or TextConfig()
     return events.Response(
@@ -288,12 +327,15 @@ def _response(call: HttpCall, request: ResponsesRequest, chat: Conversation, key
 
 def _usage(counts: Counts) -> events.ResponseUsage:
     used = counts.prompt_tokens, counts.completion_tokens
-    cached, reasoning = CachedTokens(counts.cached_tokens), events.OutputTokensDetails(counts.num_reasoning)
+    cached = CachedTokens(counts.cached_tokens)
+    reasoning = events.OutputTokensDetails(counts.num_reasoning)
     return events.ResponseUsage(used[0], cached, used[1], reasoning, sum(used))
 
 
 def _history(call: HttpCall, request: ResponsesRequest) -> _Items:
-    """Returns the items of the responses before this one. Raises InvalidRequest if they are not stored."""
+    """Returns the items of the responses before this one. Raises InvalidRequest if they are not
+    stored.
+    """
     previous = request.previous_response_id
     if previous is None:
         return []
@@ -301,7 +343,9 @@ def _history(call: HttpCall, request: ResponsesRequest) -> _Items:
         stored = call.context.store.get(call.caller.owner, previous)
     except NotFound as error:
         what = f"previous_response_id: {error.message}"
-        raise InvalidRequest(what, param="previous_response_id", code="previous_response_not_found") from error
+        raise InvalidRequest(
+            what, param="previous_response_id", code="previous_response_not_found"
+        ) from error
     output: _Items = msgspec.json.decode(stored.response)["output"]
     items: _Items = msgspec.json.decode(stored.items)
     return items + output

@@ -6,8 +6,24 @@ from msgspec import Meta, Struct
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import NumLogprobs
-from moeserve.server.chat_request import ChatRequest, Function, FunctionName, Message, PositiveCount, ReasoningEffort
-from moeserve.server.requests import Kinds, OpenName, Refusals, Sampling, TextItem, convert_at, text_at, typed_at
+from moeserve.server.chat_request import (
+    ChatRequest,
+    Function,
+    FunctionName,
+    Message,
+    PositiveCount,
+    ReasoningEffort,
+)
+from moeserve.server.requests import (
+    Kinds,
+    OpenName,
+    Refusals,
+    Sampling,
+    TextItem,
+    convert_at,
+    text_at,
+    typed_at,
+)
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MAX_ITEMS = 10_000
@@ -108,9 +124,13 @@ class ResponsesRequest(Sampling, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: PositiveCount | None = None
-    max_tool_calls: PositiveCount | None = None  # of tools that run on the server, of which there are none
+    max_tool_calls: PositiveCount | None = (
+        None  # of tools that run on the server, of which there are none
+    )
     top_logprobs: NumLogprobs | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
     store: bool | None = None
     prompt_cache_key: OpenName | None = None
     safety_identifier: OpenName | None = None
@@ -132,10 +152,15 @@ class ResponsesRequest(Sampling, kw_only=True):
         return [typed_at(tool, kinds, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
     def chat(self, history: list[dict[str, Any]]) -> ChatRequest:
-        """Returns the request as a chat that goes on after the items of `history`. Raises InvalidRequest."""
+        """Returns the request as a chat that goes on after the items of `history`. Raises
+        InvalidRequest.
+        """
         messages = chat_messages([*history, *self.items()])
         if self.instructions is not None:
-            if messages and messages[0].role in ("system", "developer"):  # templates want one such message
+            if messages and messages[0].role in (
+                "system",
+                "developer",
+            ):  # templates want one such message
                 messages[0].content = f"{self.instructions}\n\n{messages[0].content}"
             else:
                 messages.insert(0, Message(role="system", content=self.instructions))
@@ -155,7 +180,9 @@ class ResponsesRequest(Sampling, kw_only=True):
 
 
 def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Returns the items as messages: reasoning, text and calls of one turn become one. Raises InvalidRequest."""
+    """Returns the items as messages: reasoning, text and calls of one turn become one. Raises
+    InvalidRequest.
+    """
     messages: list[Message] = []
     for i, given in enumerate(items):
         where = f"input[{i}]"
@@ -163,7 +190,12 @@ def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
         match typed_at(given, _ITEMS, where, "message"):
             case _Message(role=role, content=content):
                 text = text_at(content, _TEXTS, f"{where}.content")
-                if role == "assistant" and last is not None and last.content is None and not last.tool_calls:
+                if (
+                    role == "assistant"
+                    and last is not None
+                    and last.content is None
+                    and not last.tool_calls
+                ):
                     last.content = text
                 else:
                     messages.append(Message(role=role, content=text))
@@ -174,7 +206,10 @@ def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
                 if last is None:
                     messages.append(last := Message(role="assistant"))
                 called = {"name": made.name, "arguments": made.arguments}
-                last.tool_calls = [*(last.tool_calls or ()), {"id": made.call_id, "function": called}]
+                last.tool_calls = [
+                    *(last.tool_calls or ()),
+                    {"id": made.call_id, "function": called},
+                ]
             case _FunctionCallOutput(call_id=call_id, output=output):
                 text = text_at(output, _TEXTS, f"{where}.output")
                 messages.append(Message(role="tool", content=text, tool_call_id=call_id))
@@ -194,7 +229,9 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    given = {name: value for name in tool.__struct_fields__ if (value := getattr(tool, name)) is not None}
+    given = {
+        name: value for name in tool.__struct_fields__ if (value := getattr(tool, name)) is not None
+    }
     return {"type": given.pop("type"), "function": given}
 
 
@@ -211,9 +248,14 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     """Returns a choice in the shape of chats, whose functions are a level deeper."""
     if not isinstance(choice, dict):
         return choice
-    match typed_at(choice, {"function": _NamedFunction, "allowed_tools": _AllowedTools}, "tool_choice"):
+    match typed_at(
+        choice, {"function": _NamedFunction, "allowed_tools": _AllowedTools}, "tool_choice"
+    ):
         case _AllowedTools(mode=mode, tools=tools):
-            named = [convert_at(tool, _NamedFunction, f"tool_choice.tools[{i}]").name for i, tool in enumerate(tools)]
+            named = [
+                convert_at(tool, _NamedFunction, f"tool_choice.tools[{i}]").name
+                for i, tool in enumerate(tools)
+            ]
             functions = [{"type": "function", "function": {"name": name}} for name in named]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
         case _NamedFunction(name=name):

@@ -1,9 +1,9 @@
 """Streams that go on: ids of events, and the rest of an answer behind one of them.
 
-An id says how many tokens of each choice had come, with "e" for a choice that had ended: `KEY:17.12e`. Several events
-may come of one delta, or before the first and behind the last one; `KEY:17.12+0.3~2` is the second one of the delta
-that brought choice 0 three more tokens. The answer is rendered again with deltas that end at these places, up to them
-in vain.
+An id says how many tokens of each choice had come, with "e" for a choice that had ended:
+`KEY:17.12e`. Several events may come of one delta, or before the first and behind the last one;
+`KEY:17.12+0.3~2` is the second one of the delta that brought choice 0 three more tokens. The answer
+is rendered again with deltas that end at these places, up to them in vain.
 """
 
 import hashlib
@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 
 RESUME_HEADER = "Last-Event-ID"
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
-_ID = re.compile(r"([0-9a-f]{32}):(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:\+(\d{1,9})\.(\d{1,9})(e?))?(?:~(\d{1,9}))?", re.ASCII)
+_ID = re.compile(
+    r"([0-9a-f]{32}):(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:\+(\d{1,9})\.(\d{1,9})(e?))?(?:~(\d{1,9}))?",
+    re.ASCII,
+)
 
 
 @dataclass
 class StreamPlace:
-    """A place in an answer: tokens of each choice, whether it has ended, and events behind that. choice, more, ends:
-    of the delta that these events are of, if it is one."""
+    """A place in an answer: tokens of each choice, whether it has ended, and events behind that.
+    choice, more, ends: of the delta that these events are of, if it is one."""
 
     tokens: list[int]
     ended: list[bool]
@@ -54,16 +57,20 @@ class StreamKey:
 
 
 def stream_key(call: "HttpCall", body: dict[str, Any]) -> StreamKey | None:
-    """Returns the key of a stream that is kept, None for other answers. Raises RequestError for a wrong Last-Event-ID.
-    A request that goes on with a stream gets the id of the one that began it."""
-    path, last = call.request.raw_path.partition("?")[0], call.request.headers.get(RESUME_HEADER)
+    """Returns the key of a stream that is kept, None for other answers. Raises RequestError for a
+    wrong Last-Event-ID. A request that goes on with a stream gets the id of the one that began it.
+    """
+    path = call.request.raw_path.partition("?")[0]
+    last = call.request.headers.get(RESUME_HEADER)
     if last is None and (path not in PATHS or body.get("stream") is not True):
         return None
     resumable = call.context.serving()[0].resumable
     if last is None:
         return StreamKey(digest=_digest(path, body))
     if path not in PATHS:
-        raise InvalidRequest(f"{RESUME_HEADER} is for streams of {', '.join(PATHS)}", param=RESUME_HEADER)
+        raise InvalidRequest(
+            f"{RESUME_HEADER} is for streams of {', '.join(PATHS)}", param=RESUME_HEADER
+        )
     if resumable is None:
         what = "this server keeps no streams: put `resume_window: 30` under `server:` in the file for --config"
         raise InvalidRequest(f"{RESUME_HEADER}: {what}", param=RESUME_HEADER)
@@ -73,11 +80,16 @@ def stream_key(call: "HttpCall", body: dict[str, Any]) -> StreamKey | None:
     recorded = resumable.journal.streams.get(match[1])
     if recorded is None or recorded.entry.owner != call.caller.owner:
         raise unknown_stream()
-    entry, counts = recorded.entry, match[2].split(".")
-    place = StreamPlace([int(count.rstrip("e")) for count in counts], [count[-1] == "e" for count in counts])
+    entry = recorded.entry
+    counts = match[2].split(".")
+    place = StreamPlace(
+        [int(count.rstrip("e")) for count in counts], [count[-1] == "e" for count in counts]
+    )
     place.events = int(match[6] or 0)
     if match[3] is not None:
-        place.choice, place.more, place.ends = int(match[3]), int(match[4]), bool(match[5])
+        place.choice = int(match[3])
+        place.more = int(match[4])
+        place.ends = bool(match[5])
     if len(counts) != len(entry.rids) or place.choice >= len(counts):
         raise _no_such_event()
     if entry.digest != _digest(path, body):
@@ -89,7 +101,9 @@ def stream_key(call: "HttpCall", body: dict[str, Any]) -> StreamKey | None:
 
 def unknown_stream() -> NotFound:
     """Returns the error for a stream that is not kept, or is another key's."""
-    return NotFound(f"{RESUME_HEADER}: this stream is not kept any more; send the request without it to begin again")
+    return NotFound(
+        f"{RESUME_HEADER}: this stream is not kept any more; send the request without it to begin again"
+    )
 
 
 def _no_such_event() -> InvalidRequest:
@@ -105,7 +119,9 @@ def _events(frames: bytes) -> list[bytes]:
 
 
 class Numbered:
-    """Frames (see `answer.Frames`) whose events have ids. skip: events of the closing that are left out."""
+    """Frames (see `answer.Frames`) whose events have ids. skip: events of the closing that are left
+    out.
+    """
 
     def __init__(self, frames: "Frames", key: str, num_choices: int) -> None:
         self._frames = frames
@@ -122,37 +138,55 @@ class Numbered:
     def frames(self, prompt: int, delta: Delta) -> bytes:
         """Returns the frames of a delta."""
         frames = self._frames.frames(prompt, delta)
-        i, more, ends = delta.index, len(delta.token_ids), delta.finish_reason is not None
-        during = self._place() + b"+%d.%d%b" % (i, more, b"e" if ends else b"") if frames.count(b"\n\n") > 1 else b""
+        i = delta.index
+        more = len(delta.token_ids)
+        ends = delta.finish_reason is not None
+        during = (
+            self._place() + b"+%d.%d%b" % (i, more, b"e" if ends else b"")
+            if frames.count(b"\n\n") > 1
+            else b""
+        )
         self.tokens[i] += more
         self.ended[i] |= ends
         return self._with_ids(frames, during, self._place())
 
     def closing(self) -> bytes:
         """Returns the frames after the last delta."""
-        return b"".join(_events(self._with_ids(self._frames.closing(), self._place(), None))[self.skip :])
+        return b"".join(
+            _events(self._with_ids(self._frames.closing(), self._place(), None))[self.skip :]
+        )
 
     def _place(self) -> bytes:
         pairs = zip(self.tokens, self.ended, strict=True)
         return b".".join([b"%de" % count if ended else b"%d" % count for count, ended in pairs])
 
     def _with_ids(self, frames: bytes, during: bytes, after: bytes | None) -> bytes:
-        """Returns frames with ids. during: the place of all events but the last one; after: that of the last one."""
-        out, events = b"", _events(frames)
+        """Returns frames with ids. during: the place of all events but the last one; after: that of
+        the last one.
+        """
+        out = b""
+        events = _events(frames)
         for number, event in enumerate(events, 1):
             last = number == len(events) and after is not None
-            out += self._head + (after if last and after else b"%b~%d" % (during, number)) + b"\n" + event
+            out += (
+                self._head
+                + (after if last and after else b"%b~%d" % (during, number))
+                + b"\n"
+                + event
+            )
         return out
 
     async def go_on(self, deltas: AsyncIterator[tuple[int, Delta]], place: StreamPlace) -> bytes:
         """Returns the frames of an answer behind a place, as far as the answer is known.
 
-        deltas: from the first one on, each of one row. Raises InvalidRequest if the answer ends before that place.
+        deltas: from the first one on, each of one row. Raises InvalidRequest if the answer ends
+        before that place.
         """
         opening = _events(self.opening())
         begins = place.choice < 0 and not any(place.tokens) and not any(place.ended)
         out = b"".join(opening[place.events :]) if begins else b""
-        part, rest = Delta(place.choice), dict[int, Delta]()
+        part = Delta(place.choice)
+        rest = dict[int, Delta]()
         while (
             self.tokens != place.tokens
             or self.ended != place.ended
@@ -161,11 +195,15 @@ class Numbered:
         ):
             if (found := await anext(deltas, None)) is None:
                 raise _no_such_event()
-            delta, i = found[1], found[1].index
-            ends, num = delta.finish_reason is not None, len(delta.token_ids)
+            delta = found[1]
+            i = found[1].index
+            ends = delta.finish_reason is not None
+            num = len(delta.token_ids)
             if self.tokens[i] + num <= place.tokens[i] and ends <= place.ended[i]:
                 self.frames(0, delta)
-            elif i == place.choice and len(part.token_ids) + num <= place.more and ends <= place.ends:
+            elif (
+                i == place.choice and len(part.token_ids) + num <= place.more and ends <= place.ends
+            ):
                 part.append(delta)
             else:
                 rest.setdefault(i, Delta(i)).append(delta)

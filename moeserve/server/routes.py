@@ -47,14 +47,15 @@ _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokeni
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL, up to `suffix`, as its
-    argument.
+    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL, up to
+    `suffix`, as its argument.
 
     Of routes that fit, the first one counts.
 
-    takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events, or a union
-    of such; query: the struct of the URL's parameters; error: the struct of failures. media: the type of an answer
-    that is no struct. probe: needs no key. form: `takes` comes as multipart/form-data, not as JSON.
+    takes, gives: the structs of the body and of the answer; event: the struct of a streamed
+    answer's events, or a union of such; query: the struct of the URL's parameters; error: the
+    struct of failures. media: the type of an answer that is no struct. probe: needs no key. form:
+    `takes` comes as multipart/form-data, not as JSON.
     """
 
     method: str
@@ -73,7 +74,8 @@ class Route:
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
     """Return this document."""
-    front, keyed = call.context.front, call.context.auth.required
+    front = call.context.front
+    keyed = call.context.auth.required
     vocab_size = front.ready.vocab_size if front is not None and front.ready is not None else None
     body = openapi.document(ROUTES, vocab_size, keyed=keyed)
     return web.Response(body=body, content_type="application/json", headers=call.headers())
@@ -82,7 +84,10 @@ async def _openapi(call: HttpCall) -> web.StreamResponse:
 async def _docs(call: HttpCall) -> web.StreamResponse:
     """Show this document as a page."""
     body, policy = openapi.page()
-    headers = call.headers() | {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+    headers = call.headers() | {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+    }
     return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
 
 
@@ -101,8 +106,17 @@ ROUTES = (
     Route("POST", f"{_RESPONSES}/input_tokens", *_INPUT_TOKENS),
     Route("POST", f"{_RESPONSES}/compact", responses.compact_response, None, _RESPONSE),
     Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, _RESPONSE, suffix="/cancel"),
-    Route("GET", f"{_RESPONSES}/", *_INPUT_ITEMS, query=responses.ItemsQuery, suffix="/input_items"),
-    Route("GET", f"{_RESPONSES}/", responses.retrieve_response, None, _RESPONSE, query=responses.RetrieveQuery),
+    Route(
+        "GET", f"{_RESPONSES}/", *_INPUT_ITEMS, query=responses.ItemsQuery, suffix="/input_items"
+    ),
+    Route(
+        "GET",
+        f"{_RESPONSES}/",
+        responses.retrieve_response,
+        None,
+        _RESPONSE,
+        query=responses.RetrieveQuery,
+    ),
     Route("DELETE", f"{_RESPONSES}/", responses.delete_response, None, file_objects.Deleted),
     Route("POST", "/v1/messages", *_MESSAGE, error=AnthropicError),
     Route("POST", "/v1/messages/count_tokens", *_COUNT, error=AnthropicError),
@@ -112,20 +126,35 @@ ROUTES = (
     Route("POST", "/v1/admin/scale", admin.scale, admin.ScaleRequest, protocol.ScaleResponse),
     Route("POST", "/v1/admin/drain", admin.drain, admin.DrainRequest, protocol.ScaleResponse),
     Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
-    Route("POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=trace.TraceQuery),
+    Route(
+        "POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=trace.TraceQuery
+    ),
     Route("GET", "/v1/experts", status.experts, None, _EXPERTS, _EXPERTS, status.WatchQuery),
     Route("GET", "/v1/receipt-key", status.receipt_key, None, protocol.ReceiptKey),
     Route("POST", "/tokenize", *_TOKENIZE),
     Route("POST", "/v1/tokenize", *_TOKENIZE),
     Route("POST", "/detokenize", *_DETOKENIZE),
     Route("POST", "/v1/detokenize", *_DETOKENIZE),
-    Route("POST", "/v1/files", files.upload_file, files.FileForm, file_objects.FileObject, form=True),
-    Route("GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery),
-    Route("GET", "/v1/files/", files.file_content, suffix="/content", media="application/octet-stream"),
+    Route(
+        "POST", "/v1/files", files.upload_file, files.FileForm, file_objects.FileObject, form=True
+    ),
+    Route(
+        "GET", "/v1/files", files.list_files, None, file_objects.FileList, query=files.FilesQuery
+    ),
+    Route(
+        "GET", "/v1/files/", files.file_content, suffix="/content", media="application/octet-stream"
+    ),
     Route("GET", "/v1/files/", files.retrieve_file, None, file_objects.FileObject),
     Route("DELETE", "/v1/files/", files.delete_file, None, file_objects.Deleted),
     Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, file_objects.Batch),
-    Route("GET", "/v1/batches", batches.list_batches, None, file_objects.BatchList, query=batches.BatchesQuery),
+    Route(
+        "GET",
+        "/v1/batches",
+        batches.list_batches,
+        None,
+        file_objects.BatchList,
+        query=batches.BatchesQuery,
+    ),
     Route("POST", "/v1/batches/", batches.cancel_batch, None, file_objects.Batch, suffix="/cancel"),
     Route("GET", "/v1/batches/", batches.retrieve_batch, None, file_objects.Batch),
     Route("GET", "/tokenizer_info", tokenize.tokenizer_info, None, tokenize.TokenizerInfo),
@@ -140,7 +169,9 @@ ROUTES = (
     Route("GET", "/docs", _docs, probe=True, media="text/html"),
 )
 METRICS_ROUTES = tuple(
-    replace(route, probe=True) for route in ROUTES if route.gives is StatusResponse or route.path == "/metrics"
+    replace(route, probe=True)
+    for route in ROUTES
+    if route.gives is StatusResponse or route.path == "/metrics"
 )
 # for people, so /openapi.json leaves them out
 PAGES = (Route("GET", "/", ui.page, probe=True), Route("GET", "/ui/", ui.asset, probe=True))

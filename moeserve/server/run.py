@@ -1,7 +1,8 @@
 """`moeserve serve`: listens first, loads the model meanwhile, and ends in order.
 
-The first SIGTERM or Ctrl-C drains: /readyz says 503 at once, running requests may finish for `shutdown_timeout`
-seconds, then they end with finish_reason "abort"; the exit code is 0. A second signal ends the process at once.
+The first SIGTERM or Ctrl-C drains: /readyz says 503 at once, running requests may finish for
+`shutdown_timeout` seconds, then they end with finish_reason "abort"; the exit code is 0. A second
+signal ends the process at once.
 """
 
 import asyncio
@@ -56,13 +57,19 @@ OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
 
 
 def serve(config: Config) -> int:
-    """Runs until a signal comes; returns the exit code. Raises ConfigError or EngineDied if the server cannot go on."""
+    """Runs until a signal comes; returns the exit code. Raises ConfigError or EngineDied if the
+    server cannot go on.
+    """
     set_up_logging(config.server.log_level, config.server.log_format)
     raise_file_limit()
-    ports = [config.server.port] + ([] if config.server.metrics_port is None else [config.server.metrics_port])
+    ports = [config.server.port] + (
+        [] if config.server.metrics_port is None else [config.server.metrics_port]
+    )
     sockets = [bind(config.server, port) for port in ports]
     if config.parallel.standby:
-        from moeserve.server.standby import keep_front_ends  # here, because it needs what starts engines
+        from moeserve.server.standby import (
+            keep_front_ends,
+        )  # here, because it needs what starts engines
 
         return keep_front_ends(config, sockets)
     context = _context(config)
@@ -71,15 +78,21 @@ def serve(config: Config) -> int:
         return runner.run(run(context, sockets[0], open_it, *sockets[1:]))
 
 
-def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn: SimpleQueue[bytes]) -> int:
-    """Does the same as one front end of several: prepares all that it can, and serves from its turn on."""
+def serve_in_turn(
+    config: Config, root: Root, sockets: list[socket.socket], turn: SimpleQueue[bytes]
+) -> int:
+    """Does the same as one front end of several: prepares all that it can, and serves from its turn
+    on.
+    """
     raise_file_limit()
     context = _context(config)
 
     async def wait_and_run() -> int:
         """Runs when it is time."""
         ours = asyncio.Event()
-        following = asyncio.create_task(follow(root, config.server.resume_window, ours), name="journal")
+        following = asyncio.create_task(
+            follow(root, config.server.resume_window, ours), name="journal"
+        )
         prepared = await prepare(config, root)
         standing = msgspec.json.decode(await asyncio.to_thread(turn.get), type=Standing | None)
         context.began = time.monotonic()
@@ -88,7 +101,9 @@ def serve_in_turn(config: Config, root: Root, sockets: list[socket.socket], turn
         assert isinstance(prepared.link, Fleet)
         prepared.link.scaling.standing = standing
         opened = open_front_end(config, child=True, prepared=prepared)
-        return await run(context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:])
+        return await run(
+            context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:]
+        )
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(wait_and_run())
@@ -108,19 +123,25 @@ def _context(config: Config) -> Context:
 
 
 def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
-    """Returns a socket that listens on `port`, or on the configured one: clients may connect from now on.
+    """Returns a socket that listens on `port`, or on the configured one: clients may connect from
+    now on.
 
     Raises AddressInUse or ConfigError.
     """
-    host, port = config.host, config.port if port is None else port
+    host = config.host
+    port = config.port if port is None else port
     with ConfigError.instead_of((OSError, UnicodeError), f"--host {host}"):
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         sock = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            what = f"port {port} of {host} is in use; choose another with --port, or --port 0 for any"
+            what = (
+                f"port {port} of {host} is in use; choose another with --port, or --port 0 for any"
+            )
             raise AddressInUse(what) from error
         why = os.strerror(error.errno) if error.errno else error
         raise ConfigError(f"cannot listen on {host}:{port}: {why}") from error
@@ -132,7 +153,8 @@ def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
 async def listening(
     sock: socket.socket, context: Context, metrics_sock: socket.socket | None = None
 ) -> AsyncIterator[None]:
-    """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off.
+    """Answers requests on `sock` inside the block; at its end, connections that are still open are
+    cut off.
 
     metrics_sock: answers what needs no key there, metrics included.
     """
@@ -154,7 +176,9 @@ async def listening(
         if context.batches is not None:
             stack.push_async_callback(context.batches.close)
         if metrics_sock is not None:
-            await stack.enter_async_context(_accepting(metrics_sock, context, HttpServer(App(context, METRICS_ROUTES))))
+            await stack.enter_async_context(
+                _accepting(metrics_sock, context, HttpServer(App(context, METRICS_ROUTES)))
+            )
         timers = [
             asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams"),
             asyncio.create_task(reloads.run(), name="reloads"),
@@ -169,11 +193,19 @@ async def listening(
 
 
 @asynccontextmanager
-async def _accepting(sock: socket.socket, context: Context, server: HttpServer) -> AsyncIterator[None]:
+async def _accepting(
+    sock: socket.socket, context: Context, server: HttpServer
+) -> AsyncIterator[None]:
     tls: dict[str, Any] = {}
     if context.tls is not None:
-        tls = {"ssl": context.tls.context, "ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": GOODBYE_S}
-    acceptor = await asyncio.get_running_loop().create_server(server, sock=sock, backlog=BACKLOG, **tls)
+        tls = {
+            "ssl": context.tls.context,
+            "ssl_handshake_timeout": HANDSHAKE_S,
+            "ssl_shutdown_timeout": GOODBYE_S,
+        }
+    acceptor = await asyncio.get_running_loop().create_server(
+        server, sock=sock, backlog=BACKLOG, **tls
+    )
     heads = asyncio.create_task(server.watch_heads(), name="slow heads")
     try:
         yield
@@ -204,7 +236,10 @@ async def _batches(app: App, server: HttpServer) -> Batches | None:
 
 
 async def run(
-    context: Context, sock: socket.socket, open_it: OpenFrontEnd, metrics_sock: socket.socket | None = None
+    context: Context,
+    sock: socket.socket,
+    open_it: OpenFrontEnd,
+    metrics_sock: socket.socket | None = None,
 ) -> int:
     """Runs the server on one loop, from listening to the last answer; returns the exit code."""
     stop = _stop_signals()
@@ -216,9 +251,13 @@ async def run(
     return 0
 
 
-async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: asyncio.Event) -> None:
+async def _serve(
+    context: Context, front: FrontEnd, sock: socket.socket, stop: asyncio.Event
+) -> None:
     if front.tokenizer is not None:
-        await asyncio.to_thread(front.tokenizer.warm_up)  # the engine takes longer to load than this
+        await asyncio.to_thread(
+            front.tokenizer.warm_up
+        )  # the engine takes longer to load than this
     ready: Ready | None = await _unless(stop, front.wait_ready())
     if ready is not None:
         context.started = True
@@ -234,7 +273,11 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: a
     context.draining = True
     if context.batches is not None:
         await context.batches.stop()  # the next start goes on with them
-    log.info("stopping: %d requests may finish within %g s", len(context.running), context.config.shutdown_timeout)
+    log.info(
+        "stopping: %d requests may finish within %g s",
+        len(context.running),
+        context.config.shutdown_timeout,
+    )
     await front.drain(context.config.shutdown_timeout)
     deadline = time.monotonic() + FLUSH_S
     while (context.running or context.streams) and time.monotonic() < deadline:  # noqa: ASYNC110
@@ -243,7 +286,8 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: a
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """Returns the result of `work`, or None if a stop is asked for first."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -254,8 +298,11 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
 
 def _stop_signals() -> asyncio.Event:
-    """Returns an event that the first SIGTERM or SIGINT sets; the second ends the process, and the engine with it."""
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    """Returns an event that the first SIGTERM or SIGINT sets; the second ends the process, and the
+    engine with it.
+    """
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
         """Called by the loop."""
@@ -287,9 +334,14 @@ def _hello(context: Context, sock: socket.socket) -> str:
     return f"{_base_url(sock, context)} (moeserve {__version__}; loading the model){warning}"
 
 
-def _ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float) -> list[str]:
-    """Returns the lines for people, printed once the model is ready. seconds: how long the start took."""
-    url, model = _base_url(sock, context), front.model_name
+def _ready_lines(
+    context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float
+) -> list[str]:
+    """Returns the lines for people, printed once the model is ready. seconds: how long the start
+    took.
+    """
+    url = _base_url(sock, context)
+    model = front.model_name
     tokens = (ready.num_blocks - 1) * ready.block_size
     lines = [
         "",
@@ -314,7 +366,9 @@ def _ranks(front: FrontEnd) -> list[str]:
     view = front.fleet.view
     how = f"experts over {view.dp * view.tp} ranks" if view.together else "each on its own"
     pids = ", ".join(str(engine.pid) for engine in view.engines)
-    return [f"  ranks    {view.dp} engines (dp) of {view.tp} processes (tp), {how}; engine processes {pids}"]
+    return [
+        f"  ranks    {view.dp} engines (dp) of {view.tp} processes (tp), {how}; engine processes {pids}"
+    ]
 
 
 def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:

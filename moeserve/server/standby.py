@@ -1,11 +1,13 @@
-"""`moeserve serve --standby`: a root process that keeps the engines, and two front ends, of which one serves.
+"""`moeserve serve --standby`: a root process that keeps the engines, and two front ends, of which
+one serves.
 
     root process: no HTTP, no text        front end 0: serves
       the listening sockets               front end 1: stands by, with tokenizer and templates read
       the engines, by cluster/node.py
 
-When the front end that serves dies, the other one takes over at once: connections wait in the backlog meanwhile, and
-the engines keep their weights. All end with the root process, which does so little that it has few reasons to end.
+When the front end that serves dies, the other one takes over at once: connections wait in the
+backlog meanwhile, and the engines keep their weights. All end with the root process, which does so
+little that it has few reasons to end.
 """
 
 import asyncio
@@ -35,16 +37,20 @@ from moeserve.errors import ConfigError, MoeserveError
 
 log = logging.getLogger("moeserve.server.standby")
 
-CRASHED = 70  # exit code of a front end after an unexpected error (EX_SOFTWARE); other codes are for people
+# exit code of a front end after an unexpected error (EX_SOFTWARE); other codes are for people
+CRASHED = 70
 MAX_SILENT = 10  # beats that a front end may miss
-MAX_TAKEOVERS, WINDOW_S = 5, 300.0  # more within this time end the server
+# more within this time end the server
+MAX_TAKEOVERS = 5
+WINDOW_S = 300.0
 RESUME_S = 60.0  # for clients to come back for their streams, where the settings say nothing
 CONNECT_S = 600.0  # for a front end to read the model's headers and connect
 MAX_PAUSE_S = 60.0  # between two starts of a front end that stands by
 
 
 class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Orders the start of a front end, which serves once a further document comes: `Standing`, or null.
+    """Orders the start of a front end, which serves once a further document comes: `Standing`, or
+    null.
 
     fds: of our stdout, to which a launcher may listen, and of the listening sockets.
     """
@@ -54,18 +60,22 @@ class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
     fds: list[int]
 
 
-# ---- the root process ----------------------------------------------------------------------------------------------
+# ---- the root process
+# ----------------------------------------------------------------------------------------------
 
 
 def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
-    """Serves on these sockets until a signal comes or a front end ends on its own; returns the exit code."""
+    """Serves on these sockets until a signal comes or a front end ends on its own; returns the exit
+    code.
+    """
     if not config.server.resume_window:
         config = replace(config, server=replace(config.server, resume_window=RESUME_S))
     return asyncio.run(_keep(config, sockets))
 
 
 async def _keep(config: Config, sockets: list[socket.socket]) -> int:
-    run_dir, kept = RunDir(), Kept()
+    run_dir = RunDir()
+    kept = Kept()
     host = LocalHost(run_dir.path)
     front_ends = FrontEnds(config, host, kept, [os.dup(1), *(sock.fileno() for sock in sockets)])
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,9 +93,17 @@ class FrontEndProcess:
     """A front end, and the agent that starts its engines once it serves."""
 
     def __init__(
-        self, config: Config, host: LocalHost, kept: Kept, fds: list[int], number: int, follows: int, secret: str
+        self,
+        config: Config,
+        host: LocalHost,
+        kept: Kept,
+        fds: list[int],
+        number: int,
+        follows: int,
+        secret: str,
     ) -> None:
-        address, token = f"ipc://{host.folder}/root-{number}.sock", secrets.token_hex(16)
+        address = f"ipc://{host.folder}/root-{number}.sock"
+        token = secrets.token_hex(16)
         self.agent = NodeAgent(
             config,
             host,
@@ -105,7 +123,9 @@ class FrontEndProcess:
         )
         self.number = number
         order = msgspec.json.encode(FrontEndOrder(config=config, root=root, fds=fds))
-        self.child = Child.start(f"front end {number}", command_of("moeserve.server.standby"), order, pass_fds=fds)
+        self.child = Child.start(
+            f"front end {number}", command_of("moeserve.server.standby"), order, pass_fds=fds
+        )
 
     def serve(self, standing: Standing | None) -> None:
         """Lets the front end serve, with the engines that the one before had in the end."""
@@ -130,7 +150,10 @@ class FrontEnds:
     """The front end that serves, and the one that stands by."""
 
     def __init__(self, config: Config, host: LocalHost, kept: Kept, fds: list[int]) -> None:
-        self._config, self._host, self._kept, self._fds = config, host, kept, fds
+        self._config = config
+        self._host = host
+        self._kept = kept
+        self._fds = fds
         self._number = 0  # of the next one
         self._stopping = False
         self._failures = 0  # of front ends that stood by, in a row
@@ -139,8 +162,11 @@ class FrontEnds:
         self._standby: FrontEndProcess | None = None
 
     def _new(self, follows: int) -> FrontEndProcess:
-        number, self._number = self._number, self._number + 1
-        return FrontEndProcess(self._config, self._host, self._kept, self._fds, number, follows, self._secret)
+        number = self._number
+        self._number = self._number + 1
+        return FrontEndProcess(
+            self._config, self._host, self._kept, self._fds, number, follows, self._secret
+        )
 
     def stop(self) -> None:
         """Lets running requests finish; called again, it does not."""
@@ -160,16 +186,26 @@ class FrontEnds:
                 return death.exit_code if death.exit_code >= 0 else 128 - death.exit_code
             now_s = time.monotonic()
             if len(takeovers) == MAX_TAKEOVERS and now_s - takeovers[0] < WINDOW_S:
-                log.critical("%s; giving up: %d takeovers within %g s", death.summary, MAX_TAKEOVERS, WINDOW_S)
+                log.critical(
+                    "%s; giving up: %d takeovers within %g s",
+                    death.summary,
+                    MAX_TAKEOVERS,
+                    WINDOW_S,
+                )
                 return 1
             takeovers.append(now_s)
             log.error("%s; the next one takes over", death.summary)
-            standby, self._standby = self._standby, None
-            self._serving = standby if standby is not None and standby.child.alive else self._new(-1)
+            standby = self._standby
+            self._standby = None
+            self._serving = (
+                standby if standby is not None and standby.child.alive else self._new(-1)
+            )
 
     async def _until_death(self) -> Death:
         """Returns when the front end that serves is dead. Replaces the other one when it dies."""
-        serving, silent, beats = self._serving, 0, 0
+        serving = self._serving
+        silent = 0
+        beats = 0
         dying = asyncio.ensure_future(serving.child.death())
         next_s = 0.0  # when to start another one
         while not dying.done():
@@ -182,10 +218,14 @@ class FrontEnds:
                 lived_s = (await self._standby.child.death()).lived_s
                 self._failures = 0 if lived_s > MAX_PAUSE_S else self._failures + 1
                 pause_s = min(0.5 * 2.0**self._failures, MAX_PAUSE_S)
-                next_s, self._standby = now_s + pause_s, None
-                log.warning("the front end that stood by is gone; another one starts in %g s", pause_s)
+                next_s = now_s + pause_s
+                self._standby = None
+                log.warning(
+                    "the front end that stood by is gone; another one starts in %g s", pause_s
+                )
             await asyncio.wait([dying], timeout=ALIVE_S)
-            # Counted in turns of this loop, so that nobody is blamed after the whole machine stood still.
+            # Counted in turns of this loop, so that nobody is blamed after the whole machine stood
+            # still.
             silent = silent + 1 if beats and beats == serving.agent.beats else 0
             beats = serving.agent.beats
             if silent >= MAX_SILENT:
@@ -199,7 +239,8 @@ class FrontEnds:
                 await front_end.close()
 
 
-# ---- a front end ---------------------------------------------------------------------------------------------------
+# ---- a front end
+# ---------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -213,7 +254,9 @@ def main() -> None:
     from moeserve.server.run import serve_in_turn
 
     try:
-        code = serve_in_turn(order.config, order.root, [socket.socket(fileno=fd) for fd in fds], turn)
+        code = serve_in_turn(
+            order.config, order.root, [socket.socket(fileno=fd) for fd in fds], turn
+        )
     except ConfigError as error:
         to_stderr(f"moeserve serve: {error}")
         code = error.exit_code

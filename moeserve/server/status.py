@@ -55,7 +55,9 @@ async def receipt_key(call: HttpCall) -> web.StreamResponse:
     if notary is None or notary.signer is None:
         raise NotFound(NO_KEY, code="no_receipts")
     weights = await notary.weights(ready)
-    return call.answer(ReceiptKey(public_key=notary.signer.public_key, weights=weights, numerics=ready.numerics))
+    return call.answer(
+        ReceiptKey(public_key=notary.signer.public_key, weights=weights, numerics=ready.numerics)
+    )
 
 
 async def list_models(call: HttpCall) -> web.StreamResponse:
@@ -87,7 +89,9 @@ def _card(call: HttpCall, model: str | None = None) -> ModelCard:
 
 async def metrics(call: HttpCall) -> web.StreamResponse:
     """Return numbers for Prometheus."""
-    from moeserve.server.metrics import exposition  # here, because its library would delay the start
+    from moeserve.server.metrics import (
+        exposition,
+    )  # here, because its library would delay the start
 
     body, media_type = exposition(call.context)
     return web.Response(body=body, headers=call.headers() | {"Content-Type": media_type})
@@ -101,13 +105,17 @@ class WatchQuery(msgspec.Struct):
 
 
 async def experts(call: HttpCall) -> web.StreamResponse:
-    """Show where experts are, how busy, and how the engines fare; `stream=true`: again each `interval_s`."""
+    """Show where experts are, how busy, and how the engines fare; `stream=true`: again each
+    `interval_s`.
+    """
     from moeserve.server.experts import expert_status  # here, because of numpy
 
     front, _ = call.context.serving()
     query = call.query(WatchQuery)
     shown = expert_status(front)
-    by_header = query.stream is msgspec.UNSET and "text/event-stream" in call.request.headers.get("Accept", "")
+    by_header = query.stream is msgspec.UNSET and "text/event-stream" in call.request.headers.get(
+        "Accept", ""
+    )
     if not query.stream and not by_header:
         return call.answer(shown)
     stream = SseStream(call.request, call.headers())

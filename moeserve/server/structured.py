@@ -1,7 +1,8 @@
-"""The fields of a request that constrain the text of its answer, and the one constraint that they mean.
+"""The fields of a request that constrain the text of its answer, and the one constraint that they
+mean.
 
-`response_format` is OpenAI's, `structured_outputs` vLLM's, `guided_*` are vLLM's older names. `strict` of a JSON schema
-changes nothing: every schema is enforced.
+`response_format` is OpenAI's, `structured_outputs` vLLM's, `guided_*` are vLLM's older names.
+`strict` of a JSON schema changes nothing: every schema is enforced.
 """
 
 from typing import Annotated, Any, Literal
@@ -48,7 +49,9 @@ class StructuredFields(Struct, kw_only=True):
         Raises InvalidRequest for several, or for fields that do not belong together.
         """
         options = self.structured_outputs or StructuredOutputsParams()
-        asked = {f"structured_outputs.{name}": (name, value) for name, value in options.given.items()}
+        asked = {
+            f"structured_outputs.{name}": (name, value) for name, value in options.given.items()
+        }
         for name in ("json", "regex", "choice", "grammar"):
             if (value := getattr(self, f"guided_{name}")) is not None:
                 asked[f"guided_{name}"] = (name, value)
@@ -56,7 +59,9 @@ class StructuredFields(Struct, kw_only=True):
             asked |= _response_format(self.response_format)
         if len(asked) > 1:
             names = " and ".join(sorted(asked))
-            raise InvalidRequest(f"{names} contradict each other: a request has one constraint", param=max(asked))
+            raise InvalidRequest(
+                f"{names} contradict each other: a request has one constraint", param=max(asked)
+            )
         if not asked:
             return None if self.structured_outputs is None else (options, "structured_outputs")
         ((field, (name, value)),) = asked.items()
@@ -65,8 +70,14 @@ class StructuredFields(Struct, kw_only=True):
 
 
 def _response_format(asked: ResponseFormat) -> dict[str, tuple[str, Any]]:
-    given = {name: value for name in asked.__struct_fields__[1:] if (value := getattr(asked, name)) is not None}
-    allowed = {"json_schema": ["json_schema"], "structural_tag": ["structures", "triggers"]}.get(asked.type, [])
+    given = {
+        name: value
+        for name in asked.__struct_fields__[1:]
+        if (value := getattr(asked, name)) is not None
+    }
+    allowed = {"json_schema": ["json_schema"], "structural_tag": ["structures", "triggers"]}.get(
+        asked.type, []
+    )
     if surplus := sorted(given.keys() - allowed):
         name = f"response_format.{surplus[0]}"
         raise InvalidRequest(f"{name} does not belong to type {asked.type}", param=name)
@@ -75,7 +86,9 @@ def _response_format(asked: ResponseFormat) -> dict[str, tuple[str, Any]]:
             return {"response_format": ("json_object", True)}
         case "json_schema":
             if asked.json_schema is None:
-                raise InvalidRequest("response_format.json_schema is required", param="response_format.json_schema")
+                raise InvalidRequest(
+                    "response_format.json_schema is required", param="response_format.json_schema"
+                )
             return {"response_format.json_schema.schema": ("json", asked.json_schema.schema)}
         case "structural_tag":
             return {"response_format": ("structural_tag", given)}

@@ -10,9 +10,11 @@ GOODBYE_S = 2.0  # for a client to answer the end of a connection
 
 
 class Tls:
-    """The context of all connections. Those that are open keep the certificate with which they began.
+    """The context of all connections. Those that are open keep the certificate with which they
+    began.
 
-    The constructor and `reload` raise ConfigError for files that cannot be read or do not belong together.
+    The constructor and `reload` raise ConfigError for files that cannot be read or do not belong
+    together.
     """
 
     def __init__(self, certfile: str, keyfile: str | None) -> None:
@@ -59,4 +61,6 @@ def tls_of(config: ServerConfig) -> Tls | None:
 
 def _refuse() -> str:
     """Called for an encrypted key; without it OpenSSL would ask on the terminal."""
-    raise ValueError("the key is encrypted; write it without a passphrase, readable by the server's user only")
+    raise ValueError(
+        "the key is encrypted; write it without a passphrase, readable by the server's user only"
+    )

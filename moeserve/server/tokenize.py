@@ -42,7 +42,9 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class TokenizerInfo(Answer, kw_only=True):
-    """The tokenizer in the fields of tokenizer_config.json, as clients that count tokens by HTTP read it."""
+    """The tokenizer in the fields of tokenizer_config.json, as clients that count tokens by HTTP
+    read it.
+    """
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     bos_token: str | None = None
@@ -63,10 +65,15 @@ async def tokenize(call: HttpCall) -> web.StreamResponse:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if request.prompt is None:
-        _, tokens = await chat_prompt(front, ready, request, chat_tools(request.tools, request.tool_choice))
+        _, tokens = await chat_prompt(
+            front, ready, request, chat_tools(request.tools, request.tool_choice)
+        )
     else:
         if len(request.prompt) > MAX_CHARS:
-            raise InvalidRequest(f"the prompt has more than {MAX_CHARS:,} characters; send it in parts", param="prompt")
+            raise InvalidRequest(
+                f"the prompt has more than {MAX_CHARS:,} characters; send it in parts",
+                param="prompt",
+            )
         tokens = await front.encode(request.prompt, special=request.add_special_tokens is not False)
     answer = Tokenized(count=len(tokens), max_model_len=ready.max_model_len, tokens=tokens)
     if request.return_token_strs and front.tokenizer is not None:
@@ -93,7 +100,9 @@ async def tokenizer_info(call: HttpCall) -> web.StreamResponse:
     if ready.eos_token_ids:
         named.setdefault("eos_token", tokenizer.token_text(ready.eos_token_ids[0]))
     template = front.chat_template.source if front.chat_template is not None else None
-    return call.answer(TokenizerInfo(model_max_length=ready.max_model_len, chat_template=template, **named))
+    return call.answer(
+        TokenizerInfo(model_max_length=ready.max_model_len, chat_template=template, **named)
+    )
 
 
 def _tokenizer(front: FrontEnd) -> Tokenizer:

@@ -1,6 +1,8 @@
-"""POST /v1/admin/trace: what every rank did in one step, in the trace event format that ui.perfetto.dev opens.
+"""POST /v1/admin/trace: what every rank did in one step, in the trace event format that
+ui.perfetto.dev opens.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the
+format.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +26,9 @@ class TraceQuery(msgspec.Struct):
 
 
 class TraceItem(msgspec.Struct, kw_only=True):
-    """ph "X": a span from `ts` for `dur` microseconds. ph "M": a name, or a place in order, for a pid or a tid."""
+    """ph "X": a span from `ts` for `dur` microseconds. ph "M": a name, or a place in order, for a
+    pid or a tid.
+    """
 
     name: str
     ph: str
@@ -37,7 +41,9 @@ class TraceItem(msgspec.Struct, kw_only=True):
 
 
 class TraceNotes(msgspec.Struct, kw_only=True):
-    """steps: of each engine, counted within its epoch. missing: ranks that did not answer, as "engine.tp_rank"."""
+    """steps: of each engine, counted within its epoch. missing: ranks that did not answer, as
+    "engine.tp_rank".
+    """
 
     steps: dict[str, int]
     missing: list[str]
@@ -52,7 +58,9 @@ class TraceFile(msgspec.Struct, kw_only=True, rename="camel"):
 
 
 async def take_trace(call: HttpCall) -> web.StreamResponse:
-    """Trace the next step on all ranks, for ui.perfetto.dev. Takes no body; waits for a step up to `timeout_s`."""
+    """Trace the next step on all ranks, for ui.perfetto.dev. Takes no body; waits for a step up to
+    `timeout_s`.
+    """
     check_admin(call)
     front, ready = call.context.serving()
     timeout_s = call.query(TraceQuery).timeout_s
@@ -61,10 +69,16 @@ async def take_trace(call: HttpCall) -> web.StreamResponse:
 
 
 def trace_file(trace: Trace, view: FleetView) -> TraceFile:
-    """Returns a trace with one process per rank and one thread per track; time 0 is when the first span began."""
+    """Returns a trace with one process per rank and one thread per track; time 0 is when the first
+    span began.
+    """
     hosts = {engine.rank: engine.host for engine in view.engines}
     zeros_ns = _zeros_ns(trace.ranks, hosts)
-    starts_ns = [event.start_ns - zeros_ns[hosts[rank.dp_rank]] for rank in trace.ranks for event in rank.events]
+    starts_ns = [
+        event.start_ns - zeros_ns[hosts[rank.dp_rank]]
+        for rank in trace.ranks
+        for event in rank.events
+    ]
     first_ns = min(starts_ns, default=0)
     items: list[TraceItem] = []
     for rank in trace.ranks:
@@ -78,11 +92,15 @@ def trace_file(trace: Trace, view: FleetView) -> TraceFile:
 
 
 def _zeros_ns(ranks: Iterable[Traced], hosts: Mapping[int, str]) -> dict[str, int]:
-    """Returns one moment on the clock of each machine: clocks count from different zeros, but all engines know at about
-    the same time that the step runs."""
+    """Returns one moment on the clock of each machine: clocks count from different zeros, but all
+    engines know at about the same time that the step runs."""
     zeros_ns: dict[str, int] = {}
     for rank in ranks:
-        begun_ns = [event.start_ns for event in rank.events if (event.track, event.name) == ("engine", "run")]
+        begun_ns = [
+            event.start_ns
+            for event in rank.events
+            if (event.track, event.name) == ("engine", "run")
+        ]
         if begun_ns:
             zeros_ns.setdefault(hosts[rank.dp_rank], begun_ns[0])
     return {host: zeros_ns.get(host, 0) for host in hosts.values()}
@@ -94,11 +112,15 @@ def _rank_items(rank: Traced, number: int, start_ns: int) -> Iterator[TraceItem]
     yield TraceItem(name="process_name", ph="M", pid=pid, tid=0, args={"name": title})
     yield TraceItem(name="process_sort_index", ph="M", pid=pid, tid=0, args={"sort_index": number})
     # The engine's own track, then each micro-batch with its transfers below it.
-    tracks = sorted({event.track for event in rank.events}, key=lambda track: (track.partition(" ")[2], track))
+    tracks = sorted(
+        {event.track for event in rank.events}, key=lambda track: (track.partition(" ")[2], track)
+    )
     tids = {track: tid for tid, track in enumerate(tracks, 1)}
     for track, tid in tids.items():
         yield TraceItem(name="thread_name", ph="M", pid=pid, tid=tid, args={"name": track})
-        yield TraceItem(name="thread_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": tid})
+        yield TraceItem(
+            name="thread_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": tid}
+        )
     for event in rank.events:
         yield TraceItem(
             name=event.name,

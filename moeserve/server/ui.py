@@ -1,7 +1,8 @@
-"""The page at `/` and its files: a playground and a live view of the engine, which use the API as any client does.
+"""The page at `/` and its files: a playground and a live view of the engine, which use the API as
+any client does.
 
-No key is needed to load them; the page asks for one when the API wants it. The policy lets the page load and connect to
-nothing but this server, and run nothing that did not come as a file from it.
+No key is needed to load them; the page asks for one when the API wants it. The policy lets the page
+load and connect to nothing but this server, and run nothing that did not come as a file from it.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ _TYPES = {
     "svg": "image/svg+xml",
 }
 _HEADERS = {
-    "Cache-Control": "no-cache",  # kept, but asked for again: the files of one version belong together
+    # kept, but asked for again: the files of one version belong together
+    "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -32,12 +34,17 @@ _HEADERS = {
 
 @cache
 def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
-    """Returns the bodies and headers of all files by name, so that no name of a request ever becomes a path."""
+    """Returns the bodies and headers of all files by name, so that no name of a request ever
+    becomes a path.
+    """
     found = {}
     for entry in (files("moeserve") / "assets" / "ui").iterdir():
         body = entry.read_bytes()
         etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        found[entry.name] = body, {"ETag": etag, "Content-Type": _TYPES[entry.name.rpartition(".")[2]]}
+        found[entry.name] = (
+            body,
+            {"ETag": etag, "Content-Type": _TYPES[entry.name.rpartition(".")[2]]},
+        )
     return found
 
 
@@ -59,6 +66,8 @@ def _send(call: HttpCall, name: str) -> web.Response:
     body, own = file
     headers = call.headers() | _HEADERS | own
     known = call.request.headers.get("If-None-Match", "")
-    if own["ETag"] in known:  # a proxy that compresses makes it weak, W/"...", which is as good here
+    if (
+        own["ETag"] in known
+    ):  # a proxy that compresses makes it weak, W/"...", which is as good here
         return web.Response(status=304, headers=headers)
     return web.Response(body=body, headers=headers)

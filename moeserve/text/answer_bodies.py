@@ -20,17 +20,24 @@ _MAX_NAME = 256
 
 
 class CallSink:
-    """What a body has read: names and arguments, in this order. known: only calls of tools that are offered."""
+    """What a body has read: names and arguments, in this order. known: only calls of tools that are
+    offered.
+    """
 
     def __init__(self, schemas: Mapping[str, Any], *, known: bool) -> None:
-        self._schemas, self._known = schemas, known
+        self._schemas = schemas
+        self._known = known
         self.parts: list[Part] = []
         self.count = 0
         self.schema: Mapping[str, Any] = {}
 
     def begin(self, name: str) -> None:
         """Begins a call. Raises Malformed if the name cannot be one."""
-        if not name or len(name) > _MAX_NAME or (self._known and self._schemas and name not in self._schemas):
+        if (
+            not name
+            or len(name) > _MAX_NAME
+            or (self._known and self._schemas and name not in self._schemas)
+        ):
             raise Malformed
         found = self._schemas.get(name)
         self.schema = found.get("properties") or {} if isinstance(found, Mapping) else {}
@@ -65,7 +72,12 @@ def _json_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
     try:
         found = msgspec.json.decode(whole, type=list[_Call] | _Call)
         for call in found if isinstance(found, list) else [found]:
-            calls.begin(next((name for name in (call.name, call.function) if name and isinstance(name, str)), ""))
+            calls.begin(
+                next(
+                    (name for name in (call.name, call.function) if name and isinstance(name, str)),
+                    "",
+                )
+            )
             calls.add(_arguments(bytes(call.arguments or call.parameters or b"{}").decode()))
     except (ValueError, RecursionError):
         raise Malformed from None
@@ -95,12 +107,16 @@ def _object_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[No
 
 
 def _header(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[bool]:
-    """Takes a name and what is around it, and returns whether that says that there are no arguments."""
+    """Takes a name and what is around it, and returns whether that says that there are no
+    arguments.
+    """
     header = yield from text.header(reading.header_end)
     found = reading.header.fullmatch(header.strip())
     if not found:
         raise Malformed
-    calls.begin(unescape(found["name"].strip()) if reading.parameter.escaped else found["name"].strip())
+    calls.begin(
+        unescape(found["name"].strip()) if reading.parameter.escaped else found["name"].strip()
+    )
     if not reading.header_end_stays:
         yield from text.next_of(reading.header_end)
     return bool(found.groupdict().get("empty"))
@@ -156,7 +172,9 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
         while found is not None:
             key, is_text = found
             pieces: list[str] = []
-            stop, found = yield from _tagged_value(text, reading, pieces.append, calls.schema.keys() - {*members, key})
+            stop, found = yield from _tagged_value(
+                text, reading, pieces.append, calls.schema.keys() - {*members, key}
+            )
             raw = plain("".join(pieces))
             if reading.parameter.newlines:
                 raw = raw.removeprefix("\n").removesuffix("\n")
@@ -169,13 +187,17 @@ def _tags_body(text: AnswerText, reading: Reading, calls: CallSink) -> Wait[None
 
 def _object(members: Mapping[str, str]) -> str:
     """Returns the JSON of an object. members: the JSON of each value."""
-    inside = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {member}" for key, member in members.items())
+    inside = ", ".join(
+        f"{json.dumps(key, ensure_ascii=False)}: {member}" for key, member in members.items()
+    )
     return f"{{{inside}}}"
 
 
-def _key(text: AnswerText, reading: Reading, keys: Set[str] | None = None) -> Wait[tuple[str, bool | None] | None]:
-    """Takes the rest of a parameter's opening and returns its key and whether its value is a text, as far as it says.
-    Takes nothing and returns None if it is none, or none of `keys`."""
+def _key(
+    text: AnswerText, reading: Reading, keys: Set[str] | None = None
+) -> Wait[tuple[str, bool | None] | None]:
+    """Takes the rest of a parameter's opening and returns its key and whether its value is a text,
+    as far as it says. Takes nothing and returns None if it is none, or none of `keys`."""
     header = yield from text.header(reading.key_guard, take=False)
     found = reading.key.fullmatch(header.strip())
     key = found["key"].strip() if found else ""
@@ -192,8 +214,9 @@ def _key(text: AnswerText, reading: Reading, keys: Set[str] | None = None) -> Wa
 def _tagged_value(
     text: AnswerText, reading: Reading, emit: Emit, keys: Set[str]
 ) -> Wait[tuple[str, tuple[str, bool | None] | None]]:
-    """Takes a value and its closing, or what shows that this is missing: the opening of a parameter of `keys`, which
-    are not given yet, or the end of the call. Other such marks belong to the value."""
+    """Takes a value and its closing, or what shows that this is missing: the opening of a parameter
+    of `keys`, which are not given yet, or the end of the call. Other such marks belong to the
+    value."""
     while True:
         stop = yield from text.until(reading.in_value, emit)
         if not stop:

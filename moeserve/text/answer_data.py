@@ -18,11 +18,13 @@ from moeserve.text.tokenizer import Tokenizer
 
 
 class DataFormat:
-    """A format that is data, with one tokenizer. template: the chat template; where it never writes the format's mark
-    of reasoning, the model does not reason, and its constrained answers have none."""
+    """A format that is data, with one tokenizer. template: the chat template; where it never writes
+    the format's mark of reasoning, the model does not reason, and its constrained answers have
+    none."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, template: str = "") -> None:
-        self.name, self._syntax = name, load(name)
+        self.name = name
+        self._syntax = load(name)
         think = self._syntax.reasoning
         unthinking = think is not None and bool(template) and think.open not in template
         self._constrained = replace(self._syntax, reasoning=None) if unthinking else self._syntax
@@ -30,14 +32,23 @@ class DataFormat:
         ids = [tokenizer.backend.token_to_id(stop) for stop in self._syntax.stop]
         self.stop_ids = tuple(token_id for token_id in ids if token_id is not None)
         self._special = special_tokens(tokenizer)
-        self._reading = Reading(self._syntax, [token.content for token in added.values() if token.special])
+        self._reading = Reading(
+            self._syntax, [token.content for token in added.values() if token.special]
+        )
 
-    def parser(self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False) -> AnswerParser:
+    def parser(
+        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False
+    ) -> AnswerParser:
         """Returns the parser of one answer."""
         return DataParser(self._reading, tools, reasons=self._reasons(prompt, continued=continued))
 
     def constraint(
-        self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool = False,
+        parallel: bool = True,
+        prompt: str = "",
     ) -> GrammarSpec | None:
         """Returns what an answer must match, None for anything."""
         if is_free(tools, required=required, parallel=parallel):
@@ -69,8 +80,11 @@ class DataFormat:
         return prompt.rstrip().endswith(span.open.rstrip())
 
 
-def find_format(template: str, tokenizer: Tokenizer, name: str | None = None) -> AnswerFormat | None:
-    """Returns the format of a model's answers, None if its chat template shows none. name: the one to use instead.
+def find_format(
+    template: str, tokenizer: Tokenizer, name: str | None = None
+) -> AnswerFormat | None:
+    """Returns the format of a model's answers, None if its chat template shows none. name: the one
+    to use instead.
 
     Raises ConfigError for an unknown name, and for harmony with a tokenizer that lacks its tokens.
     """
@@ -83,6 +97,10 @@ def find_format(template: str, tokenizer: Tokenizer, name: str | None = None) ->
     if name in ("harmony", None) and has_harmony:
         return HarmonyFormat(tokenizer)
     patterns = {one: load(one).template for one in names()}
-    shown = [one for one, each in patterns.items() if each and all(re.search(pattern, template) for pattern in each)]
+    shown = [
+        one
+        for one, each in patterns.items()
+        if each and all(re.search(pattern, template) for pattern in each)
+    ]
     picked = name or max(shown, key=lambda one: (len(patterns[one]), one), default=None)
     return DataFormat(picked, tokenizer, template) if picked else None

@@ -1,6 +1,8 @@
-"""Grammars of answers: which tools are called, with which arguments, and what comes after the reasoning.
+"""Grammars of answers: which tools are called, with which arguments, and what comes after the
+reasoning.
 
-A grammar is Lark as llguidance takes it. Marks of a format that are tokens of their own are written as such.
+A grammar is Lark as llguidance takes it. Marks of a format that are tokens of their own are written
+as such.
 """
 
 import re
@@ -21,16 +23,25 @@ _SPACE = r"/[ \n]{0,4}/"
 _SLOT = re.compile(r"\{(\w+)\}")
 _ANYTHING: dict[str, Any] = {"type": "object"}
 _OTHERS = ["array", "boolean", "null", "number", "object"]
-_OF_TEXT = ("pattern", "format", "minLength", "maxLength")  # keywords that are not kept for text without quotes
+_OF_TEXT = (
+    "pattern",
+    "format",
+    "minLength",
+    "maxLength",
+)  # keywords that are not kept for text without quotes
 
 
 def is_free(tools: Sequence[Tool], *, required: bool, parallel: bool) -> bool:
     """Returns whether answers need no grammar."""
-    return not tools or not (required or not parallel or any(_function(tool).get("strict") for tool in tools))
+    return not tools or not (
+        required or not parallel or any(_function(tool).get("strict") for tool in tools)
+    )
 
 
 def arguments_schema(tool: Tool, position: int, *, strict: bool) -> dict[str, Any]:
-    """Returns the schema that a call's arguments must match. strict: for every tool. Raises InvalidRequest."""
+    """Returns the schema that a call's arguments must match. strict: for every tool. Raises
+    InvalidRequest.
+    """
     function = _function(tool)
     schema = function.get("parameters")
     if not isinstance(schema, dict) or not (strict or function.get("strict")):
@@ -39,12 +50,14 @@ def arguments_schema(tool: Tool, position: int, *, strict: bool) -> dict[str, An
         check_schema(schema)
     except GrammarFault as fault:
         raise fault.as_request_error(f"tools[{position}].function.parameters") from fault
-    return schema if "type" in schema or "anyOf" in schema or "$ref" in schema else schema | _ANYTHING
+    return (
+        schema if "type" in schema or "anyOf" in schema or "$ref" in schema else schema | _ANYTHING
+    )
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Returns the Lark of JSON that matches a schema. Between its tokens is one space at most: a model that is made to
-    call could otherwise go on with white space for ever."""
+    """Returns the Lark of JSON that matches a schema. Between its tokens is one space at most: a
+    model that is made to call could otherwise go on with white space for ever."""
     return f"%json {schema_text(dict(schema), GrammarSpec('json_schema', whitespace_pattern=' '))}"
 
 
@@ -59,10 +72,14 @@ def _function(tool: Tool) -> Mapping[str, Any]:
 
 
 class AnswerGrammar:
-    """The grammar of one answer. special: the tokenizer's special tokens. opened: it begins inside the reasoning."""
+    """The grammar of one answer. special: the tokenizer's special tokens. opened: it begins inside
+    the reasoning.
+    """
 
     def __init__(self, syntax: Syntax, special: Mapping[str, int], *, opened: bool) -> None:
-        self._syntax, self._calls, self._special = syntax, syntax.calls, special
+        self._syntax = syntax
+        self._calls = syntax.calls
+        self._special = special
         self._rules = [_TEXT]
         self._reasoning = self._before_content(opened=opened)
 
@@ -81,7 +98,9 @@ class AnswerGrammar:
         def one_of(write: str) -> str:
             """Returns a call of any of the tools."""
             named = zip(map(tool_name, tools), bodies, strict=True)
-            return " | ".join(self._fill(write, name=self._literal(name), arguments=body) for name, body in named)
+            return " | ".join(
+                self._fill(write, name=self._literal(name), arguments=body) for name, body in named
+            )
 
         whole = f"{self._literal(calls.before)} call {more} {after}"
         if required or calls.bare:
@@ -91,16 +110,21 @@ class AnswerGrammar:
         if calls.bare:
             free = f"/[^ \\n{''.join(map(exactly, calls.bare))}](.|\\n)*/"
             return self._spec(f"{self._reasoning} {_SPACE} ({whole} | {free})?")
-        begin, section = calls.before or calls.write, self._syntax.section
+        begin = calls.before or calls.write
+        section = self._syntax.section
         marks = [section.open, *calls.open] if section else calls.open
         mark = next(mark for mark in marks if begin.startswith(mark))
         if calls.before:
             self._rules.append(f"call: {one_of(calls.write)}")
-            group = f"{self._until(mark)} {self._literal(begin.removeprefix(mark))} call {more} {after}"
+            group = (
+                f"{self._until(mark)} {self._literal(begin.removeprefix(mark))} call {more} {after}"
+            )
         else:
             self._rules.append(f"call: {one_of(begin.removeprefix(mark))}")
             group = f"{self._until(mark)} call"
-        return self._spec(f"{self._reasoning} ({f'({group})* TEXT' if parallel else f'TEXT | {group}'})")
+        return self._spec(
+            f"{self._reasoning} ({f'({group})* TEXT' if parallel else f'TEXT | {group}'})"
+        )
 
     def _before_content(self, *, opened: bool) -> str:
         span = self._syntax.reasoning
@@ -115,10 +139,14 @@ class AnswerGrammar:
             return self._bare(schema)
         if self._calls.content not in ("tags", "python"):
             return json_rule(schema)
-        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        shared: dict[str, Any] = {
+            key: schema[key] for key in ("$defs", "definitions") if key in schema
+        }
         if self._calls.content == "python":
             if _is_open(schema):
-                return self._listed({}, schema, default=f"/[A-Za-z_][A-Za-z0-9_]*/ {self._literal('=')} %json {{}}")
+                return self._listed(
+                    {}, schema, default=f"/[A-Za-z_][A-Za-z0-9_]*/ {self._literal('=')} %json {{}}"
+                )
             written = {
                 key: f"{self._literal(key + '=')} {json_rule(_within(value, shared))}"
                 for key, value in schema["properties"].items()
@@ -134,13 +162,24 @@ class AnswerGrammar:
             )
             return f"({self._parameter('', {}, shared)}{json_too})*"
         required = schema.get("required") or ()
-        written = {key: self._parameter(key, value, shared) for key, value in schema["properties"].items()}
-        return " ".join(text if key in required else f"({text})?" for key, text in written.items()) or '""'
+        written = {
+            key: self._parameter(key, value, shared) for key, value in schema["properties"].items()
+        }
+        return (
+            " ".join(text if key in required else f"({text})?" for key, text in written.items())
+            or '""'
+        )
 
     def _listed(
-        self, written: Mapping[str, str], schema: Mapping[str, Any], default: str = "", comma: str = ", "
+        self,
+        written: Mapping[str, str],
+        schema: Mapping[str, Any],
+        default: str = "",
+        comma: str = ", ",
     ) -> str:
-        """Returns the Lark of a list with commas: what is required comes, in order, the rest may. default: of any."""
+        """Returns the Lark of a list with commas: what is required comes, in order, the rest may.
+        default: of any.
+        """
         comma = self._literal(comma)
         if default:
             item = self._rule(default)
@@ -148,7 +187,9 @@ class AnswerGrammar:
         required = schema.get("required") or ()
         first = [self._rule(text) for key, text in written.items() if key in required]
         following = starts = ""
-        for text in reversed([self._rule(text) for key, text in written.items() if key not in required]):
+        for text in reversed(
+            [self._rule(text) for key, text in written.items() if key not in required]
+        ):
             starts = self._rule(f"{text} {following}" + (f" | {starts}" if starts else ""))
             following = self._rule(f"({comma} {text})? {following}")
         if first:
@@ -164,7 +205,11 @@ class AnswerGrammar:
         write = parameter.write_text if parameter.write_text and is_text else parameter.write
         before, after = write.split("{value}")
         name = self._literal(key) if key else '/[^<>"\\n]+/'
-        kind = "string" if is_text else "|".join(sorted({"number" if t == "integer" else t for t in types}))
+        kind = (
+            "string"
+            if is_text
+            else "|".join(sorted({"number" if t == "integer" else t for t in types}))
+        )
         head = self._fill(before, key=name, type=f"/{kind}/")
         if not is_text:
             return f"{head} {json_rule(_within(schema, shared))} {self._literal(after)}"
@@ -177,17 +222,25 @@ class AnswerGrammar:
 
     def _bare(self, schema: Any) -> str:
         """Returns the Lark of a value whose keys are bare and whose texts are between `quote`."""
-        types, quote = types_of(schema), self._literal(self._calls.quote)
+        types = types_of(schema)
+        quote = self._literal(self._calls.quote)
         if types == {"string"}:
             texts = " | ".join(map(self._literal, _texts(schema)))
-            return self._rule(f"{quote} ({texts}) {quote}" if texts else f"{quote} {self._until(self._calls.quote)}")
+            return self._rule(
+                f"{quote} ({texts}) {quote}"
+                if texts
+                else f"{quote} {self._until(self._calls.quote)}"
+            )
         if types and types <= {"number", "integer", "boolean", "null"}:
             return self._rule(json_rule(schema))
         if types == {"array"} and isinstance(schema.get("items"), dict):
             item = self._bare(schema["items"])
             return self._rule(f'"[" ({item} ("," {item})*)? "]"')
         if types == {"object"} and not _is_open(schema):
-            written = {k: f"{self._literal(k + ':')} {self._bare(v)}" for k, v in schema["properties"].items()}
+            written = {
+                k: f"{self._literal(k + ':')} {self._bare(v)}"
+                for k, v in schema["properties"].items()
+            }
             return self._rule(f'"{{" {self._listed(written, schema, comma=",")} "}}"')
         if "bare: " not in "\n".join(self._rules):
             text = f"{quote} {self._until(self._calls.quote)}"
@@ -200,10 +253,14 @@ class AnswerGrammar:
         return "bare_object" if types == {"object"} else "bare"
 
     def _fill(self, write: str, **slots: str) -> str:
-        """Returns the Lark of what a model writes. slots: Lark of the {slots} in it; an {index} is a number."""
+        """Returns the Lark of what a model writes. slots: Lark of the {slots} in it; an {index} is
+        a number.
+        """
         parts = _SLOT.split(write)
         slots["index"] = "/[0-9]+/"
-        return " ".join(slots[part] if i % 2 else self._literal(part) for i, part in enumerate(parts) if part)
+        return " ".join(
+            slots[part] if i % 2 else self._literal(part) for i, part in enumerate(parts) if part
+        )
 
     def _literal(self, text: str) -> str:
         return literal(text, self._special)
@@ -229,7 +286,9 @@ class AnswerGrammar:
 def _is_open(schema: Mapping[str, Any]) -> bool:
     """Whether a schema does not say which keys there are."""
     properties = schema.get("properties")
-    return not isinstance(properties, dict) or (not properties and schema.get("additionalProperties") is not False)
+    return not isinstance(properties, dict) or (
+        not properties and schema.get("additionalProperties") is not False
+    )
 
 
 def _within(schema: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,5 +298,9 @@ def _within(schema: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
 
 def _texts(schema: Any) -> list[str]:
     """Returns the texts that a schema allows, none for any."""
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else []) if isinstance(schema, dict) else []
+    values = (
+        schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        if isinstance(schema, dict)
+        else []
+    )
     return values if all(isinstance(value, str) for value in values) else []

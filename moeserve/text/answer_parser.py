@@ -1,4 +1,6 @@
-"""The parser of all formats whose syntax is data: one generator reads an answer from its beginning to its end."""
+"""The parser of all formats whose syntax is data: one generator reads an answer from its beginning
+to its end.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
@@ -7,7 +9,15 @@ from typing import Any
 from moeserve.text.answer_bodies import BODIES, CallSink
 from moeserve.text.answer_format import Part, Tool
 from moeserve.text.answer_syntax import Reading
-from moeserve.text.answer_text import AnswerText, Malformed, Stops, Unfinished, Wait, plain, without_controls
+from moeserve.text.answer_text import (
+    AnswerText,
+    Malformed,
+    Stops,
+    Unfinished,
+    Wait,
+    plain,
+    without_controls,
+)
 
 _SPACES = " \t\r\n"
 _SEPARATOR = Stops([";", ","])
@@ -16,15 +26,19 @@ _SEPARATOR = Stops([";", ","])
 class DataParser:
     """Splits one answer into its parts.
 
-    White space between the parts is dropped; inside content it stays. A call comes when it is complete. Text that
-    begins like a call and is none is content; a call that the end of the text cuts off is dropped, since running it
-    would be wrong and showing its markup would be, too.
+    White space between the parts is dropped; inside content it stays. A call comes when it is
+    complete. Text that begins like a call and is none is content; a call that the end of the text
+    cuts off is dropped, since running it would be wrong and showing its markup would be, too.
     """
 
     def __init__(self, reading: Reading, tools: Sequence[Tool], *, reasons: bool) -> None:
         self._reading = reading
-        functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)]
-        self._schemas = {str(function.get("name")): function.get("parameters") or {} for function in functions}
+        functions = [
+            tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)
+        ]
+        self._schemas = {
+            str(function.get("name")): function.get("parameters") or {} for function in functions
+        }
         self._text = AnswerText()
         self._parts: list[Part] = []
         self._content = _Flow("content", self._parts)
@@ -42,7 +56,8 @@ class DataParser:
         return parts
 
     def _answer(self, reasons: bool) -> Wait[None]:
-        text, reading = self._text, self._reading
+        text = self._text
+        reading = self._reading
         stop = ""
         if reasons or (yield from self._starts_reasoning()):
             stop = yield from self._reasoning()
@@ -91,8 +106,11 @@ class DataParser:
 
     def _section(self) -> Wait[None]:
         """Takes the calls between a section's marks. Without a call, the section is text."""
-        text, reading, before = self._text, self._reading, self._num_calls
-        opening, held = reading.section.open, list[str]()
+        text = self._text
+        reading = self._reading
+        before = self._num_calls
+        opening = reading.section.open
+        held = list[str]()
         while True:
             if reading.section.noise:
                 stop = yield from text.until(reading.in_section, held.append)
@@ -107,7 +125,8 @@ class DataParser:
                     self._content.add(f"{opening}{noise}{stop}")
                 return
             yield from self._call(stop)
-            opening, held = "", []
+            opening = ""
+            held = []
 
     def _bare_calls(self) -> Wait[None]:
         """Takes calls without a mark at their beginning."""
@@ -125,8 +144,11 @@ class DataParser:
                 return
 
     def _call(self, opener: str, before: str = "") -> Wait[bool]:
-        """Takes what follows the opening of a call, and returns whether it was one. before: what is shown if not."""
-        text, reading = self._text, self._reading
+        """Takes what follows the opening of a call, and returns whether it was one. before: what is
+        shown if not.
+        """
+        text = self._text
+        reading = self._reading
         text.taken = raw = [before + opener]
         sink = CallSink(self._schemas, known=not opener)
         try:
@@ -158,7 +180,8 @@ class _Flow:
     """Text of one kind, whose white space at the end is held back until more comes."""
 
     def __init__(self, kind: Any, parts: list[Part]) -> None:
-        self._kind, self._parts = kind, parts
+        self._kind = kind
+        self._parts = parts
         self._space: list[str] = []
         self._trim = False
         self.is_empty = True

@@ -1,4 +1,5 @@
-"""The data of answer formats: files in `formats/`, and what a parser makes of one for one tokenizer.
+"""The data of answer formats: files in `formats/`, and what a parser makes of one for one
+tokenizer.
 
 The keys are those of `Syntax`; docs/tool-calls.md describes them with an example.
 """
@@ -28,10 +29,12 @@ class Span(Struct, forbid_unknown_fields=True):
 
 
 class Parameter(Struct, forbid_unknown_fields=True):
-    """A parameter between tags: `open`, what `header` matches (groups key and text), `end`, the value, `close`.
+    """A parameter between tags: `open`, what `header` matches (groups key and text), `end`, the
+    value, `close`.
 
-    newlines: one at each end of the value belongs to the tags. escaped: keys and names are written as in XML.
-    write: how a model writes one, with {key}, {value} and {type}; write_text: the same for texts, where they differ.
+    newlines: one at each end of the value belongs to the tags. escaped: keys and names are written
+    as in XML. write: how a model writes one, with {key}, {value} and {type}; write_text: the same
+    for texts, where they differ.
     """
 
     open: str
@@ -48,13 +51,13 @@ class Calls(Struct, forbid_unknown_fields=True):
     """The calls of an answer.
 
     open: marks before a call; "" for calls without one, which begin with the character `bare`.
-    content: json, an object with name and arguments, or a list of such; object: `header` (group name), the mark
-    `arguments`, then an object; tags: `header` (a group `empty` says that nothing follows), the mark `arguments` if
-    there is one, then parameters; python: a list of calls in Python's syntax.
-    close: after a call; may be missing at the end of the text where the content shows its own end.
-    write: how a model writes one call, with {name}, {index} and {arguments}; before, between, after: what it writes
-    around them.
-    id: how the template names calls in a history. quote: what delimits texts in objects whose keys are bare.
+    content: json, an object with name and arguments, or a list of such; object: `header` (group
+    name), the mark `arguments`, then an object; tags: `header` (a group `empty` says that nothing
+    follows), the mark `arguments` if there is one, then parameters; python: a list of calls in
+    Python's syntax. close: after a call; may be missing at the end of the text where the content
+    shows its own end. write: how a model writes one call, with {name}, {index} and {arguments};
+    before, between, after: what it writes around them. id: how the template names calls in a
+    history. quote: what delimits texts in objects whose keys are bare.
     """
 
     open: list[str]
@@ -73,9 +76,9 @@ class Calls(Struct, forbid_unknown_fields=True):
 
 
 class Syntax(Struct, forbid_unknown_fields=True):
-    """One file. template: regexes that the chat template of such a model matches, all of them; the format with most
-    of them is picked. stop: tokens that end an answer. dropped: marks that mean nothing.
-    call_ends_reasoning: also where the reasoning was not closed."""
+    """One file. template: regexes that the chat template of such a model matches, all of them; the
+    format with most of them is picked. stop: tokens that end an answer. dropped: marks that mean
+    nothing. call_ends_reasoning: also where the reasoning was not closed."""
 
     about: str
     template: list[str]
@@ -90,7 +93,9 @@ class Syntax(Struct, forbid_unknown_fields=True):
 @cache
 def load(name: str) -> Syntax:
     """Returns a format's data."""
-    return msgspec.convert(yaml.safe_load((FORMATS / f"{name}.yaml").read_text(encoding="utf-8")), Syntax)
+    return msgspec.convert(
+        yaml.safe_load((FORMATS / f"{name}.yaml").read_text(encoding="utf-8")), Syntax
+    )
 
 
 @cache
@@ -103,14 +108,20 @@ _NO_SPAN, _NO_PARAMETER = Span("", ""), Parameter("", "", "", "", "")
 
 
 class Reading:
-    """What a parser needs of a syntax with one tokenizer: its parts, with empty ones for those that it lacks, and the
-    marks to look for at each place. special: names of the tokenizer's control tokens."""
+    """What a parser needs of a syntax with one tokenizer: its parts, with empty ones for those that
+    it lacks, and the marks to look for at each place. special: names of the tokenizer's control
+    tokens."""
 
     def __init__(self, syntax: Syntax, special: Collection[str]) -> None:
-        self.calls, self.dropped = syntax.calls, syntax.dropped
-        self.think, self.section = syntax.reasoning or _NO_SPAN, syntax.section or _NO_SPAN
+        self.calls = syntax.calls
+        self.dropped = syntax.dropped
+        self.think = syntax.reasoning or _NO_SPAN
+        self.section = syntax.section or _NO_SPAN
         self.parameter = syntax.calls.parameter or _NO_PARAMETER
-        calls, think, section, parameter = self.calls, self.think, self.section, self.parameter
+        calls = self.calls
+        think = self.think
+        section = self.section
+        parameter = self.parameter
         marks = [*calls.open, calls.close, calls.arguments, calls.quote, *syntax.dropped]
         marks += [mark for part in (think, section, parameter) for mark in (part.open, part.close)]
         marks.append(parameter.end)
@@ -122,14 +133,21 @@ class Reading:
         self.in_reasoning = self._stops(think.close, *(outer if syntax.call_ends_reasoning else []))
         self.in_section = self._stops(*calls.open, section.close)
         self.close = self._stops(calls.close) if calls.close else None
-        self.dialect = Dialect(delimiter=self._stops(calls.quote), bare=True) if calls.quote else JSON
-        self.header, self.key = re.compile(calls.header, re.DOTALL), re.compile(parameter.header, re.DOTALL)
+        self.dialect = (
+            Dialect(delimiter=self._stops(calls.quote), bare=True) if calls.quote else JSON
+        )
+        self.header, self.key = (
+            re.compile(calls.header, re.DOTALL),
+            re.compile(parameter.header, re.DOTALL),
+        )
         self.header_end_stays = calls.arguments in ("", "{")
         self.key_end = self._stops(parameter.end)
         self.key_guard = self._stops(parameter.end, parameter.close, parameter.open, calls.close)
         self.in_tags = self._stops(parameter.open, calls.close)
         self.in_value = self._stops(parameter.open, parameter.close, calls.close)
-        self.header_end = self._stops(calls.arguments) if calls.arguments or not calls.parameter else self.in_tags
+        self.header_end = (
+            self._stops(calls.arguments) if calls.arguments or not calls.parameter else self.in_tags
+        )
 
     def _stops(self, *literals: str) -> Stops:
         return Stops(filter(None, literals), self.special)

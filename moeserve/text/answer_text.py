@@ -1,6 +1,8 @@
-"""The text of an answer while it comes: parsers are generators that yield where they need more of it.
+"""The text of an answer while it comes: parsers are generators that yield where they need more of
+it.
 
-Whatever a parser does depends on the text and on its end alone, never on the pieces in which the text came.
+Whatever a parser does depends on the text and on its end alone, never on the pieces in which the
+text came.
 """
 
 import re
@@ -29,14 +31,24 @@ class Unfinished(Malformed):
 
 
 class Stops:
-    """Literals to look for. special: names of control tokens, which are marked in the text of answers."""
+    """Literals to look for. special: names of control tokens, which are marked in the text of
+    answers.
+    """
 
     def __init__(self, literals: Iterable[str], special: Sequence[str] = ()) -> None:
-        controls = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        self.named = {controls.sub(lambda m: f"{CONTROL_BEGIN}{m[0]}{CONTROL_END}", text): text for text in literals}
+        controls = re.compile(
+            "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        )
+        self.named = {
+            controls.sub(lambda m: f"{CONTROL_BEGIN}{m[0]}{CONTROL_END}", text): text
+            for text in literals
+        }
         marked = sorted(self.named, key=len, reverse=True)
         self.full = re.compile("|".join(map(re.escape, marked)) or "(?!)")
-        begun = [*map(_prefixes, marked), f"{CONTROL_BEGIN}[^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}"]
+        begun = [
+            *map(_prefixes, marked),
+            f"{CONTROL_BEGIN}[^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}",
+        ]
         self.partial = re.compile(f"(?:{'|'.join(begun)})\\Z")
         self.first = re.compile(
             f"[{re.escape(''.join({CONTROL_BEGIN, *(text[0] for text in marked)}))}]"
@@ -65,19 +77,22 @@ def without_controls(text: str, kept: Collection[str] = ()) -> str:
 
 
 class AnswerText:
-    """What came of an answer and is not taken yet. Methods that are generators yield where they need more.
+    """What came of an answer and is not taken yet. Methods that are generators yield where they
+    need more.
 
     taken: what was taken since somebody put a list there, for text that turns out to be malformed.
     """
 
     def __init__(self) -> None:
-        self._text, self._at = "", 0
+        self._text = ""
+        self._at = 0
         self._passing: tuple[Stops, Emit] | None = None  # of an `until` that has emitted everything
         self.ended = False
         self.taken: list[str] | None = None
 
     def feed(self, text: str, *, final: bool) -> bool:
-        """Appends to the text, and returns whether its reader has to look at it: not where `until` would emit it all.
+        """Appends to the text, and returns whether its reader has to look at it: not where `until`
+        would emit it all.
 
         final: nothing follows.
         """
@@ -86,7 +101,10 @@ class AnswerText:
             if not stops.first.search(text):
                 emit(text)
                 return False
-        self._text, self._at, self.ended, self._passing = self._text[self._at :] + text, 0, final, None
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        self.ended = final
+        self._passing = None
         return True
 
     @property
@@ -96,7 +114,8 @@ class AnswerText:
 
     def take(self, end: int) -> str:
         """Takes the text up to a position."""
-        text, self._at = self._text[self._at : end], end
+        text = self._text[self._at : end]
+        self._at = end
         if self.taken is not None:
             self.taken.append(text)
         return text
@@ -106,10 +125,14 @@ class AnswerText:
         self.take(len(self._text))
 
     def until(self, stops: Stops, emit: Emit) -> Wait[str]:
-        """Takes and emits the text before the first of the stops, takes that and returns it, "" at the end."""
+        """Takes and emits the text before the first of the stops, takes that and returns it, "" at
+        the end.
+        """
         while True:
             end = len(self._text)
-            begun = stops.first.search(self._text, self._at)  # most texts have nothing to look at any closer
+            begun = stops.first.search(
+                self._text, self._at
+            )  # most texts have nothing to look at any closer
             if begun and (found := stops.full.search(self._text, begun.start())):
                 emit(self.take(found.start()))
                 self.take(found.end())
@@ -117,18 +140,24 @@ class AnswerText:
             if self.ended:
                 emit(self.take(end))
                 return ""
-            held = begun and stops.partial.search(self._text, max(begun.start(), end - stops.longest))
+            held = begun and stops.partial.search(
+                self._text, max(begun.start(), end - stops.longest)
+            )
             emit(self.take(held.start() if held else end))
             if not held and self.taken is None:
                 self._passing = stops, emit
             yield
 
     def header(self, stops: Stops, *, take: bool = True) -> Wait[str]:
-        """Returns a short text before one of the stops, which it leaves. take: and takes it. Raises Malformed."""
+        """Returns a short text before one of the stops, which it leaves. take: and takes it. Raises
+        Malformed.
+        """
         while True:
             found = stops.full.search(self._text, self._at, self._at + MAX_HEADER)
             if found:
-                return plain(self.take(found.start()) if take else self._text[self._at : found.start()])
+                return plain(
+                    self.take(found.start()) if take else self._text[self._at : found.start()]
+                )
             if len(self._text) - self._at >= MAX_HEADER:
                 raise Malformed
             yield from self._more()
@@ -140,7 +169,9 @@ class AnswerText:
                 if take:
                     self.take(found.end())
                 return stops.named[found[0]]
-            if self.ended or (self._at < len(self._text) and not stops.partial.match(self._text, self._at)):
+            if self.ended or (
+                self._at < len(self._text) and not stops.partial.match(self._text, self._at)
+            ):
                 return ""
             yield
 
@@ -162,7 +193,9 @@ class AnswerText:
         return self._text[self._at : self._at + 1]
 
     def match(self, pattern: re.Pattern[str], most: int = 0) -> Wait[str]:
-        """Takes and returns what matches a run of characters. most: its longest length, 0 for what is there now."""
+        """Takes and returns what matches a run of characters. most: its longest length, 0 for what
+        is there now.
+        """
         while True:
             found = pattern.match(self._text, self._at)
             end = found.end() if found else self._at

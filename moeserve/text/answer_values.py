@@ -20,8 +20,8 @@ _WORDS = {"true": "true", "false": "false", "null": "null"}
 
 
 class Dialect(NamedTuple):
-    """How values differ from JSON. constants: words and their JSON. delimiters: around text without escapes.
-    bare: keys and words need no quotes."""
+    """How values differ from JSON. constants: words and their JSON. delimiters: around text without
+    escapes. bare: keys and words need no quotes."""
 
     quotes: str = '"'
     constants: Mapping[str, str] = _WORDS
@@ -35,7 +35,8 @@ PYTHON = Dialect("\"'", {**_WORDS, "True": "true", "False": "false", "None": "nu
 
 def value(text: AnswerText, dialect: Dialect) -> Wait[str]:
     """Takes one value and returns it as JSON. Raises Malformed."""
-    pieces, closers = list[str](), list[str]()
+    pieces = list[str]()
+    closers = list[str]()
     want = "value"  # or "first" of an array, "key", "first key" of an object, "next"
     while True:
         pieces.append((yield from text.space()))
@@ -91,8 +92,8 @@ def _scalar(text: AnswerText, dialect: Dialect) -> Wait[str]:
 
 
 def _text(text: AnswerText, dialect: Dialect) -> Wait[str]:
-    """Takes a text in quotes or between delimiters, if there is one, and returns its JSON, else "". Control characters
-    in it become escapes, and unknown escapes text."""
+    """Takes a text in quotes or between delimiters, if there is one, and returns its JSON, else "".
+    Control characters in it become escapes, and unknown escapes text."""
     pieces: list[str] = []
 
     def add(piece: str) -> None:
@@ -125,18 +126,24 @@ def _escape(text: AnswerText) -> Wait[str]:
 
 
 def typed(raw: str, schema: Any, text: bool | None) -> str:
-    """Returns the JSON of a value that was written as text, by its schema. text: whether it is one, None if unknown."""
+    """Returns the JSON of a value that was written as text, by its schema. text: whether it is one,
+    None if unknown.
+    """
     types = types_of(schema)
     if text or (text is None and types == {"string"}):
         return json.dumps(raw, ensure_ascii=False)
     word = raw.strip()
-    if (found := {"True": "true", "False": "false", "None": "null"}.get(word)) and "string" not in types:
+    if (
+        found := {"True": "true", "False": "false", "None": "null"}.get(word)
+    ) and "string" not in types:
         return found
     try:
         parsed = json.loads(word, parse_constant=no_constant)
         json.dumps(parsed, allow_nan=False)
     except (ValueError, RecursionError):
-        return (types & {"object", "array"} and _of_python(word)) or json.dumps(raw, ensure_ascii=False)
+        return (types & {"object", "array"} and _of_python(word)) or json.dumps(
+            raw, ensure_ascii=False
+        )
     kind = _KINDS.get(type(parsed), "null")
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     if kind == "number" and "number" not in types and "integer" in types and parsed == int(parsed):

@@ -1,9 +1,11 @@
-"""Reads byte-level BPE vocabularies that are no tokenizer.json: tiktoken files (Kimi, Hunyuan), Mistral's tekken.json.
+"""Reads byte-level BPE vocabularies that are no tokenizer.json: tiktoken files (Kimi, Hunyuan),
+Mistral's tekken.json.
 
-Each becomes a Hugging Face `tokenizers` backend with the ids of tiktoken. tiktoken joins the neighbours whose union has
-the lowest rank. While a token's neighbours have not joined it, what happens inside is what happens to it alone, so at
-most one of its splits ever occurs; a merge list with all splits of each token, in the order of ranks, therefore joins
-the same neighbours in the same order.
+Each becomes a Hugging Face `tokenizers` backend with the ids of tiktoken. tiktoken joins the
+neighbours whose union has the lowest rank. While a token's neighbours have not joined it, what
+happens inside is what happens to it alone, so at most one of its splits ever occurs; a merge list
+with all splits of each token, in the order of ranks, therefore joins the same neighbours in the
+same order.
 """
 
 import base64
@@ -28,19 +30,32 @@ REST = (r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
 
 
 class _Family(NamedTuple):
-    """A kind of tiktoken file. A checkpoint keeps pattern and special tokens in Python code, which is never run."""
+    """A kind of tiktoken file. A checkpoint keeps pattern and special tokens in Python code, which
+    is never run.
+    """
 
     file: str
     pattern: str
-    fillers: tuple[str, ...]  # special tokens after the vocabulary; those of tokenizer_config.json replace them by id
+    fillers: tuple[
+        str, ...
+    ]  # special tokens after the vocabulary; those of tokenizer_config.json replace them by id
     nfc: bool = False
-    by_line: bool = False  # a rank is the number of a line, without repeated tokens, whatever the line says
+    by_line: bool = (
+        False  # a rank is the number of a line, without repeated tokens, whatever the line says
+    )
 
 
 _FAMILIES = {  # by tokenizer_class
     "TikTokenTokenizer": _Family(  # Kimi
         "tiktoken.model",
-        "|".join((r"[\p{Han}]+", *(word + CONTRACTIONS + "?" for word in HAN_APART), r"\p{N}{1,3}", *REST)),
+        "|".join(
+            (
+                r"[\p{Han}]+",
+                *(word + CONTRACTIONS + "?" for word in HAN_APART),
+                r"\p{N}{1,3}",
+                *REST,
+            )
+        ),
         ("<|reserved_token_{id}|>",) * 256,
     ),
     "HYTokenizer": _Family(  # Hunyuan
@@ -57,7 +72,8 @@ _FAMILIES = {  # by tokenizer_class
 
 
 def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
-    """Returns the tokenizer of a directory without tokenizer.json, None if it has no vocabulary of a known kind.
+    """Returns the tokenizer of a directory without tokenizer.json, None if it has no vocabulary of
+    a known kind.
 
     config: tokenizer_config.json. Raises CheckpointError for a damaged file.
     """
@@ -69,15 +85,22 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
     path = model_dir / family.file
     ranks = _ranks(path, _tiktoken_lines(path, family), repeats=family.by_line)
     first = len(ranks)
-    special = {first + i: AddedToken(text.format(id=first + i), special=True) for i, text in enumerate(family.fillers)}
+    special = {
+        first + i: AddedToken(text.format(id=first + i), special=True)
+        for i, text in enumerate(family.fillers)
+    }
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict | None):
-        raise CheckpointError(f"{model_dir / 'tokenizer_config.json'}: added_tokens_decoder is no JSON object")
+        raise CheckpointError(
+            f"{model_dir / 'tokenizer_config.json'}: added_tokens_decoder is no JSON object"
+        )
     for key, token in (added or {}).items():
         content = token.get("content") if isinstance(token, dict) else None
         if not key.isascii() or not key.isdigit() or not isinstance(content, str) or not content:
             what = f"added_tokens_decoder[{key[:32]!r}] is not a token id with content"
-            raise CheckpointError(f"{model_dir / 'tokenizer_config.json'}: {what}; download it again")
+            raise CheckpointError(
+                f"{model_dir / 'tokenizer_config.json'}: {what}; download it again"
+            )
         special[int(key)] = AddedToken(content, special=token.get("special") is not False)
     backend = _build(path, ranks, 0, special, family.pattern)
     if family.nfc:
@@ -88,9 +111,15 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
 def _tiktoken_lines(path: Path, family: _Family) -> list[bytes]:
     """Returns the tokens of a tiktoken file in the order of ranks, in base64."""
     if (size := path.stat().st_size) > MAX_VOCABULARY_BYTES:
-        raise CheckpointError(f"{path}: {size:,} bytes; a vocabulary has at most {MAX_VOCABULARY_BYTES:,}")
-    with CheckpointError.instead_of(ValueError, f"{path}: not lines of a token and its rank", ". Download it again"):
-        numbered = [(int(rank), token) for token, rank in map(bytes.split, path.read_bytes().splitlines())]
+        raise CheckpointError(
+            f"{path}: {size:,} bytes; a vocabulary has at most {MAX_VOCABULARY_BYTES:,}"
+        )
+    with CheckpointError.instead_of(
+        ValueError, f"{path}: not lines of a token and its rank", ". Download it again"
+    ):
+        numbered = [
+            (int(rank), token) for token, rank in map(bytes.split, path.read_bytes().splitlines())
+        ]
         if not family.by_line:
             numbered.sort()
             if any(rank != i for i, (rank, _) in enumerate(numbered)):
@@ -99,11 +128,14 @@ def _tiktoken_lines(path: Path, family: _Family) -> list[bytes]:
 
 
 def _read_tekken(model_dir: Path) -> Backend:
-    """Returns the tokenizer of tekken.json: special tokens come first, `<SPECIAL_i>` stands for unused ones."""
+    """Returns the tokenizer of tekken.json: special tokens come first, `<SPECIAL_i>` stands for
+    unused ones.
+    """
     path = model_dir / "tekken.json"
     spec = read_json(model_dir, path.name)
     try:
-        config, listed = spec["config"], spec["special_tokens"]
+        config = spec["config"]
+        listed = spec["special_tokens"]
         num_special = int(config.get("default_num_special_tokens") or len(listed))
         vocab = spec["vocab"]
         if size := config.get("default_vocab_size"):
@@ -121,12 +153,18 @@ def _read_tekken(model_dir: Path) -> Backend:
         ) from error
     backend = _build(path, _ranks(path, texts), num_special, special, pattern)
     if (bos := backend.token_to_id("<s>")) is not None:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bos)]
+        )
     return backend
 
 
-def _ranks(path: Path, encoded: Sequence[bytes | str], *, repeats: bool = False) -> dict[bytes, int]:
-    """Returns token -> rank from tokens in base64 in the order of ranks. repeats: a repeated token counts once."""
+def _ranks(
+    path: Path, encoded: Sequence[bytes | str], *, repeats: bool = False
+) -> dict[bytes, int]:
+    """Returns token -> rank from tokens in base64 in the order of ranks. repeats: a repeated token
+    counts once.
+    """
     ranks: dict[bytes, int] = {}
     for number, text in enumerate(encoded):
         try:
@@ -135,31 +173,45 @@ def _ranks(path: Path, encoded: Sequence[bytes | str], *, repeats: bool = False)
             token = b""
         if not token or (token in ranks and not repeats):
             what = "a repetition" if token else "not base64"
-            raise CheckpointError(f"{path}: token {number} is {what}: {str(text)[:40]!r}. Download it again")
+            raise CheckpointError(
+                f"{path}: token {number} is {what}: {str(text)[:40]!r}. Download it again"
+            )
         ranks.setdefault(token, len(ranks))
     if missing := 256 - sum(len(token) == 1 for token in ranks):
-        raise CheckpointError(f"{path}: {missing} of the 256 bytes have no token. Download it again")
+        raise CheckpointError(
+            f"{path}: {missing} of the 256 bytes have no token. Download it again"
+        )
     return ranks
 
 
-def _build(path: Path, ranks: dict[bytes, int], first: int, special: dict[int, AddedToken], pattern: str) -> Backend:
+def _build(
+    path: Path, ranks: dict[bytes, int], first: int, special: dict[int, AddedToken], pattern: str
+) -> Backend:
     """Returns a tokenizer in which a token has the id `first` + its rank."""
     names = {token: "".join(map(ALPHABET_OF_BYTES.__getitem__, token)) for token in ranks}
     merges = []
     for token in ranks:
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
-        merges += [(names[left], names[right]) for left, right in splits if left in ranks and right in ranks]
+        merges += [
+            (names[left], names[right])
+            for left, right in splits
+            if left in ranks and right in ranks
+        ]
     vocab = {name: first + ranks[token] for token, name in names.items()}
     taken = set(vocab.values())
     vocab |= {token.content: token_id for token_id, token in special.items()}
     if len(vocab) != len(names) + len(special) or not taken.isdisjoint(special):
-        raise CheckpointError(f"{path}: special tokens and vocabulary share ids or texts. Download it again")
+        raise CheckpointError(
+            f"{path}: special tokens and vocabulary share ids or texts. Download it again"
+        )
     try:
         backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
         split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path}: not a vocabulary: {str(error)[:200]}") from error
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([special[token_id] for token_id in sorted(special)])
     return backend

@@ -1,7 +1,8 @@
 """Finds a model's own Jinja template, and renders chat messages as prompt text by it.
 
-Templates come with checkpoints and so may be anybody's code: they run in a process of their own (`template_sandbox`),
-which bounds what they reach, their time and their memory. Rendering may take seconds, so call it in a thread.
+Templates come with checkpoints and so may be anybody's code: they run in a process of their own
+(`template_sandbox`), which bounds what they reach, their time and their memory. Rendering may take
+seconds, so call it in a thread.
 """
 
 import atexit
@@ -21,7 +22,8 @@ from moeserve.text.tokenizer import Tokenizer
 
 _CONTINUE = "\ufdd3"  # ends the message to be continued while the template works on it
 # fmt: off
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, the first that is there counts
+# fields of a message, the first that is there counts
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = frozenset((
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
     "conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
@@ -46,17 +48,24 @@ def _named(found: Any, origin: str) -> tuple[str, str | None]:
     """Returns the text, and its variant for tools."""
     if not isinstance(found, list):
         found = [{"name": "default", "template": found}]
-    named = {entry.get("name"): entry.get("template", 0) for entry in found if isinstance(entry, dict)}
-    text, for_tools = named.get("default", next(iter(named.values()), 0)), named.get("tool_use")
+    named = {
+        entry.get("name"): entry.get("template", 0) for entry in found if isinstance(entry, dict)
+    }
+    text = named.get("default", next(iter(named.values()), 0))
+    for_tools = named.get("tool_use")
     if not isinstance(text, str) or not isinstance(for_tools, str | None):
         raise CheckpointError(f"{origin} is neither a text nor a list of named texts")
     return text, for_tools
 
 
 def _from_mistral_common(path: Path) -> str:
-    """Returns the template that mistral-common makes for a tokenizer: versions of tekken.json differ in format."""
+    """Returns the template that mistral-common makes for a tokenizer: versions of tekken.json
+    differ in format.
+    """
     try:
-        module = importlib.import_module("mistral_common.integrations.chat_templates.chat_templates")
+        module = importlib.import_module(
+            "mistral_common.integrations.chat_templates.chat_templates"
+        )
     except ImportError as error:
         raise CheckpointError(
             f"{path}: the checkpoint has no chat template; pip install 'moeserve[mistral]' for mistral-common's "
@@ -71,28 +80,38 @@ def _from_mistral_common(path: Path) -> str:
 
 
 class ChatTemplate:
-    """A template. origin: the file that it came from, for error messages; for_tools: its variant for tools.
+    """A template. origin: the file that it came from, for error messages; for_tools: its variant
+    for tools.
 
-    takes_tools: whether it shows the model tools that it may call; takes_calls: whether it shows earlier calls.
+    takes_tools: whether it shows the model tools that it may call; takes_calls: whether it shows
+    earlier calls.
     """
 
-    def __init__(self, source: str, *, origin: str = "chat template", for_tools: str | None = None) -> None:
-        """Raises CheckpointError for a template that does not compile or reaches outside the sandbox."""
+    def __init__(
+        self, source: str, *, origin: str = "chat template", for_tools: str | None = None
+    ) -> None:
+        """Raises CheckpointError for a template that does not compile or reaches outside the
+        sandbox.
+        """
         self.source = source
         self.source_for_tools = for_tools or source
         if max(len(source), len(self.source_for_tools)) > MAX_TEMPLATE_CHARS:
-            raise CheckpointError(f"{origin}: refused: it has more than {MAX_TEMPLATE_CHARS:,} characters")
+            raise CheckpointError(
+                f"{origin}: refused: it has more than {MAX_TEMPLATE_CHARS:,} characters"
+            )
         self.takes_tools = "tools" in self._probe(origin).split()
         self.takes_calls = "tool_calls" in self.source_for_tools
 
     @classmethod
     def load(cls, model_dir: Path, override: Path | str | None = None) -> "ChatTemplate | None":
-        """Returns a model's template, None if it has none, as base models. Raises CheckpointError, ConfigError.
+        """Returns a model's template, None if it has none, as base models. Raises CheckpointError,
+        ConfigError.
 
         They are, in this order: the file that the user names; `chat_template.jinja`, with
-        `additional_chat_templates/tool_use.jinja` for requests with tools; `chat_template` in chat_template.json or
-        tokenizer_config.json (one text, or a list of named ones); ours, for a model whose format is published as Python
-        code; and what mistral-common writes for a tekken.json.
+        `additional_chat_templates/tool_use.jinja` for requests with tools; `chat_template` in
+        chat_template.json or tokenizer_config.json (one text, or a list of named ones); ours, for a
+        model whose format is published as Python code; and what mistral-common writes for a
+        tekken.json.
         """
         if override is not None:
             if not Path(override).is_file():
@@ -101,7 +120,9 @@ class ChatTemplate:
         path = model_dir / "chat_template.jinja"
         if path.is_file():
             tools = model_dir / "additional_chat_templates" / "tool_use.jinja"
-            return cls(_read(path), origin=str(path), for_tools=_read(tools) if tools.is_file() else None)
+            return cls(
+                _read(path), origin=str(path), for_tools=_read(tools) if tools.is_file() else None
+            )
         for name in ("chat_template.json", "tokenizer_config.json"):
             if (found := read_optional_json(model_dir, name).get("chat_template")) is not None:
                 origin = f"{model_dir / name} chat_template"
@@ -124,16 +145,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt for `Tokenizer.encode_prompt`, with control tokens typed by users marked.
+        """Returns the prompt for `Tokenizer.encode_prompt`, with control tokens typed by users
+        marked.
 
-        Contents are strings or lists of text parts; a tool call's arguments are an object, not JSON text. Raises
-        InvalidRequest if the template rejects the messages.
+        Contents are strings or lists of text parts; a tool call's arguments are an object, not JSON
+        text. Raises InvalidRequest if the template rejects the messages.
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
-                "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
+                "add_generation_prompt and continue_final_message exclude each other",
+                param="continue_final_message",
             )
         shield = tokenizer.control.shield
         shielded = [_shielded(message, shield) for message in messages]
@@ -142,13 +165,20 @@ class ChatTemplate:
                 raise InvalidRequest("the final message has no text to continue", param="messages")
             shielded[-1]["content"] += _CONTINUE + " "
         _check_kwargs(kwargs or {})
-        variables = {name: shield(v) if isinstance(v, str) else v for name, v in (kwargs or {}).items()}
+        variables = {
+            name: shield(v) if isinstance(v, str) else v for name, v in (kwargs or {}).items()
+        }
         variables |= tokenizer.special_tokens
-        variables |= {"tools": _shield_all(tools, shield), "add_generation_prompt": add_generation_prompt}
+        variables |= {
+            "tools": _shield_all(tools, shield),
+            "add_generation_prompt": add_generation_prompt,
+        }
         outcome, text = self._run(variables | {"messages": shielded})
         if outcome != "text":
             what = {"rejects": "rejects", "limit": "exceeds its limits on"}.get(outcome, "fails on")
-            raise InvalidRequest(f"the model's chat template {what} these messages: {text[:200]}", param="messages")
+            raise InvalidRequest(
+                f"the model's chat template {what} these messages: {text[:200]}", param="messages"
+            )
         if not continue_final_message:
             return text
         text, found, rest = text.rpartition(_CONTINUE)
@@ -157,7 +187,9 @@ class ChatTemplate:
             raise InvalidRequest(what, param="continue_final_message")
         return text if rest.startswith(" ") else text.rstrip()  # the template trims contents
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> list[int]:
         """Returns the token ids of `render`, which takes the same options."""
         return tokenizer.encode_prompt(self.render(tokenizer, messages, **options))
 
@@ -166,23 +198,33 @@ class ChatTemplate:
         return _ask(source, {"tools": None, "documents": None} | variables)
 
     def _probe(self, origin: str) -> str:
-        """Returns the names of the template's variables. Raises CheckpointError if the simplest conversation leaves the
-        sandbox."""
+        """Returns the names of the template's variables. Raises CheckpointError if the simplest
+        conversation leaves the sandbox."""
         asked = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
-        found = [self._run(asked), self._run(asked | {"tools": []}), _ask(self.source_for_tools, None)]
+        found = [
+            self._run(asked),
+            self._run(asked | {"tools": []}),
+            _ask(self.source_for_tools, None),
+        ]
         for outcome, why in found:
-            if outcome in ("syntax", "limit"):  # otherwise it may reject this conversation; requests will tell
-                raise CheckpointError(f"{origin}: refused: {why[:500]}. Pass another with --chat-template")
+            if outcome in (
+                "syntax",
+                "limit",
+            ):  # otherwise it may reject this conversation; requests will tell
+                raise CheckpointError(
+                    f"{origin}: refused: {why[:500]}. Pass another with --chat-template"
+                )
         return found[-1][1]
 
 
 def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
-    """Returns a copy for the template, without fields that are None (but for the content beside tool calls, where
-    templates look for it), and with reasoning under the names in use.
+    """Returns a copy for the template, without fields that are None (but for the content beside
+    tool calls, where templates look for it), and with reasoning under the names in use.
 
     An assistant's tags (`<think>`) stay in force: the model wrote them.
     """
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     given = {name: value for name, value in message.items() if value is not None and name != "role"}
     if isinstance(content, list):
         given["content"] = "\n".join(part["text"] for part in content)
@@ -193,7 +235,11 @@ def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[st
     if copy.get("tool_calls") and "content" in message:
         copy.setdefault("content", None)
     reasoning = next((copy[name] for name in _REASONING if name in copy), None)
-    return copy if reasoning is None else {"thinking": reasoning} | copy | {"reasoning_content": reasoning}
+    return (
+        copy
+        if reasoning is None
+        else {"thinking": reasoning} | copy | {"reasoning_content": reasoning}
+    )
 
 
 def _shield_all(value: Any, shield: Callable[..., str], **options: bool) -> Any:
@@ -208,28 +254,41 @@ def _shield_all(value: Any, shield: Callable[..., str], **options: bool) -> Any:
 
 
 def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest unless chat_template_kwargs are scalars, under names that the caller may set."""
+    """Raises InvalidRequest unless chat_template_kwargs are scalars, under names that the caller
+    may set.
+    """
     param = "chat_template_kwargs"
     if len(kwargs) > MAX_KWARGS:
         raise InvalidRequest(f"{len(kwargs)} values; at most {MAX_KWARGS} are allowed", param=param)
     for name, value in kwargs.items():
         shown = name[:64]
         if name in _RESERVED or not name.isidentifier() or name.startswith("_"):
-            raise InvalidRequest(f"{shown!r} is not a template variable that a request may set", param=param)
+            raise InvalidRequest(
+                f"{shown!r} is not a template variable that a request may set", param=param
+            )
         if value is not None and not isinstance(value, str | int | float | bool):
-            raise InvalidRequest(f"{shown!r} must be text, a number, true, false or null", param=param)
+            raise InvalidRequest(
+                f"{shown!r} must be text, a number, true, false or null", param=param
+            )
         if isinstance(value, str) and len(value) > MAX_KWARG_CHARS:
-            raise InvalidRequest(f"{shown!r} is longer than {MAX_KWARG_CHARS} characters", param=param)
+            raise InvalidRequest(
+                f"{shown!r} is longer than {MAX_KWARG_CHARS} characters", param=param
+            )
 
 
 _SANDBOXES: LifoQueue[SandboxProcess] = LifoQueue()  # one that is slow leaves another for the rest
 
 
 def _ask(source: str, variables: dict[str, Any] | None) -> tuple[str, str]:
-    """Returns what became of a template, and its text or why there is none, as `template_sandbox` does."""
+    """Returns what became of a template, and its text or why there is none, as `template_sandbox`
+    does.
+    """
     try:
         line = msgspec.json.encode((source, variables))
-    except (TypeError, UnicodeEncodeError) as error:  # from Python only: objects of other kinds, half a surrogate pair
+    except (
+        TypeError,
+        UnicodeEncodeError,
+    ) as error:  # from Python only: objects of other kinds, half a surrogate pair
         return "fails", str(error)
     sandbox = _SANDBOXES.get()
     try:

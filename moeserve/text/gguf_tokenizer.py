@@ -1,7 +1,8 @@
-"""Builds the tokenizer that a GGUF file's metadata describe: byte-level BPE (gpt2), or SentencePiece's BPE (llama).
+"""Builds the tokenizer that a GGUF file's metadata describe: byte-level BPE (gpt2), or
+SentencePiece's BPE (llama).
 
-llama.cpp knows how a text is split into words by a name, `tokenizer.ggml.pre`; the patterns here are those of the
-tokenizer.json that the names stand for.
+llama.cpp knows how a text is split into words by a name, `tokenizer.ggml.pre`; the patterns here
+are those of the tokenizer.json that the names stand for.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,10 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.gguf_file import read_gguf
 from moeserve.text.byte_bpe import CONTRACTIONS, HAN_APART, REST
 
-_CONTROL, _USER, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
+# tokenizer.ggml.token_type
+_CONTROL = 3
+_USER = 4
+_UNUSED = 5
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _CASED = tuple(pattern.replace("&&[^\\p{Han}]", "") for pattern in HAN_APART)
 _SLASH = (REST[0].replace(r"\n]*", r"\n/]*"), *REST[1:])
@@ -24,8 +28,8 @@ _GPT2 = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(
 
 
 class _Split(NamedTuple):
-    """patterns: each splits what the ones before left whole. bos: added unless the file says otherwise. whole: a word
-    that is a token is not merged from its parts."""
+    """patterns: each splits what the ones before left whole. bos: added unless the file says
+    otherwise. whole: a word that is a token is not merged from its parts."""
 
     patterns: tuple[str, ...]
     nfc: bool = False
@@ -35,7 +39,9 @@ class _Split(NamedTuple):
 
 _QWEN2 = _Split(("|".join((CONTRACTIONS, _WORD, r"\p{N}", *REST)),), nfc=True)
 _LLAMA3 = _Split(("|".join((CONTRACTIONS, _WORD, r"\p{N}{1,3}", *REST)),), bos=True, whole=True)
-_GPT4O = _Split(("|".join((*(word + CONTRACTIONS + "?" for word in _CASED), r"\p{N}{1,3}", *_SLASH)),))
+_GPT4O = _Split(
+    ("|".join((*(word + CONTRACTIONS + "?" for word in _CASED), r"\p{N}{1,3}", *_SLASH)),)
+)
 _DIGITS = _Split((r"\p{N}", _GPT2))
 _SPLITS = {
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "hunyuan": _QWEN2, "megrez": _QWEN2,
@@ -63,7 +69,8 @@ def read_gguf_tokenizer(path: Path) -> Backend:
         for key, value in read_gguf(path).metadata.items()
         if key.startswith("tokenizer.ggml.")
     }
-    kind, tokens = meta.get("model"), meta.get("tokens", [])
+    kind = meta.get("model")
+    tokens = meta.get("tokens", [])
     make = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
     if make is None:
         raise _error(path, "model", kind, "gpt2, llama")
@@ -79,7 +86,9 @@ def read_gguf_tokenizer(path: Path) -> Backend:
     except CheckpointError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: no tokenizer: {str(error)[:200]}. Download it again") from error
+        raise CheckpointError(
+            f"{path}: no tokenizer: {str(error)[:200]}. Download it again"
+        ) from error
     backend.add_tokens([
         AddedToken(tokens[i], special=kind == _CONTROL, normalized=False)
         for i, kind in enumerate(types)
@@ -89,24 +98,36 @@ def read_gguf_tokenizer(path: Path) -> Backend:
     names: dict[str, Any] = {}
     for name, default in around.items():
         number = meta.get(f"{name}_token_id")
-        if meta.get(f"add_{name}_token", default) and isinstance(number, int) and 0 <= number < len(tokens):
+        if (
+            meta.get(f"add_{name}_token", default)
+            and isinstance(number, int)
+            and 0 <= number < len(tokens)
+        ):
             names[name] = (tokens[number], number)
     if names:
         single = [f"{names[name][0]}:0" if name in names else "" for name in around]
         template = [part for part in (single[0], "$A:0", single[1]) if part]
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(names.values()))
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=list(names.values())
+        )
     return backend
 
 
-def _byte_level(path: Path, meta: Mapping[str, Any], vocab: dict[str, int], tokens: list[str]) -> tuple[Backend, bool]:
+def _byte_level(
+    path: Path, meta: Mapping[str, Any], vocab: dict[str, int], tokens: list[str]
+) -> tuple[Backend, bool]:
     pre = meta.get("pre")
     if pre not in _SPLITS:
         raise _error(path, "pre", pre, ", ".join(_SPLITS))
     split = _SPLITS[pre]
     merges = [tuple(merge.split(" ", 1)) for merge in meta.get("merges", [])]
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole))
-    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    splits = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns
+    ]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     if split.nfc:
         backend.normalizer = normalizers.NFC()
@@ -116,10 +137,14 @@ def _byte_level(path: Path, meta: Mapping[str, Any], vocab: dict[str, int], toke
 def _sentencepiece(
     path: Path, meta: Mapping[str, Any], vocab: dict[str, int], tokens: list[str]
 ) -> tuple[Backend, bool]:
-    """SentencePiece joins the neighbours whose union has the highest score: merges in the order of scores."""
+    """SentencePiece joins the neighbours whose union has the highest score: merges in the order of
+    scores.
+    """
     scores = meta.get("scores", [])
     if len(scores) != len(tokens):
-        raise CheckpointError(f"{path}: {len(scores)} scores for {len(tokens)} tokens; download it again")
+        raise CheckpointError(
+            f"{path}: {len(scores)} scores for {len(tokens)} tokens; download it again"
+        )
     merges = [
         (token[:i], token[i:])
         for token in sorted(vocab, key=lambda token: -scores[vocab[token]])
@@ -128,10 +153,14 @@ def _sentencepiece(
     ]
     number = meta.get("unknown_token_id", 0)
     unknown = tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     prefix = meta.get("add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend, True

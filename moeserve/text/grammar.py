@@ -1,8 +1,10 @@
-"""Grammars as an engine uses them: compiled once, and for each request the tokens that may come next, as bits.
+"""Grammars as an engine uses them: compiled once, and for each request the tokens that may come
+next, as bits.
 
-`GrammarChecker` has accepted a grammar before it comes here. A mask is a row of int32 [ceil(vocab_size / 32)]; bit
-i % 32 of word i // 32 is token i. Bits of tokens that may follow are 1; a text that is complete and cannot go on may
-be followed by the end tokens only. A matcher's state is a function of its grammar and the tokens it was given.
+`GrammarChecker` has accepted a grammar before it comes here. A mask is a row of int32
+[ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is token i. Bits of tokens that may follow are
+1; a text that is complete and cannot go on may be followed by the end tokens only. A matcher's
+state is a function of its grammar and the tokens it was given.
 """
 
 import threading
@@ -28,11 +30,14 @@ MAX_CACHED = 64
 class Grammars:
     """Compiles grammars for one model, and keeps the most recent ones by content. Thread-safe.
 
-    end_ids: the tokens that end an answer. Takes a second for a large vocabulary, of which the GIL is held for little.
-    Raises CheckpointError for a tokenizer that llguidance cannot read. num_threads: for `fill_all`.
+    end_ids: the tokens that end an answer. Takes a second for a large vocabulary, of which the GIL
+    is held for little. Raises CheckpointError for a tokenizer that llguidance cannot read.
+    num_threads: for `fill_all`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int], num_threads: int = 1) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int], num_threads: int = 1
+    ) -> None:
         size = tokenizer.backend.get_vocab_size()
         self.end_ids = frozenset(token_id for token_id in end_ids if 0 <= token_id < size)
         self.mask_words = -(-vocab_size // 32)
@@ -46,7 +51,9 @@ class Grammars:
             )
 
     def matcher(self, spec: GrammarSpec, tokens: Sequence[int] = ()) -> "Matcher":
-        """Returns the state after `tokens`. Blocks while a new grammar compiles. Raises as `Matcher.accept` does."""
+        """Returns the state after `tokens`. Blocks while a new grammar compiles. Raises as
+        `Matcher.accept` does.
+        """
         with self._lock:
             first = self._cached.pop(spec, None)
             if first is None:
@@ -61,11 +68,15 @@ class Grammars:
     def compile(self, spec: GrammarSpec) -> LLMatcher:
         """Returns llguidance's matcher at the beginning of the text. Raises InvalidRequest."""
         try:
-            found = LLMatcher(self._tokenizer, grammar_source(spec, self._special), limits=limits(), log_level=0)
+            found = LLMatcher(
+                self._tokenizer, grammar_source(spec, self._special), limits=limits(), log_level=0
+            )
         except GrammarFault as fault:
             raise fault.as_request_error("grammar") from fault
         if found.is_error():
-            raise InvalidRequest(f"the grammar does not compile: {found.get_error()[:500]}", code="invalid_grammar")
+            raise InvalidRequest(
+                f"the grammar does not compile: {found.get_error()[:500]}", code="invalid_grammar"
+            )
         return found
 
     def forget(self, spec: GrammarSpec) -> None:
@@ -78,9 +89,10 @@ class Grammars:
     ) -> dict[int, RequestError]:
         """Fills the masks of many requests, on `num_threads` threads and without the GIL.
 
-        rows: matcher, first row, drafts; row first + k is the mask after k of the drafts. A row after a draft that may
-        not come there, or after an end token, allows every token, since nothing there can be accepted.
-        Returns position in `rows` -> error for each request that cannot go on, whose rows mean nothing.
+        rows: matcher, first row, drafts; row first + k is the mask after k of the drafts. A row
+        after a draft that may not come there, or after an end token, allows every token, since
+        nothing there can be accepted. Returns position in `rows` -> error for each request that
+        cannot go on, whose rows mean nothing.
         """
         assert bitmask_RW.flags.c_contiguous
         assert bitmask_RW.shape[1] == self.mask_words
@@ -97,10 +109,14 @@ class Grammars:
                 errors[i] = error
         return errors
 
-    def _fill(self, rows: "Sequence[tuple[Matcher, int, Sequence[int]]]", bitmask_RW: NDArray[np.int32]) -> None:
+    def _fill(
+        self, rows: "Sequence[tuple[Matcher, int, Sequence[int]]]", bitmask_RW: NDArray[np.int32]
+    ) -> None:
         num_rows, words = bitmask_RW.shape
         where = (bitmask_RW.ctypes.data, words * bitmask_RW.itemsize, num_rows)
-        states = [(matcher.state, first, self._text_part(drafts)) for matcher, first, drafts in rows]
+        states = [
+            (matcher.state, first, self._text_part(drafts)) for matcher, first, drafts in rows
+        ]
         if drafted := [state for state in states if state[2]]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         if single := [(state, first) for state, first, drafts in states if not drafts]:
@@ -117,14 +133,17 @@ class Grammars:
 class Matcher:
     """How far one request has come in its grammar.
 
-    state: llguidance's matcher. Those of one grammar share what they have learned about it, and a limit on that: the
-    one that meets the limit starts again with a state of its own, so that no request can fail because of others.
+    state: llguidance's matcher. Those of one grammar share what they have learned about it, and a
+    limit on that: the one that meets the limit starts again with a state of its own, so that no
+    request can fail because of others.
     """
 
     __slots__ = ("_alone", "_grammars", "_spec", "_tokens", "state")
 
     def __init__(self, grammars: Grammars, spec: GrammarSpec, state: LLMatcher) -> None:
-        self._grammars, self._spec, self.state = grammars, spec, state
+        self._grammars = grammars
+        self._spec = spec
+        self.state = state
         self._tokens: list[int] = []
         self._alone = False
 
@@ -139,37 +158,51 @@ class Matcher:
         return self.state.is_stopped() and not self.state.is_error()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Goes on by these tokens; those after a text that is done mean nothing. Raises RequestFailed if the grammar
-        does not allow one, or costs too much."""
+        """Goes on by these tokens; those after a text that is done mean nothing. Raises
+        RequestFailed if the grammar does not allow one, or costs too much."""
         if not self._advance(tokens):
             self._start_alone()
             if not self._advance(tokens):
-                why = self.state.get_error() or f"the grammar does not allow one of the tokens {list(tokens)[:8]}"
-                raise RequestFailed(f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {why[:300]}")
+                why = (
+                    self.state.get_error()
+                    or f"the grammar does not allow one of the tokens {list(tokens)[:8]}"
+                )
+                raise RequestFailed(
+                    f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {why[:300]}"
+                )
         self._tokens += tokens
 
     def rewind(self, num_tokens: int) -> None:
         """Goes back to its first `num_tokens` tokens. Raises as `accept` does."""
         again = self._grammars.matcher(self._spec, self._tokens[:num_tokens])
-        self.state, self._tokens, self._alone = again.state, again._tokens, again._alone
+        self.state = again.state
+        self._tokens = again._tokens
+        self._alone = again._alone
 
     def fill(self, mask_RW: NDArray[np.int32], drafts: Sequence[int] = ()) -> None:
-        """Writes the masks after 0, 1, ... all of the drafts. Raises RequestFailed if the grammar costs too much."""
+        """Writes the masks after 0, 1, ... all of the drafts. Raises RequestFailed if the grammar
+        costs too much.
+        """
         for error in self._grammars.fill_all([(self, 0, drafts)], mask_RW).values():
             raise error
 
     def recover(self) -> bool:
-        """Returns whether the state had failed and is a new one. Raises RequestFailed if that has been tried."""
+        """Returns whether the state had failed and is a new one. Raises RequestFailed if that has
+        been tried.
+        """
         if not self.state.is_error():
             return False
         if self._alone:
-            raise RequestFailed(f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {self.state.get_error()[:300]}")
+            raise RequestFailed(
+                f"{GRAMMAR_FAILED}: after {len(self._tokens)} tokens: {self.state.get_error()[:300]}"
+            )
         self._start_alone()
         return True
 
     def _start_alone(self) -> None:
         self._grammars.forget(self._spec)
-        self.state, self._alone = self._grammars.compile(self._spec), True
+        self.state = self._grammars.compile(self._spec)
+        self._alone = True
         self._advance(self._tokens)
 
     def _advance(self, tokens: Sequence[int]) -> bool:

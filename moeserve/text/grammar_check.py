@@ -21,9 +21,16 @@ _NOISE = (  # in llguidance's messages: what to replace, by what
     (re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))"), ""),
     (re.compile(r"(invalid regex) .*( \(in regex\))", re.DOTALL), r"\1"),
     (re.compile(r"(regex parse error:\n).*\nerror: ", re.DOTALL), r"\1"),
-    (re.compile(r"<non-verbose/>|; following .*|; consider making.*|\n +1 \|.*|\n +while .*", re.DOTALL), ""),
+    (
+        re.compile(
+            r"<non-verbose/>|; following .*|; consider making.*|\n +1 \|.*|\n +while .*", re.DOTALL
+        ),
+        "",
+    ),
 )
-_EMBEDDED = re.compile(r"%json\s+(?=\{)")  # a schema in Lark, as answer formats have it around a request's own
+_EMBEDDED = re.compile(
+    r"%json\s+(?=\{)"
+)  # a schema in Lark, as answer formats have it around a request's own
 _MEANING = {
     "NoExtension": "no text matches it",
     "Resource '": "only references inside the schema (#...) are followed",
@@ -36,19 +43,24 @@ _MEANING = {
 class GrammarChecker:
     """Compiles each new grammar in a process of its own (`grammar_sandbox`), which may die of it.
 
-    Thread-safe; `check` blocks. The process starts with the first grammar, and again after a death. Verdicts are kept.
+    Thread-safe; `check` blocks. The process starts with the first grammar, and again after a death.
+    Verdicts are kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._special = special_tokens(tokenizer)
         named = [(token_id, name) for name, token_id in self._special.items()]
         vocabulary = json.dumps({"vocab_size": vocab_size, "special": named, "ends": list(end_ids)})
-        self._sandbox = SandboxProcess("moeserve.text.grammar_sandbox", hello=vocabulary.encode() + b"\n")
+        self._sandbox = SandboxProcess(
+            "moeserve.text.grammar_sandbox", hello=vocabulary.encode() + b"\n"
+        )
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[GrammarSpec, GrammarFault | None] = OrderedDict()
 
     def check(self, spec: GrammarSpec, param: str) -> None:
-        """Raises InvalidRequest for a grammar that cannot be used. param: the field of the request that holds it."""
+        """Raises InvalidRequest for a grammar that cannot be used. param: the field of the request
+        that holds it.
+        """
         if self.recall(spec, param):
             return
         with self._lock:
@@ -59,7 +71,9 @@ class GrammarChecker:
         self.recall(spec, param)
 
     def recall(self, spec: GrammarSpec, param: str) -> bool:
-        """Returns whether a grammar was accepted before, without blocking. Raises as `check` does if it was refused."""
+        """Returns whether a grammar was accepted before, without blocking. Raises as `check` does
+        if it was refused.
+        """
         fault = self._verdicts.get(spec)
         if fault is not None:
             raise fault.as_request_error(param)
@@ -78,28 +92,45 @@ class GrammarChecker:
         return GrammarFault(error, self._place(self._schema(spec, error), error)) if error else None
 
     def _schema(self, spec: GrammarSpec, error: str) -> Any:
-        """Returns the schema that has the error: the grammar itself, or one inside of it; {} if none has."""
+        """Returns the schema that has the error: the grammar itself, or one inside of it; {} if
+        none has.
+        """
         if spec.kind == "json_schema":
             return parse_json(spec.text)
         until = monotonic() + SEARCH_S
         for match in _EMBEDDED.finditer(spec.text):
-            with suppress(ValueError, RecursionError, GrammarFault):  # in a literal, or with another fault alone
+            with suppress(
+                ValueError, RecursionError, GrammarFault
+            ):  # in a literal, or with another fault alone
                 schema, _ = json.JSONDecoder().raw_decode(spec.text, match.end())
-                if monotonic() < until and self._compile(GrammarSpec("json_schema", json.dumps(schema))) == error:
+                if (
+                    monotonic() < until
+                    and self._compile(GrammarSpec("json_schema", json.dumps(schema))) == error
+                ):
                     return schema
         return {}
 
     def _place(self, root: Any, error: str) -> str:
-        """Returns the pointer to the innermost schema that alone, beside the definitions, has the same error."""
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root} if root else {}
-        where, schema, until = "", root if isinstance(root, dict) else {}, monotonic() + SEARCH_S
+        """Returns the pointer to the innermost schema that alone, beside the definitions, has the
+        same error.
+        """
+        definitions = (
+            {key: root[key] for key in ("$defs", "definitions") if key in root} if root else {}
+        )
+        where = ""
+        schema = root if isinstance(root, dict) else {}
+        until = monotonic() + SEARCH_S
         with suppress(GrammarFault):  # another error, of one part alone
             while True:
                 for step, inner in subschemas(schema):
                     if monotonic() > until:
                         return where
-                    if self._compile(GrammarSpec("json_schema", json.dumps(inner | definitions))) == error:
-                        where, schema = where + step, inner
+                    if (
+                        self._compile(GrammarSpec("json_schema", json.dumps(inner | definitions)))
+                        == error
+                    ):
+                        where = where + step
+                        schema = inner
                         break
                 else:
                     break
@@ -117,7 +148,9 @@ class GrammarChecker:
 
 
 def _plain(error: str) -> str:
-    """Returns llguidance's error on one line, without its places in sources that the sender has not written."""
+    """Returns llguidance's error on one line, without its places in sources that the sender has not
+    written.
+    """
     for pattern, by in _NOISE:
         error = pattern.sub(by, error)
     error = " ".join(error.split())

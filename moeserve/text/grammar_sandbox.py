@@ -1,9 +1,11 @@
-"""A process that compiles grammars of strangers, so that one which overflows the stack or never ends kills only it.
+"""A process that compiles grammars of strangers, so that one which overflows the stack or never
+ends kills only it.
 
     python -m moeserve.text.grammar_sandbox
 
-Reads JSON lines on standard input: first `vocab_size`, `special` (id and name of each) and `ends`, then one
-source each; answers each with a line, the JSON string of llguidance's error, "" if it compiles.
+Reads JSON lines on standard input: first `vocab_size`, `special` (id and name of each) and `ends`,
+then one source each; answers each with a line, the JSON string of llguidance's error, "" if it
+compiles.
 """
 
 import json
@@ -29,10 +31,15 @@ class _Bytes:
         for token_id, name in special:
             self.tokens[token_id] = name.encode()
         taken = {token_id for token_id, _ in special} | set(ends)
-        self._ids = [token_id for token_id in range(min(vocab_size, 256 + len(taken))) if token_id not in taken][:256]
+        self._ids = [
+            token_id
+            for token_id in range(min(vocab_size, 256 + len(taken)))
+            if token_id not in taken
+        ][:256]
         for byte, token_id in enumerate(self._ids):
             self.tokens[token_id] = bytes([byte])
-        self.eos_token_id, self.bos_token_id = ends[0], None
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
         self.special_token_ids = sorted(taken)
 
     def __call__(self, text: bytes) -> list[int]:
@@ -70,7 +77,9 @@ def compile_error(tokenizer: LLTokenizer, source: str) -> str:
 if __name__ == "__main__":
     import resource
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes our standard input
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the server, which then closes our standard input
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK)

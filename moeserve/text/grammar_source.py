@@ -1,4 +1,5 @@
-"""From a `GrammarSpec` to the source that llguidance compiles, within limits that are checked first.
+"""From a `GrammarSpec` to the source that llguidance compiles, within limits that are checked
+first.
 
     json_object      any JSON object
     json_schema      a JSON schema; keywords that cannot be enforced are errors, never ignored
@@ -8,32 +9,42 @@
     structural_tag   free text with tags whose contents are JSON, as vLLM and SGLang write them
     answer           Lark that an answer format made of tools, or around one of the above
 
-A quoted text means these characters, even if they spell a special token. Only Lark's <name> and the literals of
-structural tags mean the special tokens themselves.
+A quoted text means these characters, even if they spell a special token. Only Lark's <name> and the
+literals of structural tags mean the special tokens themselves.
 """
 
 from collections.abc import Mapping
 
 from moeserve.sampling import GrammarSpec
-from moeserve.text.json_schema import MAX_REGEX_BYTES, GrammarFault, check_schema, json_of, schema_text
+from moeserve.text.json_schema import (
+    MAX_REGEX_BYTES,
+    GrammarFault,
+    check_schema,
+    json_of,
+    schema_text,
+)
 from moeserve.text.structural_tag import exactly, structural_tag
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_JSON_BYTES = 256 * 1024
 MAX_GRAMMAR_BYTES = 32 * 1024
-# Without it llguidance looks ahead for the text that must come, and never ends where that is endless: /b+/ /b+/.
+# Without it llguidance looks ahead for the text that must come, and never ends where that is
+# endless: /b+/ /b+/.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _LIMITS = {"regex": MAX_REGEX_BYTES, "lark": MAX_GRAMMAR_BYTES, "gbnf": MAX_GRAMMAR_BYTES}
 
 
 def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
-    """Returns the source of a spec, in Lark. special: the tokenizer's special tokens. Raises GrammarFault."""
+    """Returns the source of a spec, in Lark. special: the tokenizer's special tokens. Raises
+    GrammarFault.
+    """
     return lark_of(spec, special) + _OPTIONS
 
 
 def lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     """Returns the same without the options, which may stand there only once."""
-    limit, size = _LIMITS.get(spec.kind, MAX_JSON_BYTES), len(spec.text.encode())
+    limit = _LIMITS.get(spec.kind, MAX_JSON_BYTES)
+    size = len(spec.text.encode())
     if size > limit:
         raise GrammarFault(f"{size:,} bytes; at most {limit:,} are compiled")
     if len(spec.whitespace_pattern) > MAX_REGEX_BYTES:
@@ -64,9 +75,15 @@ def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns name -> id of the tokens that are no text to llguidance: special ones, and added ones in <...>."""
+    """Returns name -> id of the tokens that are no text to llguidance: special ones, and added ones
+    in <...>.
+    """
     added = tokenizer.backend.get_added_tokens_decoder().items()
-    return {t.content: i for i, t in added if t.special or (t.content[:1] == "<" and t.content[-1:] == ">")}
+    return {
+        t.content: i
+        for i, t in added
+        if t.special or (t.content[:1] == "<" and t.content[-1:] == ">")
+    }
 
 
 def _regex(pattern: str) -> str:

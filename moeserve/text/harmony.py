@@ -1,9 +1,10 @@
 """Harmony, the answer format of gpt-oss: messages on channels, between control tokens.
 
-`<|start|>assistant<|channel|>analysis<|message|>...<|end|>`, where the header may name a recipient, as in
-`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. Prompts come from the model's chat
-template. Specification: OpenAI's "harmony response format". Its library (openai-harmony) is not used, because it
-downloads a vocabulary of its own, while all that answers need of it is this parser.
+`<|start|>assistant<|channel|>analysis<|message|>...<|end|>`, where the header may name a recipient,
+as in `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. Prompts
+come from the model's chat template. Specification: OpenAI's "harmony response format". Its library
+(openai-harmony) is not used, because it downloads a vocabulary of its own, while all that answers
+need of it is this parser.
 """
 
 import json
@@ -22,17 +23,21 @@ from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _ENDS = HARMONY[-3:]
 _MAX_NAME = 63  # characters of a control token
-_CONTROL = re.compile(f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}){CONTROL_END}")
+_CONTROL = re.compile(
+    f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}){CONTROL_END}"
+)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class HarmonyParser:
-    """Splits one answer, which comes in pieces, into its parts: the joined texts do not depend on the pieces.
+    """Splits one answer, which comes in pieces, into its parts: the joined texts do not depend on
+    the pieces.
 
-    Takes the text of `Tokenizer.marked_pieces`, in which text that only looks like a control token differs from it.
-    The analysis channel is reasoning; a message to `functions.NAME` is a call; everything else on the channels
-    commentary and final is content. in_message: the answer continues a message of the prompt.
+    Takes the text of `Tokenizer.marked_pieces`, in which text that only looks like a control token
+    differs from it. The analysis channel is reasoning; a message to `functions.NAME` is a call;
+    everything else on the channels commentary and final is content. in_message: the answer
+    continues a message of the prompt.
     """
 
     def __init__(self, *, in_message: bool = False) -> None:
@@ -50,7 +55,9 @@ class HarmonyParser:
             self._add(before, parts)
             self._control(name, parts)
         begin = rest.rfind(CONTROL_BEGIN)
-        keep = begin if begin >= 0 and len(rest) - begin - 1 <= _MAX_NAME and not final else len(rest)
+        keep = (
+            begin if begin >= 0 and len(rest) - begin - 1 <= _MAX_NAME and not final else len(rest)
+        )
         self._held = rest[keep:]
         self._add(rest.removesuffix(CONTROL_BEGIN) if final else rest[:keep], parts)
         if final and self._header and not self._formatted:  # no harmony at all
@@ -89,7 +96,8 @@ class HarmonyParser:
         if self._header is None and name != "<|constrain|>":
             self._end_call(parts, cut=False)
         if name == "<|message|>" and self._header is not None:
-            channel, recipient = _CHANNEL.search(self._header), _RECIPIENT.search(self._header)
+            channel = _CHANNEL.search(self._header)
+            recipient = _RECIPIENT.search(self._header)
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
             if recipient and recipient[1].startswith("functions."):
                 self._call = [recipient[1].removeprefix("functions.")]
@@ -107,7 +115,8 @@ message: <|channel|> CHANNELS <|message|> TEXT
 TEXT: /(.|\\n)*/
 """
 _FINAL = '<|channel|> "final" <|message|>'
-_CALL, _JSON = "<|channel|>", '<|constrain|> "json" <|message|>'
+_CALL = "<|channel|>"
+_JSON = '<|constrain|> "json" <|message|>'
 _TOKEN = re.compile(r"<\|\w+\|>")
 
 
@@ -120,12 +129,19 @@ class HarmonyFormat:
         self._special = special_tokens(tokenizer)
         self.stop_ids = tuple(self._special[name] for name in HARMONY[-2:])
 
-    def parser(self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False) -> HarmonyParser:
+    def parser(
+        self, tools: Sequence[Tool] = (), *, prompt: str = "", continued: bool = False
+    ) -> HarmonyParser:
         """Returns the parser of one answer."""
         return HarmonyParser(in_message=continued)
 
     def constraint(
-        self, tools: Sequence[Tool], *, required: bool = False, parallel: bool = True, prompt: str = ""
+        self,
+        tools: Sequence[Tool],
+        *,
+        required: bool = False,
+        parallel: bool = True,
+        prompt: str = "",
     ) -> GrammarSpec | None:
         """Returns what an answer must match, None for anything."""
         if is_free(tools, required=required, parallel=True):
@@ -135,12 +151,17 @@ class HarmonyFormat:
             schema = arguments_schema(tool, i, strict=required)
             name = literal(f"commentary to=functions.{tool_name(tool)} ", {})
             calls.append(f"{self._marked(_CALL)} {name} {self._marked(_JSON)} {json_rule(schema)}")
-        return self._spec(" | ".join(calls if required else [f"{self._marked(_FINAL)} TEXT", *calls]))
+        return self._spec(
+            " | ".join(calls if required else [f"{self._marked(_FINAL)} TEXT", *calls])
+        )
 
     def after_reasoning(self, grammar: GrammarSpec, *, prompt: str = "") -> GrammarSpec:
         """Returns the grammar of an answer whose final message matches `grammar`."""
         try:
-            return self._spec(f"{self._marked(_FINAL)} %lark {{\n{lark_of(grammar, self._special)}\n}}", '"analysis"')
+            return self._spec(
+                f"{self._marked(_FINAL)} %lark {{\n{lark_of(grammar, self._special)}\n}}",
+                '"analysis"',
+            )
         except GrammarFault as fault:
             raise fault.as_request_error("grammar") from fault
 
@@ -150,7 +171,9 @@ class HarmonyFormat:
 
     def _spec(self, last: str, channels: str = '("analysis" | "commentary")') -> GrammarSpec:
         """Returns the grammar of messages on `channels`, and of the last one."""
-        return GrammarSpec("answer", f"{self._marked(_GRAMMAR).replace('CHANNELS', channels)}last: {last}")
+        return GrammarSpec(
+            "answer", f"{self._marked(_GRAMMAR).replace('CHANNELS', channels)}last: {last}"
+        )
 
     def _marked(self, lark: str) -> str:
         """Returns Lark with the ids of the control tokens in it."""

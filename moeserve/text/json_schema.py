@@ -10,21 +10,30 @@ from moeserve.sampling import MAX_CHOICES, GrammarSpec
 
 MAX_REGEX_BYTES = 8 * 1024
 MAX_DEPTH = 64
-_WHITESPACE = r"[ \t]{1,4}|(\r?\n){1,2}[ \t]{0,32}"  # JSON laid out in any usual way; models loop in endless whitespace
+# JSON laid out in any usual way; models loop in endless whitespace
+_WHITESPACE = r"[ \t]{1,4}|(\r?\n){1,2}[ \t]{0,32}"
 MAX_VALUES = 20_000
 MAX_ENUM = MAX_CHOICES
 MAX_DIGITS = 15  # of a fraction
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that map names to schemas
+BY_NAME = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+)  # keywords that map names to schemas
 _ENFORCED = re.compile(r"/(enum|const|multipleOf|(exclusiveM|m)(in|ax)imum)(/|$)")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 class GrammarFault(ValueError):
-    """A grammar that cannot be compiled. where: JSON pointer to the place in its JSON, "" for the whole."""
+    """A grammar that cannot be compiled. where: JSON pointer to the place in its JSON, "" for the
+    whole.
+    """
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message)
-        self.message, self.where = message, where
+        self.message = message
+        self.where = where
 
     def as_request_error(self, param: str) -> InvalidRequest:
         """Returns the error for the client. param: the request's field with the grammar."""
@@ -33,10 +42,13 @@ class GrammarFault(ValueError):
 
 
 def check_schema(schema: Any) -> None:
-    """Raises GrammarFault for what costs too much to compile, and for what llguidance takes but does not keep."""
+    """Raises GrammarFault for what costs too much to compile, and for what llguidance takes but
+    does not keep.
+    """
     if not isinstance(schema, dict | bool):
         raise GrammarFault("a JSON schema must be an object or a boolean")
-    count, waiting = 0, [(schema, "", "", 1)]
+    count = 0
+    waiting = [(schema, "", "", 1)]
     while waiting:
         value, where, name, depth = waiting.pop()
         count += 1
@@ -85,7 +97,11 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
             inner = enumerate(value)
         elif key in ("items", "additionalProperties") and isinstance(value, dict):
             yield pointer("", key), value
-        yield from ((pointer(pointer("", key), name), item) for name, item in inner if isinstance(item, dict))
+        yield from (
+            (pointer(pointer("", key), name), item)
+            for name, item in inner
+            if isinstance(item, dict)
+        )
 
 
 def pointer(where: str, key: str | int) -> str:
@@ -94,7 +110,9 @@ def pointer(where: str, key: str | int) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises ValueError for anything else, NaN and infinity included."""
+    """Returns the value of a JSON text. Raises ValueError for anything else, NaN and infinity
+    included.
+    """
     try:
         value = json.loads(text, parse_constant=no_constant)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
@@ -123,4 +141,6 @@ def schema_text(schema: Any, spec: GrammarSpec) -> str:
     options: dict[str, Any] = {} if spec.any_whitespace else {"whitespace_flexible": False}
     if pattern := spec.whitespace_pattern or (_WHITESPACE if spec.any_whitespace else ""):
         options["whitespace_pattern"] = pattern
-    return json.dumps(schema | {"x-guidance": options})  # replaces the sender's, which could switch checks off
+    return json.dumps(
+        schema | {"x-guidance": options}
+    )  # replaces the sender's, which could switch checks off

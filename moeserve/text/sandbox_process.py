@@ -1,4 +1,6 @@
-"""A process that works on what strangers sent, so that input which never ends or needs all memory kills only it."""
+"""A process that works on what strangers sent, so that input which never ends or needs all memory
+kills only it.
+"""
 
 import signal
 import subprocess
@@ -10,7 +12,9 @@ import moeserve
 
 
 class SandboxDied(Exception):
-    """The process died of a question. too_long: of the time that it took, rather than of memory or the stack."""
+    """The process died of a question. too_long: of the time that it took, rather than of memory or
+    the stack.
+    """
 
     def __init__(self, *, too_long: bool) -> None:
         super().__init__("took too long" if too_long else "needed too much memory")
@@ -18,9 +22,11 @@ class SandboxDied(Exception):
 
 
 class SandboxProcess:
-    """A module of ours, with its arguments, that answers lines with lines and sets its own limits. Not thread-safe.
+    """A module of ours, with its arguments, that answers lines with lines and sets its own limits.
+    Not thread-safe.
 
-    It starts with the first question, and again after a death. hello: the line that a new process reads first.
+    It starts with the first question, and again after a death. hello: the line that a new process
+    reads first.
     """
 
     def __init__(self, *module: str, hello: bytes = b"") -> None:
@@ -39,7 +45,9 @@ class SandboxProcess:
                 stderr=subprocess.DEVNULL,  # how it died
                 bufsize=2**16,
                 pipesize=2**20,  # a long conversation in few turns
-                cwd=Path(moeserve.__file__).parents[1],  # so that it finds this package and nothing of the user's
+                cwd=Path(moeserve.__file__).parents[
+                    1
+                ],  # so that it finds this package and nothing of the user's
             )
             self._send(self._hello)
         self._send(line + b"\n")
@@ -58,7 +66,8 @@ class SandboxProcess:
 
     def close(self) -> int | None:
         """Ends the process. Returns its exit code, None if there was none."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return None
         process.kill()

@@ -9,11 +9,12 @@ MAX_WORD_TOKENS = 64
 
 
 class StopMatcher:
-    """Finds the first stop string in text that comes in pieces, and holds back only what could become one.
+    """Finds the first stop string in text that comes in pieces, and holds back only what could
+    become one.
 
-    The result does not depend on how the text was split. The match whose end comes first wins; of several that end
-    together, the one earlier in `stops`. A match counts only if it ends in text that was pushed with active=True
-    (min_tokens reached).
+    The result does not depend on how the text was split. The match whose end comes first wins; of
+    several that end together, the one earlier in `stops`. A match counts only if it ends in text
+    that was pushed with active=True (min_tokens reached).
     """
 
     __slots__ = ("_held", "_include", "_inert", "_stops")
@@ -25,7 +26,9 @@ class StopMatcher:
         self._inert = 0  # characters of `_held` in which no match may end
 
     def push(self, text: str, *, active: bool = True) -> tuple[str, str | None]:
-        """Returns the text to give out and the stop string that ended it, if any. Nothing may follow a match."""
+        """Returns the text to give out and the stop string that ended it, if any. Nothing may
+        follow a match.
+        """
         if not self._stops:
             return text, None
         buffer = self._held + text
@@ -36,13 +39,15 @@ class StopMatcher:
             self._held = ""
             return buffer[: end if self._include else end - len(stop)], stop
         keep = self._undecided(buffer)
-        given, self._held = buffer[:keep], buffer[keep:]
+        given = buffer[:keep]
+        self._held = buffer[keep:]
         self._inert = max(self._inert - keep, 0)
         return given, None
 
     def flush(self) -> str:
         """Returns the text that was held back. Called when the text ends without a stop string."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _find(self, buffer: str) -> tuple[int, str] | None:
@@ -54,7 +59,9 @@ class StopMatcher:
         return best
 
     def _undecided(self, buffer: str) -> int:
-        """Returns the start of the longest ending of `buffer` that is the beginning of a stop string."""
+        """Returns the start of the longest ending of `buffer` that is the beginning of a stop
+        string.
+        """
         keep = len(buffer)
         for stop in self._stops:
             start = max(len(buffer) - len(stop) + 1, 0)
@@ -67,10 +74,12 @@ class StopMatcher:
 
 
 def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the token sequences of each word, at the start of a text and after a space, without duplicates.
+    """Returns the token sequences of each word, at the start of a text and after a space, without
+    duplicates.
 
-    The form after a space counts only if it is another spelling of as many tokens with another beginning; otherwise
-    the space stands for itself (`" " + word`), and banning the word's own tokens is enough.
+    The form after a space counts only if it is another spelling of as many tokens with another
+    beginning; otherwise the space stands for itself (`" " + word`), and banning the word's own
+    tokens is enough.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -79,7 +88,8 @@ def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int
             raise InvalidRequest("a bad word has no tokens", param="bad_words")
         if len(bare) > MAX_WORD_TOKENS:
             raise InvalidRequest(
-                f"a bad word has {len(bare)} tokens; at most {MAX_WORD_TOKENS} are allowed", param="bad_words"
+                f"a bad word has {len(bare)} tokens; at most {MAX_WORD_TOKENS} are allowed",
+                param="bad_words",
             )
         spaced = tuple(tokenizer.encode(" " + word.lstrip(" "), special=False))
         sequences[bare] = None

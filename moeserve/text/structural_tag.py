@@ -27,21 +27,27 @@ class _Document(Struct, forbid_unknown_fields=True):
 
 
 def structural_tag(spec: GrammarSpec, special: Mapping[str, int]) -> str:
-    """Returns the Lark grammar: text up to the first trigger, then one of the structures that begin with it, and so on.
-    Raises GrammarFault."""
+    """Returns the Lark grammar: text up to the first trigger, then one of the structures that begin
+    with it, and so on. Raises GrammarFault."""
     try:
         document = msgspec.convert(json_of(spec.text), _Document)
     except msgspec.ValidationError as error:
         raise GrammarFault(invalid_request(error).message) from error
     bodies: dict[str, list[str]] = {}
     for tag in document.structures:
-        trigger = next((trigger for trigger in document.triggers if tag.begin.startswith(trigger)), None)
+        trigger = next(
+            (trigger for trigger in document.triggers if tag.begin.startswith(trigger)), None
+        )
         if trigger is None:
             raise GrammarFault(f"{tag.begin!r} begins with none of the triggers")
         check_schema(tag.schema)
-        begin, end = literal(tag.begin[len(trigger) :], special), literal(tag.end, special)
-        bodies.setdefault(trigger, []).append(f"{begin} %json {schema_text(tag.schema, spec)} {end}")
-    rules, tags = [r"TEXT: /(.|\n)*/"], []
+        begin = literal(tag.begin[len(trigger) :], special)
+        end = literal(tag.end, special)
+        bodies.setdefault(trigger, []).append(
+            f"{begin} %json {schema_text(tag.schema, spec)} {end}"
+        )
+    rules = [r"TEXT: /(.|\n)*/"]
+    tags = []
     for i, (trigger, alternatives) in enumerate(bodies.items()):
         until = f"TEXT {literal(trigger, special)}"
         if not (name := special_in(trigger, special)):
@@ -72,4 +78,6 @@ def literal(text: str, special: Mapping[str, int]) -> str:
 
 def exactly(text: str) -> str:
     """Returns the regex of one text, free of signs that mean something in a regex or in Lark."""
-    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
+    return "".join(
+        char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text
+    )

@@ -7,19 +7,23 @@ from moeserve.errors import InvalidRequest
 from moeserve.sampling import GrammarSpec, StructuredOutputsParams
 from moeserve.text.json_schema import parse_json
 
-_KINDS: dict[str, Any] = {"json": "json_schema", "structural_tag": "structural_tag"}  # that come as text or as values
+_KINDS: dict[str, Any] = {
+    "json": "json_schema",
+    "structural_tag": "structural_tag",
+}  # that come as text or as values
 
 
 def grammar_of(asked: StructuredOutputsParams, param: str) -> GrammarSpec:
-    """Returns the grammar. param: the field of the request that asks for it. Raises InvalidRequest unless there is one
-    constraint; the grammar itself is unchecked."""
+    """Returns the grammar. param: the field of the request that asks for it. Raises InvalidRequest
+    unless there is one constraint; the grammar itself is unchecked."""
     given = asked.given
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
         what = f"{param} needs one of {', '.join(asked.__struct_fields__[:6])}; it has {found}"
         raise InvalidRequest(what, param=param)
     ((name, value),) = given.items()
-    kind, text = _KINDS.get(name, name), value
+    kind = _KINDS.get(name, name)
+    text = value
     if name == "json_object":
         text = ""
     elif name == "grammar":

@@ -2,10 +2,11 @@
 
     python -m moeserve.text.template_sandbox CPU_S
 
-Reads JSON lines on standard input, each a template's source and its variables; answers each with a line: a list of what
-became of it ("text", "syntax", "limit", "rejects" or "fails") and the text, or why there is none; where null stands for
-the variables, "names" and those that the template reads. The environment keeps templates from Python's internals; what
-takes more than CPU_S seconds or MAX_MEMORY ends the process.
+Reads JSON lines on standard input, each a template's source and its variables; answers each with a
+line: a list of what became of it ("text", "syntax", "limit", "rejects" or "fails") and the text, or
+why there is none; where null stands for the variables, "names" and those that the template reads.
+The environment keeps templates from Python's internals; what takes more than CPU_S seconds or
+MAX_MEMORY ends the process.
 """
 
 import json
@@ -29,15 +30,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MEMORY = 2**30
 MAX_CHARS = 64 * 2**20  # of one rendering
-_NOT_ASCII = re.compile("[^\0-~\ufdd0]+")  # U+FDD0: tokenizer.MARK, whose module takes long to import
+_NOT_ASCII = re.compile(
+    "[^\0-~\ufdd0]+"
+)  # U+FDD0: tokenizer.MARK, whose module takes long to import
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Denies Python's internals and changes of values, with an error where jinja2 would go on with an Undefined."""
+    """Denies Python's internals and changes of values, with an error where jinja2 would go on with
+    an Undefined.
+    """
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         """Raises SecurityError; jinja2's own Undefined would fail only when used."""
-        raise SecurityError(f"access to attribute {attribute[:64]!r} of {type(obj).__name__!r} is unsafe")
+        raise SecurityError(
+            f"access to attribute {attribute[:64]!r} of {type(obj).__name__!r} is unsafe"
+        )
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -75,7 +82,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Returns JSON as transformers does: the filter of jinja2 escapes HTML. Marks stay marks."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
@@ -110,7 +119,11 @@ def render(source: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
             return "names", " ".join(find_undeclared_variables(_ENVIRONMENT.parse(source)))
         text = _compile(source).render(variables)
         text.encode()  # unpaired surrogates are no text
-        return ("text", text) if len(text) <= MAX_CHARS else ("limit", f"more than {MAX_CHARS:,} characters")
+        return (
+            ("text", text)
+            if len(text) <= MAX_CHARS
+            else ("limit", f"more than {MAX_CHARS:,} characters")
+        )
     except MemoryError:
         raise
     except jinja2.TemplateSyntaxError as error:
@@ -118,7 +131,11 @@ def render(source: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
     except (SecurityError, OverflowError, RecursionError) as error:
         return "limit", str(error)
     except Exception as error:  # a template is a program: it may fail in any way on these messages
-        return ("rejects", str(error)) if type(error) is jinja2.TemplateError else ("fails", type(error).__name__)
+        return (
+            ("rejects", str(error))
+            if type(error) is jinja2.TemplateError
+            else ("fails", type(error).__name__)
+        )
 
 
 def serve(cpu_s: float) -> None:
@@ -133,7 +150,9 @@ def serve(cpu_s: float) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes our standard input
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the server, which then closes our standard input
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     serve(float(sys.argv[1]))

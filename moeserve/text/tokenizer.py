@@ -1,8 +1,8 @@
 """The tokenizer: text to ids and back, and the special tokens of its model directory.
 
-A thin layer over Hugging Face `tokenizers` (tokenizer.json; `byte_bpe` reads others). Thread-safe; for long texts,
-encode and decode release the GIL. `ControlTokens` keeps control tokens that a user typed plain text; `Pieces` is the
-text of each id.
+A thin layer over Hugging Face `tokenizers` (tokenizer.json; `byte_bpe` reads others). Thread-safe;
+for long texts, encode and decode release the GIL. `ControlTokens` keeps control tokens that a user
+typed plain text; `Pieces` is the text of each id.
 """
 
 import codecs
@@ -25,11 +25,28 @@ from moeserve.text.gguf_tokenizer import read_gguf_tokenizer
 log = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 200 * 2**20
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _OF_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-_OTHER_VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "vocab.txt", "vocab.json")
+_OTHER_VOCABULARIES = (
+    "tokenizer.model",
+    "tiktoken.model",
+    "hy.tiktoken",
+    "qwen.tiktoken",
+    "vocab.txt",
+    "vocab.json",
+)
 MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
-CONTROL_BEGIN, CONTROL_END = "\ufdd1", "\ufdd2"  # noncharacters around control tokens' names
+# noncharacters around control tokens' names
+CONTROL_BEGIN = "\ufdd1"
+CONTROL_END = "\ufdd2"
 SHORT = 1000  # characters or tokens
 _TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at least one
 _TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]|｜\w+｜")
@@ -45,17 +62,20 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = special_tokens
         self.control = ControlTokens(backend)
-        special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        special = frozenset(
+            i for i, token in backend.get_added_tokens_decoder().items() if token.special
+        )
         self._visible = Pieces(backend)
         self._skipping = Pieces(backend, hidden=special)
         self.marked_pieces = Pieces(backend, marked=special)
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
-        """Reads a model directory: tokenizer.json if there is one, else tekken.json or a known tiktoken file; or a GGUF
-        file.
+        """Reads a model directory: tokenizer.json if there is one, else tekken.json or a known
+        tiktoken file; or a GGUF file.
 
-        Raises CheckpointError for a missing, huge or damaged file. Python code in the directory is never run.
+        Raises CheckpointError for a missing, huge or damaged file. Python code in the directory is
+        never run.
         """
         config = read_optional_json(model_dir, "special_tokens_map.json") | read_optional_json(
             model_dir, "tokenizer_config.json"
@@ -72,7 +92,10 @@ class Tokenizer:
         if (model_dir / "tekken.json").is_file():
             config = _OF_TEKKEN | config
         found = {name: config.get(name) for name in _NAMED}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+        texts = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in found.items()
+        }
         return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -80,7 +103,9 @@ class Tokenizer:
         try:
             return encode_ids(self.backend, text, special=special)
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequest("the text contains an unpaired surrogate, which is not Unicode") from error
+            raise InvalidRequest(
+                "the text contains an unpaired surrogate, which is not Unicode"
+            ) from error
 
     def encode_prompt(self, rendered: str) -> list[int]:
         """Returns the ids of a rendered chat. Control tokens that a user typed are plain text."""
@@ -94,7 +119,9 @@ class Tokenizer:
         Holds the GIL for much of that time, so a server calls this before it serves.
         """
         _ = self.longest_token
-        with suppress(InvalidRequest):  # a tokenizer without a twin refuses the requests that need one
+        with suppress(
+            InvalidRequest
+        ):  # a tokenizer without a twin refuses the requests that need one
             _ = self.control.twin
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -102,7 +129,9 @@ class Tokenizer:
         if len(token_ids) < SHORT:
             text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:
-            (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+            (text,) = self.backend.decode_batch(
+                [token_ids], skip_special_tokens=skip_special_tokens
+            )
         return text
 
     def pieces(self, *, skip_special_tokens: bool) -> "Pieces":
@@ -110,7 +139,9 @@ class Tokenizer:
         return self._skipping if skip_special_tokens else self._visible
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the token's bytes, which need not be whole characters; empty for an id without a token."""
+        """Returns the token's bytes, which need not be whole characters; empty for an id without a
+        token.
+        """
         piece = self._visible[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
@@ -121,17 +152,23 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Length of the longest token: a text of N characters has at least N / longest_token tokens."""
+        """Length of the longest token: a text of N characters has at least N / longest_token
+        tokens.
+        """
         return max(len(token) for token in self.backend.get_vocab())
 
 
 def _read_backend(path: Path) -> Backend:
     if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
-        raise CheckpointError(f"{path}: {size:,} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES:,}")
+        raise CheckpointError(
+            f"{path}: {size:,} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES:,}"
+        )
     try:
         return Backend.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: not a tokenizer: {str(error)[:200]}. Download it again") from error
+        raise CheckpointError(
+            f"{path}: not a tokenizer: {str(error)[:200]}. Download it again"
+        ) from error
 
 
 def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
@@ -140,7 +177,11 @@ def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
     files = f" ({', '.join(found)} cannot be read)" if found else ""
     known = config.get("tokenizer_class")
     code = isinstance(config.get("auto_map"), dict)
-    own = f" of {str(known)[:64]}, whose Python code is in the checkpoint and is never run" if known and code else ""
+    own = (
+        f" of {str(known)[:64]}, whose Python code is in the checkpoint and is never run"
+        if known and code
+        else ""
+    )
     return (
         f"moeserve needs the fast tokenizer{own}{files}; save one with "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) elsewhere, or serve token ids only, "
@@ -149,12 +190,14 @@ def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
 
 
 class ControlTokens:
-    """One tokenizer's control tokens: special ones, and added ones that look like tags (`<think>`, `[INST]`).
+    """One tokenizer's control tokens: special ones, and added ones that look like tags (`<think>`,
+    `[INST]`).
 
-    Keeps those that a user typed (`<|im_end|>`) apart from those that the chat template writes. `shield` puts an
-    invisible mark inside each control token in user text, so that the token no longer matches. After rendering,
-    `encode` gives the template's own control tokens private names in a twin tokenizer that knows only those names,
-    removes the marks, and encodes: typed ones become ordinary text, everything else gets the same ids as ever.
+    Keeps those that a user typed (`<|im_end|>`) apart from those that the chat template writes.
+    `shield` puts an invisible mark inside each control token in user text, so that the token no
+    longer matches. After rendering, `encode` gives the template's own control tokens private names
+    in a twin tokenizer that knows only those names, removes the marks, and encodes: typed ones
+    become ordinary text, everything else gets the same ids as ever.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -170,18 +213,24 @@ class ControlTokens:
         self._special = _alternatives(special)
 
     def shield(self, text: str, *, only_special: bool = False) -> str:
-        """Returns `text` with its control tokens broken by marks. only_special: but not tags such as `<think>`."""
+        """Returns `text` with its control tokens broken by marks. only_special: but not tags such
+        as `<think>`.
+        """
         pattern = self._special if only_special else self._any
         return pattern.sub(lambda match: match[0][:1] + MARK + match[0][1:], unshield(text))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a rendered prompt that contains marks. May take a second the first time."""
+        """Returns the ids of a rendered prompt that contains marks. May take a second the first
+        time.
+        """
         named = self._any.sub(lambda match: self._names[match[0]], text)
         return encode_ids(self.twin, unshield(named), special=False)
 
     @cached_property
     def twin(self) -> Backend:
-        """The tokenizer with private names. Raises InvalidRequest if this tokenizer cannot have one."""
+        """The tokenizer with private names. Raises InvalidRequest if this tokenizer cannot have
+        one.
+        """
         spec: dict[str, Any] = json.loads(self._backend.to_str())
         names = self._names
         for token in spec["added_tokens"]:
@@ -197,8 +246,12 @@ class ControlTokens:
         spec["post_processor"] = None
         twin = Backend.from_str(json.dumps(spec))
         for content, name in names.items():
-            if twin.encode(name, add_special_tokens=False).ids != [self._backend.token_to_id(content)]:
-                raise InvalidRequest("this model's tokenizer cannot take control tokens as plain text")
+            if twin.encode(name, add_special_tokens=False).ids != [
+                self._backend.token_to_id(content)
+            ]:
+                raise InvalidRequest(
+                    "this model's tokenizer cannot take control tokens as plain text"
+                )
         return twin
 
 
@@ -222,18 +275,23 @@ def _alternatives(tokens: list[str]) -> re.Pattern[str]:
 
 
 class Pieces(dict[int, "str | bytes"]):
-    """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token and for `hidden` ones.
+    """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token and
+    for `hidden` ones.
 
     The text of `marked` ids is between CONTROL_BEGIN and CONTROL_END, for parsers of answers.
 
-    Computed on first use, so that streams need no decoder call per token. strips_start: the decoder drops one space
-    before the very first word of a text. Knows the decoders of byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and of
-    SentencePiece with byte fallback (Llama 2, Mixtral); the constructor raises CheckpointError for others, whose text
-    of a token depends on its neighbours.
+    Computed on first use, so that streams need no decoder call per token. strips_start: the decoder
+    drops one space before the very first word of a text. Knows the decoders of byte-level BPE
+    (GPT-2, Llama 3, Qwen, OLMoE) and of SentencePiece with byte fallback (Llama 2, Mixtral); the
+    constructor raises CheckpointError for others, whose text of a token depends on its neighbours.
     """
 
     def __init__(
-        self, backend: Backend, *, hidden: frozenset[int] = frozenset(), marked: frozenset[int] = frozenset()
+        self,
+        backend: Backend,
+        *,
+        hidden: frozenset[int] = frozenset(),
+        marked: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         self._marked = marked
@@ -291,8 +349,9 @@ class Pieces(dict[int, "str | bytes"]):
 class Detokenizer:
     """Token ids to text, one token at a time, so that the pieces joined are the text of the whole.
 
-    A character whose bytes are spread over tokens is held back until it is whole; bytes that can never become a
-    character turn into U+FFFD at once. The answer continues the text of `prompt_ids`. Takes 0.15 us a token.
+    A character whose bytes are spread over tokens is held back until it is whole; bytes that can
+    never become a character turn into U+FFFD at once. The answer continues the text of
+    `prompt_ids`. Takes 0.15 us a token.
     """
 
     __slots__ = ("_pending", "_pieces", "_strip", "_utf8")

@@ -73,7 +73,9 @@ async def _ordinary(server: ForkServer) -> None:
     assert psutil.Process().children() == [psutil.Process(server.child.pid)]
 
 
-def test_forks_are_killed_stopped_and_outlive_the_server(with_server: Callable[[Check], None]) -> None:
+def test_forks_are_killed_stopped_and_outlive_the_server(
+    with_server: Callable[[Check], None],
+) -> None:
     with_server(_ends)
 
 

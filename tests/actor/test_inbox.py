@@ -135,7 +135,8 @@ class InboxMachine(RuleBasedStateMachine):
     @rule()
     def close(self) -> None:
         self.inbox.close()
-        self.model, self.closed = [], True
+        self.model = []
+        self.closed = True
 
     @invariant()
     def agrees(self) -> None:

@@ -1,4 +1,6 @@
-"""Who may read the cluster's secret besides its owner: the group that root chose, as for a Kubernetes Secret."""
+"""Who may read the cluster's secret besides its owner: the group that root chose, as for a
+Kubernetes Secret.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ SECRET = "a secret of many bytes"
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file that root owns")
 @pytest.mark.parametrize(
     ("mode", "we_are_root", "fits"),
-    [(0o440, False, True), (0o400, False, True), (0o444, False, False), (0o460, False, False), (0o440, True, False)],
+    [
+        (0o440, False, True),
+        (0o400, False, True),
+        (0o444, False, False),
+        (0o460, False, False),
+        (0o440, True, False),
+    ],
 )
 def test_a_file_of_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, we_are_root: bool, fits: bool

@@ -63,7 +63,9 @@ class Lines(list[str]):
 class Keeper(Supervisor):
     """Its child is ready once it has logged "ready"."""
 
-    def __init__(self, command: list[str], policy: RestartPolicy = FAST, curable: bool = True) -> None:
+    def __init__(
+        self, command: list[str], policy: RestartPolicy = FAST, curable: bool = True
+    ) -> None:
         super().__init__("worker", policy)
         self.command = command
         self.log = Lines()
@@ -114,7 +116,11 @@ def test_a_death_at_start_is_told_at_once_with_exit_code_and_last_lines(run: Run
         lines = "print(time.monotonic(), flush=True)\nsys.exit('no such model: x')"
         death = await Child.start("engine", script(lines), b"{}", forward=Lines()).death()
         assert time.monotonic() - float(death.log_tail[0]) < 15
-        assert (death.name, death.exit_code, death.log_tail[1:]) == ("engine", 1, ("no such model: x",))
+        assert (death.name, death.exit_code, death.log_tail[1:]) == (
+            "engine",
+            1,
+            ("no such model: x",),
+        )
         assert str(death).startswith(f"engine (pid {death.pid}) exited with code 1 after ")
         assert str(death).endswith("\n    no such model: x")
         assert "its last log lines:" in str(death)
@@ -125,7 +131,8 @@ def test_a_death_at_start_is_told_at_once_with_exit_code_and_last_lines(run: Run
 def test_a_child_that_runs_gets_further_documents(run: Run) -> None:
     async def main() -> None:
         command = [sys.executable, "-c", FURTHER]
-        log, others = Lines(), Lines()
+        log = Lines()
+        others = Lines()
         child = Child.start("engine", command, b'"first"', forward=log)
         child.hand_over(b'"second"')  # may arrive together with the first one
         await log.seen("got", times=2)
@@ -159,7 +166,9 @@ def test_a_document_larger_than_a_pipe_arrives_without_blocking_the_loop(
         deaf = Child.start("engine", ["sleep", "1000"], document, forward=log)
         deaf.kill("reads nothing")
         await deaf.death()
-        child = Child.start("engine", script("print(len(document), flush=True)"), document, forward=log)
+        child = Child.start(
+            "engine", script("print(len(document), flush=True)"), document, forward=log
+        )
         await child.death()
         assert log == ["400002"]
         monkeypatch.delattr("fcntl.F_SETPIPE_SZ")  # as on systems whose pipes cannot grow
@@ -172,7 +181,9 @@ def test_a_document_larger_than_a_pipe_arrives_without_blocking_the_loop(
 def test_stopping_is_bounded_even_if_the_child_ignores_it(run: Run) -> None:
     async def main() -> None:
         log = Lines()
-        polite = Child.start("polite", script("print('up', flush=True); time.sleep(100)"), b"{}", forward=log)
+        polite = Child.start(
+            "polite", script("print('up', flush=True); time.sleep(100)"), b"{}", forward=log
+        )
         await log.seen("up")
         assert (await polite.stop(5)).exit_code == -signal.SIGTERM
 
@@ -241,7 +252,10 @@ def test_a_killed_child_is_started_again_and_its_owner_told(run: Run) -> None:
             await keeper.log.seen("ready", round_)
             os.kill(keeper.children[-1].pid, signal.SIGKILL)
             await keeper.log.seen("ready", round_ + 1)
-        assert [(death.exit_code, pause) for death, pause in keeper.notices] == [(-9, 0.01), (-9, 0.02)]
+        assert [(death.exit_code, pause) for death, pause in keeper.notices] == [
+            (-9, 0.01),
+            (-9, 0.02),
+        ]
         await keeper.stop(term_s=5)
         assert (await life).exit_code == -signal.SIGTERM
         assert keeper.notices[-1][1] is None
@@ -287,7 +301,8 @@ def test_a_child_that_hangs_at_start_is_killed_after_its_silence(run: Run) -> No
 def test_signs_of_life_extend_the_start(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(
-            script("time.sleep(0.8); print('ready', flush=True); time.sleep(100)"), RestartPolicy(silence_s=0.4)
+            script("time.sleep(0.8); print('ready', flush=True); time.sleep(100)"),
+            RestartPolicy(silence_s=0.4),
         )
         life = asyncio.ensure_future(keeper.run())
         while "ready" not in keeper.log:
@@ -373,7 +388,12 @@ def test_no_child_outlives_a_killed_parent(case: str) -> None:
 
 def test_a_child_whose_parent_died_before_speaking_ends_by_itself() -> None:
     child = subprocess.run(
-        script("print('never')"), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False
+        script("print('never')"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
     )
     assert child.returncode == 77
     assert child.stdout == ""

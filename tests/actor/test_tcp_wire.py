@@ -59,7 +59,9 @@ async def test_last_words_over_tcp_reach_a_peer_that_is_busy_when_they_come() ->
 async def test_tcp_with_another_secret_is_refused_with_a_reason() -> None:
     inbox: Inbox[Any] = Inbox("a")
     a = listen("tcp://127.0.0.1:*", token="t", receives=Ping, inbox=inbox, keys=keys_of(SECRET))
-    b = connect(a.address, token="t", receives=Ping, inbox=Inbox("b"), keys=keys_of(b"not the same secret"))
+    b = connect(
+        a.address, token="t", receives=Ping, inbox=Inbox("b"), keys=keys_of(b"not the same secret")
+    )
     try:
         with pytest.raises(ActorStopped, match="cluster key"):
             await b.connected(5)
@@ -70,7 +72,9 @@ async def test_tcp_with_another_secret_is_refused_with_a_reason() -> None:
 
 
 async def test_tcp_without_a_listener_says_so() -> None:
-    wire = connect("tcp://127.0.0.1:9", token="t", receives=Ping, inbox=Inbox("b"), keys=keys_of(SECRET))
+    wire = connect(
+        "tcp://127.0.0.1:9", token="t", receives=Ping, inbox=Inbox("b"), keys=keys_of(SECRET)
+    )
     try:
         with pytest.raises(ActorStopped, match="nobody listens"):
             await wire.connected(5)
@@ -81,7 +85,9 @@ async def test_tcp_without_a_listener_says_so() -> None:
 def test_what_crosses_a_network_is_encrypted() -> None:
     keys = keys_of(SECRET)
     assert keys == keys_of(SECRET) != keys_of(SECRET + b"!")
-    assert len({keys.server_public, keys.server_secret, keys.client_public, keys.client_secret}) == 4
+    assert (
+        len({keys.server_public, keys.server_secret, keys.client_public, keys.client_secret}) == 4
+    )
     assert token_of(SECRET, "a") != token_of(SECRET, "b")
 
 

@@ -101,7 +101,9 @@ def test_answers_come_back_while_nothing_else_moves(run: Run, address: str) -> N
                         e.b.send(msg)
 
             echoing = asyncio.ensure_future(echo())
-            for i in range(300):  # one at a time: an edge of the descriptor that is missed hangs here
+            for i in range(
+                300
+            ):  # one at a time: an edge of the descriptor that is missed hangs here
                 e.a.send(Word(i))
                 assert await asyncio.wait_for(e.at_a.drain(wait=True), 5) == [Word(i)]
             echoing.cancel()
@@ -120,7 +122,9 @@ def test_large_messages_pass_whole(run: Run, address: str) -> None:
     run(main())
 
 
-def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(run: Run, address: str) -> None:
+def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(
+    run: Run, address: str
+) -> None:
     async def main() -> None:
         async with ends(address) as e:
             for i in range(100):
@@ -135,7 +139,9 @@ def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(run: Run, 
 
 
 @pytest.mark.parametrize("leaver", ["listener", "connector"])
-def test_last_words_reach_a_peer_that_is_busy_when_they_come(run: Run, address: str, leaver: str) -> None:
+def test_last_words_reach_a_peer_that_is_busy_when_they_come(
+    run: Run, address: str, leaver: str
+) -> None:
     async def main() -> None:
         async with ends(address) as e:
             gone, stays, inbox = (e.a, e.b, e.at_b) if leaver == "listener" else (e.b, e.a, e.at_a)
@@ -203,7 +209,9 @@ asyncio.run(main())
 
 
 @asynccontextmanager
-async def peer_process(address: str) -> AsyncIterator[tuple[ZmqWire[Any, Any], Inbox[Any], subprocess.Popen[bytes]]]:
+async def peer_process(
+    address: str,
+) -> AsyncIterator[tuple[ZmqWire[Any, Any], Inbox[Any], subprocess.Popen[bytes]]]:
     """A listener here and a process at the other end that sends each integer back."""
     inbox: Inbox[Any] = Inbox("here")
     wire = listen(address, token="t", receives=int, inbox=inbox)
@@ -314,7 +322,9 @@ def test_bytes_that_are_not_even_zeromq_hurt_nobody(run: Run, address: str) -> N
         peer.close()
         wire.close()
         # uvloop once waited for ever when it was closed right behind connections that were aborted.
-        await asyncio.gather(*(writer.wait_closed() for _, writer in strangers), return_exceptions=True)
+        await asyncio.gather(
+            *(writer.wait_closed() for _, writer in strangers), return_exceptions=True
+        )
 
     run(main())
 
@@ -322,15 +332,21 @@ def test_bytes_that_are_not_even_zeromq_hurt_nobody(run: Run, address: str) -> N
 LATE_PEER = "input()" + PEER
 
 
-def test_a_peer_over_the_number_of_a_lost_strangers_connection_stays(run: Run, address: str, monkeypatch: Any) -> None:
+def test_a_peer_over_the_number_of_a_lost_strangers_connection_stays(
+    run: Run, address: str, monkeypatch: Any
+) -> None:
     async def main() -> None:
         inbox: Inbox[Any] = Inbox("here")
         wire = listen(address, token="t", receives=int, inbox=inbox)
-        process = subprocess.Popen([sys.executable, "-c", LATE_PEER, address], stdin=subprocess.PIPE)  # noqa: ASYNC220
+        command = [sys.executable, "-c", LATE_PEER, address]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: ASYNC220
         assert process.stdin is not None
-        say, read_rest = process.stdin, wire._read_rest
+        say = process.stdin
+        read_rest = wire._read_rest
 
-        def peer_comes_first() -> None:  # between the news of the stranger's end and what is read behind it
+        def peer_comes_first() -> (
+            None
+        ):  # between the news of the stranger's end and what is read behind it
             if not wire.greeted:
                 say.write(b"\n")
                 say.flush()
@@ -355,7 +371,9 @@ def test_a_peer_over_the_number_of_a_lost_strangers_connection_stays(run: Run, a
     run(main())
 
 
-def test_a_peer_that_ends_right_after_its_hello_has_still_said_what_it_said(run: Run, address: str) -> None:
+def test_a_peer_that_ends_right_after_its_hello_has_still_said_what_it_said(
+    run: Run, address: str
+) -> None:
     async def main() -> None:
         inbox: Inbox[Any] = Inbox("here")
         wire = listen(address, token="t", receives=Msg, inbox=inbox)
@@ -383,7 +401,12 @@ def test_garbage_from_the_peer_is_dropped_and_counted(run: Run, address: str) ->
         cut = [good[:i] for i in range(len(good))]
         flipped = [bytes([*good[:i], good[i] ^ 0x80, *good[i + 1 :]]) for i in range(12)]
         noise = [random.randbytes(random.randrange(64)) for _ in range(300)]
-        deep = [b"\x91" * 200_000, b"\x81" * 200_000, b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xffx"]
+        deep = [
+            b"\x91" * 200_000,
+            b"\x81" * 200_000,
+            b"\xdf\xff\xff\xff\xff",
+            b"\xc6\xff\xff\xff\xffx",
+        ]
         for frame in [*cut, *noise, *deep]:
             peer.send(frame)
         peer.send_multipart([b"one", b"two"])
@@ -445,7 +468,9 @@ def test_another_protocol_version_is_refused_on_both_sides_with_the_remedy(
     run(main())
 
 
-def test_nobody_listening_and_nobody_connecting_are_told_apart_quickly(run: Run, address: str) -> None:
+def test_nobody_listening_and_nobody_connecting_are_told_apart_quickly(
+    run: Run, address: str
+) -> None:
     async def main() -> None:
         inbox: Inbox[Any] = Inbox("here")
         lonely = connect(address, token="t", receives=Msg, inbox=inbox)
@@ -474,7 +499,9 @@ def test_the_socket_is_private_and_does_not_stay_behind(run: Run, address: str) 
     assert not os.path.exists(path)
 
 
-def test_addresses_that_would_be_unsafe_or_cannot_work_are_refused(run: Run, tmp_path: Path) -> None:
+def test_addresses_that_would_be_unsafe_or_cannot_work_are_refused(
+    run: Run, tmp_path: Path
+) -> None:
     open_dir = tmp_path / "open"
     open_dir.mkdir(mode=0o755)
     os.chmod(open_dir, 0o755)

@@ -21,7 +21,9 @@ def test_a_record_says_what_when_where_and_how(
 ) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(common, "ROOT", tmp_path.parent)
-    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/thing.py", "--model", "/secret/place/model"])
+    monkeypatch.setattr(
+        "sys.argv", ["/somewhere/benchmarks/thing.py", "--model", "/secret/place/model"]
+    )
     monkeypatch.setenv("LD_PRELOAD_X", "/secret/lib.so")
     args = common.parser("doc").parse_args(["--hardware", "box-2c", "--note", "alone"])
     common.save("thing", args, {"x": common.summary([3.0, 1.0, 2.0])})
@@ -30,7 +32,12 @@ def test_a_record_says_what_when_where_and_how(
     record = json.loads(file.read_text())
     assert record["command"] == "python -m benchmarks.thing --model model"
     assert record["note"] == "alone"
-    assert record["results"]["x"] == {"median": 2.0, "min": 1.0, "max": 3.0, "samples": [3.0, 1.0, 2.0]}
+    assert record["results"]["x"] == {
+        "median": 2.0,
+        "min": 1.0,
+        "max": 3.0,
+        "samples": [3.0, 1.0, 2.0],
+    }
     assert record["environment"]["packages"]["torch"]
     assert "/secret" not in file.read_text()
     assert json.loads(capsys.readouterr().out) == record["results"]
@@ -41,9 +48,20 @@ def test_the_median_of_an_even_count_lies_between() -> None:
 
 
 def test_commands_have_no_paths_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["/a/peers.py", "/b/hf", "--engine", "llamacpp=/c/bin/python", "--weight-bytes", "0.6", "d/e"]
+    words = [
+        "/a/peers.py",
+        "/b/hf",
+        "--engine",
+        "llamacpp=/c/bin/python",
+        "--weight-bytes",
+        "0.6",
+        "d/e",
+    ]
     monkeypatch.setattr(sys, "argv", words)
-    assert common.command_line() == "python -m benchmarks.peers hf --engine llamacpp=python --weight-bytes 0.6 d/e"
+    assert (
+        common.command_line()
+        == "python -m benchmarks.peers hf --engine llamacpp=python --weight-bytes 0.6 d/e"
+    )
 
 
 def test_hardware_names_are_file_names() -> None:
@@ -58,13 +76,17 @@ def test_machines_with_other_instructions_write_other_files() -> None:
 def test_committed_results_are_named_by_their_machine() -> None:
     for file in common.RESULTS.glob("*.json"):
         cpu = json.loads(file.read_text())["environment"]["cpu"]
-        assert file.stem.split("_")[1].endswith("c-" + common.instruction_set(cpu["flags"])), file.name
+        assert file.stem.split("_")[1].endswith("c-" + common.instruction_set(cpu["flags"])), (
+            file.name
+        )
 
 
 def test_peak_memory_is_of_the_past() -> None:
     """A child takes 64 MiB and gives them back; the peak stays."""
     code = "b = bytearray(b'x') * (64 << 20); del b; print(flush=True); input()"
-    with psutil.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with psutil.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         child.stdout.readline()
         assert common.peak_rss_bytes(child) >= 60 * 2**20
         assert child.memory_info().rss < 60 * 2**20

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from benchmarks import peers
-from benchmarks.peers import CASES, START, Engine, environment_of, measure, prompts_of, row_of, table
+from benchmarks.peers import (
+    CASES,
+    START,
+    Engine,
+    environment_of,
+    measure,
+    prompts_of,
+    row_of,
+    table,
+)
 from benchmarks.peers_floor import Case, Rates, compiled_machine, floor_tokens_per_s
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import MoE
@@ -41,7 +50,9 @@ CONFIG = {
     "vocab_size": 100,
 }
 ATTENTION = Attention(num_heads=4, num_kv_heads=2, head_dim=5, rope=RopeSpec())
-LATENTS = LatentAttention(num_heads=4, nope_dim=3, rope_dim=2, v_dim=4, rank=6, q_rank=None, rope=RopeSpec())
+LATENTS = LatentAttention(
+    num_heads=4, nope_dim=3, rope_dim=2, v_dim=4, rank=6, q_rank=None, rope=RopeSpec()
+)
 # per layer: attention 10 * (8 + 4) * 5 = 600, router 40, an expert 90; lm_head 1,000
 
 
@@ -49,7 +60,13 @@ def spec_of(*mixers: Mixer) -> ModelSpec:
     experts = MoE(num_experts=4, top_k=1, size=3, router=RouterRule())
     layers = tuple(LayerSpec(mixer=mixer, feed_forward=experts) for mixer in mixers)
     return ModelSpec(
-        architecture="x", dtype="float32", vocab_size=100, hidden_size=10, max_position=9, norm_eps=0.1, layers=layers
+        architecture="x",
+        dtype="float32",
+        vocab_size=100,
+        hidden_size=10,
+        max_position=9,
+        norm_eps=0.1,
+        layers=layers,
     )
 
 
@@ -57,16 +74,22 @@ SPEC = spec_of(ATTENTION, ATTENTION)
 
 
 def test_a_decode_step_reads_what_one_token_touches() -> None:
-    case, read = Case("x", 1, 7, 3), Rates(read_gb_s=1.0, gflop_s=1e9)
-    weights, cache = 2 * (2 * (640 + 90) + 1000), 9 * 2 * 2 * 2 * 5 * 2
+    case = Case("x", 1, 7, 3)
+    read = Rates(read_gb_s=1.0, gflop_s=1e9)
+    weights = 2 * (2 * (640 + 90) + 1000)
+    cache = 9 * 2 * 2 * 2 * 5 * 2
     assert floor_tokens_per_s(SPEC, case, read) == pytest.approx(1e9 / (weights + cache))
-    assert floor_tokens_per_s(SPEC, case, read, weight_bytes=1) == pytest.approx(1e9 / (weights / 2 + cache))
+    assert floor_tokens_per_s(SPEC, case, read, weight_bytes=1) == pytest.approx(
+        1e9 / (weights / 2 + cache)
+    )
 
 
 def test_a_large_batch_reads_all_experts_and_is_bound_by_arithmetic_in_the_end() -> None:
     case = Case("x", 1000, 7, 3)
     by_memory = floor_tokens_per_s(SPEC, case, Rates(1.0, 1e9))
-    assert by_memory == pytest.approx(1000 * 1e9 / (2 * (2 * (640 + 4 * 90) + 1000) + 1000 * 9 * 80))
+    assert by_memory == pytest.approx(
+        1000 * 1e9 / (2 * (2 * (640 + 4 * 90) + 1000) + 1000 * 9 * 80)
+    )
     by_units = floor_tokens_per_s(SPEC, case, Rates(1e9, 1.0))
     assert by_units == pytest.approx(1e9 / (2 * (2 * 730 + 1000) + 4 * 9 * 4 * 5 * 2))
 
@@ -128,7 +151,11 @@ def samples_of(case: str, ours: list[float], theirs: list[float]) -> list[dict[s
 
 def test_ratios_are_taken_round_by_round() -> None:
     """The machine slows down by ten between rounds: medians say nothing about the ratio, pairs do."""
-    row = row_of("decode-1", ["moeserve", "vllm"], samples_of("decode-1", [20.0, 2.0, 3.0], [10.0, 1.0, 30.0]))
+    row = row_of(
+        "decode-1",
+        ["moeserve", "vllm"],
+        samples_of("decode-1", [20.0, 2.0, 3.0], [10.0, 1.0, 30.0]),
+    )
     assert row["tokens_per_s"] == {"moeserve": 3.0, "vllm": 10.0}
     assert row["ratio"] == {"moeserve": 1.0, "vllm": 2.0}
     assert row["share_of_floor"] == {"moeserve": 0.03, "vllm": 0.1}

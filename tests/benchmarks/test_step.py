@@ -11,7 +11,9 @@ from moeserve.engine.plan import StepPlan
 def test_phases_add_up_and_tables_are_there() -> None:
     for result in step.measure([1, 8], steps=30, tables=step.runner_tables(8, 30))["results"]:
         phases = result["phases_us"]
-        assert sum(p["mean"] for p in phases.values()) == pytest.approx(result["step_us"]["mean"], abs=1)
+        assert sum(p["mean"] for p in phases.values()) == pytest.approx(
+            result["step_us"]["mean"], abs=1
+        )
         assert phases["tables"]["mean"] > 0
 
 

@@ -1,4 +1,6 @@
-"""Only blocks and kernels know what a mixer is made of: another one (latent, linear) needs changes nowhere else."""
+"""Only blocks and kernels know what a mixer is made of: another one (latent, linear) needs changes
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import moeserve
 
 ROOT = Path(moeserve.__file__).parent
 # Config readers, and what times kernels.
-KNOWING = ("blocks/", "ops/", "models/", "loader/gguf_config.py", "cli/tune.py", "plan/tables.py", "plan/roofline.py")
+KNOWING = (
+    "blocks/",
+    "ops/",
+    "models/",
+    "loader/gguf_config.py",
+    "cli/tune.py",
+    "plan/tables.py",
+    "plan/roofline.py",
+)
 BUILDING = ("build", "decoder", "load_plan", "registry", "spec", "workspace")
 
 

@@ -1,4 +1,6 @@
-"""Norms of the stream, and the soft cap of logits, against torch; rows have the same bits in any company."""
+"""Norms of the stream, and the soft cap of logits, against torch; rows have the same bits in any
+company.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,17 @@ def rows(width: int, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_layer_norm(width: int, dtype: torch.dtype, bias: bool) -> None:
-    x_TD, residual_TD = rows(width, dtype), rows(width, dtype).flip(0)
-    weight_D, bias_D = torch.rand(width) + 0.5, torch.randn(width) if bias else None
+    x_TD = rows(width, dtype)
+    residual_TD = rows(width, dtype).flip(0)
+    weight_D = torch.rand(width) + 0.5
+    bias_D = torch.randn(width) if bias else None
     norm = Norm(pick_ops("cpu", dtype), 1e-5, weight_D, bias_D, centred=True)
-    expected = F.layer_norm(x_TD.double(), (width,), weight_D.double(), bias_D.double() if bias else None)
-    torch.testing.assert_close(norm(x_TD).double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    expected = F.layer_norm(
+        x_TD.double(), (width,), weight_D.double(), bias_D.double() if bias else None
+    )
+    torch.testing.assert_close(
+        norm(x_TD).double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
     alone = torch.cat([norm(x_TD[i : i + 1]) for i in range(len(x_TD))])
     assert torch.equal(norm(x_TD), alone)
     both, total = norm.add(x_TD.clone(), residual_TD.clone())

@@ -13,8 +13,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from moeserve.blocks.rope import RopeSpec
 from moeserve.blocks.rotary import RotaryTable, inverse_frequencies
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-YARN = {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 
 
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
@@ -34,7 +44,9 @@ def test_same_as_transformers(kind: str, numbers: dict[str, Any], head_dim: int)
         rope_parameters={"rope_type": kind, "rope_theta": 5e5, **numbers},
     )
     expected, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    ours = {("original_max_position" if k.startswith("original") else k): v for k, v in numbers.items()}
+    ours = {
+        ("original_max_position" if k.startswith("original") else k): v for k, v in numbers.items()
+    }
     rope = RopeSpec(kind=kind, theta=5e5, **ours)  # type: ignore[arg-type]
     assert torch.allclose(inverse_frequencies(rope, head_dim), expected, rtol=1e-6)
     assert rope.attention_factor == pytest.approx(magnitude)

@@ -1,4 +1,6 @@
-"""A small OpenAI-compatible server on a thread of its own: it repeats what it was asked, word by word."""
+"""A small OpenAI-compatible server on a thread of its own: it repeats what it was asked, word by
+word.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from aiohttp import web
 
 
 class FakeOpenAI:
-    """Answers with the words of the prompt, one per chunk. A prompt with the word FAIL is a 400, SLOW never ends."""
+    """Answers with the words of the prompt, one per chunk. A prompt with the word FAIL is a 400,
+    SLOW never ends.
+    """
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] = []
@@ -57,7 +61,9 @@ class FakeOpenAI:
         return web.json_response({"tokens": [len(w) for w in words], "count": len(words)})
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"prompt": " ".join("x" * i for i in (await request.json())["tokens"])})
+        return web.json_response(
+            {"prompt": " ".join("x" * i for i in (await request.json())["tokens"])}
+        )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -78,14 +84,20 @@ class FakeOpenAI:
             assert request.transport is not None
             request.transport.close()
         if "FAIL" in words:
-            return web.json_response({"error": {"message": "told to fail", "code": "invalid_value"}}, status=400)
+            return web.json_response(
+                {"error": {"message": "told to fail", "code": "invalid_value"}}, status=400
+            )
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             limit = body.get("max_tokens") or body.get("max_completion_tokens") or len(words)
             reason = "length" if limit < len(words) or whole == "text" else "stop"
             words = words[:limit]
-            usage = {"prompt_tokens": 2, "completion_tokens": len(words), "total_tokens": 2 + len(words)}
+            usage = {
+                "prompt_tokens": 2,
+                "completion_tokens": len(words),
+                "total_tokens": 2 + len(words),
+            }
             if not body.get("stream"):
                 text: Any = " ".join(words)
                 choice = {"index": 0, whole: {"content": text} if whole == "message" else text}

@@ -11,7 +11,9 @@ from moeserve.cli import main
 from moeserve.version import __version__
 
 
-def test_json_has_what_a_maintainer_asks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_has_what_a_maintainer_asks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOESERVE_API_KEY", "s3cret")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert main.main(["collect-env", "--json", "--no-torch"]) == 0

@@ -18,7 +18,9 @@ def test_replicas_share_and_busy_ranks_are_dark() -> None:
     shown = ExpertStatus(
         engines=[ExpertEngine(engine=0, state="serving", running=3)],
         load=ExpertLoads(recent=[[8.0, 0.0, 0.0], [0.0, 2.0, 2.0], [0.0, 0.0, 0.0]]),
-        placement=ExpertPlacement(experts_per_rank=2, experts=[[0, 1, 2, 1], [0, 1, 2, 1], [0, 1, 2, 1]]),
+        placement=ExpertPlacement(
+            experts_per_rank=2, experts=[[0, 1, 2, 1], [0, 1, 2, 1], [0, 1, 2, 1]]
+        ),
     )
     lines = picture(shown).splitlines()
     assert lines[2] == "rank   0  75.0% |█░ |"
@@ -31,7 +33,9 @@ async def test_a_server_without_and_with_experts(capsys: pytest.CaptureFixture[s
         command = ["experts", "--url", f"{live.url}/v1"]
         assert await asyncio.to_thread(main.main, command) == main.FAILURE
         assert "dense" in capsys.readouterr().err
-        live.engine.outbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
+        live.engine.outbox.put(
+            Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4))
+        )
         async with asyncio.timeout(5):
             while not (live.front.ready and live.front.ready.num_experts):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)

@@ -48,9 +48,17 @@ def asked(*words: str) -> ResolvedSettings:
             "scheduler.speculate",
             "ngram:3",
         ),
-        (["-sc", '{"model": "/d", "num_speculative_tokens": 3}'], "scheduler.speculate", "model:/d:3"),
+        (
+            ["-sc", '{"model": "/d", "num_speculative_tokens": 3}'],
+            "scheduler.speculate",
+            "model:/d:3",
+        ),
         (["-sc", '{"method": "eagle3", "model": "/d"}'], "scheduler.speculate", "eagle:/d"),
-        (["-sc", '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'], "scheduler.speculate", "mtp:1"),
+        (
+            ["-sc", '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'],
+            "scheduler.speculate",
+            "mtp:1",
+        ),
     ],
 )
 def test_a_foreign_flag_sets_ours_and_says_so(
@@ -64,38 +72,64 @@ def test_a_foreign_flag_sets_ours_and_says_so(
     assert (words[0].partition("=")[0].replace("_", "-") in capsys.readouterr().err) is not same
 
 
-def test_what_is_granted_anyway_changes_nothing_and_takes_its_value_along(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--trust-remote-code", "--tool-call-parser", "hermes", "--quantization", "awq_marlin", "-pp", "1", "org/x"]
+def test_what_is_granted_anyway_changes_nothing_and_takes_its_value_along(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "--trust-remote-code",
+        "--tool-call-parser",
+        "hermes",
+        "--quantization",
+        "awq_marlin",
+        "-pp",
+        "1",
+        "org/x",
+    ]
     found = asked(*words, "--enable-auto-tool-choice", "--reasoning-parser=qwen3")
     assert found.config.model == replace(found.config.model, model="org/x", quantization="none")
     assert found.origins == {"model.model": "argument MODEL"}
     notes = capsys.readouterr().err.splitlines()
     assert len(notes) == 6
-    assert notes[0].startswith("moeserve serve: --trust-remote-code needs no setting: code in a checkpoint is never")
+    assert notes[0].startswith(
+        "moeserve serve: --trust-remote-code needs no setting: code in a checkpoint is never"
+    )
     assert notes[1].startswith("moeserve serve: --tool-call-parser hermes needs no setting")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tensor-parallel-size", "2", "--tp", "4"], "--tensor-parallel-size and --tp both set tp"),
+        (
+            ["--tensor-parallel-size", "2", "--tp", "4"],
+            "--tensor-parallel-size and --tp both set tp",
+        ),
         (["--tp-size", "2", "-tp", "4"], "--tp-size and -tp disagree"),
         (["--tensor-parallel-size"], "--tensor-parallel-size needs a value"),
         (["--tensor-parallel-size", "--port", "1"], "--tensor-parallel-size needs a value"),
         (["--tensor-parallel-size", "two"], "flag --tensor-parallel-size: expected a whole number"),
-        (["--kv-cache-dtype", "fp8"], "flag --kv-cache-dtype: expected one of auto, int8, got 'fp8'"),
+        (
+            ["--kv-cache-dtype", "fp8"],
+            "flag --kv-cache-dtype: expected one of auto, int8, got 'fp8'",
+        ),
         (["-sc", "ngram"], "expected a JSON object"),
-        (["-sc", '{"method": "ngram", "prompt_lookup_max": 4}'], "prompt_lookup_max: no counterpart"),
+        (
+            ["-sc", '{"method": "ngram", "prompt_lookup_max": 4}'],
+            "prompt_lookup_max: no counterpart",
+        ),
         (["--model", "org/x", "org/y"], "both set model"),
     ],
 )
-def test_a_value_that_ours_cannot_have_is_refused_by_its_own_name(words: list[str], message: str) -> None:
+def test_a_value_that_ours_cannot_have_is_refused_by_its_own_name(
+    words: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         asked(*words)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("command", ["serve", "config show", "bench latency", "run-batch -i x -o y"])
+@pytest.mark.parametrize(
+    "command", ["serve", "config show", "bench latency", "run-batch -i x -o y"]
+)
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
@@ -114,7 +148,9 @@ def test_what_has_no_counterpart_is_refused_with_ours(
     assert words in capsys.readouterr().err
 
 
-def test_commands_without_settings_take_no_foreign_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_without_settings_take_no_foreign_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main.main(["chat", "--tensor-parallel-size", "2"])
     assert "`moeserve chat --help` lists" in capsys.readouterr().err
@@ -139,5 +175,13 @@ def test_the_table_names_flags_settings_and_values_that_exist() -> None:
 
 
 def test_own_flags_pass_untouched() -> None:
-    words = ["m", "--dtype", "bfloat16", "--port=3", "--no-enable-prefix-caching", "--api-key", "a_b"]
+    words = [
+        "m",
+        "--dtype",
+        "bfloat16",
+        "--port=3",
+        "--no-enable-prefix-caching",
+        "--api-key",
+        "a_b",
+    ]
     assert translate(words, PARSER._option_string_actions) == (words, {}, [])

@@ -20,7 +20,10 @@ from moeserve.cli.main import main
         ("--local 2 -- serve --node-rank 1", "--node-rank: leave it out"),
         ("--local 2 -- serve --cluster-key-file k", "--cluster-key-file: leave it out"),
         ("--local 3 -- serve --dp 2", "--dp 2: 3 machines need an engine each, --dp 3 at least"),
-        ("--hosts a:8,b:8 -- serve --dp 4 --tp 2", "--dp 4 contradicts slots=8: 2 machines have 8 engines of --tp 2"),
+        (
+            "--hosts a:8,b:8 -- serve --dp 4 --tp 2",
+            "--dp 4 contradicts slots=8: 2 machines have 8 engines of --tp 2",
+        ),
         ("--hosts a:3,b:3 -- serve --tp 2", "slots=3 cannot be shared by engines of --tp 2"),
         ("--hosts a,,b -- serve", "--hosts: '' is no host"),
         ("--hostfile /nowhere -- serve", "--hostfile /nowhere"),
@@ -34,7 +37,10 @@ from moeserve.cli.main import main
         ),
         ("--print lws -- serve", "--print lws needs --nodes N"),
         ("--print lws --nodes 2 -- serve --port 0", "--port 0: must be a number from 1 to 65535"),
-        ("--print compose --nodes 2 -- serve --port 0", "--port 0: must be a number from 1 to 65535"),
+        (
+            "--print compose --nodes 2 -- serve --port 0",
+            "--port 0: must be a number from 1 to 65535",
+        ),
         ("--local 2 --env NOT_SET_ANYWHERE -- serve", "--env NOT_SET_ANYWHERE: must be NAME=VALUE"),
         ("--local 2 --max-restarts -- -1", "expected one argument"),
         ("--hosts a --slurm -- serve", "not allowed with argument"),
@@ -49,8 +55,14 @@ from moeserve.cli.main import main
             "--kubernetes --nodes 2 --image x --env A=b -- serve",
             "--env is only for --hosts, --hostfile, --slurm, --ray, --local",
         ),
-        ("--kubernetes --nodes 2 --image x -- serve --dp 1", "2 machines need an engine each, --dp 2 at least"),
-        ("-- serve", "say where: --hosts, --hostfile, --slurm, --ray, --local, --kubernetes, --print"),
+        (
+            "--kubernetes --nodes 2 --image x -- serve --dp 1",
+            "2 machines need an engine each, --dp 2 at least",
+        ),
+        (
+            "-- serve",
+            "say where: --hosts, --hostfile, --slurm, --ray, --local, --kubernetes, --print",
+        ),
         ("--local 2 -- serve --prot 1", "did you mean --port?"),
     ],
 )
@@ -62,13 +74,17 @@ def test_what_cannot_be_launched(words: str, why: str, capsys: pytest.CaptureFix
     assert (code, why in (err := capsys.readouterr().err) or err) == (2, True)
 
 
-def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ray_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["launch", "--ray", "--nodes", "2", "--", "serve"]) == 2
     assert "pip install 'moeserve[ray]'" in capsys.readouterr().err
 
 
-def test_an_address_where_no_ray_listens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_where_no_ray_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ray itself would try for minutes. What is imported here is no part of the answer."""
     for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, name, MagicMock())

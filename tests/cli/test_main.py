@@ -16,12 +16,25 @@ from moeserve.cli.config import Check
 from moeserve.cli.main import COMMANDS
 from moeserve.version import __version__
 
-HEAVY = ("torch", "transformers", "aiohttp", "numpy", "tokenizers", "jinja2", "yaml", "zmq", "asyncio", "argparse")
+HEAVY = (
+    "torch",
+    "transformers",
+    "aiohttp",
+    "numpy",
+    "tokenizers",
+    "jinja2",
+    "yaml",
+    "zmq",
+    "asyncio",
+    "argparse",
+)
 
 
 def imported_by(*argv: str) -> set[str]:
     code = f"import sys; from moeserve.cli.main import main; main({list(argv)!r}); print('MODULES', *sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     return set(out.rsplit("MODULES", 1)[1].split())
 
 
@@ -38,7 +51,12 @@ def test_version_is_quick() -> None:
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
         assert done.stdout == f"moeserve {__version__}\n"
         after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
+        return (
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
 
     alone = [seconds("-c", f"print('moeserve {__version__}')") for _ in range(3)]
     assert min(seconds("-m", "moeserve.cli.main", "--version") for _ in range(3)) < 4 * min(alone)
@@ -83,7 +101,9 @@ def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         (["qqqqqqqqqq"], "`moeserve --help` lists the commands"),
     ],
 )
-def test_an_unknown_command_gets_the_nearest(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_gets_the_nearest(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(argv) == 2
     assert hint in capsys.readouterr().err
 
@@ -97,7 +117,9 @@ def test_an_unknown_command_gets_the_nearest(argv: list[str], hint: str, capsys:
         (["chat", "--zzzzzzzzz"], "`moeserve chat --help` lists"),
     ],
 )
-def test_an_unknown_flag_gets_the_nearest(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_gets_the_nearest(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main.main(argv)
     assert end.value.code == 2
@@ -116,7 +138,10 @@ def test_an_unknown_flag_gets_the_nearest(argv: list[str], hint: str, capsys: py
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(args: Any) -> int:
         raise error
@@ -138,7 +163,11 @@ def test_serve_passes_its_settings_on(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(serve=lambda config: got.append(config) or 7)
     monkeypatch.setitem(sys.modules, "moeserve.server.run", fake)  # type: ignore[arg-type]
     assert main.main(["serve", "some/model", "--port", "0", "--max-num-seqs", "2k"]) == 7
-    assert (got[0].model.model, got[0].server.port, got[0].scheduler.max_num_seqs) == ("some/model", 0, 2000)
+    assert (got[0].model.model, got[0].server.port, got[0].scheduler.max_num_seqs) == (
+        "some/model",
+        0,
+        2000,
+    )
 
 
 @pytest.mark.parametrize("words", ["config show", "--help", "bench --help", "serve --help"])

@@ -20,8 +20,12 @@ def test_the_first_start_shows_what_it_installs(terminal: bool, tmp_path: Path) 
     ours, theirs = os.openpty()
     stderr = theirs if terminal else subprocess.DEVNULL
     command = ["make", f"VENV={tmp_path}", f"{tmp_path}/.serve"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # `make test` runs this
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True)
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }  # `make test` runs this
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True
+    )
     os.close(ours)
     os.close(theirs)
     said, pip = done.stdout.splitlines()

@@ -26,7 +26,17 @@ LINES = (
 def test_run_batch_without_a_server_starts_one_and_ends_it(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(LINES)
     out = tmp_path / "out.jsonl"
-    argv = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--max-model-len", "256", "--threads", "1"]
+    argv = [
+        "run-batch",
+        "-i",
+        str(tmp_path / "in.jsonl"),
+        "-o",
+        str(out),
+        "--max-model-len",
+        "256",
+        "--threads",
+        "1",
+    ]
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     assert main.main(argv) == 0
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
@@ -37,7 +47,9 @@ def test_run_batch_without_a_server_starts_one_and_ends_it(tmp_path: Path) -> No
     assert got["b"]["response"]["body"]["error"]["param"] == "max_tokens"
 
 
-def test_a_model_that_cannot_be_served_is_its_own_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_served_is_its_own_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "in.jsonl").write_text(LINES)
     (tmp_path / "model").mkdir()
     argv = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out"), "--model"]
@@ -61,14 +73,29 @@ def test_an_engine_that_dies_for_good_ends_the_batch(
     monkeypatch.setattr(FrontEnd, "died", died)
     monkeypatch.setattr("moeserve.cli.run_batch.answer", never)
     (tmp_path / "in.jsonl").write_text(LINES)
-    argv = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out"), "--max-model-len", "256"]
+    argv = [
+        "run-batch",
+        "-i",
+        str(tmp_path / "in.jsonl"),
+        "-o",
+        str(tmp_path / "out"),
+        "--max-model-len",
+        "256",
+    ]
     assert main.main(argv) == 1
     assert "moeserve run-batch: killed too often" in capsys.readouterr().err
 
 
 def test_no_server_outlives_a_batch_that_was_killed(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(LINES)
-    argv = [sys.executable, "-m", "moeserve.cli.main", "run-batch", "-i", str(tmp_path / "in.jsonl")]
+    argv = [
+        sys.executable,
+        "-m",
+        "moeserve.cli.main",
+        "run-batch",
+        "-i",
+        str(tmp_path / "in.jsonl"),
+    ]
     with subprocess.Popen([*argv, "-o", str(tmp_path / "out")], stderr=subprocess.DEVNULL) as batch:
         tree: list[psutil.Process] = []
         while not any("engine_main" in " ".join(p.cmdline()) for p in tree):
@@ -79,9 +106,22 @@ def test_no_server_outlives_a_batch_that_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["latency", "throughput"])
-def test_offline_benchmarks_write_vllms_keys(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_benchmarks_write_vllms_keys(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "result.json"
-    argv = ["bench", name, "--input-len", "4", "--output-len", "3", "--max-model-len", "64", "--threads", "1"]
+    argv = [
+        "bench",
+        name,
+        "--input-len",
+        "4",
+        "--output-len",
+        "3",
+        "--max-model-len",
+        "64",
+        "--threads",
+        "1",
+    ]
     more = {
         "latency": ["--num-iters", "2", "--num-iters-warmup", "1", "--batch-size", "2"],
         "throughput": ["--num-prompts", "3", "--num-warmups", "1"],

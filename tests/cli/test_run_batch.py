@@ -19,13 +19,25 @@ def chat(custom_id: str, content: str, **fields: Any) -> dict[str, Any]:
 
 def write(folder: Path, *lines: Any) -> Path:
     path = folder / "in.jsonl"
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
 def batch(fake: FakeOpenAI, source: Path, *more: str) -> int:
     out = str(source.parent / "out.jsonl")
-    argv = ["run-batch", "-i", str(source), "-o", out, "--base-url", fake.url, "--disable-tqdm", *more]
+    argv = [
+        "run-batch",
+        "-i",
+        str(source),
+        "-o",
+        out,
+        "--base-url",
+        fake.url,
+        "--disable-tqdm",
+        *more,
+    ]
     return main.main(argv)
 
 
@@ -35,7 +47,9 @@ def results(folder: Path) -> dict[str, Any]:
     return {line["custom_id"]: line for line in lines}
 
 
-def test_both_urls_are_answered_and_faults_stay_in_their_line(fake: FakeOpenAI, tmp_path: Path) -> None:
+def test_both_urls_are_answered_and_faults_stay_in_their_line(
+    fake: FakeOpenAI, tmp_path: Path
+) -> None:
     source = write(
         tmp_path,
         chat("a", "hello there"),
@@ -75,7 +89,10 @@ def test_what_is_answered_is_not_asked_again(fake: FakeOpenAI, tmp_path: Path) -
 
 
 def test_a_server_that_goes_away_ends_the_run_and_the_next_run_resumes(
-    fake: FakeOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: FakeOpenAI,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from moeserve.client import faults
 
@@ -112,17 +129,26 @@ def test_bad_lines_get_an_error_and_the_others_go_on(fake: FakeOpenAI, tmp_path:
     results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {line["custom_id"] for line in results if line["error"] is None} == {"a", "b"}
     bad = {line["id"]: line["error"]["message"] for line in results if line["custom_id"] is None}
-    words = {1: "not JSON", 3: "expected", 4: "expected", 5: "expected", 6: "'a' is already on line 2"}
+    words = {
+        1: "not JSON",
+        3: "expected",
+        4: "expected",
+        5: "expected",
+        6: "'a' is already on line 2",
+    }
     assert bad.keys() == {f"batch_req_line_{number}" for number in words}
     assert all(
-        f"line {n}: " in bad[f"batch_req_line_{n}"] and w in bad[f"batch_req_line_{n}"] for n, w in words.items()
+        f"line {n}: " in bad[f"batch_req_line_{n}"] and w in bad[f"batch_req_line_{n}"]
+        for n, w in words.items()
     )
     assert len(fake.seen) == 2
     assert batch(fake, source) == 0
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(lines)
 
 
-@pytest.mark.parametrize("diary", ["my diary\n", "my diary", '{"custom_id": "a", "method": "POST"}\n', "{}\n", "{}"])
+@pytest.mark.parametrize(
+    "diary", ["my diary\n", "my diary", '{"custom_id": "a", "method": "POST"}\n', "{}\n", "{}"]
+)
 def test_other_files_are_not_overwritten(
     fake: FakeOpenAI, tmp_path: Path, diary: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +169,11 @@ def test_other_files_are_not_overwritten(
     ],
 )
 def test_bad_flags_are_refused(
-    fake: FakeOpenAI, tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    fake: FakeOpenAI,
+    tmp_path: Path,
+    more: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert batch(fake, write(tmp_path, chat("a", "x")), *more) == 2
     assert words in capsys.readouterr().err

@@ -28,7 +28,9 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_serve_has_few_flags() -> None:
-    """A new flag takes the place of another one: at most 40 beside --help and --config, the rest is YAML."""
+    """A new flag takes the place of another one: at most 40 beside --help and --config, the rest is
+    YAML.
+    """
     flags = [a for a in build_parser("serve")._actions if a.option_strings]
     assert len(flags) - 2 == 40
 
@@ -48,7 +50,11 @@ def test_precedence_is_flag_variable_file_default(tmp_path: Path) -> None:
     file = write(tmp_path, "server:\n  port: 1\n  host: file\n  strict: true\n")
     env = {"MOESERVE_PORT": "2", "MOESERVE_HOST": "variable", "MOESERVE_THREADS": ""}
     got = asked("--config", file, "--port", "3", env=env)
-    assert (got.config.server.port, got.config.server.host, got.config.server.strict) == (3, "variable", True)
+    assert (got.config.server.port, got.config.server.host, got.config.server.strict) == (
+        3,
+        "variable",
+        True,
+    )
     assert got.config.device.threads is None
     assert got.origins == {
         "server.port": "flag --port",
@@ -115,8 +121,15 @@ def test_a_bad_variable_is_named(env: dict[str, str], words: list[str]) -> None:
 
 
 def test_a_mistyped_variable_is_noticed() -> None:
-    env = {"MOESERVE_MAX_MODLE_LEN": "1", "MOESERVE_PORT": "1", "MOESERVE_SERVICE_HOST": "10.0.0.1", "PATH": "x"}
-    assert unknown_variables(env) == ["MOESERVE_MAX_MODLE_LEN; did you mean 'MOESERVE_MAX_MODEL_LEN'?"]
+    env = {
+        "MOESERVE_MAX_MODLE_LEN": "1",
+        "MOESERVE_PORT": "1",
+        "MOESERVE_SERVICE_HOST": "10.0.0.1",
+        "PATH": "x",
+    }
+    assert unknown_variables(env) == [
+        "MOESERVE_MAX_MODLE_LEN; did you mean 'MOESERVE_MAX_MODEL_LEN'?"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +149,10 @@ def test_a_mistyped_variable_is_noticed() -> None:
         ("server: !!python/object/apply:os.system [true]\n", ["not valid YAML"]),
         ("? [1, 2]\n: 3\n", ["not valid YAML"]),
         ("model:\n  served_model_name: 7\n", ["served_model_name", "in quotes"]),
-        ("model:\n  lossless_compression: off\n", ["expected one of off, experts, all (in quotes", "got False"]),
+        (
+            "model:\n  lossless_compression: off\n",
+            ["expected one of off, experts, all (in quotes", "got False"],
+        ),
     ],
 )
 def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -158,7 +174,9 @@ def test_yaml_only_settings_have_neither_flag_nor_variable(tmp_path: Path) -> No
 
 
 def test_show_prints_a_file_that_reads_back_the_same(tmp_path: Path) -> None:
-    first = asked("org/model", "--port", "0", "--kv-cache-bytes", "1GiB", "--no-enable-prefix-caching")
+    first = asked(
+        "org/model", "--port", "0", "--kv-cache-bytes", "1GiB", "--no-enable-prefix-caching"
+    )
     again = asked("--config", write(tmp_path, rendered(first)))
     assert again.config == first.config
 
@@ -181,7 +199,9 @@ def test_check_says_ok_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("words", [["FILE"], ["--config", "FILE"]])
-def test_show_and_check_take_a_file_alike(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_and_check_take_a_file_alike(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path, "server: {port: 7}\n")
     words = [file if word == "FILE" else word for word in words]
     assert main.main(["config", "check", *words]) == 0
@@ -192,7 +212,11 @@ def test_show_and_check_take_a_file_alike(words: list[str], tmp_path: Path, caps
     for model in ("org/model", str(tmp_path / "a.gguf")):
         assert main.main(["config", "show", model]) == 0
         assert f"model: {model}" in capsys.readouterr().out
-    assert main.main(["config", "check"]) == main.main(["config", "check", "--config", file, file]) == 2
+    assert (
+        main.main(["config", "check"])
+        == main.main(["config", "check", "--config", file, file])
+        == 2
+    )
 
 
 def test_flags_are_spelled_as_the_fields() -> None:

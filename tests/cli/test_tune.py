@@ -64,14 +64,18 @@ def test_shapes(make_checkpoint: Any) -> None:
     assert linear_shapes(dense) == [(192, 64), (64, 96), (160, 64), (64, 80), (300, 64)]
 
 
-def test_results_are_kept_and_told_and_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_kept_and_told_and_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(config: Any) -> torch.Tensor:
         return torch.tensor([config["warps"] == 16])
 
     def make(device: torch.device) -> Iterator[Job]:
         yield Job("linear", "N1 K1 float32", 4, {"warps": 4, "stages": 3}, {"warps": (8, 16)}, run)
 
-    times, cpu, by = iter([2.0, 1.0]), torch.device("cpu"), f"moeserve {__version__}, triton {triton.__version__}"
+    times = iter([2.0, 1.0])
+    cpu = torch.device("cpu")
+    by = f"moeserve {__version__}, triton {triton.__version__}"
     keep("linear", "cpu", "N1 K1 float32", {4: {"warps": 2}}, tmp_path, "predicted")
     assert tune.tune([make], lambda call: next(times), cpu, tmp_path, 0.0) == 0
     assert "0 minutes are over; the same command goes on" in capsys.readouterr().out
@@ -97,13 +101,24 @@ def test_a_known_card_searches_kernels_without_a_model_from_the_defaults(
     def make(device: torch.device) -> Iterator[Job]:
         made.append(device)
         choices = {"warps": (4, 8), "stages": (2, 3)}
-        yield Job("linear", "N1 K1 float32", 4, {"warps": 4, "stages": 3}, choices, lambda config: torch.zeros(1))
+        yield Job(
+            "linear",
+            "N1 K1 float32",
+            4,
+            {"warps": 4, "stages": 3},
+            choices,
+            lambda config: torch.zeros(1),
+        )
 
     monkeypatch.setattr(cost, "CARDS", {"cpu": CARDS["NVIDIA H200"]})
-    times = iter([2.0, 3.0, 1.0, 4.0])  # of the defaults, 8 warps, 2 stages, and, in the second pass, both
+    times = iter(
+        [2.0, 3.0, 1.0, 4.0]
+    )  # of the defaults, 8 warps, 2 stages, and, in the second pass, both
     assert tune.tune([make], lambda call: next(times), torch.device("cpu"), tmp_path) == 0
     assert made == [torch.device("cpu")]
-    assert capsys.readouterr().out.startswith("linear N1 K1 float32, 4: 2.0000 -> 1.0000 ms (2.00 x), 4 tried")
+    assert capsys.readouterr().out.startswith(
+        "linear N1 K1 float32, 4: 2.0000 -> 1.0000 ms (2.00 x), 4 tried"
+    )
     assert next(iter(table("linear", "cpu", tmp_path)["N1 K1 float32"].values()))["stages"] == 2
 
 
@@ -118,7 +133,9 @@ def test_lists_tell_what_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("model", tune.COMMON)
 def test_common_shapes_have_kernels(model: str) -> None:
-    """Made without memory; the shipped tables, which are of these shapes, change only what is a choice."""
+    """Made without memory; the shipped tables, which are of these shapes, change only what is a
+    choice.
+    """
     shape, weights = tune.COMMON[model]
     makers = tune.makers_of(None, read_shape(shape), torch.bfloat16, "grouped_gemm", weights)
     jobs = [job for make in makers for job in make(device=torch.device("meta"))]

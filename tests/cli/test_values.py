@@ -33,7 +33,9 @@ def test_numbers(text: str, number: int) -> None:
     assert parse_int(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "0x10", "1.0001k", "1kk", "--1", "1 2", "NaN", "1Q", "\u0663"])
+@pytest.mark.parametrize(
+    "text", ["", "k", "1.5", "1e3", "0x10", "1.0001k", "1kk", "--1", "1 2", "NaN", "1Q", "\u0663"]
+)
 def test_what_is_no_whole_number(text: str) -> None:
     with pytest.raises(ValueError, match="whole number"):
         parse_int(text)

@@ -37,12 +37,20 @@ class Server:
 
 def answer(body: Any, status: int = 200, **headers: str) -> Reply:
     async def reply(request: web.Request) -> web.StreamResponse:
-        return web.json_response(body, status=status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        return web.json_response(
+            body, status=status, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
 
     return reply
 
 
-def error(status: int, code: str | None = None, message: str = "no", param: str | None = None, **headers: str) -> Reply:
+def error(
+    status: int,
+    code: str | None = None,
+    message: str = "no",
+    param: str | None = None,
+    **headers: str,
+) -> Reply:
     body = {"error": {"message": message, "type": "some_type", "param": param, "code": code}}
     return answer(body, status, x_request_id="req-7", **headers)
 
@@ -59,10 +67,14 @@ def hang_up() -> Reply:
 
 
 def stream(*pieces: bytes, forever: bool = False, cut: bool = False) -> Reply:
-    """Sends the pieces one by one. forever: then waits until the client leaves. cut: then breaks the connection."""
+    """Sends the pieces one by one. forever: then waits until the client leaves. cut: then breaks
+    the connection.
+    """
 
     async def reply(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Request-Id": "req-9"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "X-Request-Id": "req-9"}
+        )
         await response.prepare(request)
         for piece in pieces:
             await response.write(piece)

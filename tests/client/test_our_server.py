@@ -36,7 +36,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_streamed_is_unstreamed(ours: AsyncClient) -> None:
     whole = await ours.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
-    stream = await ours.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True})
+    stream = await ours.chat.completions.create(
+        **ASK, stream=True, stream_options={"include_usage": True}
+    )
     chunks = [chunk async for chunk in stream]
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content == STORY
@@ -77,7 +79,11 @@ async def test_models_and_tokens(ours: AsyncClient) -> None:
     [
         ({"temperature": 3}, errors.InvalidRequest, "temperature"),
         ({"model": "other"}, errors.ModelNotFound, "model"),
-        ({"messages": [{"role": "user", "content": "x" * 9000}]}, errors.ContextLengthExceeded, "messages"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 9000}]},
+            errors.ContextLengthExceeded,
+            "messages",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -108,7 +114,9 @@ async def test_leaving_a_stream_aborts_in_the_engine(live: Live, ours: AsyncClie
     assert not live.engine.rows
 
 
-async def test_cancelling_a_whole_answer_aborts_in_the_engine(live: Live, ours: AsyncClient) -> None:
+async def test_cancelling_a_whole_answer_aborts_in_the_engine(
+    live: Live, ours: AsyncClient
+) -> None:
     live.engine.gate.clear()
     task = asyncio.create_task(ours.chat.completions.create(**ASK))
     await until(lambda: bool(live.engine.rows))
@@ -142,15 +150,22 @@ async def test_keys() -> None:
 
 
 async def test_a_loading_server_is_not_ready() -> None:
-    async with live_server(make_tokenizer(), ready=False) as live, AsyncClient(f"{live.url}/v1") as client:
+    async with (
+        live_server(make_tokenizer(), ready=False) as live,
+        AsyncClient(f"{live.url}/v1") as client,
+    ):
         with pytest.raises(errors.Unreachable, match=r"not ready after 0\.1 s"):
             await client.wait_ready(0.1)
 
 
-async def test_experts_have_every_field_that_the_server_shows(ours: AsyncClient, live: Live) -> None:
+async def test_experts_have_every_field_that_the_server_shows(
+    ours: AsyncClient, live: Live
+) -> None:
     with pytest.raises(errors.NotFound, match="dense"):
         await ours.experts()
-    live.engine.outbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
+    live.engine.outbox.put(
+        Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4))
+    )
     await until(lambda: live.front.ready is not None and live.front.ready.num_experts == 4)
     told = msgspec.to_builtins(await ours.experts())
     async with live.session.get(f"{live.url}/v1/experts") as answer:
@@ -164,7 +179,10 @@ async def test_experts_have_every_field_that_the_server_shows(ours: AsyncClient,
 
 
 async def test_a_stream_that_loses_its_connection_goes_on() -> None:
-    async with live_server(make_tokenizer(), resume_window=30.0) as live, AsyncClient(f"{live.url}/v1") as client:
+    async with (
+        live_server(make_tokenizer(), resume_window=30.0) as live,
+        AsyncClient(f"{live.url}/v1") as client,
+    ):
         live.engine.gate.clear()
         asking = asyncio.create_task(client.chat.completions.create(**ASK, stream=True))
         await until(lambda: bool(live.engine.rows))
@@ -175,6 +193,9 @@ async def test_a_stream_that_loses_its_connection_goes_on() -> None:
             broken.drop()
         live.engine.gate.set()
         chunks += [chunk async for chunk in stream]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == STORY
+        assert (
+            "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            == STORY
+        )
         assert len({chunk.id for chunk in chunks}) == 1
         assert not any(isinstance(told, Abort) for told in live.engine.told)

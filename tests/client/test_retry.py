@@ -28,7 +28,9 @@ from moeserve.client.faults import delay_s, retry_after_s, should_retry
         (400, {"x-should-retry": "true", "retry-after": "9999"}, False),
     ],
 )
-def test_which_answers_are_tried_again(status: int, headers: dict[str, str], expected: bool) -> None:
+def test_which_answers_are_tried_again(
+    status: int, headers: dict[str, str], expected: bool
+) -> None:
     assert should_retry(status, headers) is expected
 
 

@@ -38,7 +38,10 @@ def test_every_cut_gives_the_same_events(text: bytes, expected: list[bytes]) -> 
 
 
 @given(
-    st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), min_size=1), max_size=5),
+    st.lists(
+        st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), min_size=1),
+        max_size=5,
+    ),
     st.sampled_from([b"\n", b"\r\n"]),
     st.lists(st.integers(0, 200), max_size=8),
 )

@@ -17,7 +17,11 @@ ASK: Any = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
 
 def chunk(text: str, finish: str | None = None) -> bytes:
-    body = {"id": "c", "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}], "x": 1}
+    body = {
+        "id": "c",
+        "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}],
+        "x": 1,
+    }
     return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
@@ -30,7 +34,9 @@ async def text_of(stream: Stream[Any]) -> str:
 
 async def test_chunks_arrive_in_order(server: Server, client: AsyncClient) -> None:
     usage = b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\n'
-    server.script = [stream(b": ping\n\n", chunk("a\u00e9"), chunk("b") + chunk("", "stop"), usage, DONE)]
+    server.script = [
+        stream(b": ping\n\n", chunk("a\u00e9"), chunk("b") + chunk("", "stop"), usage, DONE)
+    ]
     async with await client.chat.completions.create(**ASK) as chunks:
         assert chunks.request_id == "req-9"
         assert chunks.headers["content-type"] == "text/event-stream"
@@ -51,16 +57,23 @@ async def test_completions_stream_too(server: Server, client: AsyncClient) -> No
 
 async def test_the_word_error_inside_text_is_text(server: Server, client: AsyncClient) -> None:
     server.script = [stream(chunk('"error": {"message": "x"}'), chunk("error"), DONE)]
-    assert await text_of(await client.chat.completions.create(**ASK)) == '"error": {"message": "x"}error'
+    assert (
+        await text_of(await client.chat.completions.create(**ASK))
+        == '"error": {"message": "x"}error'
+    )
 
 
 @pytest.mark.parametrize("first", [error(503, retry_after_ms="1"), hang_up()])
-async def test_a_stream_is_tried_again_before_its_first_byte(server: Server, client: AsyncClient, first: Reply) -> None:
+async def test_a_stream_is_tried_again_before_its_first_byte(
+    server: Server, client: AsyncClient, first: Reply
+) -> None:
     server.script = [first, stream(chunk("ok"), DONE)]
     assert await text_of(await client.chat.completions.create(**ASK)) == "ok"
 
 
-async def test_an_error_before_the_stream_is_raised_by_create(server: Server, client: AsyncClient) -> None:
+async def test_an_error_before_the_stream_is_raised_by_create(
+    server: Server, client: AsyncClient
+) -> None:
     server.script = [error(400, "invalid_value", param="n")]
     with pytest.raises(errors.InvalidRequest) as caught:
         await client.chat.completions.create(**ASK)
@@ -91,7 +104,9 @@ async def test_an_error_chunk_is_raised_and_not_tried_again(
 
 
 @pytest.mark.parametrize("cut", [True, False])
-async def test_an_end_without_done_is_an_error(server: Server, client: AsyncClient, cut: bool) -> None:
+async def test_an_end_without_done_is_an_error(
+    server: Server, client: AsyncClient, cut: bool
+) -> None:
     server.script = [stream(chunk("a"), cut=cut)]
     with pytest.raises(errors.Unreachable):
         await text_of(await client.chat.completions.create(**ASK))
@@ -120,7 +135,9 @@ async def test_leaving_the_context_closes_the_socket(server: Server, client: Asy
     await server.vanished.wait()
 
 
-async def test_breaking_out_of_a_loop_closes_the_socket(server: Server, client: AsyncClient) -> None:
+async def test_breaking_out_of_a_loop_closes_the_socket(
+    server: Server, client: AsyncClient
+) -> None:
     server.script = [stream(chunk("a"), forever=True)]
     async for _ in await client.chat.completions.create(**ASK):
         break
@@ -144,7 +161,9 @@ async def test_cancelling_a_reader_closes_the_socket(server: Server, client: Asy
     await server.vanished.wait()
 
 
-async def test_closing_twice_and_reading_after_is_the_end(server: Server, client: AsyncClient) -> None:
+async def test_closing_twice_and_reading_after_is_the_end(
+    server: Server, client: AsyncClient
+) -> None:
     server.script = [stream(chunk("a"), forever=True)]
     chunks = await client.chat.completions.create(**ASK)
     await chunks.aclose()
@@ -152,7 +171,9 @@ async def test_closing_twice_and_reading_after_is_the_end(server: Server, client
     assert [c async for c in chunks] == []
 
 
-async def test_a_finished_stream_gives_its_connection_back(server: Server, client: AsyncClient) -> None:
+async def test_a_finished_stream_gives_its_connection_back(
+    server: Server, client: AsyncClient
+) -> None:
     server.script = [stream(chunk("a"), DONE)]
     for _ in range(5):
         await text_of(await client.chat.completions.create(**ASK))
@@ -163,7 +184,9 @@ def numbered(place: int, data: bytes) -> bytes:
     return b"id: k:%d\n" % place + data
 
 
-async def test_a_stream_with_ids_goes_on_behind_its_last_whole_event(server: Server, client: AsyncClient) -> None:
+async def test_a_stream_with_ids_goes_on_behind_its_last_whole_event(
+    server: Server, client: AsyncClient
+) -> None:
     half = numbered(3, chunk("lost"))[:-2]
     server.script = [
         stream(numbered(1, chunk("a")), numbered(2, chunk("b")) + half, cut=True),
@@ -172,7 +195,12 @@ async def test_a_stream_with_ids_goes_on_behind_its_last_whole_event(server: Ser
         stream(numbered(4, chunk("d", "stop")) + DONE),
     ]
     assert await text_of(await client.chat.completions.create(**ASK)) == "abcd"
-    assert [headers.get("last-event-id") for headers in server.headers] == [None, "k:2", "k:2", "k:3"]
+    assert [headers.get("last-event-id") for headers in server.headers] == [
+        None,
+        "k:2",
+        "k:2",
+        "k:3",
+    ]
     assert all(seen == server.seen[0] for seen in server.seen)
 
 
@@ -180,7 +208,11 @@ async def test_a_stream_that_breaks_again_without_an_event_or_is_not_kept_fails(
     server: Server, client: AsyncClient
 ) -> None:
     for last in (stream(cut=True), error(404, "not_found")):
-        server.script = [stream(numbered(1, chunk("a")), cut=True), last, stream(numbered(2, chunk("b")), DONE)]
+        server.script = [
+            stream(numbered(1, chunk("a")), cut=True),
+            last,
+            stream(numbered(2, chunk("b")), DONE),
+        ]
         with pytest.raises(errors.Unreachable):
             await text_of(await client.chat.completions.create(**ASK))
         assert len(server.script) == 1

@@ -1,4 +1,6 @@
-"""Builders for engine processes under test: the real core around a null runner, or a start that goes wrong."""
+"""Builders for engine processes under test: the real core around a null runner, or a start that
+goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ class FailingRunner(NullRunner):
     """Its third step raises."""
 
     def start(self, plan: StepPlan) -> Any:
-        return _Late(super().start(plan), 0.0, OSError("the device is on fire") if plan.step >= 3 else None)
+        return _Late(
+            super().start(plan), 0.0, OSError("the device is on fire") if plan.step >= 3 else None
+        )
 
 
 class _Late:
@@ -196,7 +200,13 @@ def paced(config: Config, role: Role, progress: Progress) -> Built:
 def fingerprinted(config: Config, role: Role, progress: Progress) -> Built:
     """The checkpoint is what the environment says at the start of the process."""
     runner, limits, ready, groups, ends = paced(config, role, progress)
-    return runner, limits, msgspec.structs.replace(ready, checkpoint=os.environ["CHECKPOINT"]), groups, ends
+    return (
+        runner,
+        limits,
+        msgspec.structs.replace(ready, checkpoint=os.environ["CHECKPOINT"]),
+        groups,
+        ends,
+    )
 
 
 def nobody_meets(config: Config, role: Role, progress: Progress) -> Built:
@@ -204,16 +214,27 @@ def nobody_meets(config: Config, role: Role, progress: Progress) -> Built:
 
 
 def two_meet(config: Config, role: Role, progress: Progress) -> Built:
-    return null(config, role, progress, PacedRunner(lambda join: "three is a crowd" if len(join.hosts) == 3 else ""))
+    return null(
+        config,
+        role,
+        progress,
+        PacedRunner(lambda join: "three is a crowd" if len(join.hosts) == 3 else ""),
+    )
 
 
 def two_only(config: Config, role: Role, progress: Progress) -> Built:
     """Memory is short for a third engine."""
-    return too_large(config, role, progress) if role.world.dp_rank == 2 else paced(config, role, progress)
+    return (
+        too_large(config, role, progress)
+        if role.world.dp_rank == 2
+        else paced(config, role, progress)
+    )
 
 
 def second_crashes(config: Config, role: Role, progress: Progress) -> Built:
-    return crash(config, role, progress) if role.world.dp_rank == 1 else paced(config, role, progress)
+    return (
+        crash(config, role, progress) if role.world.dp_rank == 1 else paced(config, role, progress)
+    )
 
 
 def newcomers_load_for_ever(config: Config, role: Role, progress: Progress) -> Built:

@@ -65,7 +65,8 @@ class Reader:
         def last(msg: FromEngine) -> bool:
             if not isinstance(msg, StepOutput):
                 return False
-            rids, columns = memoryview(msg.rids).cast("q"), memoryview(msg.tokens).cast("i")
+            rids = memoryview(msg.rids).cast("q")
+            columns = memoryview(msg.tokens).cast("i")
             if rid not in rids:
                 return False
             row = rids.tolist().index(rid)
@@ -94,11 +95,18 @@ def short_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[socket.socket]:
-    """A warm fork server (light_fork_server.py) for all tests' engines: a start takes 30 ms, not half a second."""
+    """A warm fork server (light_fork_server.py) for all tests' engines: a start takes 30 ms, not
+    half a second.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "light_fork_server", str(theirs.fileno())]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    with ours, subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL) as server:
+    with (
+        ours,
+        subprocess.Popen(
+            command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        ) as server,
+    ):
         theirs.close()
         ours.settimeout(30)
         assert ours.recv(32) == b"0"
@@ -108,14 +116,17 @@ def fork_server() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def warm(fork_server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that would start alone are forks of that server, with the environment that the session began with."""
+    """Engines that would start alone are forks of that server, with the environment that the
+    session began with.
+    """
 
     class WarmChild(Child):
         @classmethod
         def start(cls, name: str, command: Any, document: Any, **options: Any) -> Child:
             if forks.ENGINE not in command:
                 return super().start(name, command, document, **options)
-            stdin, stdout = os.pipe(), os.pipe()
+            stdin = os.pipe()
+            stdout = os.pipe()
             with forking._adopting():
                 socket.send_fds(fork_server, [b"\1"], [stdin[0], stdout[1]])
                 pid = int(fork_server.recv(32))

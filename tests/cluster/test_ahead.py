@@ -1,4 +1,6 @@
-"""An engine's process that is begun before the server: whose it is, and its end where nobody takes it."""
+"""An engine's process that is begun before the server: whose it is, and its end where nobody takes
+it.
+"""
 
 import psutil
 import pytest

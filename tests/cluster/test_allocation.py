@@ -36,8 +36,17 @@ TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 EIGHT = TORCHRUN | {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
-RESTARTED = TORCHRUN | {"RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "h2", "TORCHELASTIC_RESTART_COUNT": "1"}
-SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+RESTARTED = TORCHRUN | {
+    "RANK": "0",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "h2",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+}
 JOB = {  # what a batch script has, and a shell of salloc, but for the last three
     "SLURM_JOB_ID": "12345",
     "SLURM_JOB_NUM_NODES": "4",
@@ -55,7 +64,11 @@ STEP = JOB | {
     "SLURM_PROCID": "1",
     "SLURM_NODEID": "1",
 }
-ONE_TASK = STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "h3"}
+ONE_TASK = STEP | {
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NODELIST": "h3",
+}
 SALLOC_SHELL = ONE_TASK | {"SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0"}
 
 
@@ -63,10 +76,19 @@ SALLOC_SHELL = ONE_TASK | {"SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0"}
     ("env", "found"),
     [
         (LWS, Allocation("LWS", 2, 1, "big-0.big.default")),
-        (GROVE, Allocation("Grove", 4, 2, "qwen-0-decode-3-svc-ldr-0.qwen-0.default.svc.cluster.local")),
-        (LEADER, Allocation("Grove", 4, 0, "qwen-0-decode-3-svc-ldr-0.qwen-0.default.svc.cluster.local")),
+        (
+            GROVE,
+            Allocation("Grove", 4, 2, "qwen-0-decode-3-svc-ldr-0.qwen-0.default.svc.cluster.local"),
+        ),
+        (
+            LEADER,
+            Allocation("Grove", 4, 0, "qwen-0-decode-3-svc-ldr-0.qwen-0.default.svc.cluster.local"),
+        ),
         (TORCHRUN, Allocation("torchrun", 2, 1, "h1", 29401)),
-        (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, Allocation("torchrun", 2, 1, "h1", 29400)),
+        (
+            TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+            Allocation("torchrun", 2, 1, "h1", 29400),
+        ),
         (TORCHRUN | {"MASTER_PORT": "65535"}, Allocation("torchrun", 2, 1, "h1", 65534)),
         (RESTARTED, Allocation("torchrun", 2, 0, "h2", 29401)),
         (EIGHT, Allocation("torchrun", 2, 1, "h1", 29401, 3)),
@@ -76,7 +98,10 @@ SALLOC_SHELL = ONE_TASK | {"SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0"}
         (LWS | TORCHRUN | STEP, Allocation("LWS", 2, 1, "big-0.big.default")),
         (SKYPILOT | STEP, Allocation("SkyPilot", 2, 1, "10.0.0.1")),
         (STEP | RESTARTED, Allocation("torchrun", 2, 0, "h2", 29401)),  # its own order of machines
-        (SKYPILOT | ONE_TASK, Allocation("SkyPilot", 2, 1, "10.0.0.1")),  # it starts each machine by a step
+        (
+            SKYPILOT | ONE_TASK,
+            Allocation("SkyPilot", 2, 1, "10.0.0.1"),
+        ),  # it starts each machine by a step
         (LWS | EIGHT, Allocation("LWS", 2, 1, "big-0.big.default", local_rank=3)),
     ],
 )
@@ -93,7 +118,8 @@ def test_a_launcher_says_where_this_is(env: dict[str, str], found: Allocation) -
         GROVE | {"GROVE_PCSG_NAME": ""},
         GROVE | {"GROVE_PCLQ_NAME": "qwen-0-decode-3-frontend"},
         TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"},
-        SKYPILOT | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+        SKYPILOT
+        | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
         JOB,
         ONE_TASK,
         SALLOC_SHELL,
@@ -109,7 +135,10 @@ def test_one_machine_is_no_allocation(env: dict[str, str]) -> None:
     ("env", "name"),
     [
         *(({key: value for key, value in LWS.items() if key != name}, name) for name in LWS),
-        *(({key: value for key, value in SKYPILOT.items() if key != name}, name) for name in SKYPILOT),
+        *(
+            ({key: value for key, value in SKYPILOT.items() if key != name}, name)
+            for name in SKYPILOT
+        ),
         (LWS | {"LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE"),
         (LWS | {"LWS_GROUP_SIZE": "0"}, "LWS_GROUP_SIZE"),
         (LWS | {"LWS_GROUP_SIZE": "9" * 5000}, "LWS_GROUP_SIZE"),
@@ -151,7 +180,10 @@ def test_a_wrong_variable_is_named(env: dict[str, str], name: str) -> None:
     ("env", "why"),
     [
         (LWS | {"LWS_WORKER_INDEX": "2"}, "='2': must be a number from 0 to 1 with 2 machines;"),
-        (GROVE | {"GROVE_PCLQ_POD_INDEX": "3"}, "='3': must be a number from 0 to 2 with 4 machines;"),
+        (
+            GROVE | {"GROVE_PCLQ_POD_INDEX": "3"},
+            "='3': must be a number from 0 to 2 with 4 machines;",
+        ),
         (GROVE | {"GROVE_PCSG_TEMPLATE_NUM_PODS": "2"}, "='1': must be 0 with 2 machines;"),
         (LEADER | {"GROVE_PCLQ_POD_INDEX": "1"}, "='1': must be 0: a group has one leader;"),
     ],
@@ -171,12 +203,19 @@ def test_tasks_of_slurm_that_share_a_machine_learn_the_flag() -> None:
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        (LWS | SKYPILOT | {"SKYPILOT_NODE_RANK": "0"}, "LWS says machine 1 of 2, SkyPilot says machine 0 of 2"),
+        (
+            LWS | SKYPILOT | {"SKYPILOT_NODE_RANK": "0"},
+            "LWS says machine 1 of 2, SkyPilot says machine 0 of 2",
+        ),
         (LWS | GROVE, "LWS says machine 1 of 2, Grove says machine 2 of 4"),
         (
             TORCHRUN
             | STEP
-            | {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "a,b,c"},
+            | {
+                "SLURM_STEP_NUM_NODES": "3",
+                "SLURM_STEP_NUM_TASKS": "3",
+                "SLURM_STEP_NODELIST": "a,b,c",
+            },
             "torchrun says machine 1 of 2, Slurm says machine 1 of 3",
         ),
     ],
@@ -187,31 +226,46 @@ def test_contradictions_are_refused(env: dict[str, str], told: str) -> None:
 
 
 def test_flags_win_but_do_not_contradict() -> None:
-    both, of_dp = ParallelConfig(dp=2), ParallelConfig(dp=2, nnodes=2, node_rank=1)
+    both = ParallelConfig(dp=2)
+    of_dp = ParallelConfig(dp=2, nnodes=2, node_rank=1)
     placed, found = apply(both, {"dp"}, LWS)
     assert (placed.nnodes, placed.node_rank, placed.rendezvous) == (2, 1, "big-0.big.default:29500")
     assert found == find(LWS)
     assert apply(of_dp, {"nnodes", "node_rank"}, LWS)[0] == placed
     assert apply(ParallelConfig(dp=2, rendezvous="a:1"), {"rendezvous"}, LWS)[0].rendezvous == "a:1"
     assert apply(both, {"nnodes"}, LWS) == (both, None)  # --nnodes 1
-    assert apply(of_dp, {"nnodes", "node_rank", "rendezvous"}, {"LWS_GROUP_SIZE": "x"}) == (of_dp, None)
+    assert apply(of_dp, {"nnodes", "node_rank", "rendezvous"}, {"LWS_GROUP_SIZE": "x"}) == (
+        of_dp,
+        None,
+    )
     with pytest.raises(ConfigError, match=r"^--nnodes is 4, LWS says 2: leave it out"):
         apply(ParallelConfig(dp=4, nnodes=4), {"nnodes"}, LWS)
     with pytest.raises(ConfigError, match=r"^--node-rank is 0, LWS says 1: leave it out"):
         apply(ParallelConfig(dp=2), {"node_rank"}, LWS)
-    with pytest.raises(ConfigError, match=r"^--dp 1: the 2 machines of LWS .* --dp 2 at least; --nnodes 1 serves"):
+    with pytest.raises(
+        ConfigError, match=r"^--dp 1: the 2 machines of LWS .* --dp 2 at least; --nnodes 1 serves"
+    ):
         apply(ParallelConfig(dp=1), {"dp"}, LWS)
 
 
 def test_an_ipv6_address_is_bracketed() -> None:
-    assert apply(ParallelConfig(dp=2), (), LWS | {"LWS_LEADER_ADDRESS": "fd00::1"})[0].rendezvous == "[fd00::1]:29500"
+    assert (
+        apply(ParallelConfig(dp=2), (), LWS | {"LWS_LEADER_ADDRESS": "fd00::1"})[0].rendezvous
+        == "[fd00::1]:29500"
+    )
 
 
 def test_a_shell_of_slurm_is_told_of_srun() -> None:
     for env in (JOB, SALLOC_SHELL):
         assert "has 4 machines" in outside_of_step(env)
         assert "srun --ntasks-per-node=1" in outside_of_step(env)
-    for env in ({}, STEP, ONE_TASK, JOB | {"SLURM_JOB_NUM_NODES": "1"}, JOB | {"SLURM_JOB_NUM_NODES": "x"}):
+    for env in (
+        {},
+        STEP,
+        ONE_TASK,
+        JOB | {"SLURM_JOB_NUM_NODES": "1"},
+        JOB | {"SLURM_JOB_NUM_NODES": "x"},
+    ):
         assert outside_of_step(env) == ""
 
 
@@ -220,7 +274,10 @@ def test_a_shell_of_slurm_is_told_of_srun() -> None:
     [
         ("a", ["a"]),
         ("a[01-03,7],b", ["a01", "a02", "a03", "a7", "b"]),
-        ("r[1-2]n[08-10]-ib", ["r1n08-ib", "r1n09-ib", "r1n10-ib", "r2n08-ib", "r2n09-ib", "r2n10-ib"]),
+        (
+            "r[1-2]n[08-10]-ib",
+            ["r1n08-ib", "r1n09-ib", "r1n10-ib", "r2n08-ib", "r2n09-ib", "r2n10-ib"],
+        ),
         ("a[9-10]", ["a9", "a10"]),
     ],
 )

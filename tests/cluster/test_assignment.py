@@ -1,4 +1,6 @@
-"""Engines over machines: new ones go where there are fewest, and what that means for those that share a machine."""
+"""Engines over machines: new ones go where there are fewest, and what that means for those that
+share a machine.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_new_engines_go_to_the_machines_with_the_fewest(
 
 
 @pytest.mark.parametrize(("dp", "nnodes"), [(4, 2), (5, 2), (7, 3), (3, 3)])
-def test_a_server_starts_with_engines_side_by_side_and_no_machine_without(dp: int, nnodes: int) -> None:
+def test_a_server_starts_with_engines_side_by_side_and_no_machine_without(
+    dp: int, nnodes: int
+) -> None:
     machines = at_start(ParallelConfig(dp=dp, nnodes=nnodes))
     assert machines == sorted(machines)
     counts = [machines.count(machine) for machine in range(nnodes)]
@@ -39,16 +43,28 @@ def test_a_server_starts_with_engines_side_by_side_and_no_machine_without(dp: in
 
 @pytest.mark.parametrize(
     ("machines", "number"),
-    [([0, 0, 1, 1], 2), ([0], 1), ([0, 1, 2], 3), ([0, 0, 1], 1), ([0, 1, 0, 1], 1), ([0, 2, 2], 1), ([0, 2], 2)],
+    [
+        ([0, 0, 1, 1], 2),
+        ([0], 1),
+        ([0, 1, 2], 3),
+        ([0, 0, 1], 1),
+        ([0, 1, 0, 1], 1),
+        ([0, 2, 2], 1),
+        ([0, 2], 2),
+    ],
 )
-def test_shares_are_equal_where_each_machine_has_as_many_one_after_the_other(machines: list[int], number: int) -> None:
+def test_shares_are_equal_where_each_machine_has_as_many_one_after_the_other(
+    machines: list[int], number: int
+) -> None:
     assert equal_shares(machines) == number
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_ranks_know_who_shares_their_machine(together: bool) -> None:
     machines = [0, 0, 0, 1, 1]
-    worlds = [role_of(ParallelConfig(tp=2), together, number, machines, None).world for number in range(5)]
+    worlds = [
+        role_of(ParallelConfig(tp=2), together, number, machines, None).world for number in range(5)
+    ]
     assert [world.ranks_on_host for world in worlds] == [6, 6, 6, 4, 4]
     assert [world.host_rank for world in worlds] == [0, 2, 4, 0, 2]
     assert [world.rank for world in worlds] == ([0, 2, 4, 6, 8] if together else [0] * 5)

@@ -1,4 +1,6 @@
-"""Requests on simulated engines: even work, prefixes that stay where their cache is, and nobody forgotten."""
+"""Requests on simulated engines: even work, prefixes that stay where their cache is, and nobody
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,27 @@ ROOM = 16, 10_000  # tokens of a block, and blocks
 
 def request(rid: int, tokens: list[int], max_tokens: int = 100, salt: str = "") -> Submit:
     sampling = TokenSampling(seed=1, max_tokens=max_tokens)
-    return Submit(rid=rid, tokens=array("i", tokens).tobytes(), num_prompt=len(tokens), sampling=sampling, salt=salt)
+    return Submit(
+        rid=rid,
+        tokens=array("i", tokens).tobytes(),
+        num_prompt=len(tokens),
+        sampling=sampling,
+        salt=salt,
+    )
 
 
 class Engine:
-    """Computes prompts `budget` tokens a step, in order, and a token per step of each running request."""
+    """Computes prompts `budget` tokens a step, in order, and a token per step of each running
+    request.
+    """
 
     def __init__(self, budget: int = 256, num_blocks: int = 10_000) -> None:
         self.budget = budget
         self.free = num_blocks - 1
         self.cache: set[tuple[int, ...]] = set()
-        self.prompts: deque[list] = deque()  # [rid, tokens left to compute, tokens to generate, cached]
+        self.prompts: deque[list] = (
+            deque()
+        )  # [rid, tokens left to compute, tokens to generate, cached]
         self.running: dict[int, int] = {}
         self.computed = 0
         self.steps = self.generated = 0
@@ -48,7 +60,10 @@ class Engine:
 
     def step(self) -> StepOutput:
         self.steps += 1
-        left, rids, finish, cached = self.budget - len(self.running), [], [], {}
+        left = self.budget - len(self.running)
+        rids = []
+        finish = []
+        cached = {}
         num_tokens = len(self.running)
         for rid in list(self.running):
             self.running[rid] -= 1
@@ -59,7 +74,9 @@ class Engine:
         while self.prompts and left > 0:
             head = self.prompts[0]
             part = min(left, head[1])
-            head[1], left, num_tokens = head[1] - part, left - part, num_tokens + part
+            head[1] = head[1] - part
+            left = left - part
+            num_tokens = num_tokens + part
             self.computed += part
             if head[1] == 0:
                 self.prompts.popleft()
@@ -135,7 +152,8 @@ def test_work_is_even_when_lengths_are_not(num_engines: int) -> None:
 
 
 def test_predictions_end_at_nothing_when_the_work_does() -> None:
-    sim, rng = Simulation(3), random.Random(5)
+    sim = Simulation(3)
+    rng = random.Random(5)
     for rid in range(300):
         sim.arrive(request(rid, [rng.randrange(4)] * rng.randrange(1, 600)), rng.randrange(2, 90))
         if rid % 4 == 0:
@@ -193,7 +211,9 @@ def test_a_full_engine_is_passed_over_until_all_are_full() -> None:
         balancer.assign(msg, rank)
     assert len(balancer.loads[1].live) == 2
     huge = request(99, [1] * 16 * 2000)
-    assert balancer.choose(huge, [0, 1]) == 1  # it waits wherever it goes; there is less before it there
+    assert (
+        balancer.choose(huge, [0, 1]) == 1
+    )  # it waits wherever it goes; there is less before it there
 
 
 def test_a_closed_engine_is_forgotten_with_its_prefixes() -> None:
@@ -233,7 +253,9 @@ def test_the_table_of_prefixes_is_bounded() -> None:
 def test_an_engine_that_does_not_read_keeps_no_other_from_its_aborts() -> None:
     class Handle:
         def __init__(self, rank: int) -> None:
-            self.rank, self.full, self.got = rank, False, []
+            self.rank = rank
+            self.full = False
+            self.got = []
 
         def send(self, msg: Submit | Abort) -> None:
             if self.full:

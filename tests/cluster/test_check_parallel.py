@@ -20,9 +20,15 @@ from moeserve.models.hf_config import read_model_spec
         ({"all2all": "torhc"}, "no all2all backend 'torhc'; did you mean 'torch'"),
         ({"dp": 2, "tp": 3}, "choose tp from 1, 2, 4"),
         ({"dp": 2, "redundant_experts": 100}, "have use for 8 at most"),
-        ({"dp": 2, "nnodes": 3, "rendezvous": "a:1", "cluster_key_file": "k"}, "an engine each, --dp 3 at least"),
+        (
+            {"dp": 2, "nnodes": 3, "rendezvous": "a:1", "cluster_key_file": "k"},
+            "an engine each, --dp 3 at least",
+        ),
         ({"redundant_experts": 1}, "needs experts sharded over several ranks"),
-        ({"dp": 2, "ep": "off", "redundant_experts": 1}, "needs experts sharded over several ranks"),
+        (
+            {"dp": 2, "ep": "off", "redundant_experts": 1},
+            "needs experts sharded over several ranks",
+        ),
     ],
     ids=str,
 )

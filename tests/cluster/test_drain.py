@@ -35,7 +35,9 @@ async def ends(node: Node, *codes: int) -> None:
 
 
 @pytest.mark.parametrize("ep", ["on", "off"])
-async def test_a_drained_machine_costs_no_token_and_returns_with_its_engines(cluster: Make, ep: str) -> None:
+async def test_a_drained_machine_costs_no_token_and_returns_with_its_engines(
+    cluster: Make, ep: str
+) -> None:
     two = cluster(dp=4)
     two.parallel["ep"] = ep
     node = two.node()
@@ -93,7 +95,9 @@ async def test_another_machine_takes_the_place_of_one_that_fell_silent(cluster: 
         assert front.fleet.view.complete
 
 
-async def test_scaling_fills_the_machines_that_are_here_evenly_and_takes_the_last_engines_back(cluster: Make) -> None:
+async def test_scaling_fills_the_machines_that_are_here_evenly_and_takes_the_last_engines_back(
+    cluster: Make,
+) -> None:
     two = cluster(dp=3)
     two.node()
     async with two.fleet() as front:
@@ -128,7 +132,9 @@ async def test_a_machine_that_is_lost_while_its_engines_load_ends_the_change(clu
         growing = asyncio.create_task(front.fleet.scaling.scale(4))
         await until(lambda: len(psutil.Process(node.process.pid).children()) == 2)
         node.process.kill()
-        with pytest.raises(Conflict, match=r"2 engines go on, 4 could not be made to: .*node-1 was lost"):
+        with pytest.raises(
+            Conflict, match=r"2 engines go on, 4 could not be made to: .*node-1 was lost"
+        ):
             await growing
         await front.fleet.scaling.drain(1)
         assert await (await some(front, 2, 50)) == answers(2, 50)
@@ -136,7 +142,11 @@ async def test_a_machine_that_is_lost_while_its_engines_load_ends_the_change(clu
 
 @pytest.mark.parametrize(
     ("machine", "why"),
-    [(0, "machine 0 cannot be drained: it answers HTTP"), (1, "there are 1 machines"), (-1, "there are 1 machines")],
+    [
+        (0, "machine 0 cannot be drained: it answers HTTP"),
+        (1, "there are 1 machines"),
+        (-1, "there are 1 machines"),
+    ],
 )
 async def test_machines_that_cannot_be_drained(fleet: Any, machine: int, why: str) -> None:
     async with fleet(2) as front:

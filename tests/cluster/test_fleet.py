@@ -1,4 +1,6 @@
-"""Fleets of real engine processes around made-up tokens: what dies, joins, grows and shrinks, and what streams show."""
+"""Fleets of real engine processes around made-up tokens: what dies, joins, grows and shrinks, and
+what streams show.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,33 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch, warm: None) -> Open:
-    """fleet(dp=2, builder="paced") opens a front end over a fleet, with its log lines, and waits until it is ready."""
+    """fleet(dp=2, builder="paced") opens a front end over a fleet, with its log lines, and waits
+    until it is ready.
+    """
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
     @asynccontextmanager
     async def open_fleet(
-        dp: int = 2, *, builder: str = "paced", ready: bool = True, policy: RestartPolicy = FAST, **parallel: Any
+        dp: int = 2,
+        *,
+        builder: str = "paced",
+        ready: bool = True,
+        policy: RestartPolicy = FAST,
+        **parallel: Any,
     ) -> AsyncIterator[FrontEnd]:
-        config = Config(parallel=ParallelConfig(dp=dp, rebalance="off", **{"fork_server": "off"} | parallel))
+        config = Config(
+            parallel=ParallelConfig(dp=dp, rebalance="off", **{"fork_server": "off"} | parallel)
+        )
         link = Fleet(config, builder=f"builders:{builder}", policy=policy)
         await link.start()
         front = FrontEnd(
-            link, model_name="m", model_dir=Path(), tokenizer=None, chat_template=None, defaults={}, max_queued=1000
+            link,
+            model_name="m",
+            model_dir=Path(),
+            tokenizer=None,
+            chat_template=None,
+            defaults={},
+            max_queued=1000,
         )
         runs = asyncio.create_task(front.run())
         try:
@@ -61,7 +78,9 @@ def fleet(monkeypatch: pytest.MonkeyPatch, warm: None) -> Open:
 async def stream(front: FrontEnd, prompt_len: int, num_tokens: int) -> list[int]:
     prompt = list(range(1, prompt_len + 1))
     tokens: list[int] = []
-    async with await front.generate(prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True)) as deltas:
+    async with await front.generate(
+        prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    ) as deltas:
         async for delta in deltas:
             tokens += delta.token_ids
     return tokens
@@ -190,7 +209,9 @@ async def test_a_grow_that_fails_leaves_everything_as_it_was(fleet: Open) -> Non
     async with fleet(2, builder="two_only") as front:
         streams = await some(front, 4, 300)
         epoch = front.fleet.view.epoch
-        with pytest.raises(Conflict, match="2 engines go on, 3 could not be made to: needs 80 GiB, has 1 GiB"):
+        with pytest.raises(
+            Conflict, match="2 engines go on, 3 could not be made to: needs 80 GiB, has 1 GiB"
+        ):
             await front.fleet.scaling.scale(3)
         assert (front.fleet.view.dp, front.fleet.view.epoch) == (2, epoch)
         assert await streams == answers(4, 300)
@@ -199,7 +220,9 @@ async def test_a_grow_that_fails_leaves_everything_as_it_was(fleet: Open) -> Non
 async def test_a_grow_whose_meeting_fails_goes_back(fleet: Open) -> None:
     async with fleet(2, builder="two_meet") as front:
         streams = await some(front, 4, 300)
-        with pytest.raises(Conflict, match=r"2 engines go on, 3 could not be made to: .*three is a crowd"):
+        with pytest.raises(
+            Conflict, match=r"2 engines go on, 3 could not be made to: .*three is a crowd"
+        ):
             await front.fleet.scaling.scale(3)
         await until(lambda: front.fleet.view.complete)
         assert front.fleet.view.dp == 2
@@ -222,7 +245,9 @@ async def test_one_change_at_a_time_and_only_ones_that_make_sense(fleet: Open) -
 
 async def test_engines_that_never_meet_end_the_fleet_with_their_reason(fleet: Open) -> None:
     async with fleet(2, builder="nobody_meets", ready=False) as front:
-        with pytest.raises(EngineDied, match=r"could not meet, 6 times in a row: engine . said: .*no thanks"):
+        with pytest.raises(
+            EngineDied, match=r"could not meet, 6 times in a row: engine . said: .*no thanks"
+        ):
             await front.wait_ready()
 
 
@@ -251,7 +276,9 @@ async def test_settings_that_cannot_work_are_the_error_they_are(fleet: Open) -> 
             await front.wait_ready()
 
 
-async def test_an_engine_that_keeps_dying_ends_the_group_and_every_stream_is_told(fleet: Open) -> None:
+async def test_an_engine_that_keeps_dying_ends_the_group_and_every_stream_is_told(
+    fleet: Open,
+) -> None:
     async with fleet(2, policy=RestartPolicy(first_pause_s=0.01, max_deaths=1)) as front:
         streams = await some(front, 4, 5000)
         for _ in range(2):
@@ -315,7 +342,9 @@ async def test_a_drain_replaces_the_only_busy_engine(fleet: Open) -> None:
         assert [engine.state for engine in front.fleet.view.engines] == ["serving", "serving"]
 
 
-async def test_requests_that_come_while_engines_meet_again_are_served(fleet: Open, monkeypatch: Any) -> None:
+async def test_requests_that_come_while_engines_meet_again_are_served(
+    fleet: Open, monkeypatch: Any
+) -> None:
     async with fleet(2) as front:
         late: list[asyncio.Task[list[int]]] = []
         on_standing = front.fleet._on_standing
@@ -340,10 +369,14 @@ async def test_a_drain_ends_what_runs_at_its_deadline(fleet: Open, ep: str) -> N
         await front.drain(0.3)
         assert time.monotonic() - began_s >= 0.3
         assert [len(tokens) < 5_000 for tokens in await streams] == [True] * 4
-        assert front.stats.finished == {"abort": 4}  # the engines did it, not the front end after its patience
+        assert front.stats.finished == {
+            "abort": 4
+        }  # the engines did it, not the front end after its patience
 
 
-async def test_what_a_leaving_engine_said_last_is_not_computed_twice(fleet: Open, monkeypatch: Any) -> None:
+async def test_what_a_leaving_engine_said_last_is_not_computed_twice(
+    fleet: Open, monkeypatch: Any
+) -> None:
     async with fleet(2) as front:
         streams = await some(front, 4, 400)
         read = asyncio.Event()
@@ -365,7 +398,9 @@ async def test_what_a_leaving_engine_said_last_is_not_computed_twice(fleet: Open
 
 
 def epochs_in(folder: str) -> dict[str, int]:
-    return {e.name: e.stat().st_mode & 0o777 for e in os.scandir(folder) if e.name.startswith("epoch")}
+    return {
+        e.name: e.stat().st_mode & 0o777 for e in os.scandir(folder) if e.name.startswith("epoch")
+    }
 
 
 async def test_nothing_is_left_behind(fleet: Open) -> None:
@@ -374,7 +409,9 @@ async def test_nothing_is_left_behind(fleet: Open) -> None:
         os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         await until(lambda: not front.fleet.view.complete)
         await until(lambda: front.fleet.view.complete)
-        await until(lambda: "epoch-1" not in os.listdir(folder))  # it goes when the engines have left it
+        await until(
+            lambda: "epoch-1" not in os.listdir(folder)
+        )  # it goes when the engines have left it
         assert epochs_in(folder) == {"epoch-2": 0o700}
         pids = [engine.pid for engine in front.fleet.engines]
     assert folder not in [entry.path for entry in os.scandir(os.path.dirname(folder))]

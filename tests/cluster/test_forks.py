@@ -135,12 +135,15 @@ async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) 
 
 
 @pytest.mark.usefixtures("light")
-async def test_without_a_fork_server_engines_start_alone(fleet: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_fork_server_engines_start_alone(
+    fleet: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 1000.0)
     monkeypatch.setattr(forking, "FORK_S", 0.2)
     async with fleet(2, fork_server="on") as front:
         (server,) = servers()
-        server.suspend()  # it answers nobody: the first engine waits for it, the second one need not
+        # it answers nobody: the first engine waits for it, the second one need not
+        server.suspend()
         for process in tuple(front.fleet.engines):
             await replaced(process)
             await started_alone(process)
@@ -151,7 +154,9 @@ async def test_without_a_fork_server_engines_start_alone(fleet: Open, monkeypatc
 @pytest.mark.usefixtures("light")
 async def test_an_engine_whose_start_is_cancelled_never_runs() -> None:
     async with kept() as forks:
-        unwanted, other = (asyncio.create_task(forks.start(name, b"{}")) for name in ("engine 0", "engine 1"))
+        unwanted, other = (
+            asyncio.create_task(forks.start(name, b"{}")) for name in ("engine 0", "engine 1")
+        )
         await until(lambda: forks.server is not None)
         unwanted.cancel()  # the fork is under way
         child = await other
@@ -188,10 +193,14 @@ def test_all_end_with_their_parent() -> None:
         "    await asyncio.sleep(1000)\n"
         "asyncio.run(main())\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"warm\n"
-    num_children, deadline_s = 3 + 2, time.monotonic() + 10  # the server, two engines, and their workers
+    # the server, two engines, and their workers
+    num_children = 3 + 2
+    deadline_s = time.monotonic() + 10
     while len(children := psutil.Process(parent.pid).children(recursive=True)) < num_children:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -48,7 +48,8 @@ def test_our_own_standstill_is_not_blamed_on_the_engine() -> None:
 
 
 def test_long_steps_earn_patience() -> None:
-    quick, slow = Heartbeat(0.0), Heartbeat(0.0, step_s=40.0)
+    quick = Heartbeat(0.0)
+    slow = Heartbeat(0.0, step_s=40.0)
     assert (quick.healthy(5.0), quick.healthy(5.1)) == (True, False)
     assert [quick.fault(at_s)[:20] for at_s in (60.0, 60.1)] == ["", "has made no progress"]
     assert (slow.healthy(80.0), slow.healthy(80.1)) == (True, False)
@@ -64,6 +65,12 @@ def test_who_rests_has_to_answer() -> None:
         if second <= 30:
             heart.pong(Pong(second, steps=7, busy=True), float(second))
     assert heart.stalled_s(99.0) == 0.0
-    assert [heart.fault(at_s, held=True) for at_s in (90.0, 90.1)] == ["", "has not answered for 60 s"]
+    assert [heart.fault(at_s, held=True) for at_s in (90.0, 90.1)] == [
+        "",
+        "has not answered for 60 s",
+    ]
     slow = Heartbeat(0.0, step_s=40.0)
-    assert [slow.fault(at_s, held=True) for at_s in (120.0, 120.1)] == ["", "has not answered for 120 s"]
+    assert [slow.fault(at_s, held=True) for at_s in (120.0, 120.1)] == [
+        "",
+        "has not answered for 120 s",
+    ]

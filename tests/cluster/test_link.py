@@ -73,7 +73,11 @@ async def test_a_second_stop_may_be_more_impatient(engine: Open) -> None:
 async def test_settings_that_cannot_work_are_the_error_they_are(engine: Open) -> None:
     async with engine("too_large") as (_, reader):
         gone = await reader.gone()
-        assert (gone.exit_code, gone.cause, gone.restarting) == (5, "needs 80 GiB, has 1 GiB", False)
+        assert (gone.exit_code, gone.cause, gone.restarting) == (
+            5,
+            "needs 80 GiB, has 1 GiB",
+            False,
+        )
         assert isinstance(gone.error(), DoesNotFit)
 
 
@@ -121,7 +125,9 @@ async def test_refusals_reach_the_front_end(engine: Open) -> None:
         assert isinstance(refused, Refused)
 
 
-async def test_a_step_that_takes_long_shows_as_stalled(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_takes_long_shows_as_stalled(
+    child: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("moeserve.cluster.engine_process.INTERVAL_S", 0.05)
     monkeypatch.setattr("moeserve.cluster.heartbeat.UNHEALTHY_S", 0.5)
     async with child("waiting") as (link, reader):

@@ -22,7 +22,9 @@ def root() -> Iterator[None]:
 
 def test_a_prompt_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("info", "text")
-    logging.getLogger("moeserve.server").warning("prompt: %s", "hi\n12:00:00 ERROR all is lost\x1b[31m")
+    logging.getLogger("moeserve.server").warning(
+        "prompt: %s", "hi\n12:00:00 ERROR all is lost\x1b[31m"
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("WARNING server: prompt: hi\\x0a12:00:00 ERROR all is lost\\x1b[31m")
 

@@ -1,4 +1,6 @@
-"""Two machines on one: a fleet here, real agents beside it, made-up tokens. What is lost, and what comes back."""
+"""Two machines on one: a fleet here, real agents beside it, made-up tokens. What is lost, and what
+comes back.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,16 @@ class Node:
     def engines(self, front: FrontEnd) -> list[psutil.Process]:
         """Those of the fleet that run here."""
         here = psutil.Process(self.process.pid).children()
-        return [process for process in here if process.pid in [engine.pid for engine in front.fleet.view.engines]]
+        return [
+            process
+            for process in here
+            if process.pid in [engine.pid for engine in front.fleet.view.engines]
+        ]
 
     def ends(self, *codes: int) -> None:
-        """It does, with one of these exit codes (0 if none is named); what it wrote tells why it was another."""
+        """It does, with one of these exit codes (0 if none is named); what it wrote tells why it
+        was another.
+        """
         assert self.process.wait(10) in (codes or (0,)), self.log.read_text()
 
 
@@ -69,7 +77,11 @@ class Cluster:
         self.nodes: list[Node] = []
 
     def node(self, rank: int = 1) -> Node:
-        flags = [word for name, value in self.parallel.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        flags = [
+            word
+            for name, value in self.parallel.items()
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
         log = self.folder / f"node-{len(self.nodes)}"
         env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
         settings = self.folder / "node.yaml"
@@ -77,7 +89,9 @@ class Cluster:
         flags += ["--config", str(settings), "--node-rank", str(rank)]
         command = [sys.executable, "-m", "moeserve.cli.main", "serve", "demo", *flags]
         with log.open("wb") as out:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env
+            )
         self.nodes.append(Node(process, log))
         return self.nodes[-1]
 
@@ -87,7 +101,13 @@ class Cluster:
         link = Fleet(config, builder=f"builders:{builder}", policy=FAST)
         await link.start()
         front = FrontEnd(
-            link, model_name="m", model_dir=Path(), tokenizer=None, chat_template=None, defaults={}, max_queued=1000
+            link,
+            model_name="m",
+            model_dir=Path(),
+            tokenizer=None,
+            chat_template=None,
+            defaults={},
+            max_queued=1000,
         )
         runs = asyncio.create_task(front.run())
         try:
@@ -107,7 +127,9 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: None) -> Iterator[Callable[..., Cluster]]:
+def cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: None
+) -> Iterator[Callable[..., Cluster]]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     made: list[Cluster] = []
 
@@ -138,13 +160,16 @@ async def test_engines_of_two_machines_serve_as_one_fleet(cluster: Callable[...,
     assert not remote.is_running()
 
 
-async def test_a_killed_agent_costs_no_token_and_may_come_back(cluster: Callable[..., Cluster]) -> None:
+async def test_a_killed_agent_costs_no_token_and_may_come_back(
+    cluster: Callable[..., Cluster],
+) -> None:
     two = cluster(dp=4)
     node = two.node()
     async with two.fleet() as front:
         streams = await some(front, 8, 150)
         before = front.fleet.view.epoch
-        lost, engines = front.fleet.engines[2:], node.engines(front)
+        lost = front.fleet.engines[2:]
+        engines = node.engines(front)
         assert len(engines) == 2
         node.process.kill()
         killed_s = time.monotonic()
@@ -161,7 +186,9 @@ async def test_a_killed_agent_costs_no_token_and_may_come_back(cluster: Callable
     again.ends()
 
 
-async def test_a_killed_engine_on_another_machine_is_replaced(cluster: Callable[..., Cluster]) -> None:
+async def test_a_killed_engine_on_another_machine_is_replaced(
+    cluster: Callable[..., Cluster],
+) -> None:
     two = cluster()
     node = two.node()
     async with two.fleet() as front:
@@ -175,7 +202,9 @@ async def test_a_killed_engine_on_another_machine_is_replaced(cluster: Callable[
         assert replacement.pid == front.fleet.engines[1].pid != engine.pid
 
 
-async def test_an_agent_ends_at_once_when_told_and_is_waited_for(cluster: Callable[..., Cluster]) -> None:
+async def test_an_agent_ends_at_once_when_told_and_is_waited_for(
+    cluster: Callable[..., Cluster],
+) -> None:
     two = cluster()
     node = two.node()
     async with two.fleet() as front:
@@ -186,18 +215,23 @@ async def test_an_agent_ends_at_once_when_told_and_is_waited_for(cluster: Callab
     assert time.monotonic() - stopping_s < 15
 
 
-async def test_why_an_engine_cannot_start_there_is_told_here(cluster: Callable[..., Cluster]) -> None:
+async def test_why_an_engine_cannot_start_there_is_told_here(
+    cluster: Callable[..., Cluster],
+) -> None:
     two = cluster()
     node = two.node()
     async with two.fleet("too_large", ready=False) as front:
         with pytest.raises(DoesNotFit, match="needs 80 GiB, has 1 GiB"):
             await front.wait_ready()
-    # Machine 0's own engine fails alike, sometimes before the node has come: then there is nobody to join.
+    # Machine 0's own engine fails alike, sometimes before the node has come: then there is nobody
+    # to join.
     node.ends(1, 2)
     assert "machine 0" in node.log.read_text()
 
 
-async def test_log_lines_and_last_words_come_here(cluster: Callable[..., Cluster], capfd: Any) -> None:
+async def test_log_lines_and_last_words_come_here(
+    cluster: Callable[..., Cluster], capfd: Any
+) -> None:
     two = cluster()
     node = two.node()
     async with two.fleet("second_crashes", ready=False) as front:
@@ -212,7 +246,9 @@ async def test_an_engine_keeps_its_sockets_in_its_machines_folder(tmp_path: Path
     config = config_of("demo")
     admitted = Admitted(address=f"ipc://{tmp_path / 'nobody'}", token="t")
     agent = NodeAgent(config, LocalHost(str(tmp_path)), dial(admitted, keys_of(SECRET.encode())))
-    order = EngineOrder(config=config, address="tcp://a:1", token="t", born_s=0.0, role=Role(folder="elsewhere"))
+    order = EngineOrder(
+        config=config, address="tcp://a:1", token="t", born_s=0.0, role=Role(folder="elsewhere")
+    )
     local = agent._made_local(msgspec.json.encode(order))
     agent._wire.close()
     assert local.role.folder == str(tmp_path)

@@ -41,7 +41,9 @@ def config(tmp_path: Path) -> Config:
     key.write_text(SECRET)
     key.chmod(0o600)
     where = f"127.0.0.1:{free_port()}"
-    return Config(parallel=ParallelConfig(dp=3, nnodes=3, rendezvous=where, cluster_key_file=str(key)))
+    return Config(
+        parallel=ParallelConfig(dp=3, nnodes=3, rendezvous=where, cluster_key_file=str(key))
+    )
 
 
 def on(config: Config, node_rank: int, **parallel: Any) -> Config:
@@ -58,7 +60,9 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[Rendezvous]:
 
 
 async def joins(config: Config, secret: str = SECRET, within_s: float = 1.0) -> Admitted:
-    return await join(config, secret.encode(), attendance(config, "/there"), time.monotonic() + within_s)
+    return await join(
+        config, secret.encode(), attendance(config, "/there"), time.monotonic() + within_s
+    )
 
 
 async def test_each_machine_is_let_in_once(config: Config, tmp_path: Path) -> None:
@@ -69,13 +73,16 @@ async def test_each_machine_is_let_in_once(config: Config, tmp_path: Path) -> No
             "waiting for machine 1 of 3",
             "waiting for machine 2 of 3",
         ]
-        first, second = await joins(on(config, 1)), await joins(on(config, 2))
+        first = await joins(on(config, 1))
+        second = await joins(on(config, 2))
         assert first.address != second.address
         assert first.token != second.token
         assert machines.hosts[2].folder == "/there"
         with pytest.raises(ConfigError, match="--node-rank 1: there is a machine 1 already"):
             await joins(on(config, 1))
-    with pytest.raises(ConfigError, match=r"nobody listens at .*: start machine 0 first, or check --rendezvous"):
+    with pytest.raises(
+        ConfigError, match=r"nobody listens at .*: start machine 0 first, or check --rendezvous"
+    ):
         await joins(on(config, 1), within_s=0.3)
 
 
@@ -94,14 +101,19 @@ async def test_a_machine_that_does_not_come_back_frees_its_place(
 
 async def test_another_key_is_told_apart_from_nobody_there(config: Config, tmp_path: Path) -> None:
     async with opened(config, tmp_path):
-        with pytest.raises(ConfigError, match=r"machine 1 could not join: .* is the cluster key there the same"):
+        with pytest.raises(
+            ConfigError, match=r"machine 1 could not join: .* is the cluster key there the same"
+        ):
             await joins(on(config, 1), "another secret of some length", within_s=0.5)
         await joins(on(config, 1))
 
 
-async def test_another_protocol_is_named(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_protocol_is_named(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(config, tmp_path):
-        keys, token = keys_of(SECRET.encode()), token_of(SECRET.encode(), "rendezvous")
+        keys = keys_of(SECRET.encode())
+        token = token_of(SECRET.encode(), "rendezvous")
         inbox: Inbox[Any] = Inbox("node")
         address = f"tcp://{config.parallel.rendezvous}"
         monkeypatch.setattr("moeserve.actor.zmq_wire.PROTOCOL_VERSION", 99)
@@ -119,7 +131,8 @@ async def test_nonsense_and_strangers_are_not_answered(config: Config, tmp_path:
         keys = keys_of(SECRET.encode())
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
-        socket.curve_publickey, socket.curve_secretkey = keys.client_public, keys.client_secret
+        socket.curve_publickey = keys.client_public
+        socket.curve_secretkey = keys.client_secret
         socket.curve_serverkey = keys.server_public
         socket.connect(f"tcp://{config.parallel.rendezvous}")
         facts = msgspec.msgpack.encode(attendance(on(config, 1)))
@@ -131,7 +144,9 @@ async def test_nonsense_and_strangers_are_not_answered(config: Config, tmp_path:
         context.term()
 
 
-async def test_an_address_that_is_taken_or_not_ours_is_named(config: Config, tmp_path: Path) -> None:
+async def test_an_address_that_is_taken_or_not_ours_is_named(
+    config: Config, tmp_path: Path
+) -> None:
     async with opened(config, tmp_path):
         with pytest.raises(AddressInUse, match=r"cannot listen at tcp://127\.0\.0\.1"):
             await Rendezvous.open(config, str(tmp_path))
@@ -148,8 +163,14 @@ async def test_an_address_that_is_taken_or_not_ours_is_named(config: Config, tmp
         (lambda c: on(c, 3), "--node-rank 3: with --nnodes 3 the other machines are 1 to 2"),
         (lambda c: on(c, 0), "--node-rank 0: with --nnodes 3 the other machines are 1 to 2"),
         (lambda c: on(c, 2), "--node-rank 2: there is a machine 2 already"),
-        (lambda c: replace(on(c, 1), cache=CacheConfig(block_size=32)), "--block-size is 32 on machine 1, 16 on"),
-        (lambda c: replace(on(c, 1), model=ModelConfig(dtype="float32")), "--dtype is float32 on machine 1, auto on"),
+        (
+            lambda c: replace(on(c, 1), cache=CacheConfig(block_size=32)),
+            "--block-size is 32 on machine 1, 16 on",
+        ),
+        (
+            lambda c: replace(on(c, 1), model=ModelConfig(dtype="float32")),
+            "--dtype is float32 on machine 1, auto on",
+        ),
         (lambda c: replace(on(c, 1), device=DeviceConfig(threads=3)), ""),
         (lambda c: on(c, 1, rendezvous="head:1", cluster_key_file="/elsewhere"), ""),
     ],
@@ -170,7 +191,8 @@ def test_another_model_is_found_by_its_files(config: Config, tmp_path: Path) -> 
     demo = resolve_model_dir("demo")
     copy = tmp_path / "copy"
     shutil.copytree(demo, copy)
-    ours, there = attendance(config), replace(on(config, 1), model=ModelConfig(model=str(copy)))
+    ours = attendance(config)
+    there = replace(on(config, 1), model=ModelConfig(model=str(copy)))
     assert misfit(ours, attendance(there), set()) == ""
     weights = min(copy.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
@@ -181,7 +203,9 @@ def test_another_model_is_found_by_its_files(config: Config, tmp_path: Path) -> 
     shutil.copy(demo / weights.name, weights)
     assert misfit(ours, attendance(there), set()) == ""
     (copy / "config.json").write_text((demo / "config.json").read_text() + "\n")
-    assert "the model on machine 1 is not the one on machine 0" in misfit(ours, attendance(there), set())
+    assert "the model on machine 1 is not the one on machine 0" in misfit(
+        ours, attendance(there), set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,10 +213,22 @@ def test_another_model_is_found_by_its_files(config: Config, tmp_path: Path) -> 
     [
         ({"nnodes": 2, "dp": 2}, "--nnodes 2 needs --rendezvous"),
         ({"nnodes": 2, "dp": 2, "rendezvous": "h:1"}, "--nnodes 2 needs --cluster-key-file"),
-        ({"nnodes": 2, "dp": 1, "rendezvous": "h:1", "cluster_key_file": "f"}, "--dp 1: --nnodes 2 .* --dp 2 at least"),
-        ({"nnodes": 2, "dp": 2, "rendezvous": "h", "cluster_key_file": "f"}, "--rendezvous h: must be HOST:PORT"),
-        ({"nnodes": 2, "dp": 2, "rendezvous": "h:0", "cluster_key_file": "f"}, "--rendezvous h:0: must be"),
-        ({"nnodes": 2, "dp": 2, "rendezvous": "h:x", "cluster_key_file": "f"}, "--rendezvous h:x: must be"),
+        (
+            {"nnodes": 2, "dp": 1, "rendezvous": "h:1", "cluster_key_file": "f"},
+            "--dp 1: --nnodes 2 .* --dp 2 at least",
+        ),
+        (
+            {"nnodes": 2, "dp": 2, "rendezvous": "h", "cluster_key_file": "f"},
+            "--rendezvous h: must be HOST:PORT",
+        ),
+        (
+            {"nnodes": 2, "dp": 2, "rendezvous": "h:0", "cluster_key_file": "f"},
+            "--rendezvous h:0: must be",
+        ),
+        (
+            {"nnodes": 2, "dp": 2, "rendezvous": "h:x", "cluster_key_file": "f"},
+            "--rendezvous h:x: must be",
+        ),
         ({"node_rank": 1}, "--node-rank 1 needs --nnodes 2"),
         ({"rendezvous": "h:1"}, "--rendezvous h:1: there is one machine"),
         ({"cluster_key_file": "f"}, "--cluster-key-file f: there is one machine"),
@@ -210,9 +246,14 @@ def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bracketed("10.0.0.1") == "10.0.0.1"
     with pytest.raises(ConfigError, match=r"there is no address for 'nowhere\.invalid'"):
         resolve("nowhere.invalid")
-    answer = [(socket.AF_INET6, 1, 6, "", ("fe80::1", 0)), (socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))]
+    answer = [
+        (socket.AF_INET6, 1, 6, "", ("fe80::1", 0)),
+        (socket.AF_INET, 1, 6, "", ("127.0.1.1", 0)),
+    ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: answer)
-    with pytest.raises(ConfigError, match=r"'head' means 127\.0\.1\.1 on this machine, which others cannot reach"):
+    with pytest.raises(
+        ConfigError, match=r"'head' means 127\.0\.1\.1 on this machine, which others cannot reach"
+    ):
         resolve("head", here=True)
 
 

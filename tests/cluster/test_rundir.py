@@ -50,7 +50,9 @@ def test_the_next_server_sweeps_what_a_killed_one_left_and_nothing_else(base: Pa
     other.close()
 
 
-def test_a_long_tmpdir_gives_way_to_one_whose_paths_fit_a_socket(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_tmpdir_gives_way_to_one_whose_paths_fit_a_socket(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = base / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -59,7 +61,9 @@ def test_a_long_tmpdir_gives_way_to_one_whose_paths_fit_a_socket(base: Path, mon
     run_dir.close()
 
 
-def test_a_place_that_cannot_be_written_is_named_with_the_remedy(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_written_is_named_with_the_remedy(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = base / "missing"
     monkeypatch.setattr(tempfile, "tempdir", str(missing))
     with pytest.raises(ConfigError, match=r"missing.*set TMPDIR"):

@@ -24,7 +24,9 @@ async def test_rebalancing_that_a_stop_cuts_short_is_no_failure(
         await asyncio.Event().wait()
 
     fleet: Any = SimpleNamespace(
-        ready=object(), groups=[SimpleNamespace(complete=True)], experts=SimpleNamespace(propose=propose)
+        ready=object(),
+        groups=[SimpleNamespace(complete=True)],
+        experts=SimpleNamespace(propose=propose),
     )
     changes = Scaling(fleet)
     watching = asyncio.create_task(changes.watch())

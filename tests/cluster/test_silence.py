@@ -21,8 +21,8 @@ def impatient(fleet: Fleet) -> None:
 
 
 async def test_an_engine_that_stops_while_the_others_wait_for_it_is_replaced(fleet: Open) -> None:
-    """The group breaks before its silence is noticed: from then on it is held for the next meeting, where it is
-    waited for, and steps are not expected of it any more."""
+    """The group breaks before its silence is noticed: from then on it is held for the next meeting,
+    where it is waited for, and steps are not expected of it any more."""
     async with fleet(2) as front:
         streams = await some(front, 6, 300)
         stopped, killed = front.fleet.engines

@@ -35,7 +35,9 @@ def gone(pid: int) -> bool:
         return True
 
 
-async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end(child: Open) -> None:
+async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end(
+    child: Open,
+) -> None:
     async with child("endless", policy=FAST) as (link, reader):
         first = await reader.ready()
         reader.submit(1, max_tokens=10_000)
@@ -74,7 +76,9 @@ async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
         assert not gone(second.pid)
 
 
-async def test_a_stopped_engine_counts_as_stalled(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_engine_counts_as_stalled(
+    child: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
     async with child("null", policy=FAST, stall_s=0.6) as (_, reader):
         ready = await reader.ready()
@@ -100,7 +104,9 @@ async def test_a_start_that_hangs_is_cut_short(child: Open) -> None:
         assert not end.restarting
 
 
-async def test_an_engine_of_another_version_is_refused_for_good(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_of_another_version_is_refused_for_good(
+    child: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(zmq_wire, "PROTOCOL_VERSION", 99)
     async with child("null", policy=FAST) as (_, reader):
         end = await reader.gone()
@@ -141,7 +147,9 @@ async def test_an_engine_that_dies_on_its_way_to_a_stop_is_replaced(child: Open)
         assert await reader.ready()
 
 
-async def test_an_engine_whose_steps_take_long_is_given_the_time(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_whose_steps_take_long_is_given_the_time(
+    child: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
     async with child("slow_steps", policy=FAST, stall_s=0.1) as (_, reader):
         await reader.ready()
@@ -156,7 +164,9 @@ async def test_the_engine_process_collects_no_garbage_of_its_start(child: Open) 
         assert len(await reader.finished(1)) == 1
 
 
-async def test_the_front_end_never_sees_heartbeats(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_front_end_never_sees_heartbeats(
+    child: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_process, "INTERVAL_S", 0.02)
     async with child("null") as (link, reader):
         await reader.ready()
@@ -197,10 +207,14 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("builder", ["stuck", "slow", "hang"])
-def test_no_engine_outlives_a_killed_front_end(builder: str, monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
+def test_no_engine_outlives_a_killed_front_end(
+    builder: str, monkeypatch: pytest.MonkeyPatch, short_dir: Path
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("TMPDIR", str(short_dir))
-    parent = subprocess.Popen([sys.executable, "-c", FRONT_END, builder], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FRONT_END, builder], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert parent.stdout is not None
         pid, run_dir = parent.stdout.readline().split()
@@ -218,13 +232,19 @@ def test_no_engine_outlives_a_killed_front_end(builder: str, monkeypatch: pytest
         parent.wait()
 
 
-@pytest.mark.parametrize("module", ["moeserve.cluster.fleet", "moeserve.cluster.engine_main", "moeserve.actor.actor"])
+@pytest.mark.parametrize(
+    "module", ["moeserve.cluster.fleet", "moeserve.cluster.engine_main", "moeserve.actor.actor"]
+)
 def test_nothing_heavy_is_imported_before_the_engine_is_connected(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "numpy", "transformers", "tokenizers", "aiohttp"} & set(loaded)
 
 
 async def test_what_the_engine_ends_with_is_an_error_of_its_kind() -> None:
-    tail = EngineGone(exit_code=-11, cause="engine (pid 1) was killed by SIGSEGV", log_tail=("a", "b")).error()
+    tail = EngineGone(
+        exit_code=-11, cause="engine (pid 1) was killed by SIGSEGV", log_tail=("a", "b")
+    ).error()
     assert str(tail) == "engine (pid 1) was killed by SIGSEGV\n    a\n    b"

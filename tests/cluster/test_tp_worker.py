@@ -1,4 +1,6 @@
-"""Engines of two processes: the bits of one, losses that pass, and deaths that take the whole engine along."""
+"""Engines of two processes: the bits of one, losses that pass, and deaths that take the whole
+engine along.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
 
     seen: list[int] = []
     role = msgspec.structs.replace(PAIR, folder=str(short_dir))
-    built = await asyncio.to_thread(build_runner, config(tp=2), role, lambda name, percent: seen.append(percent))
+    built = await asyncio.to_thread(
+        build_runner, config(tp=2), role, lambda name, percent: seen.append(percent)
+    )
     pair = built[0]
     assert isinstance(pair, GroupedRunner)
     assert pair.team is not None
@@ -126,9 +130,14 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
     assert not psutil.pid_exists(pid)
 
 
-async def served(runner: Any, limits: Limits, disturb: Callable[[int], Awaitable[None]]) -> tuple[dict, int]:
-    """Runs requests to their ends; returns their tokens with digests, and how many drafts were right."""
-    scheduler, answers = Scheduler(replace(limits, auto_drafts=False), runner.runner.groups), {}
+async def served(
+    runner: Any, limits: Limits, disturb: Callable[[int], Awaitable[None]]
+) -> tuple[dict, int]:
+    """Runs requests to their ends; returns their tokens with digests, and how many drafts were
+    right.
+    """
+    scheduler = Scheduler(replace(limits, auto_drafts=False), runner.runner.groups)
+    answers = {}
     for rid in range(4):
         sampling = TokenSampling(seed=rid, max_tokens=40, temperature=0.7 * (rid % 2), receipt=True)
         tokens = np.arange(5, 40 + rid, dtype="<i4").tobytes()
@@ -160,7 +169,9 @@ async def test_drafting_that_is_cut_off_changes_no_token(short_dir: Path) -> Non
     expected, _ = await served(one, limits, nothing)
     one.close()
     role = msgspec.structs.replace(PAIR, folder=str(short_dir))
-    pair, limits, *_ = await asyncio.to_thread(build_runner, config(tp=2, speculate="mtp:2"), role, quiet)
+    pair, limits, *_ = await asyncio.to_thread(
+        build_runner, config(tp=2, speculate="mtp:2"), role, quiet
+    )
     epochs = iter(range(1, 99))
 
     async def disturb(number: int) -> None:
@@ -219,23 +230,37 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
     if forked:
         host.keep(config(tp=2))
     fleet: Any = ear
-    process = EngineHandle(fleet, 0, host, config(tp=2), policy=RestartPolicy(first_pause_s=0.05, max_deaths=1))
+    process = EngineHandle(
+        fleet, 0, host, config(tp=2), policy=RestartPolicy(first_pause_s=0.05, max_deaths=1)
+    )
     process.start(PAIR)
     try:
         ready: Ready = await ear.heard(Ready)
-        assert (ready.num_moe_layers, ready.num_experts, ready.expert_bytes) == (4, 8, 3 * 256 * 320 * 2)
+        assert (ready.num_moe_layers, ready.num_experts, ready.expert_bytes) == (
+            4,
+            8,
+            3 * 256 * 320 * 2,
+        )
         placement = Placement.initial(ready.num_moe_layers, ready.num_experts, 2)
         process.send(join_of(short_dir, 1, placement.to_table()))
         await ear.heard(Joined)
         process.send(TraceNext())
-        process.send(Submit(rid=1, tokens=array("i", PROMPT).tobytes(), num_prompt=len(PROMPT), sampling=SAMPLING))
+        process.send(
+            Submit(
+                rid=1,
+                tokens=array("i", PROMPT).tobytes(),
+                num_prompt=len(PROMPT),
+                sampling=SAMPLING,
+            )
+        )
         ranks = {(await ear.heard(Traced)).tp_rank for _ in range(2)}
         assert ranks == {0, 1}
         await ear.heard(StepOutput)
 
         (worker,) = psutil.Process(ready.pid).children()
         assert (worker.name() == "moeserve-worker") == forked
-        worker.terminate()  # what stops a service goes to all of its processes: the front end decides what follows
+        # what stops a service goes to all of its processes: the front end decides what follows
+        worker.terminate()
         await asyncio.sleep(0.2)
         assert worker.is_running()
         worker.kill()

@@ -35,6 +35,9 @@ async def test_all_engines_are_traced(fleet: Open, ep: str) -> None:  # noqa: F8
             trace = await front.watch.tracing.take(view, 5.0)
             assert [rank.dp_rank for rank in trace.ranks] == [0, 1]
             assert not trace.missing
-            assert all({"plan", "run", "update"} <= {span.name for span in rank.events} for rank in trace.ranks)
+            assert all(
+                {"plan", "run", "update"} <= {span.name for span in rank.events}
+                for rank in trace.ranks
+            )
             assert ep == "off" or trace.ranks[0].step == trace.ranks[1].step
         assert await streams == answers(8, 400)

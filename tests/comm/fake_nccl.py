@@ -1,10 +1,11 @@
 """What NCCL does for ranks with a GPU each, by Gloo between CPU tensors.
 
-On a device that stands in for CUDA's (tests/runner/fake_cuda.py) collectives run on a stream of their own, graphs
-record them, ranks that call different ones fail, and aborting waits for the graphs that are left.
+On a device that stands in for CUDA's (tests/runner/fake_cuda.py) collectives run on a stream of
+their own, graphs record them, ranks that call different ones fail, and aborting waits for the
+graphs that are left.
 
-As with NCCL, a collective whose peer is gone ends when the group is aborted or its deadline is over, without saying
-anything but in `get_error`, and with whatever was in memory.
+As with NCCL, a collective whose peer is gone ends when the group is aborted or its deadline is
+over, without saying anything but in `get_error`, and with whatever was in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ ABORTS_S = 10.0
 class Group:
     """key: the same on all ranks. device: returns what stands in for CUDA's, if anything does."""
 
-    called: dict[tuple[str, int], str]  # (group, number of the collective) -> name and bytes on the first rank there
+    called: dict[
+        tuple[str, int], str
+    ]  # (group, number of the collective) -> name and bytes on the first rank there
 
     def __init__(
         self,
@@ -47,12 +50,16 @@ class Group:
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
         options._timeout = timedelta(seconds=max(deadline_s + 1, ABORTS_S))  # its destructor waits
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)
+        ]
         self.gloo = dist.ProcessGroupGloo(store, rank, size, options)
         self.deadline_s = deadline_s
         self.error = "SUCCESS"
         self.is_aborted = False
-        self.key, self.device, self.number = key, device, 0
+        self.key = key
+        self.device = device
+        self.number = 0
         self.stream: Any = None
         self.recorded_in: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -67,17 +74,22 @@ class Group:
 
         return start
 
-    def _on_device(self, name: str, out: torch.Tensor, mine: torch.Tensor, *splits: Any) -> SimpleNamespace:
+    def _on_device(
+        self, name: str, out: torch.Tensor, mine: torch.Tensor, *splits: Any
+    ) -> SimpleNamespace:
         assert self.device is not None
         device = self.device()
-        here, stream = device.current_stream(), self.stream or device.Stream()
+        here = device.current_stream()
+        stream = self.stream or device.Stream()
         self.stream = stream
 
         def run() -> None:
             self.number += 1
             ours = name if splits else f"{name} of {mine.nbytes} bytes"
             theirs = self.called.setdefault((self.key, self.number), ours)
-            assert ours == theirs, f"collective {self.number} is {theirs} on one rank and {ours} on another"
+            assert ours == theirs, (
+                f"collective {self.number} is {theirs} on one rank and {ours} on another"
+            )
             self._wait(getattr(self.gloo, name)(out, mine, *splits))
 
         if device.capturing is not None:
@@ -115,7 +127,9 @@ class Group:
         for peer in range(self.gloo.size()):
             if peer != self.gloo.rank():
                 with contextlib.suppress(RuntimeError):
-                    self.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+                    self.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(
+                        timedelta(milliseconds=1)
+                    )
 
 
 def use(patch: pytest.MonkeyPatch, device: Callable[[], Any] | None = None) -> None:

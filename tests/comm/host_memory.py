@@ -1,7 +1,9 @@
-"""Symmetric memory of CPU ranks, and streams for them: what stands in for CUDA's where there is none.
+"""Symmetric memory of CPU ranks, and streams for them: what stands in for CUDA's where there is
+none.
 
-Regions are shared memory, so ranks may be threads or processes. Kernels are interpreted, one at a time in a process:
-the interpreter belongs to one thread. Waiting for others is done here, or nobody else could be interpreted meanwhile.
+Regions are shared memory, so ranks may be threads or processes. Kernels are interpreted, one at a
+time in a process: the interpreter belongs to one thread. Waiting for others is done here, or nobody
+else could be interpreted meanwhile.
 """
 
 from __future__ import annotations
@@ -62,19 +64,27 @@ class HostMemory(CudaMemory):
     def words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
 
-    def meet(self, bases_R: Tensor, state: Any, rank: int, control: Any, timeout_s: float, call: int) -> None:
-        control, state = control.numpy(), state.numpy()
+    def meet(
+        self, bases_R: Tensor, state: Any, rank: int, control: Any, timeout_s: float, call: int
+    ) -> None:
+        control = control.numpy()
+        state = state.numpy()
         if state[1]:
             return
         state[0] += 1
-        number, bases = int(state[0]), bases_R.tolist()
+        number = int(state[0])
+        bases = bases_R.tolist()
         for base in bases:
             ctypes.c_int64.from_address(base + 8 * rank).value = number * CALLS + call % CALLS
         flags = np.ctypeslib.as_array((ctypes.c_int64 * len(bases)).from_address(bases[rank]))
         until_s = time.monotonic() + timeout_s
         INTERPRETER.release()
         try:
-            while (late := flags // CALLS < number).any() and not control[TOLD] and time.monotonic() < until_s:
+            while (
+                (late := flags // CALLS < number).any()
+                and not control[TOLD]
+                and time.monotonic() < until_s
+            ):
                 time.sleep(1e-4)
         finally:
             INTERPRETER.acquire()
@@ -85,7 +95,9 @@ class HostMemory(CudaMemory):
 
 
 class HostStream(CommStream):
-    """Work is done in order by a thread of its own, as by a device. `join` waits, and asks whether it failed."""
+    """Work is done in order by a thread of its own, as by a device. `join` waits, and asks whether
+    it failed.
+    """
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check

@@ -39,7 +39,9 @@ def members_of(
 
 
 def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[T]:
-    """Run the calls at the same time, one thread each, then raise the first error: a rank's own before PeerLost."""
+    """Run the calls at the same time, one thread each, then raise the first error: a rank's own
+    before PeerLost.
+    """
     results: list[T | None] = [None] * len(calls)
     errors: list[BaseException] = []
 
@@ -49,7 +51,9 @@ def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[
         except BaseException as error:  # handed on below
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    threads = [
+        threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -8,7 +8,8 @@ from itertools import count
 
 from moeserve.comm.cipher import SEALED_HEADER
 
-UP, DOWN = "to the listener", "to the connector"
+UP = "to the listener"
+DOWN = "to the connector"
 _GREETING = {UP: (40, 32), DOWN: (48, 1)}  # bytes: hello and proof; nonce with proof, and accepted
 Alter = Callable[[str, list[bytes]], Sequence[bytes]]
 
@@ -18,8 +19,8 @@ def untouched(way: str, frames: list[bytes]) -> Sequence[bytes]:
 
 
 class Relay:
-    """Takes connections at `address` to a listener at `target`. alter: what to pass on, from the way and all frames of
-    it so far, the last one being new."""
+    """Takes connections at `address` to a listener at `target`. alter: what to pass on, from the
+    way and all frames of it so far, the last one being new."""
 
     def __init__(self, target: str, alter: Alter = untouched) -> None:
         self._target = target
@@ -43,9 +44,13 @@ class Relay:
                 break
             except OSError:  # nobody listens yet
                 await asyncio.sleep(0.005)
-        await asyncio.gather(self._pass(UP, reader, their_writer), self._pass(DOWN, their_reader, writer))
+        await asyncio.gather(
+            self._pass(UP, reader, their_writer), self._pass(DOWN, their_reader, writer)
+        )
 
-    async def _pass(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         frames: list[bytes] = []
         try:
             for num_bytes in _GREETING[way]:

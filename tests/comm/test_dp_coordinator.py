@@ -1,4 +1,6 @@
-"""The vote over real sockets: threads and processes, deaths and silences, races of parking and waking."""
+"""The vote over real sockets: threads and processes, deaths and silences, races of parking and
+waking.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ async def coordinators_of(size: int, folder: Path, **changes: object) -> list[DP
 
 async def votes(coordinators: list[DPCoordinator], **fields: object) -> list[object]:
     rows = [Vote(epoch=1, **fields) for _ in coordinators]  # type: ignore[arg-type]
-    return await asyncio.gather(*(c.decide(v) for c, v in zip(coordinators, rows, strict=True)), return_exceptions=True)
+    return await asyncio.gather(
+        *(c.decide(v) for c, v in zip(coordinators, rows, strict=True)), return_exceptions=True
+    )
 
 
 def close(coordinators: list[DPCoordinator]) -> None:
@@ -49,8 +53,12 @@ def close(coordinators: list[DPCoordinator]) -> None:
 async def test_all_get_the_same_decision(size: int, tmp_path: Path) -> None:
     coordinators = await coordinators_of(size, tmp_path)
     for step in range(20):
-        rows = [Vote(step, 1, has_work=step % 3 == rank % 3, tokens=rank + step) for rank in range(size)]
-        decisions = await asyncio.gather(*(c.decide(v) for c, v in zip(coordinators, rows, strict=True)))
+        rows = [
+            Vote(step, 1, has_work=step % 3 == rank % 3, tokens=rank + step) for rank in range(size)
+        ]
+        decisions = await asyncio.gather(
+            *(c.decide(v) for c, v in zip(coordinators, rows, strict=True))
+        )
         assert decisions == [decisions[0]] * size
         agreed = decisions[0].agreed
         assert (agreed is not None) == any(row.has_work for row in rows)
@@ -64,12 +72,18 @@ async def test_any_engine_wakes_all_that_sleep_and_only_once(tmp_path: Path) -> 
     for waker in (3, 0, 1):
         step = (3, 0, 1).index(waker) * 2
         assert all(d.action is Action.PARK for d in await votes(coordinators, step=step))  # type: ignore[attr-defined]
-        sleeping = [asyncio.create_task(c.wait_woken()) for rank, c in enumerate(coordinators) if rank != waker]
+        sleeping = [
+            asyncio.create_task(c.wait_woken())
+            for rank, c in enumerate(coordinators)
+            if rank != waker
+        ]
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in sleeping)
         vote = asyncio.create_task(coordinators[waker].decide(Vote(step + 1, 1, has_work=True)))
         await asyncio.wait_for(asyncio.gather(*sleeping), 5.0)
-        assert all(coordinator.woken for rank, coordinator in enumerate(coordinators) if rank != waker)
+        assert all(
+            coordinator.woken for rank, coordinator in enumerate(coordinators) if rank != waker
+        )
         rest = [c.decide(Vote(step + 1, 1)) for rank, c in enumerate(coordinators) if rank != waker]
         assert all(d.action is Action.RUN for d in await asyncio.gather(vote, *rest))
         assert not any(coordinator.woken for coordinator in coordinators)
@@ -93,14 +107,21 @@ async def test_a_skew_is_told_to_all(tmp_path: Path) -> None:
     errors = await asyncio.gather(
         *(c.decide(v) for c, v in zip(coordinators, rows, strict=True)), return_exceptions=True
     )
-    assert all(isinstance(error, StepSkew) and "engine 2 in epoch 1, step 1" in str(error) for error in errors)
+    assert all(
+        isinstance(error, StepSkew) and "engine 2 in epoch 1, step 1" in str(error)
+        for error in errors
+    )
     close(coordinators)
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
-async def test_whoever_leaves_breaks_the_group_for_all_with_what_it_knew(gone: int, tmp_path: Path) -> None:
+async def test_whoever_leaves_breaks_the_group_for_all_with_what_it_knew(
+    gone: int, tmp_path: Path
+) -> None:
     coordinators = await coordinators_of(3, tmp_path)
-    waiting = [asyncio.create_task(c.decide(Vote(0, 1))) for r, c in enumerate(coordinators) if r != gone]
+    waiting = [
+        asyncio.create_task(c.decide(Vote(0, 1))) for r, c in enumerate(coordinators) if r != gone
+    ]
     await asyncio.sleep(0.01)
     coordinators[gone].close("the exchange broke", (1,))
     for error in await asyncio.gather(*waiting, return_exceptions=True):
@@ -120,7 +141,9 @@ async def test_a_silent_engine_is_named_after_the_deadline(silent: int, tmp_path
     coordinators = await coordinators_of(3, tmp_path, deadline_s=0.3)
     await votes(coordinators, step=0)
     began_s = time.monotonic()
-    waiting = [asyncio.create_task(c.decide(Vote(1, 1))) for r, c in enumerate(coordinators) if r != silent]
+    waiting = [
+        asyncio.create_task(c.decide(Vote(1, 1))) for r, c in enumerate(coordinators) if r != silent
+    ]
     for error in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(error, PeerLost)
         assert error.missing == (silent,)
@@ -139,7 +162,9 @@ async def test_a_group_that_sleeps_has_no_deadline(tmp_path: Path) -> None:
 
 async def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     members = [replace(one, deadline_s=0.3) for one in members_of(6, str(tmp_path), tp_size=2)]
-    errors = await asyncio.gather(open_coordinator(members[0]), open_coordinator(members[2]), return_exceptions=True)
+    errors = await asyncio.gather(
+        open_coordinator(members[0]), open_coordinator(members[2]), return_exceptions=True
+    )
     assert isinstance(errors[0], PeerLost)
     assert "engine 2 did not come" in str(errors[0])
     assert errors[0].missing == (4, 5)
@@ -152,7 +177,9 @@ async def test_who_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"token": "another"}, {"epoch": 2}])
-async def test_a_wrong_token_or_epoch_is_turned_away(change: dict[str, object], tmp_path: Path) -> None:
+async def test_a_wrong_token_or_epoch_is_turned_away(
+    change: dict[str, object], tmp_path: Path
+) -> None:
     members = members_of(2, str(tmp_path))
     leader = asyncio.create_task(open_coordinator(members[0]))
     with pytest.raises(PeerLost, match="another token or epoch"):
@@ -190,7 +217,8 @@ async def test_a_folder_that_is_not_there_is_a_clear_error(tmp_path: Path) -> No
 
 
 def on_hosts(size: int) -> list[Members]:
-    hosts, vote = tuple(f"host{r}" for r in range(size)), f"127.0.0.1:{free_port()}"
+    hosts = tuple(f"host{r}" for r in range(size))
+    vote = f"127.0.0.1:{free_port()}"
     return [replace(one, host_of=hosts, vote=vote, deadline_s=5.0) for one in members_of(size)]
 
 
@@ -211,7 +239,9 @@ async def test_several_hosts_meet_over_tcp() -> None:
 async def test_a_vote_that_was_altered_on_the_way_ends_the_group(forgery: str, way: str) -> None:
     leader, follower = on_hosts(2)
     async with Relay(leader.vote, once(forgery, way, 3)) as relay:
-        ours = await asyncio.gather(open_coordinator(leader), open_coordinator(replace(follower, vote=relay.address)))
+        ours = await asyncio.gather(
+            open_coordinator(leader), open_coordinator(replace(follower, vote=relay.address))
+        )
         outcomes: list[object] = []
         for step in range(4):
             outcomes += await votes(list(ours), step=step, has_work=True)
@@ -222,14 +252,19 @@ async def test_a_vote_that_was_altered_on_the_way_ends_the_group(forgery: str, w
     assert told is not None
     assert told.missing == ((1,) if way == UP else (0,))
     believed = [outcome.agreed for outcome in outcomes if isinstance(outcome, Decision)]
-    assert believed == [Agreed(step, 1, (0, 0), 0, False) for step in range(3) for _ in ours][: len(believed)]
+    assert (
+        believed
+        == [Agreed(step, 1, (0, 0), 0, False) for step in range(3) for _ in ours][: len(believed)]
+    )
     assert len(believed) < 7
 
 
 async def test_who_listens_on_the_way_does_not_read_votes() -> None:
     leader, follower = on_hosts(2)
     async with Relay(leader.vote) as relay:
-        ours = await asyncio.gather(open_coordinator(leader), open_coordinator(replace(follower, vote=relay.address)))
+        ours = await asyncio.gather(
+            open_coordinator(leader), open_coordinator(replace(follower, vote=relay.address))
+        )
         for step in range(2):
             await votes(list(ours), step=step, tokens=77, has_work=True)
         close(list(ours))
@@ -240,7 +275,10 @@ async def test_who_listens_on_the_way_does_not_read_votes() -> None:
 async def test_a_port_that_was_taken_meanwhile_is_no_end() -> None:
     leader, _ = on_hosts(2)
     port = int(leader.vote.rpartition(":")[2])
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(PeerLost, match=f"cannot listen at .*{port}"):
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(PeerLost, match=f"cannot listen at .*{port}"),
+    ):
         await open_coordinator(leader)
 
 
@@ -264,21 +302,29 @@ async def test_a_network_that_is_not_up_is_waited_for(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_parking_never_loses_a_wake_up(size: int, tmp_path: Path) -> None:
-    """Each thread is an engine with bursts of work at random moments, and votes only as the core does."""
+    """Each thread is an engine with bursts of work at random moments, and votes only as the core
+    does.
+    """
 
     async def engine(members: Members) -> list[int]:
         rng = random.Random(members.rank)
         coordinator = await open_coordinator(members)
-        ran, step, left, parked = [], 0, 120, False
+        ran = []
+        step = 0
+        left = 120
+        parked = False
         while True:
             works = left > 0 and rng.random() < 0.6
             if parked and not works and not coordinator.woken and left > 0:
                 try:
-                    await asyncio.wait_for(coordinator.wait_woken(), rng.choice([0.0, 0.0005, 0.002]))
+                    await asyncio.wait_for(
+                        coordinator.wait_woken(), rng.choice([0.0, 0.0005, 0.002])
+                    )
                 except TimeoutError:
                     continue
             decision = await coordinator.decide(Vote(step, 1, has_work=works, drained=left == 0))
-            step, left = step + 1, left - works
+            step = step + 1
+            left = left - works
             parked = decision.action is Action.PARK
             if decision.action is Action.STOP:
                 await asyncio.sleep(0.1)
@@ -336,7 +382,9 @@ def voters(size: int, folder: Path, deadline_s: float) -> list[subprocess.Popen[
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(("blow", "deadline_s"), [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 3.0)])
-def test_a_dead_or_stopped_process_is_named(victim: int, blow: int, deadline_s: float, tmp_path: Path) -> None:
+def test_a_dead_or_stopped_process_is_named(
+    victim: int, blow: int, deadline_s: float, tmp_path: Path
+) -> None:
     processes = voters(3, tmp_path, deadline_s)
     began_s = time.monotonic()
     processes[victim].send_signal(blow)

@@ -34,10 +34,13 @@ def numbers(*values: int) -> Tensor:
 
 def swap(mesh: Mesh, ubatch: int = 0, deadline_s: float | None = None) -> dict[int, Tensor]:
     """Everyone sends its rank to everyone, rank r in r + 1 bytes."""
-    me, size = mesh.members.rank, mesh.members.size
+    me = mesh.members.rank
+    size = mesh.members.size
     others = [rank for rank in range(size) if rank != me]
     taken = {rank: torch.zeros(size + 3, dtype=torch.uint8) for rank in others}
-    exchange = mesh.channel(ubatch).post(taken, {rank: numbers(*[me + 1] * (me + 1)) for rank in others})
+    exchange = mesh.channel(ubatch).post(
+        taken, {rank: numbers(*[me + 1] * (me + 1)) for rank in others}
+    )
     exchange.wait(deadline_s)
     return taken
 
@@ -83,8 +86,12 @@ def test_what_is_sent_first_lands_first() -> None:
 
     def run(mesh: Mesh) -> None:
         peer = 1 - mesh.members.rank
-        large, small = torch.zeros(size, dtype=torch.uint8), numbers(0)
-        receives = [mesh.channel(ubatch).expect([(peer, tensor)]) for ubatch, tensor in enumerate((large, small))]
+        large = torch.zeros(size, dtype=torch.uint8)
+        small = numbers(0)
+        receives = [
+            mesh.channel(ubatch).expect([(peer, tensor)])
+            for ubatch, tensor in enumerate((large, small))
+        ]
         swap(mesh)  # both are ready for both messages
         receives[0].send({peer: torch.ones(size, dtype=torch.uint8)}, lambda: None)
         receives[1].send({peer: numbers(1)}, lambda: None)
@@ -221,7 +228,10 @@ def test_ranks_that_differ_do_not_join() -> None:
             mesh.connect()
         return str(caught.value)
 
-    assert "has width 0, rank 1 has width 1" in together([lambda mesh=mesh: join(mesh) for mesh in meshes])[0]  # type: ignore[misc]
+    assert (
+        "has width 0, rank 1 has width 1"
+        in together([lambda mesh=mesh: join(mesh) for mesh in meshes])[0]
+    )  # type: ignore[misc]
 
 
 def test_loopback_is_no_address_for_several_machines() -> None:
@@ -282,9 +292,12 @@ def test_a_killed_process_is_named_at_once() -> None:
 
 @pytest.mark.parametrize("way", ["receives", "sends"])
 def test_a_process_killed_in_the_middle_of_a_message(way: str) -> None:
-    """Gloo wakes nobody then: the vote finds out, leaves, and begins the next epoch at the same store."""
+    """Gloo wakes nobody then: the vote finds out, leaves, and begins the next epoch at the same
+    store.
+    """
     members = members_of(2, deadline_s=20.0)
-    large, small = torch.zeros(LARGE, dtype=torch.uint8), numbers(0)
+    large = torch.zeros(LARGE, dtype=torch.uint8)
+    small = numbers(0)
     taken, sent = (large, small) if way == "receives" else (small, large)
     with other_rank(members[1], sends=len(taken), receives=len(sent)) as child:
         mesh = Mesh(members[0], 1, "test")

@@ -1,5 +1,5 @@
-"""What torch's NCCL is asked for, and what becomes of its errors. The collectives themselves run over Gloo in the
-tests of those who use them (tests/moe/contract, test_tensor.py)."""
+"""What torch's NCCL is asked for, and what becomes of its errors. The collectives themselves run
+over Gloo in the tests of those who use them (tests/moe/contract, test_tensor.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Nccl:
             self._timeout: Any = None
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        self.options, self.ranks = options, (rank, size)
+        self.options = options
+        self.ranks = (rank, size)
         self.aborted = threading.Event()
         self.error = "SUCCESS"
         self.device: Any = None
@@ -45,7 +46,9 @@ class Nccl:
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.device = device
         if self.broken:
-            while len(self.made) < self.ranks[1]:  # the first that fails must not end the others' way here
+            while (
+                len(self.made) < self.ranks[1]
+            ):  # the first that fails must not end the others' way here
                 time.sleep(0.01)
             raise RuntimeError(self.broken)
         if self.slow and not self.aborted.wait(10):
@@ -62,7 +65,9 @@ class Nccl:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Nccl]]:
     kind = type("Fake", (Nccl,), {"made": []})
-    monkeypatch.setattr(nccl, "dist", SimpleNamespace(ProcessGroupNCCL=kind, PrefixStore=dist.PrefixStore))
+    monkeypatch.setattr(
+        nccl, "dist", SimpleNamespace(ProcessGroupNCCL=kind, PrefixStore=dist.PrefixStore)
+    )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.delenv(HANDLING, raising=False)
     yield kind
@@ -70,7 +75,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Nccl]]:
 
 
 def connected(max_sms: int | None = None) -> list[DeviceMesh]:
-    meshes = [DeviceMesh(each, 2, "test", max_sms=max_sms) for each in members_of(2, deadline_s=7.0)]
+    meshes = [
+        DeviceMesh(each, 2, "test", max_sms=max_sms) for each in members_of(2, deadline_s=7.0)
+    ]
     together([mesh.connect for mesh in meshes])
     return meshes
 
@@ -95,7 +102,9 @@ def test_what_it_is_asked_for(max_sms: int | None, fake: type[Nccl]) -> None:
             mesh.check()
 
 
-def test_a_users_own_way_to_handle_errors_stays(fake: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_way_to_handle_errors_stays(
+    fake: type[Nccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(HANDLING, "1")
     for mesh in connected():
         mesh.close()
@@ -114,7 +123,9 @@ def test_what_came_from_a_peer_that_is_gone_is_not_believed(fake: type[Nccl]) ->
         one.leave()
 
 
-def test_a_loss_is_told_before_the_graphs_are_dropped(fake: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_told_before_the_graphs_are_dropped(
+    fake: type[Nccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Aborting waits for them, and leaving for aborting."""
     monkeypatch.setattr(nccl, "ABORT_S", 30.0)
     dropped, (mesh, other) = threading.Event(), connected()
@@ -124,7 +135,8 @@ def test_a_loss_is_told_before_the_graphs_are_dropped(fake: type[Nccl], monkeypa
         assert dropped.wait(30)
         group.aborted.set()
 
-    group.abort, group.error = abort, "TIMEOUT"
+    group.abort = abort
+    group.error = "TIMEOUT"
     began_s = time.monotonic()
     with pytest.raises(PeerLost, match="NCCL gave up on a rank: TIMEOUT"):
         mesh.check()

@@ -81,8 +81,11 @@ def test_several_messages_of_an_exchange_arrive_in_order() -> None:
     on_all(run, connected(*HOSTS))
 
 
-def test_only_what_leaves_the_machine_is_sealed_and_no_two_messages_are_alike(monkeypatch: Any) -> None:
-    outbox, seen = SealedExchange.outbox, []
+def test_only_what_leaves_the_machine_is_sealed_and_no_two_messages_are_alike(
+    monkeypatch: Any,
+) -> None:
+    outbox = SealedExchange.outbox
+    seen = []
 
     def listen(self: SealedExchange, peer: int, tensor: Tensor) -> Tensor:
         wire = outbox(self, peer, tensor)
@@ -121,8 +124,11 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_message_that_is_not_what_the_rank_sent_ends_the_group(forgery: str, monkeypatch: Any) -> None:
-    outbox, wires = SealedExchange.outbox, []
+def test_a_message_that_is_not_what_the_rank_sent_ends_the_group(
+    forgery: str, monkeypatch: Any
+) -> None:
+    outbox = SealedExchange.outbox
+    wires = []
 
     def forge(self: SealedExchange, peer: int, tensor: Tensor) -> Tensor:
         wire = outbox(self, peer, tensor)

@@ -1,4 +1,6 @@
-"""Connecting over Unix sockets, and the tensor-parallel gathers: ranks as threads, and as processes that die."""
+"""Connecting over Unix sockets, and the tensor-parallel gathers: ranks as threads, and as processes
+that die.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ needs_native = pytest.mark.skipif(native() is None, reason="the native module wa
 
 
 @contextmanager
-def engine(size: int, folder: Path, *, channels: int = 1, deadline_s: float = 10.0) -> Iterator[list[ShmTensor]]:
+def engine(
+    size: int, folder: Path, *, channels: int = 1, deadline_s: float = 10.0
+) -> Iterator[list[ShmTensor]]:
     tensors = [ShmTensor(rank, size, channels) for rank in range(size)]
     members = members_of(size, str(folder), tp_size=size, deadline_s=deadline_s)
     together([lambda t=t, m=m: t.join(m) for t, m in zip(tensors, members, strict=True)])
@@ -41,13 +45,17 @@ def engine(size: int, folder: Path, *, channels: int = 1, deadline_s: float = 10
 
 
 def part(rank: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(100 * rank + rows)).to(dtype)
+    return torch.randn(
+        rows, columns, generator=torch.Generator().manual_seed(100 * rank + rows)
+    ).to(dtype)
 
 
 @needs_native
 @pytest.mark.parametrize("part_bytes", [64, 1 << 20])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_gathers_are_torch_cat(size: int, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathers_are_torch_cat(
+    size: int, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shm, "GATHER_PART_BYTES", part_bytes)  # 64: several rounds
     cases = [(0, 3), (1, 1), (5, 3), (31, 8), (4, 0)]
 
@@ -57,7 +65,11 @@ def test_gathers_are_torch_cat(size: int, part_bytes: int, tmp_path: Path, monke
             for dtype in (torch.float32, torch.bfloat16):
                 found.append(tensor.gather_columns(part(tensor.rank, rows, columns, dtype), 0))
                 counts = [rows * r % 7 for r in range(size)]
-                found.append(tensor.gather_rows(part(tensor.rank, counts[tensor.rank], columns, dtype), counts, 0))
+                found.append(
+                    tensor.gather_rows(
+                        part(tensor.rank, counts[tensor.rank], columns, dtype), counts, 0
+                    )
+                )
         return found
 
     with engine(size, tmp_path) as tensors:
@@ -77,7 +89,9 @@ def test_channels_do_not_mix_and_strides_do_not_matter(tmp_path: Path) -> None:
         for n in range(50):
             x = torch.full((n % 5 + 1, 8), float(10 * channel + tensor.rank))[:, ::2]
             found = tensor.gather_columns(x, channel)
-            assert torch.equal(found, torch.cat([torch.full_like(x, 10 * channel + r) for r in range(2)], 1))
+            assert torch.equal(
+                found, torch.cat([torch.full_like(x, 10 * channel + r) for r in range(2)], 1)
+            )
 
     with engine(2, tmp_path, channels=2) as tensors:
         together([lambda t=t, c=c: run(t, c) for t in tensors for c in range(2)])
@@ -91,15 +105,23 @@ def test_a_rank_warms_up_alone() -> None:
 
 
 @needs_native
-def test_a_row_larger_than_a_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_larger_than_a_part_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shm, "GATHER_PART_BYTES", 8)
-    with engine(2, tmp_path) as (tensor, _), pytest.raises(ValueError, match="row of 12 bytes is larger than the 8"):
+    with (
+        engine(2, tmp_path) as (tensor, _),
+        pytest.raises(ValueError, match="row of 12 bytes is larger than the 8"),
+    ):
         tensor.gather_columns(torch.ones(1, 3), 0)
 
 
 @needs_native
 def test_shapes_that_differ_are_told(tmp_path: Path) -> None:
-    with engine(2, tmp_path) as tensors, pytest.raises(PeerLost, match=r"did gather of .* rows x .* where rank"):
+    with (
+        engine(2, tmp_path) as tensors,
+        pytest.raises(PeerLost, match=r"did gather of .* rows x .* where rank"),
+    ):
         together([lambda t=t: t.gather_columns(torch.ones(2 + t.rank, 3), 0) for t in tensors])
 
 
@@ -206,9 +228,12 @@ def gather_for_ever(tensor: ShmTensor) -> None:
 
 @needs_native
 @pytest.mark.parametrize(
-    ("sent", "message", "deadline_s"), [(signal.SIGKILL, "gone", 30.0), (signal.SIGSTOP, "silent", 1.0)]
+    ("sent", "message", "deadline_s"),
+    [(signal.SIGKILL, "gone", 30.0), (signal.SIGSTOP, "silent", 1.0)],
 )
-def test_a_process_that_dies_or_stops(sent: signal.Signals, message: str, deadline_s: float, tmp_path: Path) -> None:
+def test_a_process_that_dies_or_stops(
+    sent: signal.Signals, message: str, deadline_s: float, tmp_path: Path
+) -> None:
     peer = Program(PEER, str(tmp_path), "1", "2")
     tensor = ShmTensor(0, 2)
     try:
@@ -240,7 +265,8 @@ def test_the_other_end_of_a_process_hears_a_goodbye(tmp_path: Path) -> None:
 def test_memory_that_is_too_small_is_refused_and_nothing_stays_open() -> None:
     module = shm.module()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    small, own = module.Region(4096), module.Region(8192)
+    small = module.Region(4096)
+    own = module.Region(8192)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(RuntimeError, match=r"has 4096 bytes .* expected 8192"):
         module.Channel(0, [0, 1], 0, [-1, ours.detach()], own, [-1, os.dup(small.fd)])
@@ -248,7 +274,9 @@ def test_memory_that_is_too_small_is_refused_and_nothing_stays_open() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_without_native_code_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_native_code_the_message_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shm, "native", lambda: None)
     with pytest.raises(ConfigError, match="--all2all torch"):
         ShmTensor(0, 2).join(members_of(2, str(tmp_path), tp_size=2)[0])

@@ -1,4 +1,6 @@
-"""The store: what is set reaches all, strangers and DNS have no part in it, and what was altered is not believed."""
+"""The store: what is set reaches all, strangers and DNS have no part in it, and what was altered is
+not believed.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_who_does_not_know_the_token_is_not_let_in_and_hears_nothing() -> None:
             assert stranger.recv(100) == b""
         with closing(MembersStore(replace(members[1], token="another"))) as other:
             other.set("forged", b"")
-            with pytest.raises(PeerLost, match=r"did not open the store .*another token or epoch") as caught:
+            with pytest.raises(
+                PeerLost, match=r"did not open the store .*another token or epoch"
+            ) as caught:
                 other.get("secret key")
             assert caught.value.missing == (0,)
         with closing(MembersStore(members[1])) as second:
@@ -97,7 +101,10 @@ def test_who_does_not_know_the_token_is_not_let_in_and_hears_nothing() -> None:
 
 def behind(relay: Relay, members: list[Members]) -> list[Members]:
     """Rank 0 listens where it says, the others go through the relay."""
-    return [replace(one, store=relay.address, host_of=("a", "b")) if one.rank else one for one in members]
+    return [
+        replace(one, store=relay.address, host_of=("a", "b")) if one.rank else one
+        for one in members
+    ]
 
 
 async def test_who_listens_on_the_way_reads_neither_keys_nor_values() -> None:
@@ -112,7 +119,9 @@ async def test_who_listens_on_the_way_reads_neither_keys_nor_values() -> None:
 
 @pytest.mark.parametrize("way", [UP, DOWN])
 @pytest.mark.parametrize("forgery", FORGERIES)
-async def test_a_message_that_is_not_what_the_rank_sent_ends_the_meeting(forgery: str, way: str) -> None:
+async def test_a_message_that_is_not_what_the_rank_sent_ends_the_meeting(
+    forgery: str, way: str
+) -> None:
     members = members_of(2)
     async with Relay(members[0].store, once(forgery, way, 2)) as relay:
         with stores_of(behind(relay, members)) as stores:
@@ -148,12 +157,16 @@ exec {python} -m tests.comm.test_store
 
 
 def test_no_name_is_asked_for(tmp_path: Path) -> None:
-    """Two machines with an address that has no name, and a DNS server that hears what is asked and never answers."""
+    """Two machines with an address that has no name, and a DNS server that hears what is asked and
+    never answers.
+    """
     resolver = tmp_path / "resolv.conf"
     resolver.write_text("nameserver 127.0.0.1\n")
     script = NAMELESS.format(resolver=resolver, python=sys.executable)
     command = ["unshare", "--net", "--mount", "bash", "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     if "Operation not permitted" in done.stderr or "Permission denied" in done.stderr:
         pytest.skip("this user may not make a network namespace")
     assert done.stdout == "met, and asked 0 names\n", done.stderr
@@ -163,7 +176,9 @@ def _meet_without_names() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as dns:
         dns.bind(("127.0.0.1", 53))
         dns.setblocking(False)
-        members = [replace(one, store="10.9.0.1:29600", host_of=("a", "b")) for one in members_of(2)]
+        members = [
+            replace(one, store="10.9.0.1:29600", host_of=("a", "b")) for one in members_of(2)
+        ]
         meshes = [Mesh(one, 1, "test") for one in members]
         together([mesh.connect for mesh in meshes])
         for mesh in meshes:

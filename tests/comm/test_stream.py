@@ -75,7 +75,12 @@ async def test_each_expected_peer_is_let_in_once_and_nobody_else(tmp_path: Path)
     with closing(StreamListener(path, "token", 3, [Peer(1), Peer(2, 1)])) as listener:
         assert os.stat(path).st_mode & 0o777 == 0o600
         first = await connect(path, "token", 3, Peer(1))
-        wrong = [("other", 3, Peer(2, 1)), ("token", 4, Peer(2, 1)), ("token", 3, Peer(1)), ("token", 3, Peer(2))]
+        wrong = [
+            ("other", 3, Peer(2, 1)),
+            ("token", 4, Peer(2, 1)),
+            ("token", 3, Peer(1)),
+            ("token", 3, Peer(2)),
+        ]
         for token, epoch, peer in wrong:
             with pytest.raises(ConnectionError, match=rf"epoch {epoch} .*another token or epoch"):
                 await connect(path, token, epoch, peer)
@@ -107,18 +112,27 @@ async def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Pa
         await asyncio.wait_for(ended.wait(), 15)
 
 
-async def test_a_stranger_that_says_nothing_is_dropped_when_the_listener_closes(tmp_path: Path) -> None:
+async def test_a_stranger_that_says_nothing_is_dropped_when_the_listener_closes(
+    tmp_path: Path,
+) -> None:
     path = str(tmp_path / "s")
-    with closing(StreamListener(path, "token", 1, [Peer(1)])), socket.socket(socket.AF_UNIX) as stranger:
+    with (
+        closing(StreamListener(path, "token", 1, [Peer(1)])),
+        socket.socket(socket.AF_UNIX) as stranger,
+    ):
         stranger.connect(path)
         await asyncio.sleep(0.02)
-    with socket.socket(socket.AF_UNIX) as stranger, pytest.raises(OSError, match=r"No such file|refused"):
+    with (
+        socket.socket(socket.AF_UNIX) as stranger,
+        pytest.raises(OSError, match=r"No such file|refused"),
+    ):
         stranger.connect(path)
 
 
 async def test_every_flipped_bit_is_noticed_at_once() -> None:
     """Between machines, of the length as well: nothing waits for bytes that do not come."""
-    keys, loop = (bytes(range(32)), bytes(32)), asyncio.get_running_loop()
+    keys = (bytes(range(32)), bytes(32))
+    loop = asyncio.get_running_loop()
     original = Cipher(keys[1]).seal(frame(Text("a vote"))[HEADER.size :])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for bit in range(-1, 8 * len(original)):
@@ -129,7 +143,9 @@ async def test_every_flipped_bit_is_noticed_at_once() -> None:
             with socket.create_connection(listener.getsockname()) as raw:
                 ours = listener.accept()[0]
                 ours.setblocking(False)
-                link = AsyncStream[Text](KeyedSocket(ours, keys), Text, outcome.set_result, outcome.set_result)
+                link = AsyncStream[Text](
+                    KeyedSocket(ours, keys), Text, outcome.set_result, outcome.set_result
+                )
                 raw.sendall(altered)
                 said = await asyncio.wait_for(outcome, 1.0)
                 link.close()
@@ -148,7 +164,9 @@ def pair() -> tuple[BlockingStream[Text], BlockingStream[Text], socket.socket]:
 def test_threads_send_whole_messages_and_the_end_is_noticed() -> None:
     a, b, _ = pair()
     long = "x" * 300_000
-    threads = [threading.Thread(target=lambda: [a.send(Text(long)) for _ in range(5)]) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: [a.send(Text(long)) for _ in range(5)]) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     assert [b.receive() for _ in range(15)] == [Text(long)] * 15

@@ -1,4 +1,6 @@
-"""What is between symmetric memory and CUDA, on a runtime that is made up: the calls, and what their errors say."""
+"""What is between symmetric memory and CUDA, on a runtime that is made up: the calls, and what
+their errors say.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Runtime:
             elif name == "cudaIpcGetMemHandle":
                 ctypes.memmove(arguments[0]._obj.bytes, arguments[1].to_bytes(8, "little"), 8)
             elif name == "cudaIpcOpenMemHandle":
-                arguments[0]._obj.value = int.from_bytes(bytes(arguments[1].bytes)[:8], "little") + 1
+                arguments[0]._obj.value = (
+                    int.from_bytes(bytes(arguments[1].bytes)[:8], "little") + 1
+                )
             return self.codes.get(name, 0)
 
         vars(self)[name] = call
@@ -48,13 +52,17 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """Two GPUs, of which this process uses the first; neither reaches the other."""
     found = Runtime()
     monkeypatch.setattr(cudart.ctypes, "CDLL", lambda name: found)
-    monkeypatch.setattr(cudart, "tensor_at", lambda address, size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(
+        cudart, "tensor_at", lambda address, size, device: torch.empty(size, dtype=torch.uint8)
+    )
     gpus = {
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: found.log.append(("synchronize",)),
         "current_device": lambda: 0,
         "device_count": lambda: 2,
-        "get_device_properties": lambda i: SimpleNamespace(uuid=f"gpu{i if isinstance(i, int) else 0}"),
+        "get_device_properties": lambda i: SimpleNamespace(
+            uuid=f"gpu{i if isinstance(i, int) else 0}"
+        ),
         "can_device_access_peer": lambda here, there: False,
     }
     for name, call in gpus.items():
@@ -80,9 +88,17 @@ def test_memory_is_made_once_and_opened_by_others(runtime: Runtime) -> None:
 @pytest.mark.parametrize(
     ("gpu", "failing", "why"),
     [
-        ("gpu1", "", r"GPU 0 cannot reach the memory of GPU 1 \(rank 3\): .* use --all2all deepep_v2"),
+        (
+            "gpu1",
+            "",
+            r"GPU 0 cannot reach the memory of GPU 1 \(rank 3\): .* use --all2all deepep_v2",
+        ),
         ("gpu7", "", "GPU gpu7 of rank 3 is hidden from this rank; .* CUDA_VISIBLE_DEVICES"),
-        ("gpu0", "cudaIpcOpenMemHandle", r"cudaIpcOpenMemHandle: no luck \(CUDA error 2\); rank 3's memory"),
+        (
+            "gpu0",
+            "cudaIpcOpenMemHandle",
+            r"cudaIpcOpenMemHandle: no luck \(CUDA error 2\); rank 3's memory",
+        ),
         ("gpu0", "cudaIpcGetMemHandle", "lends no device memory between processes"),
         ("gpu0", "cudaMalloc", "2 MiB are asked for; lower --memory-utilization"),
     ],

@@ -1,4 +1,6 @@
-"""Gathers between the ranks of an engine: what arrives, what need not travel, and what happens when a rank goes."""
+"""Gathers between the ranks of an engine: what arrives, what need not travel, and what happens when
+a rank goes.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,23 @@ EVERY_KIND = pytest.mark.parametrize("kind", [GlooTensor, DeviceTensor])
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """engine(size, first=0, channels=1): the joined ranks of one engine, which is the `first / size`-th of two."""
+    """engine(size, first=0, channels=1): the joined ranks of one engine, which is the `first /
+    size`-th of two.
+    """
     made: Engine = []
     fake_nccl.use(monkeypatch)
 
     def make(
-        size: int, kind: Kind = GlooTensor, *, first: int = 0, channels: int = 1, deadline_s: float = 20.0
+        size: int,
+        kind: Kind = GlooTensor,
+        *,
+        first: int = 0,
+        channels: int = 1,
+        deadline_s: float = 20.0,
     ) -> Engine:
-        members = members_of(2 * size, str(tmp_path), tp_size=size, deadline_s=deadline_s)[first : first + size]
+        members = members_of(2 * size, str(tmp_path), tp_size=size, deadline_s=deadline_s)[
+            first : first + size
+        ]
         ranks: Engine = [kind(rank, size, channels) for rank in range(size)]
         together([functools.partial(rank.join, m) for rank, m in zip(ranks, members, strict=True)])
         made.extend(ranks)
@@ -52,19 +63,25 @@ def each(ranks: Engine, call: Callable[[TensorParallel], Any]) -> list[Any]:
 @EVERY_KIND
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [2, 3])
-def test_columns_in_rank_order(size: int, dtype: torch.dtype, kind: Kind, engine: Callable[..., Engine]) -> None:
+def test_columns_in_rank_order(
+    size: int, dtype: torch.dtype, kind: Kind, engine: Callable[..., Engine]
+) -> None:
     ranks = engine(size, kind)
     for rows, columns in ((1, 1), (1, 7), (5, 3), (0, 4), (3, 0), (257, 1000)):
         whole = torch.randn(rows, size * columns).to(dtype)
         parts = [whole[:, rank * columns : (rank + 1) * columns] for rank in range(size)]
-        for found in together([functools.partial(tp.gather_columns, parts[tp.rank], 0) for tp in ranks]):
+        for found in together(
+            [functools.partial(tp.gather_columns, parts[tp.rank], 0) for tp in ranks]
+        ):
             assert found.is_contiguous()
             assert torch.equal(found, whole)
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("counts", [(2, 2, 1), (1, 0, 0), (0, 0, 0), (0, 5, 1), (300, 300, 299)])
-def test_rows_of_uneven_counts(counts: tuple[int, ...], kind: Kind, engine: Callable[..., Engine]) -> None:
+def test_rows_of_uneven_counts(
+    counts: tuple[int, ...], kind: Kind, engine: Callable[..., Engine]
+) -> None:
     ranks = engine(3, kind)
     whole = torch.randn(sum(counts), 9).bfloat16()
     for found in each(ranks, lambda tp: tp.gather_rows(whole.split(counts)[tp.rank], counts, 0)):
@@ -129,7 +146,9 @@ def lost(call: Callable[[], Tensor]) -> PeerLost:
 
 @EVERY_KIND
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_leaving_wakes_who_waits_here_and_at_the_peer(leaver: int, kind: Kind, engine: Callable[..., Engine]) -> None:
+def test_leaving_wakes_who_waits_here_and_at_the_peer(
+    leaver: int, kind: Kind, engine: Callable[..., Engine]
+) -> None:
     """Rank 0 waits for rank 1, which never calls; either of them leaves."""
     ranks = engine(2, kind, first=2)
     x = torch.ones(2, 2)
@@ -156,7 +175,9 @@ def test_join_again_after_a_loss(tmp_path: Path) -> None:
         folder.mkdir()
         members = members_of(2, str(folder), tp_size=2, epoch=epoch)
         together([functools.partial(tp.join, m) for tp, m in zip(ranks, members, strict=True)])
-        found = together([lambda tp=tp: tp.gather_columns(torch.full((1, 1), float(tp.rank)), 0) for tp in ranks])  # type: ignore[misc]
+        found = together(
+            [lambda tp=tp: tp.gather_columns(torch.full((1, 1), float(tp.rank)), 0) for tp in ranks]
+        )  # type: ignore[misc]
         assert all(part.tolist() == [[0.0, 1.0]] for part in found)
         ranks[1].leave()
         lost(lambda: ranks[0].gather_columns(torch.ones(1, 1), 0))

@@ -1,12 +1,15 @@
-"""A model of hashes that reads and writes K/V through block tables exactly as a real one, and its plain oracle.
+"""A model of hashes that reads and writes K/V through block tables exactly as a real one, and its
+plain oracle.
 
-Layer g belongs to KV group g. The KV entry of a position is a hash of the layer's input there; a layer's output is a
-hash of all entries that its group lets the position see. So a token depends on every entry ever read: one wrong block,
-one block reused too early, one missing copy, and the tokens differ from `oracle`, which knows no blocks at all.
+Layer g belongs to KV group g. The KV entry of a position is a hash of the layer's input there; a
+layer's output is a hash of all entries that its group lets the position see. So a token depends on
+every entry ever read: one wrong block, one block reused too early, one missing copy, and the tokens
+differ from `oracle`, which knows no blocks at all.
 
-A recurrent layer's block has an entry per token and the state at the border of each of its tiles: a hash of the state
-at the border before and of the sum of the entries between them. An output is a hash of the state at the border of its
-tile and of the sum of the tile's entries so far. What is read that is in no block must come from the same row.
+A recurrent layer's block has an entry per token and the state at the border of each of its tiles: a
+hash of the state at the border before and of the sum of the entries between them. An output is a
+hash of the state at the border of its tile and of the sum of the tile's entries so far. What is
+read that is in no block must come from the same row.
 """
 
 from __future__ import annotations
@@ -68,13 +71,17 @@ def states(groups: tuple[KVGroup, ...], tokens: list[int]) -> U64:
 
 def layers(groups: tuple[KVGroup, ...], tokens: list[int]) -> tuple[U64, list[U64]]:
     """The last layer's outputs, and the full blocks of every layer."""
-    values, blocks = first_input(np.array(tokens, np.int32)), []
+    values = first_input(np.array(tokens, np.int32))
+    blocks = []
     for group in groups:
         entries = kv_entry(values, positions(0, len(tokens)))
-        full, size = len(tokens) // group.block_size, group.block_size
+        full = len(tokens) // group.block_size
+        size = group.block_size
         content = entries[: full * size].reshape(-1, size)
         if group.rule.tile is not None:
-            tile, borders, parts = group.rule.tile, [np.zeros(1, np.uint64)], []
+            tile = group.rule.tile
+            borders = [np.zeros(1, np.uint64)]
+            parts = []
             for at in range(0, len(tokens), tile):
                 sums = np.cumsum(entries[at : at + tile])
                 parts.append(mix(borders[-1] + sums))
@@ -94,7 +101,8 @@ def oracle(
     groups: tuple[KVGroup, ...], prompt: list[int], sampling: TokenSampling, max_len: int
 ) -> tuple[list[int], str]:
     """What a request must produce, one token after the other, and how it ends."""
-    tokens, output = list(prompt), []
+    tokens = list(prompt)
+    output = []
     while True:
         token = pick(states(groups, tokens)[-1], sampling.seed)
         tokens.append(token)
@@ -111,10 +119,18 @@ class FakeModelRunner:
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
         self.groups = groups
         self.block_size = limits.block_size
-        pools = (limits.num_blocks, limits.num_store_blocks), (limits.num_states, limits.num_store_states)
-        widths = [group.block_size + group.block_size // (group.rule.tile or 2**31) for group in groups]
+        pools = (
+            (limits.num_blocks, limits.num_store_blocks),
+            (limits.num_states, limits.num_store_states),
+        )
+        widths = [
+            group.block_size + group.block_size // (group.rule.tile or 2**31) for group in groups
+        ]
         self.kv, self.host_blocks = (
-            [np.full((pools[g.pool][i], w), _GARBAGE, np.uint64) for g, w in zip(groups, widths, strict=True)]
+            [
+                np.full((pools[g.pool][i], w), _GARBAGE, np.uint64)
+                for g, w in zip(groups, widths, strict=True)
+            ]
             for i in range(2)
         )
         max_blocks = -(-limits.max_model_len // limits.block_size)
@@ -139,14 +155,19 @@ class FakeModelRunner:
     def spoil(self, slot: int, where: NDArray[np.int64]) -> None:
         """Overwrites what a step writes at these positions."""
         for g, group in enumerate(self.groups):
-            blocks, places = self.tables[g, slot, where // self.block_size], where % self.block_size
+            blocks = self.tables[g, slot, where // self.block_size]
+            places = where % self.block_size
             self.kv[g][blocks, places] = 666
             if group.rule.tile is not None:
                 begins = where % group.rule.tile == 0
-                self.kv[g][blocks[begins], self.block_size + places[begins] // group.rule.tile] = 666
+                self.kv[g][blocks[begins], self.block_size + places[begins] // group.rule.tile] = (
+                    666
+                )
 
     def start_over(self) -> None:
-        """Forgets the plans that nobody waits for any more; some of them may have run, and some not."""
+        """Forgets the plans that nobody waits for any more; some of them may have run, and some
+        not.
+        """
         self.todo.clear()
         self.done.clear()
 
@@ -157,11 +178,15 @@ class FakeModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._apply(plan)
-        rows = list(zip(plan.slots_R.tolist(), plan.starts_R.tolist(), plan.counts_R.tolist(), strict=True))
+        rows = list(
+            zip(plan.slots_R.tolist(), plan.starts_R.tolist(), plan.counts_R.tolist(), strict=True)
+        )
         values = []
         for slot, start, count in rows:
             tokens = self.tokens[slot, start : start + count]
-            assert (tokens >= 0).all(), f"slot {slot} reads tokens {start}..{start + count} before they exist"
+            assert (tokens >= 0).all(), (
+                f"slot {slot} reads tokens {start}..{start + count} before they exist"
+            )
             values.append(first_input(tokens))
         for g, group in enumerate(self.groups):
             self._check_writes(g, rows)
@@ -198,7 +223,9 @@ class FakeModelRunner:
             self.tables[g, diff.slots_N, diff.indices_N] = diff.blocks_N
         if plan.num_drafts_R is not None:
             ends_R = plan.starts_R + plan.counts_R
-            for slot, end, k in zip(plan.slots_R.tolist(), ends_R.tolist(), plan.num_drafts_R.tolist(), strict=True):
+            for slot, end, k in zip(
+                plan.slots_R.tolist(), ends_R.tolist(), plan.num_drafts_R.tolist(), strict=True
+            ):
                 self.tokens[slot, end - k : end] = self.drafts[slot][:k] if k else []
 
     def _check_writes(self, g: int, rows: list[tuple[int, int, int]]) -> None:
@@ -208,7 +235,9 @@ class FakeModelRunner:
             blocks = self.tables[g, slot, where // self.block_size]
             assert (blocks >= 0).all(), f"slot {slot} has no table entry"
             places = {
-                place for place in zip(blocks.tolist(), (where % self.block_size).tolist(), strict=True) if place[0]
+                place
+                for place in zip(blocks.tolist(), (where % self.block_size).tolist(), strict=True)
+                if place[0]
             }
             assert not places & written, "two rows write one KV entry in the same step"
             written |= places
@@ -220,22 +249,34 @@ class FakeModelRunner:
             assert (blocks > 0).all(), f"slot {slot} writes K/V to no block"
             self.kv[g][blocks, where % self.block_size] = kv_entry(value, where.astype(np.uint64))
 
-    def _recur(self, g: int, tile: int, before: U64, slot: int, start: int, count: int, value: U64) -> U64:
+    def _recur(
+        self, g: int, tile: int, before: U64, slot: int, start: int, count: int, value: U64
+    ) -> U64:
         """before: the blocks' content when the step began."""
-        kv, size, end = self.kv[g], self.block_size, start + count
-        entries, out = kv_entry(value, positions(start, end)), []
-        border, rows = np.zeros(1, np.uint64), np.zeros(0, np.uint64)  # of the tile before
+        kv = self.kv[g]
+        size = self.block_size
+        end = start + count
+        entries = kv_entry(value, positions(start, end))
+        out = []
+        # of the tile before
+        border = np.zeros(1, np.uint64)
+        rows = np.zeros(0, np.uint64)
         for at in range(start // tile * tile, end, tile):
-            first, last = max(at, start), min(at + tile, end)
-            block, place = int(self.tables[g, slot, at // size]), at % size
+            first = max(at, start)
+            last = min(at + tile, end)
+            block = int(self.tables[g, slot, at // size])
+            place = at % size
             if first > at:
                 assert block > 0, f"slot {slot} goes on with a tile that is nowhere"
-                border, rows = before[block, size + place // tile, None], before[block, place : place + first - at]
+                border = before[block, size + place // tile, None]
+                rows = before[block, place : place + first - at]
             else:
                 if first == start and at:
-                    other, there = int(self.tables[g, slot, (at - 1) // size]), (at - tile) % size
+                    other = int(self.tables[g, slot, (at - 1) // size])
+                    there = (at - tile) % size
                     assert other > 0, f"slot {slot} begins behind a tile that is nowhere"
-                    border, rows = before[other, size + there // tile, None], before[other, there : there + tile]
+                    border = before[other, size + there // tile, None]
+                    rows = before[other, there : there + tile]
                 border = mix(border + rows.sum(dtype=np.uint64) + ONE) if at else border
                 rows = np.zeros(0, np.uint64)
                 if block:
@@ -258,7 +299,9 @@ class FakeModelRunner:
         firsts = np.array([first_seen(group, p) for p in ends])
         return mix(sums[ends + 1 - first] - sums[firsts - first])
 
-    def _sample(self, plan: StepPlan, rows: list[tuple[int, int, int]], values: list[U64]) -> StepResult:
+    def _sample(
+        self, plan: StepPlan, rows: list[tuple[int, int, int]], values: list[U64]
+    ) -> StepResult:
         result = StepResult(plan.step, np.zeros(0, np.int32))
         drafts_R = np.zeros(len(rows), np.int32) if plan.num_drafts_R is None else plan.num_drafts_R
         kept_S: list[list[int]] = []
@@ -266,7 +309,8 @@ class FakeModelRunner:
         for (slot, start, count), value, samples, k in zip(
             rows, values, plan.samples_R, drafts_R.tolist(), strict=True
         ):
-            sampling, end = self.sampling[slot], start + count
+            sampling = self.sampling[slot]
+            end = start + count
             if sampling.prompt_logprobs is not None and start + 1 < self.num_prompt[slot]:
                 scored = range(start + 1, min(end + 1, self.num_prompt[slot]))
                 scores = [score(value[p - 1 - start], int(self.tokens[slot, p])) for p in scored]
@@ -277,7 +321,9 @@ class FakeModelRunner:
             for at in range(end - k, end + 1):  # the positions of the new tokens
                 kept.append(pick(value[at - 1 - start], sampling.seed))
                 if sampling.logprobs is not None:
-                    result.logprobs.setdefault(slot, []).append(score(value[at - 1 - start], kept[-1]))
+                    result.logprobs.setdefault(slot, []).append(
+                        score(value[at - 1 - start], kept[-1])
+                    )
                 if at < end and kept[-1] != self.tokens[slot, at]:
                     break
             if self.tokens[slot, 0] == POISON:
@@ -291,7 +337,9 @@ class FakeModelRunner:
         return replace(
             result,
             tokens_N=np.array([token for kept in kept_S for token in kept], np.int32),
-            counts_S=None if plan.num_drafts_R is None else np.array([len(kept) for kept in kept_S], np.int32),
+            counts_S=None
+            if plan.num_drafts_R is None
+            else np.array([len(kept) for kept in kept_S], np.int32),
             drafts_S=np.array(drafts_S, np.int32) if self.num_drafts else None,
         )
 

@@ -1,5 +1,6 @@
-"""Several engines on one loop: real cores and real DP coordinators around models whose steps need all ranks, as a real
-exchange does, and which break off in the middle of a step when the test says so."""
+"""Several engines on one loop: real cores and real DP coordinators around models whose steps need
+all ranks, as a real exchange does, and which break off in the middle of a step when the test says
+so."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ from tests.engine.harness import EOS, FULL, limits_of, submit_of
 
 
 class Exchange:
-    """The collectives of one epoch: a step ends on a rank once all have started it, and all must agree about it."""
+    """The collectives of one epoch: a step ends on a rank once all have started it, and all must
+    agree about it.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -63,18 +66,24 @@ class Exchange:
         self._change()
 
     def _change(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        self._changed = asyncio.Event()
         changed.set()
 
 
 class GroupModel:
-    """A GroupRunner around the fake model. A step that fails has applied its tables and spoiled its KV entries."""
+    """A GroupRunner around the fake model. A step that fails has applied its tables and spoiled its
+    KV entries.
+    """
 
     on_placed: Callable[[Placed], None] | None = None
     overtaken = False
-    ahead = False  # whether a step begins before the one before it is over, so that both fail, and both spoil
+    # whether a step begins before the one before it is over, so that both fail, and both spoil
+    ahead = False
 
-    def __init__(self, limits: Limits, rank: int, exchanges: dict[int, Exchange], rng: random.Random) -> None:
+    def __init__(
+        self, limits: Limits, rank: int, exchanges: dict[int, Exchange], rng: random.Random
+    ) -> None:
         self.model = FakeModelRunner(limits, FULL)
         self.rank = rank
         self.exchanges = exchanges
@@ -93,12 +102,15 @@ class GroupModel:
         self._last.add_done_callback(lambda task: task.cancelled() or task.exception())
         return Step(self._last)
 
-    async def _run(self, plan: StepPlan, before: asyncio.Task[StepResult] | None, began: Exchange | None) -> StepResult:
+    async def _run(
+        self, plan: StepPlan, before: asyncio.Task[StepResult] | None, began: Exchange | None
+    ) -> StepResult:
         if before is not None:
             await asyncio.wait({before})
         if self.failing is not None:
             raise self.failing
-        exchange, agreed = self.exchange, plan.agreed
+        exchange = self.exchange
+        agreed = plan.agreed
         if exchange is None or exchange.broken:
             if self.ahead and began is not None:
                 self._execute(plan, spoil=True)
@@ -122,7 +134,9 @@ class GroupModel:
         return self._execute(plan)
 
     def _execute(self, plan: StepPlan, spoil: bool = False) -> StepResult:
-        if plan.step == self._moved:  # its blocks were saved at the first attempt; now they hold other things
+        if (
+            plan.step == self._moved
+        ):  # its blocks were saved at the first attempt; now they hold other things
             plan = _without_stores(plan)
         elif plan.step >= 0:
             self._moved = plan.step
@@ -132,14 +146,17 @@ class GroupModel:
             self.model.tokens = np.where(tokens >= 0, tokens, self.model.tokens)
             for slot, start, count in zip(plan.slots_R, plan.starts_R, plan.counts_R, strict=True):
                 if plan.samples_R[plan.slots_R.tolist().index(slot)]:
-                    self.model.tokens[slot, start + count] = 3 if self.ahead else -1  # a wrong one, or none
+                    self.model.tokens[slot, start + count] = (
+                        3 if self.ahead else -1
+                    )  # a wrong one, or none
                 where = np.arange(start, start + count)
                 self.model.spoil(int(slot), where)
         return result
 
     async def join(self, join: Join) -> None:
         self.exchange = self.exchanges.setdefault(join.epoch, Exchange(len(join.hosts)))
-        self.seen, self.overtaken = [], False
+        self.seen = []
+        self.overtaken = False
 
     async def leave(self) -> None:
         if self.exchange is not None:
@@ -184,7 +201,9 @@ class Engine:
         self.out: list[EngineOut] = []
         self.scheduler = Scheduler(group.limits, FULL, eos_ids=(EOS,), vocab_size=VOCAB)
         self.runner = GroupModel(group.limits, rank, group.exchanges, group.rng)
-        self.core = GroupCore(self.scheduler, self.runner, self.inbox, self._hear, partial(form, self.runner))
+        self.core = GroupCore(
+            self.scheduler, self.runner, self.inbox, self._hear, partial(form, self.runner)
+        )
         self.task = asyncio.create_task(self.core.run())
         self.dead = False
 
@@ -201,7 +220,9 @@ class Engine:
 
 
 class Group:
-    """The front end's part: numbers epochs, sends every engine its Join, submits again what a dead engine owned."""
+    """The front end's part: numbers epochs, sends every engine its Join, submits again what a dead
+    engine owned.
+    """
 
     def __init__(self, size: int, rng: random.Random | None = None, **limits: int | bool) -> None:
         self.size = size
@@ -259,7 +280,9 @@ class Group:
                 self.send_joins()
         elif isinstance(msg, StepOutput):
             rids = np.frombuffer(msg.rids, "<i8").tolist()
-            for rid, token, finish in zip(rids, np.frombuffer(msg.tokens, "<i4").tolist(), msg.finish, strict=True):
+            for rid, token, finish in zip(
+                rids, np.frombuffer(msg.tokens, "<i4").tolist(), msg.finish, strict=True
+            ):
                 answer = self.answers[rid]
                 assert not answer.finish, f"request {rid} goes on after its end"
                 assert answer.rank == rank
@@ -296,10 +319,15 @@ class Group:
         raise AssertionError(f"never happened: {what}; {self.states()}")
 
     def states(self) -> list[object]:
-        return [(e.rank, e.core._coordinator is not None, e.core.busy, len(e.core._in_flight)) for e in self.engines]
+        return [
+            (e.rank, e.core._coordinator is not None, e.core.busy, len(e.core._in_flight))
+            for e in self.engines
+        ]
 
     async def all_answered(self) -> None:
-        await self.until(lambda: all(answer.finish for answer in self.answers.values()), "all answers")
+        await self.until(
+            lambda: all(answer.finish for answer in self.answers.values()), "all answers"
+        )
 
     async def drained(self, deadline_s: float = 20.0) -> None:
         self.rejoins = False

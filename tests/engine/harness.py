@@ -1,4 +1,6 @@
-"""Drives a scheduler and the fake model through random traffic, and checks every answer against the oracle."""
+"""Drives a scheduler and the fake model through random traffic, and checks every answer against the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.store import HostStore
 from moeserve.messages import FinishReason, Logprobs, StepOutput, StepRecord, Submit
 from moeserve.sampling import TokenSampling
-from tests.engine.fake_model import POISON, U64, VOCAB, FakeModelRunner, layers, oracle, score, states
+from tests.engine.fake_model import (
+    POISON,
+    U64,
+    VOCAB,
+    FakeModelRunner,
+    layers,
+    oracle,
+    score,
+    states,
+)
 
 EOS = 1
 FULL = groups_of((KVRule(),), 4)
@@ -43,7 +54,13 @@ def limits_of(**changes: int | bool) -> Limits:
 
 
 def submit_of(
-    rid: int, prompt: list[int], *, priority: int = 0, salt: str = "", emitted: int = 0, **sampling: object
+    rid: int,
+    prompt: list[int],
+    *,
+    priority: int = 0,
+    salt: str = "",
+    emitted: int = 0,
+    **sampling: object,
 ) -> Submit:
     """The last `emitted` tokens of `prompt` were an answer already (a replay)."""
     values: dict[str, object] = {"seed": rid, "max_tokens": 8, **sampling}
@@ -74,9 +91,13 @@ class Answer:
 
 
 class Harness:
-    """The loop of the engine core without a loop: results arrive as late as `rng` likes, but in order."""
+    """The loop of the engine core without a loop: results arrive as late as `rng` likes, but in
+    order.
+    """
 
-    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...] = FULL, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, limits: Limits, groups: tuple[KVGroup, ...] = FULL, rng: random.Random | None = None
+    ) -> None:
         self.limits = limits
         self.groups = groups
         self.rng = rng or random.Random(0)
@@ -159,7 +180,9 @@ class Harness:
                 answer.logprobs.append(output.logprobs[rid].pop(0))
         for rid, part in output.prompt_logprobs.items():
             for position, row in enumerate(part.rows, part.start):
-                assert position not in self.answers[rid].prompt_scores, "a prompt position was scored twice"
+                assert position not in self.answers[rid].prompt_scores, (
+                    "a prompt position was scored twice"
+                )
                 self.answers[rid].prompt_scores[position] = row
 
     def check_answers(self) -> None:
@@ -173,7 +196,8 @@ class Harness:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def _check_answer(self, answer: Answer) -> None:
-        prompt, sampling = answer.prompt, answer.msg.sampling
+        prompt = answer.prompt
+        sampling = answer.msg.sampling
         emitted = len(prompt) - answer.msg.num_prompt
         if emitted:
             prompt = prompt[:-emitted]
@@ -191,7 +215,9 @@ class Harness:
         known = states(self.groups, prompt + tokens)
         if sampling.logprobs is not None:
             first = len(answer.prompt) - 1
-            assert answer.logprobs == [score(known[first + i], token) for i, token in enumerate(tokens)]
+            assert answer.logprobs == [
+                score(known[first + i], token) for i, token in enumerate(tokens)
+            ]
         if sampling.prompt_logprobs is not None:
             assert answer.cached == 0
             scores = {p: score(known[p - 1], prompt[p]) for p in range(1, len(prompt))}
@@ -206,7 +232,11 @@ class Harness:
             _, blocks = layers(self.groups, tokens)
             for epoch in range(self.num_resets + 1):
                 hashes = chain(root_of(answer.msg.salt, epoch), np.array(tokens, np.int32), size)
-                expected |= {(h, g): content[i] for g, content in enumerate(blocks) for i, h in enumerate(hashes)}
+                expected |= {
+                    (h, g): content[i]
+                    for g, content in enumerate(blocks)
+                    for i, h in enumerate(hashes)
+                }
         kv_manager = self.scheduler.kv_manager
         for pool, store in zip(kv_manager.pools, kv_manager.stores, strict=True):
             for key, block in pool._by_key.items():
@@ -245,7 +275,9 @@ class Harness:
 def random_submit(rng: random.Random, rid: int, stems: list[list[int]], limits: Limits) -> Submit:
     """Prompts that often begin alike, short and long answers, all the side conditions now and then."""
     stem = rng.choice(stems)
-    prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(20, VOCAB) for _ in range(rng.randint(1, 6))]
+    prompt = stem[: rng.randint(0, len(stem))] + [
+        rng.randrange(20, VOCAB) for _ in range(rng.randint(1, 6))
+    ]
     if rng.random() < 0.05:
         prompt[0] = POISON
     max_tokens = min(rng.randint(1, 20), limits.max_model_len - len(prompt))

@@ -73,7 +73,9 @@ def test_equal_content_keeps_its_first_block() -> None:
     pool.audit()
     assert pool.num_free == 2
     pool.take(2)
-    assert pool.find(key(0)) == first, "the twin had no content to keep, and its end changed nothing"
+    assert pool.find(key(0)) == first, (
+        "the twin had no content to keep, and its end changed nothing"
+    )
 
 
 def test_forget_frees_idle_blocks_and_leaves_held_ones() -> None:
@@ -147,14 +149,19 @@ class PoolMachine(RuleBasedStateMachine):
         assert lost == sorted(self.cold[: len(lost)]), "cold blocks go least recently freed first"
         assert not told or len(lost) == len(self.cold), "cold blocks go before others"
         assert told == self.idle[: len(told)], "eviction is least recently freed first"
-        self.cold, self.idle = self.cold[len(lost) :], self.idle[len(told) :]
+        self.cold = self.cold[len(lost) :]
+        self.idle = self.idle[len(told) :]
         self.content = {k: block for k, block in self.content.items() if block not in blocks}
         self.refs.update(dict.fromkeys(blocks, 1))
         return multiple(*blocks)
 
     @rule(block=holds, i=st.integers(0, 6))
     def cache(self, block: int, i: int) -> None:
-        if self.refs.get(block) and key(i) not in self.content and block not in self.content.values():
+        if (
+            self.refs.get(block)
+            and key(i) not in self.content
+            and block not in self.content.values()
+        ):
             self.content[key(i)] = block
         if self.refs.get(block):
             self.pool.cache(block, key(i))

@@ -77,7 +77,9 @@ class Engine:
         self.out: list[EngineOut] = []
         self.clock = ManualClock()
         self.scheduler = Scheduler(limits, FULL, vocab_size=VOCAB)
-        self.core = EngineCore(self.scheduler, self.runner, self.inbox, self.out.append, clock=self.clock)
+        self.core = EngineCore(
+            self.scheduler, self.runner, self.inbox, self.out.append, clock=self.clock
+        )
 
     async def quiet(self) -> None:
         """Lets the loop run until it waits for a result or a message."""
@@ -85,7 +87,8 @@ class Engine:
             await asyncio.sleep(0)
 
     def tokens(self, rid: int) -> tuple[list[int], str]:
-        tokens, finish = [], ""
+        tokens = []
+        finish = ""
         for msg in self.out:
             if isinstance(msg, StepOutput):
                 rids = np.frombuffer(msg.rids, "<i8").tolist()
@@ -121,7 +124,11 @@ async def test_requests_run_to_their_end_with_a_record_per_step() -> None:
         assert e.tokens(rid) == oracle(FULL, PROMPT, submit_of(rid, PROMPT, seed=rid).sampling, 64)
     records = [msg.record for msg in e.out if isinstance(msg, StepOutput) and msg.record]
     assert [r.step for r in records] == list(range(8))
-    assert (records[0].prompt_tokens, records[0].cached_tokens, records[0].num_requests) == (12, 4, 2)
+    assert (records[0].prompt_tokens, records[0].cached_tokens, records[0].num_requests) == (
+        12,
+        4,
+        2,
+    )
     assert (records[-1].num_running, records[-1].num_free_blocks) == (0, 59)
     assert all(r.at_s == 1000.0 for r in records)
     assert e.out[-1] == Stopped("")
@@ -179,7 +186,12 @@ async def test_gauges_are_told_where_no_step_follows_an_abort() -> None:
         await e.quiet()
         assert not e.runner.started
         (record,) = [msg.record for msg in e.out if isinstance(msg, StepOutput) and msg.record]
-        assert (record.num_requests, record.num_running, record.num_waiting, record.num_free_blocks) == (0, 0, 0, 59)
+        assert (
+            record.num_requests,
+            record.num_running,
+            record.num_waiting,
+            record.num_free_blocks,
+        ) == (0, 0, 0, 59)
 
 
 async def test_pings_tell_progress() -> None:
@@ -208,7 +220,10 @@ async def test_a_bad_submit_is_refused_and_hurts_nobody() -> None:
         e.inbox.put(submit_of(2, [3] * 64))
         await e.quiet()
         refused = [msg for msg in e.out if isinstance(msg, Refused)]
-        assert [(msg.rid, msg.code) for msg in refused] == [(1, "invalid_value"), (2, "invalid_value")]
+        assert [(msg.rid, msg.code) for msg in refused] == [
+            (1, "invalid_value"),
+            (2, "invalid_value"),
+        ]
         assert e.tokens(0)[1] == "length"
 
 
@@ -263,7 +278,9 @@ async def test_an_idle_engine_sleeps_on_its_inbox() -> None:
 
     inbox = Counting("engine")
     out: list[EngineOut] = []
-    task = asyncio.create_task(EngineCore(Scheduler(limits_of(), FULL), NullRunner(), inbox, out.append).run())
+    task = asyncio.create_task(
+        EngineCore(Scheduler(limits_of(), FULL), NullRunner(), inbox, out.append).run()
+    )
     for _ in range(50):
         await asyncio.sleep(0)
     assert drained == 1
@@ -280,7 +297,9 @@ async def test_a_busy_engine_lets_the_event_loop_run() -> None:
     inbox.put(submit_of(0, PROMPT, max_tokens=50))
     await asyncio.sleep(0)
     turns = 0
-    while not (out and isinstance(out[-1], StepOutput) and out[-1].finish == bytes([FinishReason.LENGTH])):
+    while not (
+        out and isinstance(out[-1], StepOutput) and out[-1].finish == bytes([FinishReason.LENGTH])
+    ):
         await asyncio.sleep(0)
         turns += 1
     assert turns > 30

@@ -1,4 +1,6 @@
-"""Engines in a group: the same steps everywhere, and no answer lost or changed when the group breaks."""
+"""Engines in a group: the same steps everywhere, and no answer lost or changed when the group
+breaks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ import pytest
 
 from moeserve.engine.group_core import GroupCore
 from moeserve.errors import PeerLost
-from moeserve.messages import Abort, Drain, Join, Ping, Place, PlacementTable, Pong, StepOutput, Stopped, TraceNext
+from moeserve.messages import (
+    Abort,
+    Drain,
+    Join,
+    Ping,
+    Place,
+    PlacementTable,
+    Pong,
+    StepOutput,
+    Stopped,
+    TraceNext,
+)
 from tests.comm.ranks import free_port
 from tests.comm.relay import DOWN, UP, Relay, flipped
 from tests.engine.group_harness import Group, GroupModel
@@ -30,7 +43,9 @@ async def test_all_engines_answer_and_park() -> None:
         await group.until(lambda: not any(engine.core.busy for engine in group.engines), "rest")
         steps = [len(engine.runner.seen) for engine in group.engines]
         await asyncio.sleep(0.05)
-        assert [len(engine.runner.seen) for engine in group.engines] == steps, "a parked group runs no steps"
+        assert [len(engine.runner.seen) for engine in group.engines] == steps, (
+            "a parked group runs no steps"
+        )
         assert len(set(steps)) == 1
 
 
@@ -74,11 +89,15 @@ async def test_a_vote_that_is_altered_on_the_way_costs_no_answer(way: str) -> No
         await group.all_answered()
         group.check()
         assert group.epoch == 2
-        assert any("altered on the way, or is not its own" in parted.cause for _, parted in group.parted)
+        assert any(
+            "altered on the way, or is not its own" in parted.cause for _, parted in group.parted
+        )
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
-async def test_a_placement_comes_into_force_or_is_given_up_while_nobody_has_work(gives_up: bool) -> None:
+async def test_a_placement_comes_into_force_or_is_given_up_while_nobody_has_work(
+    gives_up: bool,
+) -> None:
     table = PlacementTable(version=3, num_ranks=3, experts_per_rank=1, num_experts=3, experts=b"")
     async with Group(3) as group:
         await group.until(lambda: len(group.joined) == 3)
@@ -86,7 +105,9 @@ async def test_a_placement_comes_into_force_or_is_given_up_while_nobody_has_work
         for engine in group.engines:
             engine.inbox.put(Place(table))
         wanted = -3 if gives_up else 6
-        await group.until(lambda: all(e.runner.seen and e.runner.seen[-1].placed == wanted for e in group.engines))
+        await group.until(
+            lambda: all(e.runner.seen and e.runner.seen[-1].placed == wanted for e in group.engines)
+        )
         num_steps = len(group.engines[0].runner.seen)
         await asyncio.sleep(0.05)
         assert num_steps == 1 == len(group.engines[0].runner.seen), "one step is enough"
@@ -151,7 +172,9 @@ async def test_a_newer_join_is_taken_between_two_steps() -> None:
         assert not group.parted, "nothing broke"
 
 
-async def test_a_join_that_not_all_get_is_taken_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_join_that_not_all_get_is_taken_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("moeserve.engine.group_core.PAUSE_TIMEOUT_S", 0.1)
     async with Group(2) as group:
         group.submit(1, 0, PROMPT, max_tokens=50)
@@ -212,7 +235,9 @@ async def test_messages_are_answered_while_another_engine_is_silent() -> None:
         group.submit(0, 1, PROMPT)
         await asyncio.sleep(0.05)
         group.engines[0].inbox.put(Ping(9))
-        await group.until(lambda: any(isinstance(m, Pong) and m.seq == 9 for m in group.engines[0].out))
+        await group.until(
+            lambda: any(isinstance(m, Pong) and m.seq == 9 for m in group.engines[0].out)
+        )
         group.rejoins = False
         group.engines[0].inbox.put(Drain(0.0))
         await asyncio.wait_for(group.engines[0].task, 5.0)
@@ -239,14 +264,19 @@ async def test_a_trace_is_taken_by_all_engines_in_one_step() -> None:
         await asyncio.sleep(0.02)
         group.submit(1, 0, PROMPT)
         await group.all_answered()
-        traced = [[agreed.step for agreed in engine.runner.seen if agreed.trace] for engine in group.engines]
+        traced = [
+            [agreed.step for agreed in engine.runner.seen if agreed.trace]
+            for engine in group.engines
+        ]
         assert traced[0] == traced[1]
         assert len(traced[0]) == 1
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_traffic_under_breaks_and_kills(seed: int, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_traffic_under_breaks_and_kills(
+    seed: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ahead: steps fail after later ones have begun, as on a device that runs behind the host."""
     monkeypatch.setattr(GroupModel, "ahead", ahead)
     rng = random.Random(seed)
@@ -256,9 +286,13 @@ async def test_random_traffic_under_breaks_and_kills(seed: int, ahead: bool, mon
         stems = [[rng.randrange(20, 50) for _ in range(rng.choice([9, 17, 30]))] for _ in range(3)]
         for rid in range(60):
             stem = rng.choice(stems)
-            prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(20, 50) for _ in range(rng.randint(1, 6))]
+            prompt = stem[: rng.randint(0, len(stem))] + [
+                rng.randrange(20, 50) for _ in range(rng.randint(1, 6))
+            ]
             max_tokens = min(rng.randint(1, 25), 63 - len(prompt))
-            group.submit(rng.randrange(size), rid, prompt, seed=rng.randrange(3), max_tokens=max_tokens)
+            group.submit(
+                rng.randrange(size), rid, prompt, seed=rng.randrange(3), max_tokens=max_tokens
+            )
             if rng.random() < 0.1:
                 group.break_off()
             if rng.random() < 0.05:
@@ -272,13 +306,17 @@ async def test_random_traffic_under_breaks_and_kills(seed: int, ahead: bool, mon
                 await asyncio.sleep(rng.choice([0, 0, 0.0005, 0.002, 0.02]))
         await group.all_answered()
         group.check()
-        await group.until(lambda: all(group.joined.get(rank) == group.epoch for rank in range(size)), "one epoch")
+        await group.until(
+            lambda: all(group.joined.get(rank) == group.epoch for rank in range(size)), "one epoch"
+        )
         await group.drained()
         for engine in group.engines:
             assert engine.scheduler.kv_manager.pool.num_free == group.limits.num_blocks - 1
 
 
-async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_no_error_unseen() -> None:
+async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_no_error_unseen() -> (
+    None
+):
     async def wait_woken() -> None:
         raise PeerLost("gone")
 
@@ -289,7 +327,9 @@ async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_n
 
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-    core: Any = SimpleNamespace(_audit_when_due=lambda: None, _handle_until=hear, _placing=False, _leave_deadline_s=0.0)
+    core: Any = SimpleNamespace(
+        _audit_when_due=lambda: None, _handle_until=hear, _placing=False, _leave_deadline_s=0.0
+    )
     core._clock = lambda: 0.0
     with pytest.raises(asyncio.CancelledError):
         await GroupCore._sleep(core, SimpleNamespace(wait_woken=wait_woken))  # type: ignore[arg-type]

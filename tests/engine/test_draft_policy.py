@@ -1,4 +1,6 @@
-"""The policy of `--speculate auto`: what drafts cost where they do not pay, and what they give where they do."""
+"""The policy of `--speculate auto`: what drafts cost where they do not pay, and what they give
+where they do.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ COSTS = {"gpu": gpu, "experts": experts, "linear": linear}
 
 @dataclass
 class Sim:
-    """A decode loop with made-up times. Each row has up to k drafts with `chance`; each is right with `accept`."""
+    """A decode loop with made-up times. Each row has up to k drafts with `chance`; each is right
+    with `accept`.
+    """
 
     cost: Cost
     rows: int
@@ -64,7 +68,11 @@ class Sim:
             us = self.cost(self.rows + num)
             proposed = policy.propose and self.propose > 0
             us += self.propose * self.cost(self.rows) * proposed
-            measured = us * max(rng.normal(1, self.noise), 0.3) * (5 if rng.random() < self.outliers else 1)
+            measured = (
+                us
+                * max(rng.normal(1, self.noise), 0.3)
+                * (5 if rng.random() < self.outliers else 1)
+            )
             time += us + self.hidden * self.cost(self.rows) * (num > 0)
             tokens += self.rows + int(accepted.sum())
             if num:
@@ -104,10 +112,14 @@ def test_good_drafts_give_most_of_what_they_can(case: str, rows: int) -> None:
 
 def test_more_rows_use_fewer_drafts() -> None:
     """This device computes 40 tokens in the time of one."""
-    policy, used = DraftPolicy(64, 3, True), {}
+    policy = DraftPolicy(64, 3, True)
+    used = {}
     for rows in (2, 64, 2):
         Sim(lambda tokens: 8_000 * max(1, tokens / 40), rows, 3, 0.5).run(policy, 200)
-        limits = [policy.limit(np.arange(rows, dtype=np.intp), np.full(rows, 3, np.int32)) for _ in range(10)]
+        limits = [
+            policy.limit(np.arange(rows, dtype=np.intp), np.full(rows, 3, np.int32))
+            for _ in range(10)
+        ]
         used[rows] = np.mean(np.concatenate(limits))
     assert used[2] > 2
     assert used[64] < 1
@@ -122,7 +134,9 @@ def test_a_text_that_begins_to_repeat_gets_drafts_again() -> None:
 
 
 def test_only_the_rows_that_are_right_keep_their_drafts() -> None:
-    policy, slots, four = DraftPolicy(8, 4, True), np.arange(8, dtype=np.intp), np.full(8, 4, np.int32)
+    policy = DraftPolicy(8, 4, True)
+    slots = np.arange(8, dtype=np.intp)
+    four = np.full(8, 4, np.int32)
     right = np.array([4, 4, 0, 0, 0, 0, 0, 0], np.int32)
     for _ in range(60):
         drafts = policy.limit(slots, four)
@@ -135,7 +149,8 @@ def test_only_the_rows_that_are_right_keep_their_drafts() -> None:
 
 
 def test_what_is_fixed_uses_all_drafts_and_steps_with_prompts_count_for_nothing() -> None:
-    slots, available = np.array([3, 1], np.intp), np.array([2, 0], np.int32)
+    slots = np.array([3, 1], np.intp)
+    available = np.array([2, 0], np.int32)
     fixed = DraftPolicy(4, 2, False)
     for _ in range(20):
         assert fixed.limit(slots, available).tolist() == [2, 0]
@@ -159,7 +174,8 @@ def test_the_same_calls_have_the_same_results() -> None:
 
 @pytest.mark.parametrize("rows", [1, 64, 1024])
 def test_a_decision_takes_microseconds(rows: int) -> None:
-    policy, slots = DraftPolicy(1024, 4, True), np.arange(rows, dtype=np.intp)
+    policy = DraftPolicy(1024, 4, True)
+    slots = np.arange(rows, dtype=np.intp)
     available = np.full(rows, 4, np.int32)
     for _ in range(10):
         policy.note(rows, rows, 0, 5_000)

@@ -37,7 +37,9 @@ def test_first_live_is_the_oldest_that_any_later_position_sees(rule: KVRule) -> 
 @pytest.mark.parametrize("rule", rules(1, 2, 4, 5, 9, 16, 17))
 @pytest.mark.parametrize("chunk", [1, 3, 4, 11])
 @pytest.mark.parametrize("block_size", [1, 4, 5])
-def test_blocks_needed_covers_every_step_of_every_request(rule: KVRule, chunk: int, block_size: int) -> None:
+def test_blocks_needed_covers_every_step_of_every_request(
+    rule: KVRule, chunk: int, block_size: int
+) -> None:
     group = group_of(rule, block_size)
     for num_tokens in (1, 7, 40):
         bound = blocks_needed(group, num_tokens, chunk)
@@ -65,7 +67,8 @@ def test_longest_hit_equals_trying_every_length() -> None:
 
 
 def test_longest_hit_examples() -> None:
-    full, window = group_of(FULL, 4), group_of(KVRule(6), 4)
+    full = group_of(FULL, 4)
+    window = group_of(KVRule(6), 4)
     cached = [True, False, True, True, False]
     assert longest_hit(full, cached.__getitem__, 5) == 1
     assert longest_hit(window, cached.__getitem__, 5) == 4  # token 16 sees 11..15: blocks 2 and 3

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.engine.plan import Agreed, BlockDiff, BlockMove, NewRequest, StepPlan, decode_plan, encode_plan
+from moeserve.engine.plan import (
+    Agreed,
+    BlockDiff,
+    BlockMove,
+    NewRequest,
+    StepPlan,
+    decode_plan,
+    encode_plan,
+)
 from moeserve.sampling import TokenSampling
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -30,7 +38,9 @@ SAMPLINGS = st.builds(
 
 
 def arrays(length: int, values: Any) -> Any:
-    return st.lists(values, min_size=length, max_size=length).map(lambda column: np.array(column, dtype=np.int32))
+    return st.lists(values, min_size=length, max_size=length).map(
+        lambda column: np.array(column, dtype=np.int32)
+    )
 
 
 @st.composite
@@ -42,10 +52,17 @@ def plans(draw: Any) -> StepPlan:
         slots_R=draw(arrays(rows, COUNT)),
         starts_R=draw(arrays(rows, COUNT)),
         counts_R=draw(arrays(rows, st.integers(1, 2**31 - 1))),
-        samples_R=np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), dtype=np.bool_),
+        samples_R=np.array(
+            draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), dtype=np.bool_
+        ),
         diffs=tuple(BlockDiff(*(draw(arrays(n, COUNT)) for _ in range(3))) for n in entries),
         new_requests=tuple(
-            NewRequest(draw(COUNT), draw(arrays(draw(st.integers(0, 4)), INT32)), draw(COUNT), draw(SAMPLINGS))
+            NewRequest(
+                draw(COUNT),
+                draw(arrays(draw(st.integers(0, 4)), INT32)),
+                draw(COUNT),
+                draw(SAMPLINGS),
+            )
             for _ in range(draw(st.integers(0, 2)))
         ),
         stores=draw(MOVES),
@@ -112,7 +129,9 @@ def test_every_field_of_a_plan_travels() -> None:
     )
     came = decode_plan(encode_plan(plan))
     for f in fields(StepPlan):
-        assert bool(np.any(getattr(plan, f.name))), f"give {f.name} a value here that is not its default"
+        assert bool(np.any(getattr(plan, f.name))), (
+            f"give {f.name} a value here that is not its default"
+        )
         same(getattr(came, f.name), getattr(plan, f.name))
 
 
@@ -120,10 +139,19 @@ def test_arrays_can_be_written_to() -> None:
     """torch warns about tensors over memory that it must not write to."""
     one = np.ones(1, dtype=np.int32)
     plan = StepPlan(
-        1, one, one, one, np.ones(1, np.bool_), (), (NewRequest(0, one, 1, TokenSampling(seed=1, max_tokens=1)),)
+        1,
+        one,
+        one,
+        one,
+        np.ones(1, np.bool_),
+        (),
+        (NewRequest(0, one, 1, TokenSampling(seed=1, max_tokens=1)),),
     )
     came = decode_plan(encode_plan(plan))
-    assert all(array.flags.writeable for array in (came.slots_R, came.counts_R, came.new_requests[0].tokens))
+    assert all(
+        array.flags.writeable
+        for array in (came.slots_R, came.counts_R, came.new_requests[0].tokens)
+    )
 
 
 def test_bytes_that_are_no_plan_are_refused() -> None:

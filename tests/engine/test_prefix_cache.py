@@ -59,11 +59,20 @@ def test_the_hash_is_sha256_over_little_endian_tokens() -> None:
 
 
 def test_roots_differ_by_salt_and_epoch() -> None:
-    roots = {root_of(""), root_of("a"), root_of("b"), root_of("", 1), root_of("a", 1), root_of("\0a")}
+    roots = {
+        root_of(""),
+        root_of("a"),
+        root_of("b"),
+        root_of("", 1),
+        root_of("a", 1),
+        root_of("\0a"),
+    }
     assert len(roots) == 6
 
 
-@pytest.mark.parametrize(("length", "hit"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (20, 3)])
+@pytest.mark.parametrize(
+    ("length", "hit"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (20, 3)]
+)
 def test_a_hit_never_covers_the_last_token(length: int, hit: int) -> None:
     manager = manager_of()
     tokens = list(range(20))
@@ -113,7 +122,8 @@ def test_reset_separates_before_from_after() -> None:
 
 def test_a_request_that_waited_through_a_reset_finds_nothing_from_before() -> None:
     manager = manager_of(groups_of((KVRule(4),), 4))
-    running, waiting = request(list(range(12))), request(list(range(12)))
+    running = request(list(range(12)))
+    waiting = request(list(range(12)))
     slots = np.array([admitted(manager, running)], np.intp)
     assert manager.match(waiting).num_blocks == 0
     manager.batch.scheduled[slots] = 4
@@ -129,7 +139,8 @@ def test_window_groups_need_only_their_tail_and_all_groups_agree() -> None:
     manager = manager_of(groups_of((KVRule(), KVRule(6), KVRule(3)), 4))
     tokens = list(range(20))
     full, six, three = computed(manager, tokens)
-    # Block 3 of the window of 6 is gone: 4 blocks are out, and 3 blocks need blocks 1 and 2 of that group.
+    # Block 3 of the window of 6 is gone: 4 blocks are out, and 3 blocks need blocks 1 and 2 of that
+    # group.
     lose(manager.pool, tokens, 1, 3)
     found = manager.match(request(tokens))
     assert found.num_blocks == 3
@@ -137,7 +148,9 @@ def test_window_groups_need_only_their_tail_and_all_groups_agree() -> None:
 
 
 def test_groups_shrink_a_hit_until_all_agree() -> None:
-    """The first window allows 4 blocks, the second then only 2, and that again is too much for the first."""
+    """The first window allows 4 blocks, the second then only 2, and that again is too much for the
+    first.
+    """
     manager = manager_of(groups_of((KVRule(6), KVRule(11)), 4))
     tokens = list(range(24))
     computed(manager, tokens)
@@ -180,14 +193,16 @@ def states_of(manager: KVCacheManager, slot: int) -> list[int]:
         (9, [0, 1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_states_beyond_the_needed_are_at_borders_then_evenly_spread(spare: int, entries: list[int]) -> None:
+def test_states_beyond_the_needed_are_at_borders_then_evenly_spread(
+    spare: int, entries: list[int]
+) -> None:
     manager = manager_of(STATES, num_states=9 + spare)
     assert states_of(manager, admitted(manager, request(list(range(26))))) == entries
 
 
 def test_a_hit_ends_where_a_state_is_and_the_next_like_it_finds_all() -> None:
-    """The second request shares 5 blocks with the first, which left a state at the end of its 8; the third shares as
-    much with the second."""
+    """The second request shares 5 blocks with the first, which left a state at the end of its 8;
+    the third shares as much with the second."""
     manager = manager_of(STATES, num_states=9 + 1)
     stem = list(range(20))
     computed(manager, [*stem, *range(30, 43)])
@@ -204,7 +219,9 @@ def test_passed_states_are_cold_unless_they_are_at_a_border() -> None:
     manager = manager_of(STATES, num_states=9 + 20)
     slot = admitted(manager, request(list(range(26)), max_tokens=20))
     manager.register(np.array([slot], np.intp))
-    manager.release_passed(np.array([slot], np.intp), np.array([26], np.int32), np.array([9], np.int32))
+    manager.release_passed(
+        np.array([slot], np.intp), np.array([26], np.int32), np.array([9], np.int32)
+    )
     pool = manager.pools[1]
     assert states_of(manager, slot) == [6]
     assert len(pool._cold) == 5
@@ -216,9 +233,11 @@ def test_passed_states_are_cold_unless_they_are_at_a_border() -> None:
 
 def test_a_state_is_not_found_in_the_plan_that_computes_it() -> None:
     manager = manager_of(STATES, num_states=40)
-    first, second = request(list(range(13))), request(list(range(13)))
+    first = request(list(range(13)))
+    second = request(list(range(13)))
     slots = np.array([manager.admit(first, manager.match(first))], np.intp)
-    start, end = np.zeros(1, np.int32), np.full(1, 13, np.int32)
+    start = np.zeros(1, np.int32)
+    end = np.full(1, 13, np.int32)
     manager.grow(slots, start, manager.batch.num_blocks(end))
     manager.batch.scheduled[slots] = end
     manager.register(slots)
@@ -231,7 +250,9 @@ def test_evicted_states_are_loaded_from_their_own_store_and_cold_ones_are_gone()
     manager = manager_of(STATES, num_states=9 + 20, num_store_states=30)
     slot = admitted(manager, request(list(range(26))))
     manager.register(np.array([slot], np.intp))
-    manager.release_passed(np.array([slot], np.intp), np.array([26], np.int32), np.array([9], np.int32))
+    manager.release_passed(
+        np.array([slot], np.intp), np.array([26], np.int32), np.array([9], np.int32)
+    )
     manager.free(slot)
     pool = manager.pools[1]
     pool.release(pool.take(pool.num_free))

@@ -41,9 +41,15 @@ def test_a_malformed_submit_is_refused_with_its_value(msg: Submit, words: str) -
         request_of(msg, 0, 64, 50)
 
 
-@pytest.mark.parametrize(("length", "max_tokens", "total"), [(3, 8, 11), (60, 8, 64), (63, 1, 64), (3, 10**6, 64)])
-def test_a_request_ends_at_its_limit_or_the_context(length: int, max_tokens: int, total: int) -> None:
-    assert request_of(submit_of(1, [1] * length, max_tokens=max_tokens), 0, 64, 50).max_total == total
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "total"), [(3, 8, 11), (60, 8, 64), (63, 1, 64), (3, 10**6, 64)]
+)
+def test_a_request_ends_at_its_limit_or_the_context(
+    length: int, max_tokens: int, total: int
+) -> None:
+    assert (
+        request_of(submit_of(1, [1] * length, max_tokens=max_tokens), 0, 64, 50).max_total == total
+    )
 
 
 def test_a_replay_counts_its_emitted_tokens() -> None:
@@ -53,7 +59,8 @@ def test_a_replay_counts_its_emitted_tokens() -> None:
 
 def test_the_queue_is_ordered_by_priority_then_arrival_whoever_leaves() -> None:
     rng = random.Random(3)
-    queue, model = WaitingQueue(), []
+    queue = WaitingQueue()
+    model = []
     for arrival in range(300):
         request = request_of(submit_of(arrival, [1], priority=rng.randint(-2, 2)), arrival, 64, 50)
         queue.push(request)

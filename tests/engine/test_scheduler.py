@@ -48,7 +48,9 @@ def test_sharing_a_token_budget(count: list[int], budget: int, granted: list[int
     slots = np.arange(len(count), dtype=np.intp)
     start = np.arange(len(count), dtype=np.int32) * 10
     got_slots, got_start, got = share(slots, start, np.array(count, np.int32), budget)
-    assert {int(s): int(c) for s, c in zip(got_slots, got, strict=True)} == {i: c for i, c in enumerate(granted) if c}
+    assert {int(s): int(c) for s, c in zip(got_slots, got, strict=True)} == {
+        i: c for i, c in enumerate(granted) if c
+    }
     assert (got_start == got_slots * 10).all()
 
 
@@ -165,7 +167,9 @@ def test_out_of_blocks_the_newest_yields_and_no_more_than_needed() -> None:
 
 def test_a_pool_for_one_request_serves_all_in_turn() -> None:
     harness = Harness(limits_of(num_blocks=17, max_num_seqs=4))
-    answers = [harness.submit(submit_of(rid, prompt_of(30, rid + 2), max_tokens=34)) for rid in range(5)]
+    answers = [
+        harness.submit(submit_of(rid, prompt_of(30, rid + 2), max_tokens=34)) for rid in range(5)
+    ]
     finished: list[int] = []
     while harness.scheduler.has_work:
         harness.step()
@@ -226,7 +230,9 @@ def test_an_abort_frees_slot_and_blocks_in_the_same_call() -> None:
     assert [a.finish for a in harness.answers.values()] == ["abort", "abort"]
     assert harness.num_free == harness.limits.num_blocks - 1
     assert not harness.scheduler.has_work
-    harness.submit(submit_of(2, prompt_of(20, 4)))  # in the same slot, while the old rows are in flight
+    harness.submit(
+        submit_of(2, prompt_of(20, 4))
+    )  # in the same slot, while the old rows are in flight
     harness.run()
     harness.check_answers()
 
@@ -380,7 +386,9 @@ def test_a_running_request_holds_no_more_than_two_states() -> None:
     ("prompt", "max_tokens", "words"),
     [(30, 40, r"need 16 KV blocks.*there are 9"), (4, 60, "lower max_tokens"), (70, 1, "got 70")],
 )
-def test_a_request_that_can_never_fit_is_refused_at_once(prompt: int, max_tokens: int, words: str) -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once(
+    prompt: int, max_tokens: int, words: str
+) -> None:
     harness = Harness(limits_of(num_blocks=10))
     with pytest.raises(InvalidRequest, match=words):
         harness.submit(submit_of(0, prompt_of(prompt), max_tokens=max_tokens))
@@ -440,14 +448,19 @@ def test_starting_over_computes_everything_anew_and_finds_nothing_old() -> None:
     harness.check_answers()
 
 
-@pytest.mark.parametrize(("tokens", "emitted", "kept"), [([5, 6, 7, 8, 9], 5, 4), ([5, 6, EOS, 8, 9], 3, 3)])
-def test_right_drafts_behind_the_end_of_an_answer_do_not_count(tokens: list[int], emitted: int, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "emitted", "kept"), [([5, 6, 7, 8, 9], 5, 4), ([5, 6, EOS, 8, 9], 3, 3)]
+)
+def test_right_drafts_behind_the_end_of_an_answer_do_not_count(
+    tokens: list[int], emitted: int, kept: int
+) -> None:
     scheduler = Scheduler(limits_of(num_drafts=4), FULL, eos_ids=(EOS,))
     scheduler.submit(submit_of(1, prompt_of(4), max_tokens=30, stop_ids=(EOS,)))
     for new in [5], tokens:
         plan = scheduler.plan()
         assert plan is not None
-        counts, drafts = np.array([len(new)], np.int32), np.array([4], np.int32)
+        counts = np.array([len(new)], np.int32)
+        drafts = np.array([4], np.int32)
         result = StepResult(plan.step, np.array(new, np.int32), counts_S=counts, drafts_S=drafts)
         output = scheduler.update_from_output(plan, result)
     assert len(output.finish) == emitted

@@ -1,4 +1,6 @@
-"""Hypothesis chooses the order of everything that can happen to a scheduler; the oracle judges the answers."""
+"""Hypothesis chooses the order of everything that can happen to a scheduler; the oracle judges the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from moeserve.engine.blocks import STATES_HELD
-from tests.engine.harness import ALL_KINDS, FULL, HYBRID, STATES, WINDOWS, Harness, limits_of, submit_of
+from tests.engine.harness import (
+    ALL_KINDS,
+    FULL,
+    HYBRID,
+    STATES,
+    WINDOWS,
+    Harness,
+    limits_of,
+    submit_of,
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -61,11 +72,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), (1, 5, 9, 13, 17)]),
     )
     def submit(
-        self, stem: int, length: int, tail: int, max_tokens: int, priority: int, salt: str, stop: tuple[int, ...]
+        self,
+        stem: int,
+        length: int,
+        tail: int,
+        max_tokens: int,
+        priority: int,
+        salt: str,
+        stop: tuple[int, ...],
     ) -> None:
         prompt = [20 + stem + i % 5 for i in range(length)] + [tail]
         sampling = {"seed": 1, "max_tokens": max_tokens, "stop_ids": stop}
-        self.harness.submit(submit_of(self.next_rid, prompt, priority=priority, salt=salt, **sampling))
+        self.harness.submit(
+            submit_of(self.next_rid, prompt, priority=priority, salt=salt, **sampling)
+        )
         self.next_rid += 1
 
     @rule(pick=st.integers(0, 30))

@@ -1,4 +1,6 @@
-"""Random traffic against a plain replay: whatever the scheduler does, each request gets its own tokens."""
+"""Random traffic against a plain replay: whatever the scheduler does, each request gets its own
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,24 @@ import random
 import pytest
 
 from moeserve.engine.blocks import STATES_HELD
-from tests.engine.harness import ALL_KINDS, FULL, HYBRID, STATES, WINDOWS, Harness, limits_of, random_traffic
+from tests.engine.harness import (
+    ALL_KINDS,
+    FULL,
+    HYBRID,
+    STATES,
+    WINDOWS,
+    Harness,
+    limits_of,
+    random_traffic,
+)
 
-GROUPS = {"full": FULL, "hybrid": HYBRID, "windows": WINDOWS, "states": STATES, "all kinds": ALL_KINDS}
+GROUPS = {
+    "full": FULL,
+    "hybrid": HYBRID,
+    "windows": WINDOWS,
+    "states": STATES,
+    "all kinds": ALL_KINDS,
+}
 WITH_STATES = "states", "all kinds"
 
 

@@ -1,4 +1,6 @@
-"""The host store's index: least recently used out first, never a host block that the same plan uses."""
+"""The host store's index: least recently used out first, never a host block that the same plan
+uses.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_audit_finds_a_lost_host_block() -> None:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Cells hold what was last copied into them; a load must find its own content, at the time of the copy."""
+    """Cells hold what was last copied into them; a load must find its own content, at the time of
+    the copy.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""A step with both prompts and decodes keeps its time, whatever a token costs, and prompts go on all the same."""
+"""A step with both prompts and decodes keeps its time, whatever a token costs, and prompts go on
+all the same.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from moeserve.engine.plan import StepPlan
 from tests.engine.harness import Harness, limits_of, random_traffic, submit_of
 
 TARGET_US = 20_000.0
-LONG = {"max_num_batched_tokens": 512, "prefill_chunk": 512, "max_model_len": 4_096, "num_blocks": 2_200}
+LONG = {
+    "max_num_batched_tokens": 512,
+    "prefill_chunk": 512,
+    "max_model_len": 4_096,
+    "num_blocks": 2_200,
+}
 
 
 def a_token(plan: StepPlan) -> float:
@@ -35,21 +42,29 @@ def disturbed(plan: StepPlan) -> float:
     return a_token(plan) * (2 if plan.step % 5 == 0 else 1)
 
 
-def served(cost: Callable[[StepPlan], float], target_us: float, streams: int = 3) -> list[tuple[StepPlan, float]]:
+def served(
+    cost: Callable[[StepPlan], float], target_us: float, streams: int = 3
+) -> list[tuple[StepPlan, float]]:
     """The steps of a prompt of 3,000 tokens beside streams, with their times."""
     harness = Harness(replace(limits_of(**LONG), itl_target_us=target_us))
     for rid in range(streams):
-        harness.submit(submit_of(rid, [20 + rid] * 5, max_tokens=2_000, stop_ids=(), min_tokens=2_000))
+        harness.submit(
+            submit_of(rid, [20 + rid] * 5, max_tokens=2_000, stop_ids=(), min_tokens=2_000)
+        )
     found: list[tuple[StepPlan, float]] = []
     for step in range(1_200):
         if step == 20:
             harness.submit(submit_of(9, [20 + i % 29 for i in range(3_000)], max_tokens=1))
         planned = harness.plan()
-        if harness.in_flight and (planned is None or len(harness.in_flight) == harness.limits.depth):
+        if harness.in_flight and (
+            planned is None or len(harness.in_flight) == harness.limits.depth
+        ):
             plan = harness.in_flight.popleft()
             took = cost(plan)
             harness.take(
-                harness.scheduler.update_from_output(plan, replace(harness.runner.result(), device_us=round(took)))
+                harness.scheduler.update_from_output(
+                    plan, replace(harness.runner.result(), device_us=round(took))
+                )
             )
             found.append((plan, took))
         if 9 in harness.answers and harness.answers[9].finish:
@@ -60,7 +75,11 @@ def served(cost: Callable[[StepPlan], float], target_us: float, streams: int = 3
 
 @pytest.mark.parametrize("cost", [a_token, any_prompt, far_positions, disturbed])
 def test_steps_with_a_prompt_keep_the_target(cost: Callable[[StepPlan], float]) -> None:
-    with_prompt = [took for plan, took in served(cost, TARGET_US) if plan.counts_R.max() > 1 and len(plan.slots_R) > 3]
+    with_prompt = [
+        took
+        for plan, took in served(cost, TARGET_US)
+        if plan.counts_R.max() > 1 and len(plan.slots_R) > 3
+    ]
     calm = sorted(with_prompt[6:])  # behind the first, of which nothing was known
     limit = TARGET_US * {disturbed: 2.0, far_positions: 1.1}.get(cost, 1.0)
     assert calm[int(0.95 * len(calm))] <= limit

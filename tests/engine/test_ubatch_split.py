@@ -1,4 +1,6 @@
-"""Where a step is split into micro-batches, and why any split is sound: nothing reads what a later row writes."""
+"""Where a step is split into micro-batches, and why any split is sound: nothing reads what a later
+row writes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,15 @@ def test_examples(counts: list[int], split_at: int) -> None:
 
 @pytest.mark.parametrize(
     ("counts", "split_at"),
-    [([1], 0), ([100], 0), ([1, 1], 1), ([30, 70], 30), ([3, 90, 3], 0), ([20, 80], 0), ([40, 20, 40], 40)],
+    [
+        ([1], 0),
+        ([100], 0),
+        ([1, 1], 1),
+        ([30, 70], 30),
+        ([3, 90, 3], 0),
+        ([20, 80], 0),
+        ([40, 20, 40], 40),
+    ],
 )
 def test_rows_of_models_with_states_stay_whole(counts: list[int], split_at: int) -> None:
     assert best_split(np.array(counts, np.int32), whole=True) == split_at
@@ -44,7 +54,8 @@ def test_halves_are_even_and_requests_whole_where_that_allows() -> None:
     rng = np.random.default_rng(0)
     for _ in range(2000):
         counts = rng.integers(1, rng.integers(2, 200), rng.integers(1, 12)).astype(np.int32)
-        total, split_at = int(counts.sum()), best_split(counts)
+        total = int(counts.sum())
+        split_at = best_split(counts)
         if total < 2:
             assert split_at == 0
             continue
@@ -73,13 +84,21 @@ class Watching(Harness):
         for group, (diff, table) in enumerate(zip(plan.diffs, self.tables, strict=True)):
             for slot, index, block in zip(diff.slots_N, diff.indices_N, diff.blocks_N, strict=True):
                 table[int(slot), int(index)] = int(block)
-            reads, writes = [], []
+            reads = []
+            writes = []
             for slot, start, count in zip(
                 plan.slots_R.tolist(), plan.starts_R.tolist(), plan.counts_R.tolist(), strict=True
             ):
                 first = int(self.groups[group].rule.first_live(start)) // size
-                reads.append({table[slot, index] for index in range(first, -(-start // size))} - {0})
-                writes.append({table[slot, index] for index in range(start // size, -(-(start + count) // size))})
+                reads.append(
+                    {table[slot, index] for index in range(first, -(-start // size))} - {0}
+                )
+                writes.append(
+                    {
+                        table[slot, index]
+                        for index in range(start // size, -(-(start + count) // size))
+                    }
+                )
             for reader, read in enumerate(reads):
                 for writer, written in enumerate(writes):
                     if reader != writer and read & written:
@@ -89,8 +108,9 @@ class Watching(Harness):
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID, WINDOWS], ids=["full", "hybrid", "windows"])
 def test_a_reader_comes_after_its_writer(groups: tuple[KVGroup, ...]) -> None:
-    """A request may find the blocks of one that was admitted in the same step. Its row is a later one, so the split can
-    only put it into the same micro-batch, or into the one whose attention comes second in each layer."""
+    """A request may find the blocks of one that was admitted in the same step. Its row is a later
+    one, so the split can only put it into the same micro-batch, or into the one whose attention
+    comes second in each layer."""
     rng = random.Random(0)
     harness = Watching(groups, rng)
     for rid in range(0, 90, 3):

@@ -37,7 +37,10 @@ BATCHES = [(tokens, split_at) for tokens in range(4) for split_at in range(token
 def test_every_combination_of_batches_cuts_and_consent_of_three_engines() -> None:
     rows = list(product(BATCHES, (False, True)))
     for matrix in product(rows, repeat=3):
-        votes = [Vote(0, 0, has_work=n > 0, tokens=n, split_at=c, ubatches_ok=ok) for (n, c), ok in matrix]
+        votes = [
+            Vote(0, 0, has_work=n > 0, tokens=n, split_at=c, ubatches_ok=ok)
+            for (n, c), ok in matrix
+        ]
         agreed = decide(votes).agreed
         if agreed is None:
             assert not any(vote.tokens for vote in votes)
@@ -49,7 +52,9 @@ def test_every_combination_of_batches_cuts_and_consent_of_three_engines() -> Non
         if agreed.ubatches == 2:
             assert all(ubatches[1])
             assert any(first > 0 and second > 0 for first, second in ubatches[0])
-            assert agreed.most_tokens == tuple(max(column) for column in zip(*ubatches[0], strict=True))
+            assert agreed.most_tokens == tuple(
+                max(column) for column in zip(*ubatches[0], strict=True)
+            )
         else:
             assert agreed.ubatches == 1
             assert not all(ubatches[1]) or all(0 in halves for halves in ubatches[0])
@@ -61,7 +66,8 @@ def test_a_placement_advances_as_far_as_all_have_prepared_it_and_wakes_a_sleepin
         for in_force in range(min(placed) + 1):
             for has_work in (False, True):
                 votes = [
-                    Vote(0, 0, placed=p, in_force=in_force, has_work=has_work and i == 1) for i, p in enumerate(placed)
+                    Vote(0, 0, placed=p, in_force=in_force, has_work=has_work and i == 1)
+                    for i, p in enumerate(placed)
                 ]
                 decision = decide(votes)
                 assert (decision.action is Action.RUN) == (has_work or min(placed) > in_force)
@@ -90,7 +96,12 @@ def test_the_order_of_the_engines_does_not_matter() -> None:
     assert decisions == [decisions[0]] * 6
     agreed = decisions[0].agreed
     assert agreed is not None
-    assert (agreed.ubatches, agreed.most_tokens, agreed.placed, agreed.trace) == (2, (5, 5), 2, True)
+    assert (agreed.ubatches, agreed.most_tokens, agreed.placed, agreed.trace) == (
+        2,
+        (5, 5),
+        2,
+        True,
+    )
 
 
 @pytest.mark.parametrize("other", [Vote(4, 1), Vote(5, 2)])

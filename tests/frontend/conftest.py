@@ -52,12 +52,17 @@ class ScriptedEngine:
         rids, tokens, finish = zip(*rows, strict=True)
         await self.tell(
             StepOutput(
-                rids=array("q", rids).tobytes(), tokens=array("i", tokens).tobytes(), finish=bytes(finish), **extras
+                rids=array("q", rids).tobytes(),
+                tokens=array("i", tokens).tobytes(),
+                finish=bytes(finish),
+                **extras,
             )
         )
 
     async def die(self, *, restarting: bool) -> None:
-        await self.tell(EngineGone(exit_code=-9, cause="killed", restart_in_s=0.1 if restarting else None))
+        await self.tell(
+            EngineGone(exit_code=-9, cause="killed", restart_in_s=0.1 if restarting else None)
+        )
 
     async def start(self) -> None: ...
     async def close(self, deadline_s: float) -> None: ...
@@ -86,7 +91,13 @@ def engine() -> ScriptedEngine:
 async def front(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[FrontEnd]:
     """Ready to serve, with room for two waiting sequences."""
     front = FrontEnd(
-        engine, model_name="m", model_dir=DEMO, tokenizer=tokenizer, chat_template=None, defaults={}, max_queued=2
+        engine,
+        model_name="m",
+        model_dir=DEMO,
+        tokenizer=tokenizer,
+        chat_template=None,
+        defaults={},
+        max_queued=2,
     )
     runs = front.runs = asyncio.create_task(front.run())  # type: ignore[attr-defined]
     await engine.tell(ready())

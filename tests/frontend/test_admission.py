@@ -25,7 +25,9 @@ def admission(max_wait_s: float = 1.0) -> Admission:
     found = Admission(FrontStats(), 100, max_wait_s)
     for step in range(200):
         found.step(STEP)
-        found.step(msgspec.structs.replace(STEP, num_tokens=1))  # decoding tells nothing about reading
+        found.step(
+            msgspec.structs.replace(STEP, num_tokens=1)
+        )  # decoding tells nothing about reading
         found.ended(0.25 * step, 4, READY)
     return found
 
@@ -51,7 +53,9 @@ def longest_queue(found: Admission, now_s: float) -> int:
     return 50
 
 
-@pytest.mark.parametrize(("per_end", "longest"), [(0.5, 50), (0.9, 50), (2.0, 5), (4.0, 2), (10.0, 1), (100.0, 0)])
+@pytest.mark.parametrize(
+    ("per_end", "longest"), [(0.5, 50), (0.9, 50), (2.0, 5), (4.0, 2), (10.0, 1), (100.0, 0)]
+)
 def test_the_more_come_the_fewer_wait(per_end: float, longest: int) -> None:
     found = admission(max_wait_s=100.0)
     now_s = come(found, per_end, 200)
@@ -62,7 +66,9 @@ def test_the_more_come_the_fewer_wait(per_end: float, longest: int) -> None:
 
 
 def test_a_burst_is_no_overload() -> None:
-    found = admission(max_wait_s=100.0)  # so what comes is counted over 25 s, in which 100 sequences end
+    found = admission(
+        max_wait_s=100.0
+    )  # so what comes is counted over 25 s, in which 100 sequences end
     found.came(90, NOW_S)
     assert longest_queue(found, NOW_S) >= 40
     found.came(1000, NOW_S)
@@ -123,7 +129,9 @@ def test_an_idle_server_takes_whatever_fits() -> None:
 
 def test_full_blocks_limit_the_places() -> None:
     found = admission()
-    found._stats.engines[0].last = msgspec.structs.replace(STEP, num_running=2, num_waiting=1, num_free_blocks=5)
+    found._stats.engines[0].last = msgspec.structs.replace(
+        STEP, num_running=2, num_waiting=1, num_free_blocks=5
+    )
     assert found.wait_s(4, READY) == pytest.approx(2 * 0.25, rel=0.02)
 
 

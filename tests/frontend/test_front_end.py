@@ -33,7 +33,10 @@ from moeserve.sampling import SamplingParams
 
 from .conftest import ready
 
-STOP, LENGTH, ABORT, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR
+STOP = FinishReason.STOP
+LENGTH = FinishReason.LENGTH
+ABORT = FinishReason.ABORT
+ERROR = FinishReason.ERROR
 
 
 async def collect(generation) -> list[Delta]:
@@ -89,7 +92,8 @@ async def test_a_taker_gets_deltas_in_place_of_a_reader_that_waits(front, engine
     """Each token once and in order, whoever gets it; steps that come together are one delta."""
     generation = await front.generate([5], SamplingParams(max_tokens=40))
     (submit,) = engine.take(Submit)
-    taken, takes = [], True
+    taken = []
+    takes = True
 
     def take(delta: Delta) -> bool:
         if takes:
@@ -127,7 +131,9 @@ async def test_a_reader_that_lags_gets_merged_deltas(front, engine, tokenizer):
     generation = await front.generate([5], SamplingParams(max_tokens=50, logprobs=0))
     (submit,) = engine.take(Submit)
     for token in ids:
-        await engine.rows((submit.rid, token, 0), logprobs={submit.rid: [Logprobs([token], [-1.0], 1)]})
+        await engine.rows(
+            (submit.rid, token, 0), logprobs={submit.rid: [Logprobs([token], [-1.0], 1)]}
+        )
     delta = await anext(generation)
     assert delta.token_ids == ids
     assert [row.ids[0] for row in delta.logprobs] == ids
@@ -168,7 +174,9 @@ async def test_an_error_of_one_sequence_ends_its_request_only(front, engine):
     bad = await front.generate([5], SamplingParams(n=2))
     good = await front.generate([5], SamplingParams(max_tokens=1))
     failing, sibling, other = engine.take(Submit)
-    await engine.rows((failing.rid, -1, ERROR), (other.rid, 9, LENGTH), errors={failing.rid: "NaN logits"})
+    await engine.rows(
+        (failing.rid, -1, ERROR), (other.rid, 9, LENGTH), errors={failing.rid: "NaN logits"}
+    )
     with pytest.raises(RequestFailed, match="NaN logits"):
         await collect(bad)
     assert engine.take(Abort) == [Abort([sibling.rid])]
@@ -230,7 +238,9 @@ async def test_a_full_queue_says_when_to_come_back(front):
 
 async def test_a_dead_engine_is_replayed_from_what_was_emitted(front, engine, tokenizer):
     ids = tokenizer.encode("A small fox ran home.", special=False)
-    generation = await front.generate([5, 6], SamplingParams(seed=4, max_tokens=50), priority=3, salt="tenant")
+    generation = await front.generate(
+        [5, 6], SamplingParams(seed=4, max_tokens=50), priority=3, salt="tenant"
+    )
     (before,) = engine.take(Submit)
     for token in ids[:3]:
         await engine.rows((before.rid, token, 0))
@@ -242,7 +252,12 @@ async def test_a_dead_engine_is_replayed_from_what_was_emitted(front, engine, to
     await engine.tell(ready())
     (again,) = engine.take(Submit)
     assert list(memoryview(again.tokens).cast("i")) == [5, 6, *ids[:3]]
-    assert (again.num_prompt, again.sampling, again.priority, again.salt) == (2, before.sampling, 3, "tenant")
+    assert (again.num_prompt, again.sampling, again.priority, again.salt) == (
+        2,
+        before.sampling,
+        3,
+        "tenant",
+    )
     for token in ids[3:]:
         await engine.rows((again.rid, token, 0))
     await engine.rows((again.rid, 2, STOP))
@@ -298,7 +313,10 @@ async def test_text_that_fails_hurts_its_own_request_only(front, engine, monkeyp
     with pytest.raises(RequestFailed):
         await collect(bad)
     assert (await collect(good))[-1].finish_reason == "length"
-    assert sorted(rid for abort in engine.take(Abort) for rid in abort.rids) == [broken.rid, sibling.rid]
+    assert sorted(rid for abort in engine.take(Abort) for rid in abort.rids) == [
+        broken.rid,
+        sibling.rid,
+    ]
 
 
 async def test_closing_leaves_nobody_waiting(front, engine):
@@ -451,11 +469,15 @@ async def test_only_the_lost_engines_requests_are_submitted_again(front, engine,
     assert text_of(await collect(lost)) == text_of(await collect(kept)) == "A small fox ran home."
 
 
-async def test_a_retired_engine_is_no_restart_and_an_ended_request_is_not_submitted_again(front, engine, caplog):
+async def test_a_retired_engine_is_no_restart_and_an_ended_request_is_not_submitted_again(
+    front, engine, caplog
+):
     generation = await front.generate([5], SamplingParams(max_tokens=40))
     (submit,) = engine.take(Submit)
     await generation.aclose()
-    await engine.tell(RequestsLost(rids=(submit.rid,), engine=1, died=False, cause="only 1 shall serve"))
+    await engine.tell(
+        RequestsLost(rids=(submit.rid,), engine=1, died=False, cause="only 1 shall serve")
+    )
     assert engine.take(Submit) == []
     assert front.stats.total.restarts == 0
     assert "engine 1 gives requests back (only 1 shall serve)" in caplog.text
@@ -486,12 +508,24 @@ async def test_gauges_are_the_sums_over_engines(front, engine):
         )  # fmt: skip
         await engine.tell(StepOutput(rids=b"", tokens=b"", finish=b"", record=record))
     last = front.stats.last
-    assert (last.num_running, last.num_free_blocks, last.num_blocks) == (6, 20, 39)  # one null block
+    assert (last.num_running, last.num_free_blocks, last.num_blocks) == (
+        6,
+        20,
+        39,
+    )  # one null block
     assert (last.num_states, last.num_free_states, last.num_cached_states) == (17, 10, 3)
     await engine.tell(RequestsLost(rids=(), engine=1, died=False, cause=""))
     assert front.stats.last.num_running == 4
     steps = front.stats.total.steps
-    idle = msgspec.structs.replace(record, dp_rank=0, num_requests=0, num_tokens=0, num_running=0, num_free_blocks=19)
-    await engine.tell(StepOutput(rids=b"", tokens=b"", finish=b"", record=idle))  # after aborts, without a step
-    assert (front.stats.last.num_running, front.stats.last.num_free_blocks, front.stats.last.num_tokens) == (0, 19, 1)
+    idle = msgspec.structs.replace(
+        record, dp_rank=0, num_requests=0, num_tokens=0, num_running=0, num_free_blocks=19
+    )
+    await engine.tell(
+        StepOutput(rids=b"", tokens=b"", finish=b"", record=idle)
+    )  # after aborts, without a step
+    assert (
+        front.stats.last.num_running,
+        front.stats.last.num_free_blocks,
+        front.stats.last.num_tokens,
+    ) == (0, 19, 1)
     assert front.stats.total.steps == steps

@@ -84,10 +84,15 @@ def test_n_logprobs_and_cached_tokens(llm):
 
 
 def test_chat_and_prompt_logprobs(llm):
-    (out,) = llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=3, prompt_logprobs=1))
+    (out,) = llm.chat(
+        [{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=3, prompt_logprobs=1)
+    )
     assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
     assert out.prompt_logprobs[0] is None
-    assert all(row.ids[0] == t for row, t in zip(out.prompt_logprobs[1:], out.prompt_token_ids[1:], strict=True))
+    assert all(
+        row.ids[0] == t
+        for row, t in zip(out.prompt_logprobs[1:], out.prompt_token_ids[1:], strict=True)
+    )
 
 
 def test_a_bad_request_leaves_the_engine_well(llm):
@@ -109,7 +114,11 @@ def test_close_is_idempotent_and_leaves_no_thread():
 def test_use_after_close_says_so():
     engine = LLM("demo", threads=1, max_model_len=64)
     engine.close()
-    for use in (lambda: engine.generate("A"), lambda: engine.stats, lambda: engine.chat([{"role": "user"}])):
+    for use in (
+        lambda: engine.generate("A"),
+        lambda: engine.stats,
+        lambda: engine.chat([{"role": "user"}]),
+    ):
         with pytest.raises(RuntimeError, match="was closed"):
             use()
 
@@ -156,7 +165,9 @@ def test_large_batches_and_many_answers():
         prompts = ({"prompt_token_ids": [5 + i % 100]} for i in range(2500))
         outputs = llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [1] * 2500
-        outputs = llm.generate(["A"] * 90, SamplingParams(max_tokens=1, n=128), use_tqdm=False)  # 11,520 sequences
+        outputs = llm.generate(
+            ["A"] * 90, SamplingParams(max_tokens=1, n=128), use_tqdm=False
+        )  # 11,520 sequences
         assert all(len(o.outputs) == 128 for o in outputs)
         assert llm.stats.num_active == 0
 
@@ -242,29 +253,41 @@ async def test_async_engine_streams_and_stops_when_left():
         pieces = [p async for p in engine.generate("Once upon a time", GREEDY)]
         assert pieces[-1].finished
         assert sum(len(p.outputs[0].token_ids) for p in pieces) <= 12
-        async for _ in engine.generate("Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True)):
+        async for _ in engine.generate(
+            "Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True)
+        ):
             break
         again = [p async for p in engine.generate("Once upon a time", GREEDY)]
-        assert "".join(p.outputs[0].text for p in again) == "".join(p.outputs[0].text for p in pieces)
+        assert "".join(p.outputs[0].text for p in again) == "".join(
+            p.outputs[0].text for p in pieces
+        )
     with pytest.raises(RuntimeError, match="async with"):
         _ = engine.front
 
 
 async def test_leaving_an_async_engine_ends_what_still_runs():
     async def read(engine):
-        return [p async for p in engine.generate("A", SamplingParams(max_tokens=200, ignore_eos=True))]
+        return [
+            p async for p in engine.generate("A", SamplingParams(max_tokens=200, ignore_eos=True))
+        ]
 
     async with AsyncEngine("demo", threads=1, max_model_len=256) as engine:
         readers = [asyncio.create_task(read(engine)) for _ in range(3)]
         await asyncio.sleep(0.1)
     async with asyncio.timeout(5):
-        assert [type(e) for e in await asyncio.gather(*readers, return_exceptions=True)] == [EngineLost] * 3
+        assert [type(e) for e in await asyncio.gather(*readers, return_exceptions=True)] == [
+            EngineLost
+        ] * 3
 
 
 def test_several_ranks_run_in_processes_of_their_own():
-    config = config_of("demo", dp=2, null_runner=True, max_model_len=256, max_num_seqs=16, kv_cache_bytes=2**24)
+    config = config_of(
+        "demo", dp=2, null_runner=True, max_model_len=256, max_num_seqs=16, kv_cache_bytes=2**24
+    )
     with LLM(config=config) as llm:
-        outputs = llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=20), use_tqdm=False)
+        outputs = llm.generate(
+            ["Once upon a time"] * 8, SamplingParams(max_tokens=20), use_tqdm=False
+        )
         assert len({tuple(out.outputs[0].token_ids) for out in outputs}) == 1
         assert [len(out.outputs[0].token_ids) for out in outputs] == [20] * 8
         assert llm.ready.max_num_seqs == 32

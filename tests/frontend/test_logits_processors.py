@@ -1,4 +1,6 @@
-"""Logits processors in `LLM`: whatever they do is their own request's affair, and no circumstance changes a token."""
+"""Logits processors in `LLM`: whatever they do is their own request's affair, and no circumstance
+changes a token.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def forbid(args: dict[str, Any]) -> Callable[..., Any]:
 
 
 def no_repeats(args: dict[str, Any]) -> Callable[..., Any]:
-    """No token twice in a prompt and its answer: a function of all tokens, and so of a draft's place."""
+    """No token twice in a prompt and its answer: a function of all tokens, and so of a draft's
+    place.
+    """
 
     def change(prompt_ids: Any, output_ids: Any, logits: torch.Tensor) -> torch.Tensor:
         return logits.index_fill(0, torch.tensor([*prompt_ids, *output_ids]), -INF)
@@ -43,7 +47,9 @@ def no_repeats(args: dict[str, Any]) -> Callable[..., Any]:
 
 
 def cycle(args: dict[str, Any]) -> Callable[..., Any]:
-    """The n-th token of the answer is args["ids"][n % len]: drafts are right, once the cycle has been seen."""
+    """The n-th token of the answer is args["ids"][n % len]: drafts are right, once the cycle has
+    been seen.
+    """
 
     def change(prompt_ids: Any, output_ids: Any, logits: torch.Tensor) -> torch.Tensor:
         logits = torch.full_like(logits, -INF)
@@ -82,7 +88,9 @@ GIVEN: dict[str, Any] = {
 
 
 def ask(llm: LLM, *names: Any, prompts: Any = PROMPTS, **sampling: Any) -> list[Any]:
-    params = SamplingParams(**({"temperature": 0, "max_tokens": 16, "logits_processors": names} | sampling))
+    params = SamplingParams(
+        **({"temperature": 0, "max_tokens": 16, "logits_processors": names} | sampling)
+    )
     return [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
@@ -121,17 +129,23 @@ def test_rules_and_grammars_come_behind(llm: LLM) -> None:
         ask(llm, ends, min_tokens=2)
     with pytest.raises(RequestFailed, match=r"no token is left.*logits processors"):
         ask(llm, {"name": "cycle", "args": {"ids": [5]}}, allowed_token_ids=[6])
-    fox = ask(llm, "no-repeats", "halves", structured_outputs=StructuredOutputsParams(choice=["fox"]))
+    fox = ask(
+        llm, "no-repeats", "halves", structured_outputs=StructuredOutputsParams(choice=["fox"])
+    )
     assert {answer.text for answer in fox} == {"fox"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("what", ["none", "list", "short", "row", "double", "ints", "nan", "inf", "meta", "raises"])
+@pytest.mark.parametrize(
+    "what", ["none", "list", "short", "row", "double", "ints", "nan", "inf", "meta", "raises"]
+)
 def test_nonsense_fails_its_own_request(llm: LLM, what: str, temperature: float) -> None:
     expected = ask(llm, prompts=PROMPTS[:1], temperature=temperature, seed=2)
     bad = {"name": "returns", "args": {"what": what}}
     sampling = {"temperature": temperature, "max_tokens": 16, "seed": 2}
-    found = both(llm, SamplingParams(**sampling), SamplingParams(**sampling, logits_processors=[bad]))
+    found = both(
+        llm, SamplingParams(**sampling), SamplingParams(**sampling, logits_processors=[bad])
+    )
     assert found == (expected[0].token_ids, expected[0].token_ids[:2])
 
 
@@ -139,10 +153,14 @@ def both(llm: LLM, good: SamplingParams, bad: SamplingParams) -> tuple[list[int]
     """The tokens of two requests at once; the second must fail in the end."""
 
     async def run() -> tuple[list[int], list[int]]:
-        tokens, failed = await llm._front.encode(PROMPTS[0]), []
+        tokens = await llm._front.encode(PROMPTS[0])
+        failed = []
         runs = [await llm._front.generate(tokens, params) for params in (good, bad)]
         fine = [token async for delta in runs[0] for token in delta.token_ids]
-        with pytest.raises(RequestFailed, match=r"logits processor 'returns' failed: (KeyError|ValueError: expected)"):
+        with pytest.raises(
+            RequestFailed,
+            match=r"logits processor 'returns' failed: (KeyError|ValueError: expected)",
+        ):
             await read(runs[1], failed)
         return fine, failed
 
@@ -194,7 +212,9 @@ def test_what_is_no_processor_is_refused(llm: LLM, asked: Any, message: str) -> 
 def test_drafts_and_preemption_change_no_token(llm: LLM) -> None:
     cycles = {"name": "cycle", "args": {"ids": [9, 8, 7, 60, 61]}}
     params = [
-        SamplingParams(logits_processors=names, temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
+        SamplingParams(
+            logits_processors=names, temperature=temperature, seed=3, max_tokens=40, ignore_eos=True
+        )
         for temperature in (0, 1)
         for names in (["no-repeats"], [cycles])
     ]
@@ -206,21 +226,34 @@ def test_drafts_and_preemption_change_no_token(llm: LLM) -> None:
         assert sum(other.stats.accepted_drafts) > 20
         for at in range(20, 25):  # at any place among the drafts of a step
             breaks = {"name": "returns", "args": {"what": "raises", "at": at}}
-            good, bad = (SamplingParams(logits_processors=[cycles, *more], max_tokens=40) for more in ([], [breaks]))
+            good, bad = (
+                SamplingParams(logits_processors=[cycles, *more], max_tokens=40)
+                for more in ([], [breaks])
+            )
             assert both(other, good, bad) == ([9, 8, 7, 60, 61] * 8, ([9, 8, 7, 60, 61] * 8)[:at])
     assert expected[1][0].token_ids == [9, 8, 7, 60, 61] * 8
 
 
-def test_entry_points_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "processors_for_a_test.py").write_text("def only(args):\n    return lambda p, o, x: x - 9 * x.abs()\n")
+def test_entry_points_of_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "processors_for_a_test.py").write_text(
+        "def only(args):\n    return lambda p, o, x: x - 9 * x.abs()\n"
+    )
     info = tmp_path / "processors_for_a_test-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: processors-for-a-test\nVersion: 1\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: processors-for-a-test\nVersion: 1\n"
+    )
     lines = "negative = processors_for_a_test:only\nhalves = processors_for_a_test:missing\ngone = no_such_module:f\n"
     (info / "entry_points.txt").write_text(f"[{processors.GROUP}]\n{lines}")
     monkeypatch.syspath_prepend(tmp_path)
-    with LLM("demo", threads=1, max_model_len=64, logits_processors={"halves": GIVEN["halves"]}) as llm:
-        plain, halves, negative = ask(llm), ask(llm, "halves"), ask(llm, "negative")
+    with LLM(
+        "demo", threads=1, max_model_len=64, logits_processors={"halves": GIVEN["halves"]}
+    ) as llm:
+        plain = ask(llm)
+        halves = ask(llm, "halves")
+        negative = ask(llm, "negative")
         assert plain == halves  # of the settings, though a package has the name, too
         assert plain != negative
         with pytest.raises(RequestFailed, match="'gone' failed: ModuleNotFoundError"):
@@ -237,10 +270,22 @@ def test_functions_and_names_in_settings() -> None:
     for parallel in ({"tp": 2}, {"dp": 2}):
         with pytest.raises(ConfigError, match=r"'a' must be 'package.module:name'"):
             LLM(logits_processors={"a": forbid}, **parallel)
-    local = processors.with_processors(config_of(), {"a": forbid, "b": f"{HERE}:cycle"}, owner).model.logits_processors
+    local = processors.with_processors(
+        config_of(), {"a": forbid, "b": f"{HERE}:cycle"}, owner
+    ).model.logits_processors
     assert processors.ProcessorFactories(local)._factories == {"a": forbid, "b": cycle}
     del owner
     gc.collect()
-    for setting in (local[0], "a=no_such:x", f"a={HERE}:no_such", "a=b", "=a:b", "a:b", "a=:b", "a= :b", ""):
+    for setting in (
+        local[0],
+        "a=no_such:x",
+        f"a={HERE}:no_such",
+        "a=b",
+        "=a:b",
+        "a:b",
+        "a=:b",
+        "a= :b",
+        "",
+    ):
         with pytest.raises(ConfigError, match="logits_processors: "):
             processors.ProcessorFactories([setting])

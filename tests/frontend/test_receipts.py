@@ -26,12 +26,22 @@ DEMO = Path(__file__).parents[2] / "moeserve/assets/demo"
 STORY = "Once upon a time there was a fox. "
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, receipt=True),
-    SamplingParams(temperature=0.9, top_p=0.9, seed=5, n=2, max_tokens=70, logprobs=2, receipt=True),
     SamplingParams(
-        temperature=1.0, top_k=20, frequency_penalty=0.5, min_tokens=9, stop="e", max_tokens=64, receipt=True
+        temperature=0.9, top_p=0.9, seed=5, n=2, max_tokens=70, logprobs=2, receipt=True
     ),
     SamplingParams(
-        structured_outputs=StructuredOutputsParams(json={"type": "object", "properties": {"b": {"type": "integer"}}}),
+        temperature=1.0,
+        top_k=20,
+        frequency_penalty=0.5,
+        min_tokens=9,
+        stop="e",
+        max_tokens=64,
+        receipt=True,
+    ),
+    SamplingParams(
+        structured_outputs=StructuredOutputsParams(
+            json={"type": "object", "properties": {"b": {"type": "integer"}}}
+        ),
         max_tokens=40,
         receipt=True,
     ),
@@ -54,7 +64,9 @@ async def receipts(engine: AsyncEngine, prompt: str, params: SamplingParams) -> 
 
 
 async def test_an_answer_is_equal_however_it_is_computed(key: str, tmp_path: Path) -> None:
-    """In a crowd short of blocks, with drafts, chunks and cached prefixes; then alone, without any of them."""
+    """In a crowd short of blocks, with drafts, chunks and cached prefixes; then alone, without any
+    of them.
+    """
     crowd = [(STORY * (3 + i % 3), PARAMS[i % len(PARAMS)]) for i in range(8)]
     settings: dict[str, Any] = {
         "speculate": "mtp:2",
@@ -114,7 +126,10 @@ def test_changes_are_named(made: tuple[Receipt, Computed]) -> None:
         (_with(receipt, "token_ids", 77, 5), "token 77 is 5 in the receipt, 1077 computed"),
         (_with(receipt, "links", 2, link), "link 2 is not of tokens 64 to 127"),
         (_with(receipt, "links", 3, link), "link 3 is not of tokens 128 to 129"),
-        (replace(receipt, marks=receipt.marks[:-8] + "00000000"), "token 129 and its logits are equal; its mark"),
+        (
+            replace(receipt, marks=receipt.marks[:-8] + "00000000"),
+            "token 129 and its logits are equal; its mark",
+        ),
         (
             replace(receipt, finish_reason="stop", stop_reason=5),
             "the last token ends the answer by ('stop', 5) in the receipt, by ('length', None)",
@@ -126,7 +141,10 @@ def test_changes_are_named(made: tuple[Receipt, Computed]) -> None:
         (replace(receipt, token_ids=receipt.token_ids[:128]), "max_tokens is 130"),
         (replace(receipt, links=receipt.links[:2]), "it has 2 links"),
         (_with(receipt, "links", 1, "x"), "link 1 is no SHA-256"),
-        (replace(receipt, marks=receipt.marks[8:]), "its marks have 1032 digits; those of 130 tokens have 1040"),
+        (
+            replace(receipt, marks=receipt.marks[8:]),
+            "its marks have 1032 digits; those of 130 tokens have 1040",
+        ),
         (replace(receipt, seed="x"), "'x'"),
     ):
         assert what in check_form(changed)
@@ -143,25 +161,38 @@ def test_changes_are_named(made: tuple[Receipt, Computed]) -> None:
 
 def test_other_computations_are_told_by_their_first_token(made: tuple[Receipt, Computed]) -> None:
     receipt, found = made
-    ids, digests = found.token_ids, found.digests
+    ids = found.token_ids
+    digests = found.digests
     moved = [*digests[:99], bytes(32), *digests[100:]]
     assert (
-        difference(receipt, found._replace(digests=moved)) == "token 99 is 1099 in both, but sampled from other logits"
+        difference(receipt, found._replace(digests=moved))
+        == "token 99 is 1099 in both, but sampled from other logits"
     )
     other = found._replace(token_ids=[*ids[:3], 9], digests=[*digests[:3], bytes(32)])
-    assert difference(receipt, other) == "token 3 is 1003 in the receipt, 9 computed from other logits"
+    assert (
+        difference(receipt, other) == "token 3 is 1003 in the receipt, 9 computed from other logits"
+    )
     short = found._replace(token_ids=ids[:70], digests=digests[:70], finish_reason="stop")
-    assert difference(receipt, short) == "token 70 is 1070 in the receipt; the computed answer ends before it"
+    assert (
+        difference(receipt, short)
+        == "token 70 is 1070 in the receipt; the computed answer ends before it"
+    )
 
 
 def test_weights_are_told_apart_by_any_byte_and_not_by_files(tmp_path: Path) -> None:
     original, _ = weights_digest(DEMO)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads((DEMO / "config.json").read_text()), indent=7))
-    tensors = {name: tensor for path in DEMO.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    tensors = {
+        name: tensor
+        for path in DEMO.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     half = dict(sorted(tensors.items())[: len(tensors) // 2])
     save_file(half, tmp_path / "a.safetensors")
-    save_file({name: tensors[name] for name in tensors.keys() - half.keys()}, tmp_path / "b.safetensors")
+    save_file(
+        {name: tensors[name] for name in tensors.keys() - half.keys()}, tmp_path / "b.safetensors"
+    )
     assert weights_digest(tmp_path)[0] == original
     content = bytearray((tmp_path / "b.safetensors").read_bytes())
     content[-1] ^= 1
@@ -207,14 +238,19 @@ async def test_the_command_line_names_what_differs(
         return str(tmp_path / name)
 
     answer = written("good", {"choices": [{"receipt": good}]})
-    assert await asyncio.to_thread(verify, "verify", answer, "--speculate", "ngram:2", "--key", good.public_key) == (
+    assert await asyncio.to_thread(
+        verify, "verify", answer, "--speculate", "ngram:2", "--key", good.public_key
+    ) == (
         0,
         [f"r 0: {len(good.token_ids)} tokens and their logits are equal", "equal"],
     )
     code, lines = await asyncio.to_thread(verify, "verify", written("bad", bad))
     assert code == 1
     assert lines[-1] == "not equal"
-    said = {id: " ".join(line for line in lines if line.startswith(id)) for id in ("token", "weights", "request")}
+    said = {
+        id: " ".join(line for line in lines if line.startswith(id))
+        for id in ("token", "weights", "request")
+    }
     assert all("signature: not of this receipt" in text for text in said.values())
     assert f"token 7 is 11 in the receipt, {good.token_ids[7]} computed" in said["token"]
     assert "weights: 000" in said["weights"]
@@ -223,7 +259,10 @@ async def test_the_command_line_names_what_differs(
     assert "computed" in said["request"] or "other logits" in said["request"]
 
     code, lines = await asyncio.to_thread(verify, "replay", str(log))
-    assert (code, lines) == (0, ["plain 0: 5 tokens are equal; the request asked for no receipt", "equal"])
+    assert (code, lines) == (
+        0,
+        ["plain 0: 5 tokens are equal; the request asked for no receipt", "equal"],
+    )
     code, lines = await asyncio.to_thread(verify, "replay", str(log), "--id", "r")
     assert (code, lines[-1]) == (0, "equal")
     assert await asyncio.to_thread(main.main, ["replay", str(log), "--id", "x"]) == 2
@@ -235,8 +274,12 @@ async def test_a_grammar_of_the_servers_own_is_in_receipt_and_log(key: str, tmp_
     log = tmp_path / "log.jsonl"
     async with AsyncEngine("demo", receipt_key=key, request_log=str(log)) as engine:
         found = []
-        for params in (SamplingParams(seed=2, max_tokens=30, receipt=asks) for asks in (True, False)):
-            async with await engine.front.generate([5, 6, 7], params, grammar=grammar) as generation:
+        for params in (
+            SamplingParams(seed=2, max_tokens=30, receipt=asks) for asks in (True, False)
+        ):
+            async with await engine.front.generate(
+                [5, 6, 7], params, grammar=grammar
+            ) as generation:
                 found += [delta.receipt async for delta in generation if delta.finish_reason]
         engine.front.notary, notary = None, engine.front.notary
         assert found[0].grammar == grammar
@@ -260,16 +303,24 @@ async def test_an_aborted_answer_has_neither_receipt_nor_line(key: str, tmp_path
     assert log.read_bytes() == b""
 
 
-async def test_no_receipt_is_of_weights_that_were_replaced_meanwhile(key: str, tmp_path: Path) -> None:
+async def test_no_receipt_is_of_weights_that_were_replaced_meanwhile(
+    key: str, tmp_path: Path
+) -> None:
     log = tmp_path / "log.jsonl"
     async with AsyncEngine("demo", receipt_key=key, request_log=str(log)) as engine:
         ready = await engine.front.wait_ready()
-        async with await engine.front.generate([5, 6, 7], replace(PARAMS[0], max_tokens=60)) as generation:
+        async with await engine.front.generate(
+            [5, 6, 7], replace(PARAMS[0], max_tokens=60)
+        ) as generation:
             await anext(generation)
-            engine.front.ready = replace(ready, checkpoint="of other files")  # as if an engine came back with them
+            engine.front.ready = replace(
+                ready, checkpoint="of other files"
+            )  # as if an engine came back with them
             with pytest.raises(RequestFailed, match="not those that were loaded"):
                 [delta async for delta in generation]
-        async with await engine.front.generate([5, 6, 7], SamplingParams(max_tokens=5)) as generation:
+        async with await engine.front.generate(
+            [5, 6, 7], SamplingParams(max_tokens=5)
+        ) as generation:
             [delta async for delta in generation]
         assert not engine.front.stats.num_active
     (line,) = log.read_bytes().splitlines()

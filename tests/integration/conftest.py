@@ -60,7 +60,9 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()}")
+                raise AssertionError(
+                    f"the server ended with {self.process.returncode}:\n{self.log.read_text()}"
+                )
             try:
                 if self.get("/readyz")[0] == 200:
                     return
@@ -90,7 +92,17 @@ def running_server(log: Path, *flags: str) -> Iterator[Server]:
     port = free_port()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moeserve.cli.main", "serve", "--port", str(port), "--threads", "1", *flags],
+            [
+                sys.executable,
+                "-m",
+                "moeserve.cli.main",
+                "serve",
+                "--port",
+                str(port),
+                "--threads",
+                "1",
+                *flags,
+            ],
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -115,13 +127,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def mortals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
-    """mortals() is a ready server that a test may kill: that of the module's last such test, if it still runs."""
+    """mortals() is a ready server that a test may kill: that of the module's last such test, if it
+    still runs.
+    """
     servers: list[Server] = []
     with ExitStack() as stack:
 
         def living() -> Server:
             if not servers or servers[-1].process.poll() is not None:
-                servers.append(stack.enter_context(running_server(tmp_path_factory.mktemp("mortal") / "log")))
+                servers.append(
+                    stack.enter_context(running_server(tmp_path_factory.mktemp("mortal") / "log"))
+                )
             servers[-1].wait_ready()
             return servers[-1]
 

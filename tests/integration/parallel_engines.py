@@ -1,5 +1,5 @@
-"""Engines of one group, and their tensor-parallel ranks, as threads of one process: real cores, runners, votes and
-transports, without the processes and the wires to them."""
+"""Engines of one group, and their tensor-parallel ranks, as threads of one process: real cores,
+runners, votes and transports, without the processes and the wires to them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ class Answer:
 class Engine:
     """One of data-parallel rank `rank`."""
 
-    def __init__(self, config: Config, spec: ModelSpec, path: Path, world: World, folder: str) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, path: Path, world: World, folder: str
+    ) -> None:
         self.world = world
         self.inbox: Inbox[EngineIn] = Inbox("engine")
         self.answers: dict[int, Answer] = {}
@@ -121,8 +123,12 @@ class Engine:
 
     async def start(self) -> None:
         limits = await asyncio.to_thread(self.runner.prepare_model, lambda name, percent: None)
-        scheduler = Scheduler(limits, self.model.groups, eos_ids=(), vocab_size=self._spec.vocab_size)
-        self.core = GroupCore(scheduler, self.runner, self.inbox, self._hear, partial(form, self.runner))
+        scheduler = Scheduler(
+            limits, self.model.groups, eos_ids=(), vocab_size=self._spec.vocab_size
+        )
+        self.core = GroupCore(
+            scheduler, self.runner, self.inbox, self._hear, partial(form, self.runner)
+        )
         self._task = asyncio.create_task(self.core.run())
 
     def check(self) -> None:
@@ -138,9 +144,13 @@ class Engine:
             self._task.cancel()
         await asyncio.to_thread(self.runner.close)
 
-    def submit(self, rid: int, prompt: Sequence[int], sampling: TokenSampling, priority: int = 0) -> Answer:
+    def submit(
+        self, rid: int, prompt: Sequence[int], sampling: TokenSampling, priority: int = 0
+    ) -> Answer:
         tokens = np.array(prompt, "<i4").tobytes()
-        msg = Submit(rid=rid, tokens=tokens, num_prompt=len(prompt), sampling=sampling, priority=priority)
+        msg = Submit(
+            rid=rid, tokens=tokens, num_prompt=len(prompt), sampling=sampling, priority=priority
+        )
         self.inbox.put(msg)
         self.answers[rid] = Answer(rid)
         return self.answers[rid]
@@ -152,7 +162,9 @@ class Engine:
         if msg.record is not None:
             self.records.append(msg.record)
         rids = np.frombuffer(msg.rids, "<i8").tolist()
-        for rid, token, finish in zip(rids, np.frombuffer(msg.tokens, "<i4").tolist(), msg.finish, strict=True):
+        for rid, token, finish in zip(
+            rids, np.frombuffer(msg.tokens, "<i4").tolist(), msg.finish, strict=True
+        ):
             answer = self.answers[rid]
             assert not answer.finish, f"request {rid} goes on after its end"
             answer.tokens += [token] if token >= 0 else []
@@ -161,18 +173,33 @@ class Engine:
 
 
 class Engines:
-    """A group of `dp` engines of `tp` ranks each, or one engine with all experts where there is nothing to shard."""
+    """A group of `dp` engines of `tp` ranks each, or one engine with all experts where there is
+    nothing to shard.
+    """
 
     def __init__(self, path: Path, dp: int, tp: int, **settings: Any) -> None:
-        values = {"max_num_seqs": 8, "max_model_len": 256, "threads": 1, "kv_cache_bytes": 1 << 22, "watermark": 0.0}
+        values = {
+            "max_num_seqs": 8,
+            "max_model_len": 256,
+            "threads": 1,
+            "kv_cache_bytes": 1 << 22,
+            "watermark": 0.0,
+        }
         self.config = config_of(path, dp=dp, tp=tp, **(values | settings))
         self.spec = read_model_spec(path)
         self.deals = self.config.parallel.ep == "on" and self.spec.num_experts > 0
         assert self.deals or dp == 1, "engines that share nothing are tested one by one"
-        self._folder = tempfile.TemporaryDirectory(prefix="ms-")  # short: names of sockets have a limit
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="ms-"
+        )  # short: names of sockets have a limit
         size = dp * tp
-        worlds = [World(rank, size, tp, self.deals, ranks_on_host=size, host_rank=rank) for rank in range(0, size, tp)]
-        self.engines = [Engine(self.config, self.spec, path, world, self._folder.name) for world in worlds]
+        worlds = [
+            World(rank, size, tp, self.deals, ranks_on_host=size, host_rank=rank)
+            for rank in range(0, size, tp)
+        ]
+        self.engines = [
+            Engine(self.config, self.spec, path, world, self._folder.name) for world in worlds
+        ]
         self.epoch = 0
         self._num_rids = 0
 
@@ -186,7 +213,9 @@ class Engines:
             raise
         return self
 
-    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self._close()
 
     async def _close(self) -> None:
@@ -216,21 +245,30 @@ class Engines:
         )
         for rank, engine in enumerate(self.engines):
             engine.inbox.put(msgspec.structs.replace(join, dp_rank=rank), force=True)
-        await self.heard(lambda msg: isinstance(msg, Joined) and msg.epoch == self.epoch, f"epoch {self.epoch}")
+        await self.heard(
+            lambda msg: isinstance(msg, Joined) and msg.epoch == self.epoch, f"epoch {self.epoch}"
+        )
 
     async def parted(self) -> None:
         """Waits until all have lost the present epoch."""
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        await self.heard(lambda msg: isinstance(msg, Parted) and msg.epoch == epoch, f"end of epoch {epoch}")
+        epoch = self.epoch
+        self.epoch = self.epoch + 1
+        await self.heard(
+            lambda msg: isinstance(msg, Parted) and msg.epoch == epoch, f"end of epoch {epoch}"
+        )
 
     async def place(self, placement: Placement) -> None:
         """Moves experts while requests run."""
         for engine in self.engines:
             engine.inbox.put(Place(placement.to_table()), force=True)
-        done = await self.heard(lambda msg: isinstance(msg, Placed) and msg.version == placement.version, "placement")
+        done = await self.heard(
+            lambda msg: isinstance(msg, Placed) and msg.version == placement.version, "placement"
+        )
         assert [placed.error for placed in done] == [""] * len(self.engines)
 
-    def submit(self, rank: int, prompt: Sequence[int], sampling: TokenSampling, priority: int = 0) -> Answer:
+    def submit(
+        self, rank: int, prompt: Sequence[int], sampling: TokenSampling, priority: int = 0
+    ) -> Answer:
         self._num_rids += 1
         return self.engines[rank].submit(self._num_rids, prompt, sampling, priority)
 
@@ -244,7 +282,9 @@ class Engines:
 
     async def heard(self, wanted: Callable[[Any], bool], what: str) -> list[Any]:
         """One such message from each engine."""
-        await self.until(lambda: all(any(map(wanted, engine.news)) for engine in self.engines), what)
+        await self.until(
+            lambda: all(any(map(wanted, engine.news)) for engine in self.engines), what
+        )
         return [next(filter(wanted, engine.news)) for engine in self.engines]
 
     async def until(self, condition: Callable[[], bool], what: str, within_s: float = 50.0) -> None:
@@ -252,7 +292,9 @@ class Engines:
         while not condition():
             for engine in self.engines:
                 engine.check()
-            parted = [msg for engine in self.engines for msg in engine.news if isinstance(msg, Parted)]
+            parted = [
+                msg for engine in self.engines for msg in engine.news if isinstance(msg, Parted)
+            ]
             assert not [msg for msg in parted if msg.epoch == self.epoch], parted
             assert asyncio.get_running_loop().time() < deadline_s, f"{what} did not come in time"
             await asyncio.sleep(0.002)

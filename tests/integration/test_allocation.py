@@ -1,4 +1,6 @@
-"""Machines that a launcher starts, all with one command: environment variables alone tell them apart."""
+"""Machines that a launcher starts, all with one command: environment variables alone tell them
+apart.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ from .conftest import Server, free_port
 BOOT_S = 60
 # A loopback address for each process of pytest: the port of an allocation is fixed.
 ADDRESS = f"127.77.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"
-FLAGS = ["--dp", "2", "--threads", "1", "--max-model-len", "512", "--kv-cache-bytes", "64MiB", "--rebalance", "off"]
+FLAGS = [
+    "--dp",
+    "2",
+    "--threads",
+    "1",
+    "--max-model-len",
+    "512",
+    "--kv-cache-bytes",
+    "64MiB",
+    "--rebalance",
+    "off",
+]
 
 
 class Launcher:
@@ -30,10 +43,21 @@ class Launcher:
 
     def start(self, env: dict[str, str], *prefix: str) -> subprocess.Popen[bytes]:
         log = self.folder / f"log-{len(self.processes)}"
-        command = [sys.executable, "-m", *prefix, "moeserve.cli.main", "serve", "--port", str(self.port), *FLAGS]
+        command = [
+            sys.executable,
+            "-m",
+            *prefix,
+            "moeserve.cli.main",
+            "serve",
+            "--port",
+            str(self.port),
+            *FLAGS,
+        ]
         env = os.environ | {"XDG_CONFIG_HOME": str(self.folder)} | env
         with log.open("wb") as out:
-            self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
+            self.processes.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+            )
         return self.processes[-1]
 
     def log(self, number: int) -> str:
@@ -60,7 +84,9 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 def answers(server: Server) -> None:
     server.wait_ready(BOOT_S)
     for _ in range(2):  # one for each engine
-        status, body = server.post("/v1/completions", {"prompt": "Once", "max_tokens": 4, "temperature": 0})
+        status, body = server.post(
+            "/v1/completions", {"prompt": "Once", "max_tokens": 4, "temperature": 0}
+        )
         assert (status, body["usage"]["completion_tokens"]) == (200, 4)  # type: ignore[index]
 
 
@@ -69,7 +95,9 @@ def lws(rank: int) -> dict[str, str]:
 
 
 def test_two_pods_of_lws_are_one_server(launcher: Launcher) -> None:
-    node, first = launcher.start(lws(1)), launcher.start(lws(0))  # a worker may come first: it waits
+    # a worker may come first: it waits
+    node = launcher.start(lws(1))
+    first = launcher.start(lws(0))
     answers(launcher.server(1))
     assert f"LWS: machine 1 of 2; machine 0 is at {ADDRESS}:29500" in launcher.log(0)
     assert f"LWS: machine 0 of 2; machine 0 is at {ADDRESS}:29500" in launcher.log(1)
@@ -80,13 +108,30 @@ def test_two_pods_of_lws_are_one_server(launcher: Launcher) -> None:
 
 @pytest.mark.full("ranks")
 def test_torchrun_with_two_processes_per_machine(launcher: Launcher) -> None:
-    """The real torchrun: the second process of each machine has nothing to do, and ends well. It starts a machine's
-    part again that was killed, which joins while machine 0 goes on."""
+    """The real torchrun: the second process of each machine has nothing to do, and ends well. It
+    starts a machine's part again that was killed, which joins while machine 0 goes on."""
     port = free_port()
 
     def prefix(rank: int) -> list[str]:
-        where = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        return ["torch.distributed.run", *where, "--nproc-per-node", "2", "--max-restarts", "2", "-m"]
+        where = [
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(port),
+        ]
+        return [
+            "torch.distributed.run",
+            *where,
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "2",
+            "-m",
+        ]
 
     for rank in (0, 1):
         launcher.start({}, *prefix(rank))
@@ -118,6 +163,10 @@ def said(launcher: Launcher) -> Callable[[dict[str, str]], str]:
 
 
 def test_contradictions_end_the_start(said: Callable[[dict[str, str]], str]) -> None:
-    other = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "127.0.0.1 127.0.0.2"}
+    other = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "0",
+        "SKYPILOT_NODE_IPS": "127.0.0.1 127.0.0.2",
+    }
     assert "LWS says machine 1 of 2, SkyPilot says machine 0 of 2" in said(lws(1) | other)
     assert "--nnodes is 4, LWS says 2" in said(lws(1) | {"MOESERVE_NNODES": "4"})

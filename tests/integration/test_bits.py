@@ -1,4 +1,6 @@
-"""Promise 1 through the whole engine: a request's tokens and logprob bits depend on nothing but request and model."""
+"""Promise 1 through the whole engine: a request's tokens and logprob bits depend on nothing but
+request and model.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,13 @@ class Crowd:
     kv_blocks: int | None = None
 
     def lengths(self, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-        """Of the others' prompts and answers. Short prompts that grow much: blocks run out while they run."""
+        """Of the others' prompts and answers. Short prompts that grow much: blocks run out while
+        they run.
+        """
         if self.kv_blocks is None:
-            return rng.integers(1, 120, self.others).tolist(), rng.integers(1, 30, self.others).tolist()
+            return rng.integers(1, 120, self.others).tolist(), rng.integers(
+                1, 30, self.others
+            ).tolist()
         return rng.integers(1, 8, self.others).tolist(), rng.integers(60, 90, self.others).tolist()
 
     def settings(self) -> dict[str, Any]:
@@ -77,7 +83,13 @@ def bits(output: Any) -> list[Any]:
 
 @functools.cache
 def alone(path: Any, dtype: str, **more: Any) -> list[Any]:
-    settings = {**more, "depth": 1, "enable_prefix_caching": False, "max_num_seqs": 1, "max_model_len": 256}
+    settings = {
+        **more,
+        "depth": 1,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 1,
+        "max_model_len": 256,
+    }
     with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
         return [bits(llm.generate(prompt_of(PROMPT), params)[0]) for params in PARAMS]
 
@@ -107,7 +119,9 @@ def test_nor_in_any_other_family(family: str, make_checkpoint: Any) -> None:
         ("qwen3_next", "bfloat16", "int8"), ("deepseek_v32", "bfloat16", "int8"),
     ],
 )  # fmt: skip
-def test_nor_with_quantised_weights(family: str, dtype: str, quantization: str, make_checkpoint: Any) -> None:
+def test_nor_with_quantised_weights(
+    family: str, dtype: str, quantization: str, make_checkpoint: Any
+) -> None:
     path = make_checkpoint(family).path
     assert alone(path, dtype) != alone(path, dtype, quantization=quantization)
     check(path, dtype, quantization=quantization)
@@ -116,9 +130,13 @@ def test_nor_with_quantised_weights(family: str, dtype: str, quantization: str, 
 @pytest.mark.full("models", keep=1)
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("MXFP4",), ("Q5_K", "IQ4_XS"), ("Q4_K",), ("Q6_K",)])
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("MXFP4",), ("Q5_K", "IQ4_XS"), ("Q4_K",), ("Q6_K",)]
+)
 def test_nor_of_a_gguf_file(kinds: tuple[str, ...], make_checkpoint: Any, tmp_path: Path) -> None:
-    path = make_checkpoint("qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=64).path
+    path = make_checkpoint(
+        "qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=64
+    ).path
     file = write_gguf("qwen3_moe", path, tmp_path / "model.gguf", matrices(*kinds))
     assert alone(file, "bfloat16") != alone(file, "bfloat16", activations="float")
     check(file, "bfloat16")
@@ -133,8 +151,11 @@ def test_nor_of_a_gguf_file(kinds: tuple[str, ...], make_checkpoint: Any, tmp_pa
         ("qwen3_next", "bfloat16", "auto"),
     ],
 )  # fmt: skip
-def test_nor_with_an_int8_cache(family: str, dtype: str, kernels: str, make_checkpoint: Any) -> None:
-    path, settings = make_checkpoint(family).path, {"kv_cache_dtype": "int8", "kernels": kernels}
+def test_nor_with_an_int8_cache(
+    family: str, dtype: str, kernels: str, make_checkpoint: Any
+) -> None:
+    path = make_checkpoint(family).path
+    settings = {"kv_cache_dtype": "int8", "kernels": kernels}
     assert alone(path, dtype, kernels=kernels) != alone(path, dtype, **settings)
     check(path, dtype, **settings)
 
@@ -145,25 +166,36 @@ def check(path: Any, dtype: str, **more: Any) -> None:
     for name, crowd in CROWDS.items():
         settings = crowd.settings() | more
         if crowd.kv_blocks is not None:
-            settings |= memory_of(crowd.kv_blocks, 2 * 16 + 1, path, dtype, more.get("kv_cache_dtype", "auto"))
+            settings |= memory_of(
+                crowd.kv_blocks, 2 * 16 + 1, path, dtype, more.get("kv_cache_dtype", "auto")
+            )
         with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
             for _ in range(crowd.repeats):
                 prompt_lens, answer_lens = crowd.lengths(rng)
                 crowd_prompts = [rng.integers(3, 256, n).tolist() for n in prompt_lens]
-                crowd_params = [SamplingParams(temperature=0.7, max_tokens=n, ignore_eos=True) for n in answer_lens]
-                at = crowd.others // 2 if crowd.kv_blocks is None else crowd.others  # the last one is preempted first
+                crowd_params = [
+                    SamplingParams(temperature=0.7, max_tokens=n, ignore_eos=True)
+                    for n in answer_lens
+                ]
+                at = (
+                    crowd.others // 2 if crowd.kv_blocks is None else crowd.others
+                )  # the last one is preempted first
                 prompts = [*crowd_prompts[:at], PROMPT, PROMPT, *crowd_prompts[at:]]
                 params = [*crowd_params[:at], *PARAMS, *crowd_params[at:]]
                 outputs = llm.generate([prompt_of(p) for p in prompts], params)
                 assert [bits(o) for o in outputs[at : at + 2]] == expected, name
             if crowd.kv_blocks is not None:
-                assert llm.stats.preemptions > 0, "nothing was preempted: the test tries less than it says"
+                assert llm.stats.preemptions > 0, (
+                    "nothing was preempted: the test tries less than it says"
+                )
             if crowd.repeats > 1:
                 num_blocks = (len(PROMPT) - 1) // 16  # of either prompt in the second round
                 assert llm.stats.cached_prompt_tokens >= 2 * 16 * num_blocks, "the cache was cold"
 
 
-def block_bytes(path: Any, dtype: str, kv_cache_dtype: str = "auto", tp: int = 1, pool: int = 0) -> int:
+def block_bytes(
+    path: Any, dtype: str, kv_cache_dtype: str = "auto", tp: int = 1, pool: int = 0
+) -> int:
     spec = read_model_spec(path)
     cells = torch.int8 if kv_cache_dtype == "int8" else DTYPES[dtype]
     return kv_cache.block_bytes(groups_of(spec.kv_rules, 16), spec, cells, tp, pool=pool)
@@ -171,6 +203,7 @@ def block_bytes(path: Any, dtype: str, kv_cache_dtype: str = "auto", tp: int = 1
 
 def memory_of(num_blocks: int, num_states: int, *model: Any) -> dict[str, Any]:
     """Settings that give a model so many KV blocks, and blocks of states if it has any."""
-    blocks, states = num_blocks * block_bytes(*model), num_states * block_bytes(*model, pool=1)
+    blocks = num_blocks * block_bytes(*model)
+    states = num_states * block_bytes(*model, pool=1)
     share = {"state_share": (states + 0.5) / (blocks + states)} if states else {}
     return {"kv_cache_bytes": blocks + states, **share}

@@ -1,7 +1,9 @@
-"""Promise 1 over ranks: the tokens and logprob bits of one rank, whatever dp, tp, backend, micro-batches and placement.
+"""Promise 1 over ranks: the tokens and logprob bits of one rank, whatever dp, tp, backend,
+micro-batches and placement.
 
-Every family and type once, with settings that rotate so that each value of one meets each value of the others. All
-of them together take an hour: `pytest --full shapes tests/integration/test_bits_parallel.py`.
+Every family and type once, with settings that rotate so that each value of one meets each value of
+the others. All of them together take an hour: `pytest --full shapes
+tests/integration/test_bits_parallel.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +65,11 @@ class Shape:
 
     def __str__(self) -> str:
         ubatches = 2 if self.dbo == "on" else 1
-        experts = f"{self.backend}-{ubatches}_lanes-{self.redundant}_more" if self.ep == "on" else "all_experts"
+        experts = (
+            f"{self.backend}-{ubatches}_lanes-{self.redundant}_more"
+            if self.ep == "on"
+            else "all_experts"
+        )
         return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}-{self.quantization}-{self.kv}"
 
 
@@ -75,7 +81,8 @@ def expected(path: Path, dtype: str, quantization: str = "none", kv: str = "auto
 
 def other_placement(engines: Engines, version: int) -> Placement:
     """Experts anywhere, those with more than one slot too."""
-    now, rng = engines.placement, np.random.default_rng(version)
+    now = engines.placement
+    rng = np.random.default_rng(version)
     assert now is not None
     num_slots = now.experts_LS.shape[1]
     more_LX = rng.integers(0, now.num_experts, (now.num_layers, num_slots - now.num_experts))
@@ -88,7 +95,9 @@ def crowd(engines: Engines, rank: int, num_requests: int) -> None:
     """Short prompts with answers that need another block soon."""
     rng = np.random.default_rng(rank)
     for _ in range(num_requests):
-        sampling = TokenSampling(seed=int(rng.integers(99)), max_tokens=int(rng.integers(8, 12)), temperature=0.7)
+        sampling = TokenSampling(
+            seed=int(rng.integers(99)), max_tokens=int(rng.integers(8, 12)), temperature=0.7
+        )
         engines.submit(rank, rng.integers(3, 256, int(rng.integers(11, 16))).tolist(), sampling)
 
 
@@ -97,8 +106,8 @@ def ask(engines: Engines, rank: int) -> list[Answer]:
 
 
 async def play(path: Path, dtype: str, shape: Shape) -> None:
-    """In a crowd, where the last to come is preempted, while other engines idle; while experts move; while all meet
-    again elsewhere."""
+    """In a crowd, where the last to come is preempted, while other engines idle; while experts
+    move; while all meet again elsewhere."""
     settings = {
         "dtype": dtype,
         "all2all": shape.backend,
@@ -117,7 +126,9 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
         crowd(engines, 0, 5)
         answers = ask(engines, 0)
         await engines.answered()
-        assert sum(record.num_preempted for record in engines.records) > 0, "the test tries less than it says"
+        assert sum(record.num_preempted for record in engines.records) > 0, (
+            "the test tries less than it says"
+        )
         crowd(engines, 0, 1)
         answers += ask(engines, last)
         if engines.deals and shape.backend != "local":
@@ -130,11 +141,15 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
     assert {answer.finish for answer in answers} == {"length"}
     for first in range(0, len(answers), 2):
         wanted = expected(path, dtype, shape.quantization, shape.kv)
-        assert [answer.bits for answer in answers[first : first + 2]] == wanted, f"round {first // 2}"
+        assert [answer.bits for answer in answers[first : first + 2]] == wanted, (
+            f"round {first // 2}"
+        )
 
 
 def rotating() -> list[tuple[str, str, Shape]]:
-    """Each size of the group meets each backend, and each family each type; eight ranks only the quickest backend."""
+    """Each size of the group meets each backend, and each family each type; eight ranks only the
+    quickest backend.
+    """
     sizes = [*itertools.product([(1, 2), (2, 1), (4, 1), (2, 2)], BACKENDS), ((4, 2), BACKENDS[-1])]
     cases = []
     for i, ((dp, tp), backend) in enumerate(sizes):
@@ -147,7 +162,9 @@ def rotating() -> list[tuple[str, str, Shape]]:
 
 
 def hybrids() -> list[tuple[str, str, Shape]]:
-    """Models with recurrent layers and with index selectors; over two engines or two ranks of one, and over both."""
+    """Models with recurrent layers and with index selectors; over two engines or two ranks of one,
+    and over both.
+    """
     cases = []
     for i, family in enumerate(HYBRIDS):
         dp, tp = [(2, 2), (2, 1), (1, 2)][i % 3]
@@ -158,14 +175,18 @@ def hybrids() -> list[tuple[str, str, Shape]]:
 
 
 @pytest.mark.parametrize(("family", "dtype", "shape"), rotating(), ids=str)
-async def test_ranks_change_no_bit(family: str, dtype: str, shape: Shape, make_checkpoint: Any) -> None:
+async def test_ranks_change_no_bit(
+    family: str, dtype: str, shape: Shape, make_checkpoint: Any
+) -> None:
     await play(make_checkpoint(family).path, dtype, shape)
 
 
 @pytest.mark.full("ranks", keep="each")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", DENSE)
-async def test_ranks_change_no_bit_of_dense_models(family: str, dtype: str, make_checkpoint: Any) -> None:
+async def test_ranks_change_no_bit_of_dense_models(
+    family: str, dtype: str, make_checkpoint: Any
+) -> None:
     await play(make_checkpoint(family).path, dtype, Shape(tp=2))
 
 
@@ -194,13 +215,17 @@ async def test_ranks_change_no_bit_of_quantised_weights(
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
 @pytest.mark.parametrize("form", ["int4 with zero points", "fp8 in blocks"])
-async def test_ranks_change_no_bit_of_a_quantised_checkpoint(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+async def test_ranks_change_no_bit_of_a_quantised_checkpoint(
+    form: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
     quantised, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
     await play(quantised, "bfloat16", Shape(2, 2, "shm", redundant=3))
 
 
 @pytest.mark.parametrize("dp", [3, 6])
-async def test_ranks_that_experts_cannot_be_sharded_over_evenly(dp: int, make_checkpoint: Any) -> None:
+async def test_ranks_that_experts_cannot_be_sharded_over_evenly(
+    dp: int, make_checkpoint: Any
+) -> None:
     """Of four experts; some ranks get replicas, and some would have none otherwise."""
     path = make_checkpoint("mixtral", num_local_experts=4).path
     await play(path, "bfloat16", Shape(dp, backend=BACKENDS[-1], redundant=1))
@@ -216,13 +241,21 @@ async def test_ranks_that_experts_cannot_be_sharded_over_evenly(dp: int, make_ch
 async def test_losses_at_any_moment(
     family: str, backend: str, dbo: str, tp: int, kv: str, make_checkpoint: Any
 ) -> None:
-    """One rank drops its connections in the middle of whatever runs, also of moving experts; blocks that were evicted
-    come back from host memory."""
-    path, rng = make_checkpoint(family).path, np.random.default_rng(0)
+    """One rank drops its connections in the middle of whatever runs, also of moving experts; blocks
+    that were evicted come back from host memory."""
+    path = make_checkpoint(family).path
+    rng = np.random.default_rng(0)
     memory = memory_of(NUM_BLOCKS, NUM_STATES, path, "float32", kv, tp)
-    settings = {"all2all": backend, "dbo": dbo, **memory, "host_store_bytes": 2 * memory["kv_cache_bytes"]}
+    settings = {
+        "all2all": backend,
+        "dbo": dbo,
+        **memory,
+        "host_store_bytes": 2 * memory["kv_cache_bytes"],
+    }
     settings |= {"kv_cache_dtype": kv}
-    async with Engines(path, 2, tp, dtype="float32", max_num_batched_tokens=64, **settings) as engines:
+    async with Engines(
+        path, 2, tp, dtype="float32", max_num_batched_tokens=64, **settings
+    ) as engines:
         answers = []
         for number in range(6):
             crowd(engines, number % 2, 4)
@@ -239,12 +272,16 @@ async def test_losses_at_any_moment(
         await engines.answered()
     for first in range(0, len(answers), 2):
         wanted = expected(path, "float32", kv=kv)
-        assert [answer.bits for answer in answers[first : first + 2]] == wanted, f"round {first // 2}"
+        assert [answer.bits for answer in answers[first : first + 2]] == wanted, (
+            f"round {first // 2}"
+        )
 
 
 ALL = [
     Shape(dp, tp, backend, dbo, redundant=redundant)
-    for dp, tp, backend, (dbo, redundant) in itertools.product((1, 2, 4), (1, 2), BACKENDS, (("off", 3), ("on", 0)))
+    for dp, tp, backend, (dbo, redundant) in itertools.product(
+        (1, 2, 4), (1, 2), BACKENDS, (("off", 3), ("on", 0))
+    )
     if dp * tp > 1
 ]
 
@@ -253,7 +290,9 @@ ALL = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("families", [MOE, HYBRIDS], ids=["attention", "hybrids"])
 @pytest.mark.parametrize("shape", ALL, ids=str)
-async def test_everything_with_everything(shape: Shape, families: list[str], make_checkpoint: Any) -> None:
+async def test_everything_with_everything(
+    shape: Shape, families: list[str], make_checkpoint: Any
+) -> None:
     for family, dtype in itertools.product(families, DTYPES):
         await play(make_checkpoint(family).path, dtype, shape)
 

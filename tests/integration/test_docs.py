@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCS = ["docs/architecture.md", "docs/expert-parallelism.md", "docs/speculation.md", "README.md", "CONTRIBUTING.md"]
+DOCS = [
+    "docs/architecture.md",
+    "docs/expert-parallelism.md",
+    "docs/speculation.md",
+    "README.md",
+    "CONTRIBUTING.md",
+]
 
 
 @pytest.mark.parametrize("doc", DOCS)
 def test_every_file_named_exists(doc):
-    names = re.findall(r"`((?!/)[\w./]+(?:\.(?:py|md|txt|toml)|/))(?: [^`]*)?`", (ROOT / doc).read_text())
+    names = re.findall(
+        r"`((?!/)[\w./]+(?:\.(?:py|md|txt|toml)|/))(?: [^`]*)?`", (ROOT / doc).read_text()
+    )
     assert names
     missing = [n for n in names if not (ROOT / n).exists() and not (ROOT / "moeserve" / n).exists()]
     assert missing == []

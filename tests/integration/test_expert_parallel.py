@@ -1,4 +1,6 @@
-"""Two engines that share the experts of one model: the tokens of one, also over kill -9, shrinking and growing."""
+"""Two engines that share the experts of one model: the tokens of one, also over kill -9, shrinking
+and growing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,16 @@ BOOT_S = 45  # two processes that import torch on a busy machine
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("pair")
     (folder / "admin").write_text("root\n")
-    flags = ("--dp", "2", "--max-model-len", "1024", "--kv-cache-bytes", "64MiB", "--rebalance", "off")
+    flags = (
+        "--dp",
+        "2",
+        "--max-model-len",
+        "1024",
+        "--kv-cache-bytes",
+        "64MiB",
+        "--rebalance",
+        "off",
+    )
     with running_server(folder / "log", *flags, "--admin-key-file", str(folder / "admin")) as it:
         yield it
 
@@ -42,7 +53,9 @@ def engines(server: Server) -> list[psutil.Process]:
     return [psutil.Process(engine["pid"]) for engine in told if engine["pid"] is not None]
 
 
-async def tokens(session: aiohttp.ClientSession, url: str, body: dict, seen: list[int]) -> list[int]:
+async def tokens(
+    session: aiohttp.ClientSession, url: str, body: dict, seen: list[int]
+) -> list[int]:
     """Of a stream; `seen` grows with it."""
     body = body | {"model": "demo", "stream": True, "return_token_ids": True}
     async with session.post(url + "/v1/completions", json=body) as answer:
@@ -61,7 +74,8 @@ class Streams:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.seen: list[list[int]] = [[] for _ in BODIES]
         self.tasks = [
-            asyncio.create_task(tokens(session, url, body, seen)) for body, seen in zip(BODIES, self.seen, strict=True)
+            asyncio.create_task(tokens(session, url, body, seen))
+            for body, seen in zip(BODIES, self.seen, strict=True)
         ]
 
     async def begun(self, count: int = 10) -> None:
@@ -91,7 +105,10 @@ async def until_two(pair: Server) -> None:
 
 def test_the_banner_says_what_runs(pair: Server) -> None:
     pids = ", ".join(str(engine.pid) for engine in engines(pair))
-    assert "2 engines (dp) of 1 processes (tp), experts over 2 ranks; engine processes" in pair.log.read_text()
+    assert (
+        "2 engines (dp) of 1 processes (tp), experts over 2 ranks; engine processes"
+        in pair.log.read_text()
+    )
     assert pids in pair.log.read_text()
 
 
@@ -114,7 +131,9 @@ async def test_experts_move_while_streams_run(pair: Server, alone: list[list[int
         assert await Streams(session, pair.url).end() == alone
 
 
-async def test_a_killed_engine_costs_no_stream_a_token(pair: Server, alone: list[list[int]]) -> None:
+async def test_a_killed_engine_costs_no_stream_a_token(
+    pair: Server, alone: list[list[int]]
+) -> None:
     async with aiohttp.ClientSession() as session:
         streams = Streams(session, pair.url)
         await streams.begun()
@@ -123,14 +142,20 @@ async def test_a_killed_engine_costs_no_stream_a_token(pair: Server, alone: list
     await until_two(pair)
 
 
-async def test_shrinking_and_growing_cost_no_stream_a_token(pair: Server, alone: list[list[int]]) -> None:
+async def test_shrinking_and_growing_cost_no_stream_a_token(
+    pair: Server, alone: list[list[int]]
+) -> None:
     async with aiohttp.ClientSession() as session:
         streams = Streams(session, pair.url)
         await streams.begun()
         for dp, before in ((1, 2), (2, 1)):
-            async with session.post(pair.url + "/v1/admin/scale", json={"dp": dp}, headers=ADMIN) as answer:
+            async with session.post(
+                pair.url + "/v1/admin/scale", json={"dp": dp}, headers=ADMIN
+            ) as answer:
                 told = await answer.json()
-                assert (answer.status, told.get("dp"), told.get("before")) == (200, dp, before), told
+                assert (answer.status, told.get("dp"), told.get("before")) == (200, dp, before), (
+                    told
+                )
             assert len(engines(pair)) == dp
         assert await streams.end() == alone
         assert await Streams(session, pair.url).end() == alone
@@ -144,7 +169,9 @@ async def test_nonsense_is_refused_with_its_reason(pair: Server) -> None:
             ({}, 400, "dp"),
             ({"dp": 2}, 200, ""),
         ):
-            async with session.post(pair.url + "/v1/admin/scale", json=body, headers=ADMIN) as answer:
+            async with session.post(
+                pair.url + "/v1/admin/scale", json=body, headers=ADMIN
+            ) as answer:
                 assert answer.status == status
                 assert reason in await answer.text()
 

@@ -1,4 +1,6 @@
-"""Families and formats as they are served: over HTTP, by two engines that share the experts, one of which is killed."""
+"""Families and formats as they are served: over HTTP, by two engines that share the experts, one of
+which is killed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def alone(path: Path) -> list[list[int]]:
         answers = []
         for i, prompt in enumerate(PROMPTS):
             params = SamplingParams(temperature=0.8, seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
-            answers.append(llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0].token_ids)
+            answers.append(
+                llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0].token_ids
+            )
         return answers
 
 
@@ -58,7 +62,10 @@ async def test_two_engines_say_what_one_says_though_one_dies(
     with running_server(tmp_path / "log", str(path), *flags) as server:
         async with aiohttp.ClientSession() as session:
             seen: list[list[int]] = [[] for _ in PROMPTS]
-            streams = [asyncio.create_task(tokens(session, server.url, body(i), mine)) for i, mine in enumerate(seen)]
+            streams = [
+                asyncio.create_task(tokens(session, server.url, body(i), mine))
+                for i, mine in enumerate(seen)
+            ]
             await until(lambda: all(len(mine) >= 5 for mine in seen), 30)
             engines(server)[0].kill()
             assert await asyncio.gather(*streams) == expected

@@ -1,4 +1,6 @@
-"""Processes die, clients vanish, signals come: every request gets one ending, and nothing is left behind."""
+"""Processes die, clients vanish, signals come: every request gets one ending, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,18 @@ import time
 import aiohttp
 import psutil
 
-STORY = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+STORY = {
+    "model": "demo",
+    "prompt": "Once upon a time",
+    "max_tokens": 400,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 
 
-async def stream_text(session: aiohttp.ClientSession, url: str, body: dict, events: list[float]) -> str:
+async def stream_text(
+    session: aiohttp.ClientSession, url: str, body: dict, events: list[float]
+) -> str:
     """The whole streamed text; `events` gets the time of each chunk."""
     text = ""
     async with session.post(url + "/v1/completions", json=body | {"stream": True}) as answer:
@@ -47,12 +57,18 @@ async def test_a_stopped_engine_makes_the_server_unready_until_it_goes_on(own_se
 
 
 async def test_streams_go_on_after_the_engine_is_killed(own_server):
-    bodies = [STORY | {"prompt": f"Once upon a time, {i} little foxes", "max_tokens": 200} for i in range(6)]
+    bodies = [
+        STORY | {"prompt": f"Once upon a time, {i} little foxes", "max_tokens": 200}
+        for i in range(6)
+    ]
     async with aiohttp.ClientSession() as session:
-        undisturbed = await asyncio.gather(*(stream_text(session, own_server.url, b, []) for b in bodies))
+        undisturbed = await asyncio.gather(
+            *(stream_text(session, own_server.url, b, []) for b in bodies)
+        )
         events: list[list[float]] = [[] for _ in bodies]
         streams = [
-            asyncio.create_task(stream_text(session, own_server.url, b, e)) for b, e in zip(bodies, events, strict=True)
+            asyncio.create_task(stream_text(session, own_server.url, b, e))
+            for b, e in zip(bodies, events, strict=True)
         ]
         await until(lambda: all(len(e) > 20 for e in events))
         engine = own_server.engine()
@@ -65,11 +81,28 @@ async def test_streams_go_on_after_the_engine_is_killed(own_server):
 
 
 REPLAYED = [
-    ("/v1/completions", {"prompt": "Once upon a time", "n": 3, "seed": 3, "ignore_eos": True, "max_tokens": 400}),
+    (
+        "/v1/completions",
+        {"prompt": "Once upon a time", "n": 3, "seed": 3, "ignore_eos": True, "max_tokens": 400},
+    ),
     ("/v1/completions", {"prompt": ["A dog", "A cat"], "seed": 5, "logprobs": 2, "echo": True}),
-    ("/v1/completions", {"prompt": "The fox and the " * 20, "seed": 7, "stop": ["and the", "d. T"], "min_tokens": 20}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A story!"}], "seed": 9, "logprobs": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A song!"}], "seed": 1, "n": 2, "stop": "e"}),
+    (
+        "/v1/completions",
+        {
+            "prompt": "The fox and the " * 20,
+            "seed": 7,
+            "stop": ["and the", "d. T"],
+            "min_tokens": 20,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "A story!"}], "seed": 9, "logprobs": True},
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "A song!"}], "seed": 1, "n": 2, "stop": "e"},
+    ),
 ]
 NUM_REPLAYED = 9  # sequences
 
@@ -78,7 +111,12 @@ async def answers(session: aiohttp.ClientSession, url: str) -> list[tuple[object
     """What `REPLAYED` gives, apart from what may differ: ids, times, cache hits."""
 
     async def ask(path: str, body: dict) -> tuple[object, ...]:
-        options = {"max_tokens": 80, "temperature": 1.1, "presence_penalty": 0.5, "return_token_ids": True}
+        options = {
+            "max_tokens": 80,
+            "temperature": 1.1,
+            "presence_penalty": 0.5,
+            "return_token_ids": True,
+        }
         async with session.post(url + path, json=options | body) as answer:
             assert answer.status == 200, await answer.text()
             found = await answer.json()
@@ -97,7 +135,11 @@ def taken(server) -> int:
     """Sequences that the server has taken so far, those that ended included."""
     names = "moeserve:num_requests_active", "moeserve:request_success_total"
     return int(
-        sum(float(line.split()[-1]) for line in server.get("/metrics")[1].splitlines() if line.startswith(names))
+        sum(
+            float(line.split()[-1])
+            for line in server.get("/metrics")[1].splitlines()
+            if line.startswith(names)
+        )
     )
 
 
@@ -170,9 +212,7 @@ async def test_a_vanished_client_gives_its_blocks_back(server):
     for stream in (True, False):
         sock = socket.create_connection(("127.0.0.1", server.port))
         body = json.dumps(STORY | {"stream": stream, "max_tokens": 900}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         sock.sendall(head.encode() + b"\r\n\r\n" + body)
         await until(lambda: running_requests(server) == 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
@@ -187,7 +227,9 @@ async def test_a_slow_reader_hurts_nobody_else(server):
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     sock.sendall(head.encode() + b"\r\n\r\n" + body)
     async with aiohttp.ClientSession() as session:
-        text = await asyncio.wait_for(stream_text(session, server.url, STORY | {"max_tokens": 50}, []), 20)
+        text = await asyncio.wait_for(
+            stream_text(session, server.url, STORY | {"max_tokens": 50}, []), 20
+        )
     assert text
     sock.close()
     await until(lambda: running_requests(server) == 0)

@@ -1,8 +1,10 @@
-"""Every measured figure in README.md, docs/*.md and CHANGELOG.md is what its result file holds, rounded as shown.
+"""Every measured figure in README.md, docs/*.md and CHANGELOG.md is what its result file holds,
+rounded as shown.
 
-A claim is a sentence with {} for the figures, and the result file that holds them. The claim's paragraph or table row,
-or the first paragraph of the comparison, links that file. Two more things fail: a digit in README.md's
-comparison that is in no claim and no fact, and a figure with a unit anywhere else.
+A claim is a sentence with {} for the figures, and the result file that holds them. The claim's
+paragraph or table row, or the first paragraph of the comparison, links that file. Two more things
+fail: a digit in README.md's comparison that is in no claim and no fact, and a figure with a unit
+anywhere else.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ MEASURED = re.compile(rf"{NUMBER} (?:ms|µs|us|s|minutes|seconds|tok/s|GB/s|time
 
 
 class Claim(NamedTuple):
-    """A sentence of a page, the result file named in its paragraph, and the figures from that file's results."""
+    """A sentence of a page, the result file named in its paragraph, and the figures from that
+    file's results.
+    """
 
     text: str
     file: str
@@ -48,7 +52,9 @@ def _memory_rates(found: Any) -> list[float]:
 
 
 def _beside_llamacpp(found: Any) -> list[float]:
-    ours, theirs = (_decode_rounds(found, name, "tokens_per_s") for name in ("moeserve", "llamacpp"))
+    ours, theirs = (
+        _decode_rounds(found, name, "tokens_per_s") for name in ("moeserve", "llamacpp")
+    )
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return [median(ratios), min(ratios), max(ratios)]
 
@@ -62,15 +68,27 @@ def _beside_vllm(found: Any) -> list[float]:
 
 def _quantized(found: Any) -> list[float]:
     speeds = next(case for case in found["cases"] if case["case"] == "decode-1")["tokens_per_s"]
-    return [speeds["moeserve-int8"] / speeds["moeserve"], speeds["moeserve-int4"] / speeds["moeserve"]]
+    return [
+        speeds["moeserve-int8"] / speeds["moeserve"],
+        speeds["moeserve-int4"] / speeds["moeserve"],
+    ]
 
 
 def _by_round(found: Any, ours: str, others: Sequence[str]) -> list[float]:
-    """Of each case, the median over rounds of how many times as fast we are as the fastest of the others."""
-    by = {(x["case"], x["round"], x["engine"]): x["tokens_per_s"] for x in found["samples"] if "tokens_per_s" in x}
+    """Of each case, the median over rounds of how many times as fast we are as the fastest of the
+    others.
+    """
+    by = {
+        (x["case"], x["round"], x["engine"]): x["tokens_per_s"]
+        for x in found["samples"]
+        if "tokens_per_s" in x
+    }
     cases = [case["case"] for case in found["cases"]]
     rounds = sorted({key[1] for key in by})
-    return [median(by[case, i, ours] / max(by[case, i, name] for name in others) for i in rounds) for case in cases]
+    return [
+        median(by[case, i, ours] / max(by[case, i, name] for name in others) for i in rounds)
+        for case in cases
+    ]
 
 
 def _beside_llamacpp_gguf(found: Any) -> list[float]:
@@ -90,10 +108,13 @@ def _kills(found: Any, key: str) -> list[float]:
 
 
 def _simulated(found: Any) -> list[float]:
-    return [100 * found[key] for key in ("median_error", "worst_error", "median_apart", "worst_apart")]
+    return [
+        100 * found[key] for key in ("median_error", "worst_error", "median_apart", "worst_apart")
+    ]
 
 
-PEERS, ZEN_4 = ("vllm", "llamacpp", "transformers"), "peers_amd-epyc-zen4-2c-avx512bf16"
+PEERS = ("vllm", "llamacpp", "transformers")
+ZEN_4 = "peers_amd-epyc-zen4-2c-avx512bf16"
 _served, _moving = partial(_kills, key="served_s"), partial(_kills, key="all_streams_moving_s")
 
 CLAIMS = [
@@ -102,8 +123,14 @@ CLAIMS = [
         "startup-hf",
         lambda r: [r["packed_cache_first_token_s"]["median"], r["first_token_s"]["median"]],
     ),
-    Claim("fast in three of the five rounds ({} to {} GB/s) and slow in two ({} to {})", "peers", _memory_rates),
-    Claim("about even, {} times at the median and {} to {} by the round", "peers", _beside_llamacpp),
+    Claim(
+        "fast in three of the five rounds ({} to {} GB/s) and slow in two ({} to {})",
+        "peers",
+        _memory_rates,
+    ),
+    Claim(
+        "about even, {} times at the median and {} to {} by the round", "peers", _beside_llamacpp
+    ),
     Claim(
         "to its first answer: {} s (llama.cpp {}, which maps the file; vLLM {}; transformers {})",
         "peers",
@@ -119,16 +146,30 @@ CLAIMS = [
         ZEN_4,
         partial(_by_round, ours="moeserve-12-bit", others=PEERS),
     ),
-    Claim("with 16 bits {}, {}, {}, {} and {} times", ZEN_4, partial(_by_round, ours="moeserve", others=PEERS)),
-    Claim("{} s with `packed_cache`", "startup-hf", lambda r: [r["packed_cache_first_token_s"]["median"]]),
-    Claim("decodes a single request {} times as fast as bf16, `int4` {} times", "quantized", _quantized),
+    Claim(
+        "with 16 bits {}, {}, {}, {} and {} times",
+        ZEN_4,
+        partial(_by_round, ours="moeserve", others=PEERS),
+    ),
+    Claim(
+        "{} s with `packed_cache`",
+        "startup-hf",
+        lambda r: [r["packed_cache_first_token_s"]["median"]],
+    ),
+    Claim(
+        "decodes a single request {} times as fast as bf16, `int4` {} times",
+        "quantized",
+        _quantized,
+    ),
     Claim(
         "{} and {} times the output tokens per second of vLLM, {} and {} times its p99 time",
         "serve-peers",
         _beside_vllm,
     ),
     *[
-        Claim(f"/{file}_{machine}_202611.json)) | {{}} | {{}} | {{}} |", file, _beside_llamacpp_gguf)
+        Claim(
+            f"/{file}_{machine}_202611.json)) | {{}} | {{}} | {{}} |", file, _beside_llamacpp_gguf
+        )
         for file, machine in (
             ("peers-15b-q4-0", "intel-xeon-2c-avx512bf16"),
             ("peers-15b-q4-0", "intel-xeon-2c-avx2"),
@@ -138,7 +179,11 @@ CLAIMS = [
         )
     ],
     Claim("| {} µs / {} µs |", "step", _step_us),
-    Claim("| {} s; {} s |", "startup-demo", lambda r: [r["ready_s"]["median"], r["listening_s"]["median"]]),
+    Claim(
+        "| {} s; {} s |",
+        "startup-demo",
+        lambda r: [r["ready_s"]["median"], r["listening_s"]["median"]],
+    ),
     Claim("on one core | {} |", "streaming", lambda r: [r["events_per_s"]["median"]]),
     Claim("| {} % of a core |", "idle", lambda r: [100 * r["core_share_total"]["median"]]),
     Claim("over ssh {} to {} s", "lost-machine-ssh", _returns, "docs/multi-node.md"),
@@ -205,9 +250,17 @@ def _rounded_alike(shown: str, value: float) -> bool:
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text)
 def test_a_figure_is_what_its_file_holds(claim: Claim) -> None:
-    ((block, match),) = [(b, m) for b in _blocks(ROOT / claim.page) for m in [_pattern(claim).search(b)] if m]
-    near = block if block.startswith("|") or block not in _comparison() else " ".join([*_comparison()[:1], block])
-    (file,) = set(re.findall(rf"\((?:\.\./)?(benchmarks/results/{claim.file}_[\w-]+\.json)\)", near))
+    ((block, match),) = [
+        (b, m) for b in _blocks(ROOT / claim.page) for m in [_pattern(claim).search(b)] if m
+    ]
+    near = (
+        block
+        if block.startswith("|") or block not in _comparison()
+        else " ".join([*_comparison()[:1], block])
+    )
+    (file,) = set(
+        re.findall(rf"\((?:\.\./)?(benchmarks/results/{claim.file}_[\w-]+\.json)\)", near)
+    )
     figures = claim.figures(json.loads((ROOT / file).read_text("utf-8"))["results"])
     shown = match.groups()
     assert len(shown) == len(figures)
@@ -232,20 +285,28 @@ def _unknown(block: str, facts: Sequence[str]) -> str:
 
 
 def test_no_digit_of_the_comparison_is_unknown() -> None:
-    unknown = {block: digits for block in _comparison() if (digits := re.findall(NUMBER, _unknown(block, FACTS)))}
+    unknown = {
+        block: digits
+        for block in _comparison()
+        if (digits := re.findall(NUMBER, _unknown(block, FACTS)))
+    }
     assert unknown == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_figure_with_a_unit_is_unknown(page: Path) -> None:
     known = [*NOT_FROM_A_FILE, *FACTS]
-    assert {b: found for b in _blocks(page) if (found := MEASURED.findall(_unknown(b, known)))} == {}
+    assert {
+        b: found for b in _blocks(page) if (found := MEASURED.findall(_unknown(b, known)))
+    } == {}
 
 
 def test_links_to_results_lead_to_files() -> None:
     pages = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
     links = {
-        link for page in pages for link in re.findall(r"\((?:benchmarks/)?(results/[^)]*)\)", page.read_text("utf-8"))
+        link
+        for page in pages
+        for link in re.findall(r"\((?:benchmarks/)?(results/[^)]*)\)", page.read_text("utf-8"))
     }
     assert [link for link in links if not (ROOT / "benchmarks" / link).is_file()] == []
 

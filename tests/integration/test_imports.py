@@ -7,9 +7,16 @@ import sys
 
 
 def test_decisions_and_the_front_end_load_no_torch():
-    modules = ["moeserve.frontend.front_end", "moeserve.server.run", "moeserve.cli.main", "moeserve.engine.core"]
+    modules = [
+        "moeserve.frontend.front_end",
+        "moeserve.server.run",
+        "moeserve.cli.main",
+        "moeserve.engine.core",
+    ]
     code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
     assert run.stdout.strip() == "[]"
 
 
@@ -40,6 +47,14 @@ for module in pkgutil.walk_packages(moeserve.__path__, "moeserve."):
 
 
 def test_a_plain_install_has_what_every_module_imports():
-    """The packages of the extras are made absent, except triton, which comes with torch where there are cards."""
-    run = subprocess.run([sys.executable, "-c", PLAIN_INSTALL], capture_output=True, text=True, timeout=50, check=True)
+    """The packages of the extras are made absent, except triton, which comes with torch where there
+    are cards.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", PLAIN_INSTALL],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
     assert run.stdout == ""

@@ -18,14 +18,35 @@ from .conftest import Server, free_port
 from .test_standby import stands_by, story, until
 
 BOOT_S = 60
-FLAGS = ["--threads", "1", "--max-model-len", "512", "--kv-cache-bytes", "64MiB", "--rebalance", "off"]
+FLAGS = [
+    "--threads",
+    "1",
+    "--max-model-len",
+    "512",
+    "--kv-cache-bytes",
+    "64MiB",
+    "--rebalance",
+    "off",
+]
 COMPLETION = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
 
 
 @contextmanager
 def launched(log: Path, *words: str, standby: bool = False) -> Iterator[Server]:
-    port, serve = free_port(), ["serve", *(["--standby"] if standby else [])]
-    command = [sys.executable, "-m", "moeserve.cli.main", "launch", *words, "--", *serve, "--port", str(port), *FLAGS]
+    port = free_port()
+    serve = ["serve", *(["--standby"] if standby else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "moeserve.cli.main",
+        "launch",
+        *words,
+        "--",
+        *serve,
+        "--port",
+        str(port),
+        *FLAGS,
+    ]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     all_of_it = psutil.Process(process.pid)
@@ -43,7 +64,10 @@ def part(server: Server, number: int) -> psutil.Process:
     """The `moeserve serve` of a machine."""
     for it in psutil.Process(server.process.pid).children(recursive=True):
         try:
-            if it.environ().get("MOESERVE_LAUNCH_NODE_RANK") == str(number) and "serve" in it.cmdline():
+            if (
+                it.environ().get("MOESERVE_LAUNCH_NODE_RANK") == str(number)
+                and "serve" in it.cmdline()
+            ):
                 return it
         except psutil.Error:  # it has just ended
             continue
@@ -90,12 +114,15 @@ def test_two_machines_from_one_command(tmp_path: Path) -> None:
 
 
 async def test_front_ends_of_machine_0_die_and_then_all_of_it(tmp_path: Path) -> None:
-    """A front end's death is no machine's: streams go on. The root's is: it starts anew, with the others' engines."""
+    """A front end's death is no machine's: streams go on. The root's is: it starts anew, with the
+    others' engines.
+    """
     with launched(tmp_path / "log", "--local", "2", standby=True) as server:
         until_said(server, "local-1 (machine 1 of 2): ready")
         until(stands_by(server))
         expected = await story(server)
-        root, far = part(server, 0), {it.pid for it in part(server, 1).children()}
+        root = part(server, 0)
+        far = {it.pid for it in part(server, 1).children()}
         assert await story(server, kill_after=4, root=root) == expected
         until(stands_by(server))
         states = re.findall(r"local-\d \(machine \d of 2\): (.*)", server.log.read_text())
@@ -106,7 +133,9 @@ async def test_front_ends_of_machine_0_die_and_then_all_of_it(tmp_path: Path) ->
         until_said(server, "local-0 (machine 0 of 2): restarting")
         until_said(server, "local-0 (machine 0 of 2): ready", times + 1)
         server.wait_ready()
-        assert "machine 0 is gone, and all requests with it; it starts anew" in server.log.read_text()
+        assert (
+            "machine 0 is gone, and all requests with it; it starts anew" in server.log.read_text()
+        )
         assert await story(server) == expected
         assert {it.pid for it in part(server, 1).children()} == far
         server.process.send_signal(signal.SIGINT)
@@ -119,7 +148,10 @@ def nobody_sees_the_key(server: Server) -> None:
     key = Path(path).read_text()
     assert len(key) > 40
     assert "(deleted)" in os.readlink(path)
-    for it in [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]:
+    for it in [
+        psutil.Process(server.process.pid),
+        *psutil.Process(server.process.pid).children(recursive=True),
+    ]:
         assert key not in " ".join(it.cmdline())
         assert key not in it.environ().values()
 
@@ -134,10 +166,27 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there_ends_all(tmp_path: Path) -> None:
-    """On every machine, here: the first one to say so is named, and its exit code is the launcher's."""
-    command = [sys.executable, "-m", "moeserve.cli.main", "launch", "--local", "2", "--", "serve", "/nowhere/model"]
+    """On every machine, here: the first one to say so is named, and its exit code is the
+    launcher's.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "moeserve.cli.main",
+        "launch",
+        "--local",
+        "2",
+        "--",
+        "serve",
+        "/nowhere/model",
+    ]
     said = subprocess.run(
-        command, capture_output=True, text=True, timeout=BOOT_S, stdin=subprocess.DEVNULL, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=BOOT_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
     assert said.returncode == 3, said.stderr
     assert re.search(r"local-\d \| moeserve serve: .*/nowhere/model", said.stderr)

@@ -1,7 +1,8 @@
-"""Two machines that share the experts of one model: the tokens of one, over a network and over kill -9.
+"""Two machines that share the experts of one model: the tokens of one, over a network and over kill
+-9.
 
-With the right to make network namespaces machine 1 gets one of its own, joined to ours by a veth pair; otherwise both
-are on the loopback.
+With the right to make network namespaces machine 1 gets one of its own, joined to ours by a veth
+pair; otherwise both are on the loopback.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from .test_expert_parallel import ADMIN, BODIES, BOOT_S, tokens
 from .test_faults import until
 
 HERE = [body | {"max_tokens": 60} for body in BODIES[:4]]
-# A network for each process of pytest: two of them may run tests of this file at once, each with machines of its own.
+# A network for each process of pytest: two of them may run tests of this file at once, each with
+# machines of its own.
 SUBNET = f"10.{64 + os.getpid() // 256 % 64}.{os.getpid() % 256}"
-OURS, THEIRS = f"{SUBNET}.1", f"{SUBNET}.2"
+OURS = f"{SUBNET}.1"
+THEIRS = f"{SUBNET}.2"
 
 
 @dataclass
 class Network:
-    """address: of machine 0, as machine 1 knows it. prefix: of a command that is to run on machine 1."""
+    """address: of machine 0, as machine 1 knows it. prefix: of a command that is to run on machine
+    1.
+    """
 
     address: str
     prefix: tuple[str, ...] = ()
@@ -45,7 +50,9 @@ def ip(*words: str) -> None:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    name, ours, theirs = f"ms{os.getpid()}n", f"ms{os.getpid()}a", f"ms{os.getpid()}b"
+    name = f"ms{os.getpid()}n"
+    ours = f"ms{os.getpid()}a"
+    theirs = f"ms{os.getpid()}b"
     try:
         ip("netns", "add", name)
     except (OSError, subprocess.CalledProcessError):
@@ -84,21 +91,40 @@ class Machines:
         path.write_text(secret)
         path.chmod(0o600)
 
-    def _start(self, log: Path, prefix: tuple[str, ...], flags: list[str]) -> subprocess.Popen[bytes]:
-        flags = ["--dp", "2", "--nnodes", "2", "--threads", "1", "--max-model-len", "512", "--encrypt-rows", *flags]
+    def _start(
+        self, log: Path, prefix: tuple[str, ...], flags: list[str]
+    ) -> subprocess.Popen[bytes]:
+        flags = [
+            "--dp",
+            "2",
+            "--nnodes",
+            "2",
+            "--threads",
+            "1",
+            "--max-model-len",
+            "512",
+            "--encrypt-rows",
+            *flags,
+        ]
         flags += ["--kv-cache-bytes", "64MiB", "--rebalance", "off", "--log-level", "debug"]
         command = [*prefix, sys.executable, "-m", "moeserve.cli.main", "serve", *flags]
         with log.open("wb") as out:
-            self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
+            self.processes.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            )
         return self.processes[-1]
 
     def first(self) -> Server:
         key = ["--cluster-key-file", str(self.folder / "key")]
         key += ["--admin-key-file", str(self.folder / "admin")]
-        process = self._start(self.log, (), ["--port", str(self.port), "--rendezvous", self.rendezvous, *key])
+        process = self._start(
+            self.log, (), ["--port", str(self.port), "--rendezvous", self.rendezvous, *key]
+        )
         return Server(process, self.port, self.log)
 
-    def node(self, log: str, *, key: str = "key", rendezvous: str = "", dp: str = "2") -> subprocess.Popen[bytes]:
+    def node(
+        self, log: str, *, key: str = "key", rendezvous: str = "", dp: str = "2"
+    ) -> subprocess.Popen[bytes]:
         flags = ["--node-rank", "1", "--rendezvous", rendezvous or self.rendezvous, "--dp", dp]
         flags += ["--cluster-key-file", str(self.folder / key)]
         return self._start(self.folder / log, self.network.prefix, flags)
@@ -172,14 +198,26 @@ def alone(server: Server) -> list[list[int]]:
 def test_who_cannot_join_says_why(machines: Machines) -> None:
     unused = f"{machines.network.address}:{free_port()}"
     asked = {"nobody": {"rendezvous": unused}, "nowhere": {"rendezvous": "nowhere.invalid:29500"}}
-    if machines.network.prefix:  # without the right to make network namespaces other machines may be reachable
+    if (
+        machines.network.prefix
+    ):  # without the right to make network namespaces other machines may be reachable
         silent = f"{OURS[:-1]}3:29500"
-        asked |= {"unreachable": {"rendezvous": "192.0.2.1:29500"}, "silent": {"rendezvous": silent}}
+        asked |= {
+            "unreachable": {"rendezvous": "192.0.2.1:29500"},
+            "silent": {"rendezvous": silent},
+        }
     nobody, nowhere, *others = machines.whys(**asked)
-    assert f"nobody listens at tcp://{unused}: start machine 0 first, or check --rendezvous" in nobody
+    assert (
+        f"nobody listens at tcp://{unused}: start machine 0 first, or check --rendezvous" in nobody
+    )
     # By the resolver's answer, or by none: some networks drop what asks for such a name.
-    assert "there is no address for 'nowhere.invalid'" in nowhere or "'nowhere.invalid' was not resolved" in nowhere
-    for said, address in zip(others, ("192.0.2.1:29500", f"tcp://{OURS[:-1]}3:29500"), strict=False):
+    assert (
+        "there is no address for 'nowhere.invalid'" in nowhere
+        or "'nowhere.invalid' was not resolved" in nowhere
+    )
+    for said, address in zip(
+        others, ("192.0.2.1:29500", f"tcp://{OURS[:-1]}3:29500"), strict=False
+    ):
         assert address in said
 
 
@@ -192,7 +230,9 @@ async def test_two_machines_say_what_one_says(pair: Pair, alone: list[list[int]]
     assert await ask(pair.server.url, [[] for _ in HERE]) == alone
 
 
-async def test_a_lost_machine_costs_no_token(pair: Pair, machines: Machines, alone: list[list[int]]) -> None:
+async def test_a_lost_machine_costs_no_token(
+    pair: Pair, machines: Machines, alone: list[list[int]]
+) -> None:
     seen: list[list[int]] = [[] for _ in HERE]
     streams = asyncio.create_task(ask(pair.server.url, seen))
     await until(lambda: all(len(mine) >= 10 for mine in seen))
@@ -202,7 +242,8 @@ async def test_a_lost_machine_costs_no_token(pair: Pair, machines: Machines, alo
     await until(lambda: not engine.is_running())
     await until(lambda: "waiting for machine 1 of 2" in phase(pair.server))
     assert not streams.done()
-    pair.node, pair.log = machines.node("again"), "again"
+    pair.node = machines.node("again")
+    pair.log = "again"
     assert await streams == alone
     await until(lambda: pair.server.get("/readyz")[0] == 200, BOOT_S)
 
@@ -214,15 +255,23 @@ async def test_a_drained_machine_costs_no_token_and_may_return(
     streams = asyncio.create_task(ask(pair.server.url, seen))
     await until(lambda: all(len(mine) >= 10 for mine in seen))
     async with aiohttp.ClientSession() as session:
-        for machine, status, said in ((0, 400, "answers HTTP"), (1, 200, '"dp":1,"before":2'), (1, 409, "drained")):
-            body, url = {"machine": machine}, pair.server.url + "/v1/admin/drain"
+        for machine, status, said in (
+            (0, 400, "answers HTTP"),
+            (1, 200, '"dp":1,"before":2'),
+            (1, 409, "drained"),
+        ):
+            body = {"machine": machine}
+            url = pair.server.url + "/v1/admin/drain"
             async with session.post(url, json=body, headers=ADMIN) as answer:
-                assert (answer.status, said in await answer.text()) == (status, True), await answer.text()
+                assert (answer.status, said in await answer.text()) == (status, True), (
+                    await answer.text()
+                )
     assert pair.node.wait(10) == 0
     assert await streams == alone
     assert pair.server.get("/readyz")[0] == 200
     assert states(pair.server) == (["serving"], ["here", "drained"])
-    pair.node, pair.log = machines.node("returned"), "returned"
+    pair.node = machines.node("returned")
+    pair.log = "returned"
     await until(lambda: states(pair.server) == (["serving"] * 2, ["here"] * 2), BOOT_S)
     assert await ask(pair.server.url, [[] for _ in HERE]) == alone
 
@@ -235,7 +284,10 @@ def test_without_machine_0_all_others_end(pair: Pair, machines: Machines) -> Non
     assert len(theirs) >= 2
     pair.server.process.kill()
     assert pair.node.wait(10) == 1
-    assert "serve: machine 0 is lost: the connection was closed" in (machines.folder / pair.log).read_text()
+    assert (
+        "serve: machine 0 is lost: the connection was closed"
+        in (machines.folder / pair.log).read_text()
+    )
     assert psutil.wait_procs([*ours, *theirs], timeout=10)[1] == []
 
 

@@ -19,7 +19,9 @@ def client(server):
 
 
 def test_chat_answers_and_counts(client):
-    answer = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0, max_tokens=40)
+    answer = client.chat.completions.create(
+        model="demo", messages=MESSAGES, temperature=0, max_tokens=40
+    )
     assert answer.object == "chat.completion"
     assert answer.model == "demo"
     choice = answer.choices[0]
@@ -33,7 +35,11 @@ def test_chat_answers_and_counts(client):
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": "required", "parallel_tool_calls": False}])
 def test_the_demo_model_calls_a_tool_and_tells_its_result(client, fields):
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    about = {"name": "get_weather", "description": "Returns the weather in a city.", "parameters": schema}
+    about = {
+        "name": "get_weather",
+        "description": "Returns the weather in a city.",
+        "parameters": schema,
+    }
     messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
     asked = {"model": "demo", "temperature": 0, "tools": [{"type": "function", "function": about}]}
     choice = client.chat.completions.create(messages=messages, **asked, **fields).choices[0]
@@ -42,10 +48,17 @@ def test_the_demo_model_calls_a_tool_and_tells_its_result(client, fields):
     for given in (choice, streamed):
         assert given.finish_reason == "tool_calls"
         (call,) = given.message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "get_weather",
+            {"city": "Oslo"},
+        )
     messages += [
         choice.message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "7 degrees and rain"},
+        {
+            "role": "tool",
+            "tool_call_id": choice.message.tool_calls[0].id,
+            "content": "7 degrees and rain",
+        },
     ]
     answer = client.chat.completions.create(messages=messages, **asked).choices[0]
     assert answer.finish_reason == "stop"
@@ -55,11 +68,15 @@ def test_the_demo_model_calls_a_tool_and_tells_its_result(client, fields):
 def test_chat_streams_the_same_text(client):
     asked = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
     whole = client.chat.completions.create(**asked).choices[0]
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.message.content
-    reasons = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
+    reasons = [
+        c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason
+    ]
     assert reasons == [whole.finish_reason]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens > 0
@@ -67,11 +84,21 @@ def test_chat_streams_the_same_text(client):
 
 def test_completions_with_several_prompts_and_n(client):
     answer = client.completions.create(
-        model="demo", prompt=["Once upon a time", "A small boat"], n=2, max_tokens=8, temperature=0.9, seed=5
+        model="demo",
+        prompt=["Once upon a time", "A small boat"],
+        n=2,
+        max_tokens=8,
+        temperature=0.9,
+        seed=5,
     )
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]
     again = client.completions.create(
-        model="demo", prompt=["Once upon a time", "A small boat"], n=2, max_tokens=8, temperature=0.9, seed=5
+        model="demo",
+        prompt=["Once upon a time", "A small boat"],
+        n=2,
+        max_tokens=8,
+        temperature=0.9,
+        seed=5,
     )
     assert [c.text for c in answer.choices] == [c.text for c in again.choices]
 
@@ -143,7 +170,9 @@ async def test_async_client_of_the_package_streams(server):
 
 
 def test_the_package_retries_when_we_are_full(tmp_path):
-    """A server with room for one: the second request gets 503 and Retry-After, and succeeds once the first is done."""
+    """A server with room for one: the second request gets 503 and Retry-After, and succeeds once
+    the first is done.
+    """
     (tmp_path / "config.yaml").write_text("server: {max_queued_requests: 0}")
     flags = ["--max-num-seqs", "1", "--config", str(tmp_path / "config.yaml")]
     with running_server(tmp_path / "log", *flags) as server:
@@ -153,7 +182,9 @@ def test_the_package_retries_when_we_are_full(tmp_path):
             openai.OpenAI(base_url=url, api_key="none", max_retries=8) as patient,
         ):
             asked = {"model": "demo", "prompt": "Once upon a time", "temperature": 0}
-            stream = impatient.completions.create(**asked, max_tokens=500, stream=True, extra_body={"ignore_eos": True})
+            stream = impatient.completions.create(
+                **asked, max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+            )
             next(iter(stream))
             with pytest.raises(openai.InternalServerError) as caught:
                 impatient.completions.create(**asked, max_tokens=1)

@@ -33,7 +33,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_a_node_that_dies_is_replaced_by_one_that_comes(cluster: Any, tmp_path: Path) -> None:
     lost = cluster.add_node(num_cpus=1)
-    with launched(tmp_path / "log", "--ray", "--nodes", "2", "--ray-address", cluster.address) as server:
+    with launched(
+        tmp_path / "log", "--ray", "--nodes", "2", "--ray-address", cluster.address
+    ) as server:
         until_said(server, "ray-1 (machine 1 of 2): ready")
         status, before = server.post("/v1/completions", COMPLETION)
         assert status == 200
@@ -48,14 +50,19 @@ def test_a_node_that_dies_is_replaced_by_one_that_comes(cluster: Any, tmp_path: 
         assert "ray-0 (machine 0 of 2): ended with code 0" in server.log.read_text()
 
 
-def test_a_cluster_without_room_is_said(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_room_is_said(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message is ours; Ray would wait for ever."""
     from moeserve.cluster.launch import on_ray
     from moeserve.errors import ConfigError
 
     monkeypatch.setattr(on_ray, "PLACE_S", 1.0)
     try:
-        with pytest.raises(ConfigError, match=r"no room within 1 s for 2 machines of {'CPU': 1}, STRICT_SPREAD; free"):
+        with pytest.raises(
+            ConfigError,
+            match=r"no room within 1 s for 2 machines of {'CPU': 1}, STRICT_SPREAD; free",
+        ):
             on_ray.on_ray(2, cluster.address, "spread", 0)
     finally:
         __import__("ray").shutdown()

@@ -1,4 +1,6 @@
-"""The README's reading list is the path of a request: a traced server passes those files and no others."""
+"""The README's reading list is the path of a request: a traced server passes those files and no
+others.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ MOST_FILES = 48  # three of them read the answer in its tool format
 
 
 def reading_list() -> tuple[list[str], set[str]]:
-    """Returns the files of the README's section "Reading the code": those of a request's path, in order, and those
-    that run on timers, which a request may or may not meet."""
-    section = (ROOT / "README.md").read_text().partition("## Reading the code")[2].partition("\n## ")[0]
+    """Returns the files of the README's section "Reading the code": those of a request's path, in
+    order, and those that run on timers, which a request may or may not meet."""
+    section = (
+        (ROOT / "README.md").read_text().partition("## Reading the code")[2].partition("\n## ")[0]
+    )
     path, _, timers = section.partition("\nBeside the path, on timers:")
     assert timers
     files = re.compile(r"`((?:moeserve|kernels)/[a-z0-9_/]+\.py)`")
@@ -52,7 +56,9 @@ def test_one_request_passes_the_files_of_the_readme(tmp_path: Path) -> None:
     assert len(listed) == len(set(listed))
     assert [path for path in listed if not (ROOT / path).is_file()] == []
     passed = traced(tmp_path, free_port())
-    assert sorted(passed - set(listed) - on_timers) == [], "a request passes files that the README does not list"
+    assert sorted(passed - set(listed) - on_timers) == [], (
+        "a request passes files that the README does not list"
+    )
     assert sorted(set(listed) - passed) == [], "the README lists files that no request passes"
     assert len(listed) <= MOST_FILES
 
@@ -62,12 +68,17 @@ def traced(folder: Path, port: int) -> set[str]:
     tracer = f"{ROOT / 'tests/integration/tracer'}{os.pathsep}{ROOT}"
     env = {**os.environ, "MOESERVE_TRACE": str(folder), "PYTHONPATH": tracer}
     command = [sys.executable, "-m", "moeserve.cli.main", "serve", "--port", str(port)]
-    server = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         until_ready(url)
         ask(url, "Tell me a story about a cat.")  # what happens once is not on every request's path
-        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        processes = [
+            psutil.Process(server.pid),
+            *psutil.Process(server.pid).children(recursive=True),
+        ]
         pids = [process.pid for process in processes if catches(process.pid)]
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)

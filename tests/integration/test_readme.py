@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(
+    r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 SHELL = [code for language, code in BLOCKS if language == "bash"]
 
@@ -20,7 +22,9 @@ def test_python_block_prints_something(code, server):
     code = code.replace("http://127.0.0.1:8000", server.url).replace(
         "AsyncClient()", f"AsyncClient(base_url={server.url + '/v1'!r})"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.strip()) > 20
 
@@ -28,7 +32,9 @@ def test_python_block_prints_something(code, server):
 def test_curl_block_streams_an_answer(server):
     (code,) = [c for c in SHELL if c.startswith("curl")]
     code = code.replace("http://127.0.0.1:8000", server.url)
-    run = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    run = subprocess.run(
+        ["bash", "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.rstrip().endswith("data: [DONE]")
     assert run.stdout.count("chat.completion.chunk") > 10
@@ -44,7 +50,13 @@ def test_make_blocks_name_real_targets():
 def test_serve_block_has_flags_that_exist(capsys):
     from moeserve.cli.main import main
 
-    flags = {word for code in SHELL if code.startswith("moeserve serve") for word in code.split() if word[:2] == "--"}
+    flags = {
+        word
+        for code in SHELL
+        if code.startswith("moeserve serve")
+        for word in code.split()
+        if word[:2] == "--"
+    }
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--help"])
     assert ended.value.code == 0

@@ -16,12 +16,24 @@ from .conftest import running_server
 from .test_expert_parallel import engines
 from .test_faults import until
 
-CHAT = {"messages": [{"role": "user", "content": "A story!"}], "n": 2, "seed": 1, "max_tokens": 90, "receipt": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "A story!"}],
+    "n": 2,
+    "seed": 1,
+    "max_tokens": 90,
+    "receipt": True,
+}
 
 
 async def streamed(session: aiohttp.ClientSession, url: str, number: int, seen: list[int]) -> dict:
     """The receipt of a stream; `seen` grows with it."""
-    body = {"prompt": f"{number} foxes", "temperature": 0.8, "max_tokens": 130, "ignore_eos": True, "receipt": True}
+    body = {
+        "prompt": f"{number} foxes",
+        "temperature": 0.8,
+        "max_tokens": 130,
+        "ignore_eos": True,
+        "receipt": True,
+    }
     async with session.post(
         url + "/v1/completions", json=body | {"stream": True, "speculate": number % 2 == 0}
     ) as answer:
@@ -38,12 +50,27 @@ async def test_ranks_micro_batches_drafts_and_a_loss_change_no_receipt(
     key = tmp_path / "key"
     public = make_key(key)
     (tmp_path / "settings.yaml").write_text(f"server: {{receipt_key: {key}}}")
-    flags = ("--dp", "2", "--tp", "2", "--dbo", "on", "--speculate", "mtp:2", "--max-model-len", "512")
-    with running_server(tmp_path / "log", *flags, "--config", str(tmp_path / "settings.yaml")) as server:
+    flags = (
+        "--dp",
+        "2",
+        "--tp",
+        "2",
+        "--dbo",
+        "on",
+        "--speculate",
+        "mtp:2",
+        "--max-model-len",
+        "512",
+    )
+    with running_server(
+        tmp_path / "log", *flags, "--config", str(tmp_path / "settings.yaml")
+    ) as server:
         assert json.loads(server.get("/v1/receipt-key")[1])["public_key"] == public
         async with aiohttp.ClientSession() as session:
             seen: list[list[int]] = [[] for _ in range(6)]
-            streams = [asyncio.create_task(streamed(session, server.url, i, s)) for i, s in enumerate(seen)]
+            streams = [
+                asyncio.create_task(streamed(session, server.url, i, s)) for i, s in enumerate(seen)
+            ]
             await until(lambda: all(len(s) > 10 for s in seen))
             assert not any(stream.done() for stream in streams)
             engines(server)[1].kill()

@@ -1,4 +1,6 @@
-"""A tree of prompts that share prefixes of any length: what is found in the cache changes no bit, states included."""
+"""A tree of prompts that share prefixes of any length: what is found in the cache changes no bit,
+states included.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ CASES = [  # with room for so many KV blocks and states
 
 
 def tree(rng: random.Random) -> list[list[int]]:
-    """Prompts of up to 200 tokens, many of which end or leave the others at or beside the borders of tiles."""
+    """Prompts of up to 200 tokens, many of which end or leave the others at or beside the borders
+    of tiles.
+    """
     prompts: list[list[int]] = [[]]
     for _ in range(40):
         base = rng.choice(prompts)
@@ -39,8 +43,14 @@ def tree(rng: random.Random) -> list[list[int]]:
 def test_what_is_cached_changes_no_bit(
     family: str, num_blocks: int, num_states: int, settings: dict[str, Any], make_checkpoint: Any
 ) -> None:
-    path, rng = make_checkpoint(family).path, random.Random(family)
-    common = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8}
+    path = make_checkpoint(family).path
+    rng = random.Random(family)
+    common = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+    }
     prompts = [prompt_of(prompt) for prompt in tree(rng)]
     params = [
         SamplingParams(temperature=rng.choice([0, 0.8]), seed=i, max_tokens=rng.choice([1, 2, 14, 16, 17, 30]),
@@ -51,7 +61,8 @@ def test_what_is_cached_changes_no_bit(
         expected = [bits(output) for output in llm.generate(prompts, params)]
     blocks = settings.get("block_size", 16) // 16  # of 16 tokens: memory_of counts these
     memory = memory_of(blocks * num_blocks, blocks * num_states, path, "float32")
-    found, at = [], 0
+    found = []
+    at = 0
     with LLM(str(path), watermark=0.0, **(common | memory | settings)) as llm:
         while at < len(prompts):
             until = at + rng.choice([1, 3, 8, 20])

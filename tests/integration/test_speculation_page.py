@@ -1,4 +1,6 @@
-"""The five tokens of docs/speculation.md: as the example prints them, as the sampler draws them, as often right."""
+"""The five tokens of docs/speculation.md: as the example prints them, as the sampler draws them, as
+often right.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def example() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "examples/speculation_by_hand.py"))
 
 
-def test_the_page_has_what_the_example_prints(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_what_the_example_prints(
+    example: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     example["main"]()
     steps, answer, shares = capsys.readouterr().out.strip().split("\n\n")
     assert f"\n\n{steps}\n\n" in PAGE
@@ -49,14 +53,21 @@ def test_the_page_has_what_the_example_prints(example: dict[str, Any], capsys: p
 
 
 def test_the_sampler_draws_these_tokens(example: dict[str, Any]) -> None:
-    words, seed = example["WORDS"], example["SEED"]
+    words = example["WORDS"]
+    seed = example["SEED"]
     tables = Tables(1, 32, (KVGroup(KVRule(), 16, (0,)),), CPU, host_upload)
     sampler = ReferenceSampler(len(words), tables, host_upload)
     known = np.zeros(example["FIRST"], np.int32)
     assert (
-        sampler.add(NewRequest(0, known, len(known), TokenSampling(seed=seed, temperature=1.0, max_tokens=9))) is None
+        sampler.add(
+            NewRequest(
+                0, known, len(known), TokenSampling(seed=seed, temperature=1.0, max_tokens=9)
+            )
+        )
+        is None
     )
-    last, drawn = example["LAST"], []
+    last = example["LAST"]
+    drawn = []
     for position in range(example["FIRST"], example["FIRST"] + 5):
         at = np.array([0]), np.array([position])
         for model in (example["DRAFTER"], example["TARGET"]):
@@ -97,13 +108,18 @@ def test_the_server_of_the_page_counts_drafts(tmp_path: Path) -> None:
     (request,) = re.findall(r"/v1/completions .*?-d '(.*?)'", PAGE, re.S)
     body = {**json.loads(request), "logprobs": 1}
     with running_server(tmp_path / "log", *flags.split(), "--max-model-len", "256") as server:
-        with_drafts, without = (server.post("/v1/completions", {**body, "speculate": x})[1] for x in (True, False))
+        with_drafts, without = (
+            server.post("/v1/completions", {**body, "speculate": x})[1] for x in (True, False)
+        )
         metrics = server.get("/metrics")[1]
     assert body["speculate"] is False
     assert with_drafts["choices"] == without["choices"]
-    usage, plain = with_drafts["usage"], without["usage"]
+    usage = with_drafts["usage"]
+    plain = without["usage"]
     assert plain["completion_tokens_details"] == {}  # type: ignore[index]
     right, wrong = usage["completion_tokens_details"].values()  # type: ignore[index]
-    counted = dict(re.findall(rf"^{PREFIX}(spec_decode_\w+_tokens_total)\{{.*\}} (\d+)", metrics, re.M))
+    counted = dict(
+        re.findall(rf"^{PREFIX}(spec_decode_\w+_tokens_total)\{{.*\}} (\d+)", metrics, re.M)
+    )
     assert counted["spec_decode_num_accepted_tokens_total"] == str(right) != "0"
     assert counted["spec_decode_num_draft_tokens_total"] == str(right + wrong)

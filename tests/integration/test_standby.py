@@ -1,4 +1,6 @@
-"""A front end that dies while another one stands by: the engines stay, the next one serves, nothing is left behind."""
+"""A front end that dies while another one stands by: the engines stay, the next one serves, nothing
+is left behind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from moeserve import AsyncClient
 from .conftest import Server, free_port, running_server
 
 FLAGS = ("--standby", "--dp", "2", "--max-model-len", "512", "--kv-cache-bytes", "64MiB")
-BODY = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 7, "temperature": 0.8, "return_token_ids": True}
+BODY = {
+    "prompt": "Once upon a time",
+    "max_tokens": 40,
+    "seed": 7,
+    "temperature": 0.8,
+    "return_token_ids": True,
+}
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -48,7 +56,9 @@ def tokens(server: Server) -> list[int]:
 
 
 def front_ends(server: Server, root: psutil.Process | None = None) -> list[psutil.Process]:
-    """Those that live, the oldest first: it serves. root: their parent, if that is not the server's first process."""
+    """Those that live, the oldest first: it serves. root: their parent, if that is not the server's
+    first process.
+    """
     children = (root or psutil.Process(server.process.pid)).children()
     found = [child for child in children if "moeserve.server.standby" in " ".join(child.cmdline())]
     return sorted(found, key=psutil.Process.create_time)
@@ -56,7 +66,11 @@ def front_ends(server: Server, root: psutil.Process | None = None) -> list[psuti
 
 def engines(server: Server) -> set[int]:
     children = psutil.Process(server.process.pid).children()
-    return {it.pid for it in children if it.name() == "moeserve-engine" or "engine_main" in " ".join(it.cmdline())}
+    return {
+        it.pid
+        for it in children
+        if it.name() == "moeserve-engine" or "engine_main" in " ".join(it.cmdline())
+    }
 
 
 def stands_by(server: Server) -> Callable[[], bool]:
@@ -105,7 +119,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_the_engines_outlive_the_front_end_and_serve_the_next_one(server: Server) -> None:
-    expected, there = tokens(server), engines(server)
+    expected = tokens(server)
+    there = engines(server)
     serving, other = front_ends(server)
     kill(serving)
     server.wait_ready()
@@ -128,11 +143,13 @@ def scale_and_kill(server: Server) -> None:
     for seed in range(6):  # a load that is not even
         server.post("/v1/completions", BODY | {"prompt": "fox fox fox fox", "seed": seed})
     change(server, "rebalance")
-    there, placed = engines(server), experts(server)["placement"]["experts"]
+    there = engines(server)
+    placed = experts(server)["placement"]["experts"]
     for dp in (3, 1):
         if dp == 1:
             assert change(server, "scale", {"dp": 1})["before"] == 3
-            there, placed = engines(server), experts(server)["placement"]["experts"]
+            there = engines(server)
+            placed = experts(server)["placement"]["experts"]
         assert len(there) == dp
         kill(front_ends(server)[0])
         server.wait_ready()
@@ -144,12 +161,20 @@ def scale_and_kill(server: Server) -> None:
     assert tokens(server) == expected
 
 
-async def story(server: Server, kill_after: int = -1, root: psutil.Process | None = None) -> tuple[str, str | None]:
-    """What a client reads that comes back by itself. kill_after: chunks until the front end is killed."""
-    text, finish, chunks = "", None, 0
+async def story(
+    server: Server, kill_after: int = -1, root: psutil.Process | None = None
+) -> tuple[str, str | None]:
+    """What a client reads that comes back by itself. kill_after: chunks until the front end is
+    killed.
+    """
+    text = ""
+    finish = None
+    chunks = 0
     ask = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
     async with AsyncClient(base_url=f"{server.url}/v1") as client:
-        stream = await client.chat.completions.create(messages=ask, stream=True, seed=5, max_tokens=150)
+        stream = await client.chat.completions.create(
+            messages=ask, stream=True, seed=5, max_tokens=150
+        )
         async for chunk in stream:
             chunks += 1
             if chunks == kill_after:
@@ -162,7 +187,8 @@ async def story(server: Server, kill_after: int = -1, root: psutil.Process | Non
 
 async def test_a_stream_goes_on_behind_its_last_event_with_the_same_text(server: Server) -> None:
     until(stands_by(server))
-    expected, there = await story(server), engines(server)
+    expected = await story(server)
+    there = engines(server)
     assert await story(server, kill_after=4) == expected
     assert engines(server) == there
     until(stands_by(server))
@@ -181,7 +207,8 @@ def test_a_front_end_that_stands_by_is_replaced(server: Server) -> None:
 @pytest.mark.full("ranks")
 def test_a_front_end_that_hangs_is_killed_before_the_next_one_serves(server: Server) -> None:
     until(stands_by(server))
-    expected, there = tokens(server), engines(server)
+    expected = tokens(server)
+    there = engines(server)
     serving = front_ends(server)[0]
     serving.suspend()
     until(lambda: gone(serving))
@@ -192,7 +219,8 @@ def test_a_front_end_that_hangs_is_killed_before_the_next_one_serves(server: Ser
 
 
 def test_the_engines_outlive_both_front_ends(server: Server) -> None:
-    expected, there = tokens(server), engines(server)
+    expected = tokens(server)
+    there = engines(server)
     for process in reversed(front_ends(server)):
         kill(process)
     server.wait_ready()
@@ -201,7 +229,8 @@ def test_the_engines_outlive_both_front_ends(server: Server) -> None:
 
 
 def test_an_engine_is_still_replaced_when_it_dies(server: Server) -> None:
-    expected, there = tokens(server), engines(server)
+    expected = tokens(server)
+    there = engines(server)
     os.kill(min(there), signal.SIGKILL)
     until(lambda: len(engines(server) - there) == 1)
     assert tokens(server) == expected
@@ -234,22 +263,43 @@ def test_settings_that_cannot_work_are_told_once(tmp_path: Path) -> None:
 
 def machine_1(folder: Path, shared: tuple[str, ...]) -> subprocess.Popen[bytes]:
     """Starts it as a service manager does, until machine 0 listens."""
-    command = [sys.executable, "-m", "moeserve.cli.main", "serve", *shared, "--threads", "1", "--node-rank", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "moeserve.cli.main",
+        "serve",
+        *shared,
+        "--threads",
+        "1",
+        "--node-rank",
+        "1",
+    ]
     again = f"until {shlex.join(command)}; do sleep 0.2; done"
     with (folder / "node").open("ab") as out:
-        return subprocess.Popen(["sh", "-c", again], stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        return subprocess.Popen(
+            ["sh", "-c", again], stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
 
 
 def test_the_engines_of_another_machine_outlive_the_front_end_too(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("the secret of two machines")
     key.chmod(0o600)
-    shared = (*FLAGS, "--nnodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}", "--cluster-key-file", str(key))
+    shared = (
+        *FLAGS,
+        "--nnodes",
+        "2",
+        "--rendezvous",
+        f"127.0.0.1:{free_port()}",
+        "--cluster-key-file",
+        str(key),
+    )
     shell = machine_1(tmp_path, shared)
     try:
         with running_server(tmp_path / "log", *shared, *admins(tmp_path)) as server:
             until(stands_by(server))
-            expected, there = tokens(server), engines(server)
+            expected = tokens(server)
+            there = engines(server)
             (node,) = psutil.Process(shell.pid).children()
             far = {child.pid for child in node.children()}
             kill(front_ends(server)[0])
@@ -272,7 +322,9 @@ def test_the_engines_of_another_machine_outlive_the_front_end_too(tmp_path: Path
             assert shell.wait(10) == 0
     finally:
         for process in (
-            [*psutil.Process(shell.pid).children(), psutil.Process(shell.pid)] if shell.poll() is None else []
+            [*psutil.Process(shell.pid).children(), psutil.Process(shell.pid)]
+            if shell.poll() is None
+            else []
         ):
             process.kill()
         shell.wait()

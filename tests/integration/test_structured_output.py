@@ -1,4 +1,6 @@
-"""Answers that match: the `openai` package's parse with pydantic models, every kind of constraint, and Python's LLM."""
+"""Answers that match: the `openai` package's parse with pydantic models, every kind of constraint,
+and Python's LLM.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,17 @@ def client(server):
 
 
 def asked(**extra):
-    compact = {"structured_outputs": {"disable_any_whitespace": True}}  # a small model likes whitespace
+    compact = {
+        "structured_outputs": {"disable_any_whitespace": True}
+    }  # a small model likes whitespace
     return {"model": "demo", "messages": MESSAGES, "max_tokens": 300, "extra_body": compact} | extra
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_parse(client, temperature):
-    answer = client.chat.completions.parse(**asked(temperature=temperature, seed=1, n=2), response_format=Story)
+    answer = client.chat.completions.parse(
+        **asked(temperature=temperature, seed=1, n=2), response_format=Story
+    )
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
         assert isinstance(choice.message.parsed, Story)
@@ -53,12 +59,18 @@ def test_parse(client, temperature):
 
 
 def test_stream(client):
-    whole = client.chat.completions.parse(**asked(temperature=0), response_format=Story).choices[0].message
+    whole = (
+        client.chat.completions.parse(**asked(temperature=0), response_format=Story)
+        .choices[0]
+        .message
+    )
     with client.chat.completions.stream(**asked(temperature=0), response_format=Story) as stream:
         events = list(stream)
         final = stream.get_final_completion().choices[0].message
     assert final.parsed == whole.parsed
-    assert "".join(event.delta for event in events if event.type == "content.delta") == whole.content
+    assert (
+        "".join(event.delta for event in events if event.type == "content.delta") == whole.content
+    )
     assert any(event.type == "content.done" and event.parsed == whole.parsed for event in events)
 
 
@@ -70,12 +82,20 @@ def test_stream(client):
         ({"guided_grammar": 'root ::= "x" ("y" | "z") "ü"'}, "x[yz]ü"),
         ({"structured_outputs": {"grammar": 'start: "a" B\nB: /[0-9]{3}/'}}, "a[0-9]{3}"),
         (
-            {"structured_outputs": {"structural_tag": {"structures": [], "triggers": []}}, "guided_regex": None},
+            {
+                "structured_outputs": {"structural_tag": {"structures": [], "triggers": []}},
+                "guided_regex": None,
+            },
             None,
         ),
         (
             {
-                "guided_json": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2},
+                "guided_json": {
+                    "type": "array",
+                    "items": {"type": "boolean"},
+                    "minItems": 2,
+                    "maxItems": 2,
+                },
                 "guided_whitespace_pattern": " ",
             },
             r"\[ ?(true|false) ?, ?(true|false) ?\]",
@@ -84,7 +104,10 @@ def test_stream(client):
 )
 def test_every_kind_on_both_routes(server, fields, pattern):
     sampling = {"model": "demo", "max_tokens": 60, "temperature": 1, "seed": 3} | fields
-    for path, prompt in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "Once upon"})):
+    for path, prompt in (
+        ("chat/completions", {"messages": MESSAGES}),
+        ("completions", {"prompt": "Once upon"}),
+    ):
         status, answer = server.post(f"/v1/{path}", prompt | sampling)
         if pattern is None:
             assert (status, answer["error"]["code"]) == (400, "invalid_grammar")
@@ -94,9 +117,15 @@ def test_every_kind_on_both_routes(server, fields, pattern):
         assert re.fullmatch(pattern, text), text
         assert choice["finish_reason"] == "stop"
         body = json.dumps(prompt | sampling | {"stream": True}).encode()
-        request = urllib.request.Request(f"{server.url}/v1/{path}", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{server.url}/v1/{path}", body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=30) as response:
-            events = [json.loads(line[6:]) for line in response.read().decode().splitlines() if line[:7] == "data: {"]
+            events = [
+                json.loads(line[6:])
+                for line in response.read().decode().splitlines()
+                if line[:7] == "data: {"
+            ]
         deltas = [
             choice.get("text") or choice.get("delta", {}).get("content") or ""
             for e in events
@@ -106,25 +135,35 @@ def test_every_kind_on_both_routes(server, fields, pattern):
 
 
 def test_bad_schemas_are_400s_with_their_place(client):
-    schema = {"name": "x", "schema": {"type": "object", "properties": {"a": {"uniqueItems": True, "type": "array"}}}}
+    schema = {
+        "name": "x",
+        "schema": {"type": "object", "properties": {"a": {"uniqueItems": True, "type": "array"}}},
+    }
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**asked(response_format={"type": "json_schema", "json_schema": schema}))
+        client.chat.completions.create(
+            **asked(response_format={"type": "json_schema", "json_schema": schema})
+        )
     assert caught.value.param == "response_format.json_schema.schema"
     assert "/properties/a" in caught.value.message
 
 
 def test_offline():
     def one(llm, constraint, **sampling):
-        params = SamplingParams(structured_outputs=constraint, **({"max_tokens": 99, "seed": 5} | sampling))
+        params = SamplingParams(
+            structured_outputs=constraint, **({"max_tokens": 99, "seed": 5} | sampling)
+        )
         return llm.generate(["Once upon a time", "A fox"], params, use_tqdm=False)
 
     with LLM("demo", threads=1, max_model_len=512) as llm:
-        schema = StructuredOutputsParams(json=Animal.model_json_schema(), disable_any_whitespace=True)
+        schema = StructuredOutputsParams(
+            json=Animal.model_json_schema(), disable_any_whitespace=True
+        )
         for out in one(llm, schema, n=2):
             for answer in out.outputs:
                 Animal.model_validate_json(answer.text)
                 assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
-        # A complete text ends the answer, whatever min_tokens and ignore_eos say; one that may go on heeds them.
+        # A complete text ends the answer, whatever min_tokens and ignore_eos say; one that may go
+        # on heeds them.
         choice = StructuredOutputsParams(choice=["fox"])
         assert one(llm, choice, min_tokens=40, ignore_eos=True)[0].outputs[0].text == "fox"
         letters = StructuredOutputsParams(regex="[ab]{0,60}")
@@ -133,13 +172,22 @@ def test_offline():
             assert re.fullmatch("[ab]*", out.outputs[0].text)
         cut = one(llm, letters, max_tokens=5, min_tokens=5)[0].outputs[0]
         assert cut.finish_reason == "length"
-        assert one(llm, StructuredOutputsParams(regex="[a-z ]{30}"), stop="e")[0].outputs[0].stop_reason == "e"
+        assert (
+            one(llm, StructuredOutputsParams(regex="[a-z ]{30}"), stop="e")[0]
+            .outputs[0]
+            .stop_reason
+            == "e"
+        )
         with pytest.raises(InvalidRequest, match="not"):
             one(llm, StructuredOutputsParams(json={"not": {}}))
-        with pytest.raises(RequestFailed, match="no token is left"):  # its next step is planned already
+        with pytest.raises(
+            RequestFailed, match="no token is left"
+        ):  # its next step is planned already
             one(llm, letters, allowed_token_ids=[50])
         plain = one(llm, None, temperature=0, logprobs=2)[0].outputs[0]
-        held = one(llm, StructuredOutputsParams(regex="(.|\n)*"), temperature=0, logprobs=2)[0].outputs[0]
+        held = one(llm, StructuredOutputsParams(regex="(.|\n)*"), temperature=0, logprobs=2)[
+            0
+        ].outputs[0]
         assert held.text == plain.text
         assert held.logprobs == plain.logprobs
 
@@ -156,19 +204,44 @@ def test_offline_without_a_tokenizer():
 def test_drafts_and_preemption_change_nothing():
     """Beside requests without a grammar, with text that repeats."""
     schemas = generated(12)
-    constraints = [StructuredOutputsParams(json=schema, disable_any_whitespace=True) for schema in schemas]
-    constraints += [None, StructuredOutputsParams(regex="(ab){3,30}"), StructuredOutputsParams(regex="[ab]*")] * 2
+    constraints = [
+        StructuredOutputsParams(json=schema, disable_any_whitespace=True) for schema in schemas
+    ]
+    constraints += [
+        None,
+        StructuredOutputsParams(regex="(ab){3,30}"),
+        StructuredOutputsParams(regex="[ab]*"),
+    ] * 2
     params = [
-        SamplingParams(max_tokens=60, seed=i, temperature=[0, 0.8, 1.2][i % 3], logprobs=1, structured_outputs=asked)
+        SamplingParams(
+            max_tokens=60,
+            seed=i,
+            temperature=[0, 0.8, 1.2][i % 3],
+            logprobs=1,
+            structured_outputs=asked,
+        )
         for i, asked in enumerate(constraints)
     ]
-    prompts = [f'{{"a":1,"b":[true,false]}} {{"a":1,"b":[true,abababababab {i % 5}' for i in range(len(params))]
+    prompts = [
+        f'{{"a":1,"b":[true,false]}} {{"a":1,"b":[true,abababababab {i % 5}'
+        for i in range(len(params))
+    ]
     answers = []
-    for settings in ({}, {"speculate": "ngram:3"}, {"speculate": "suffix:4", "kv_cache_bytes": 9 << 16}):
+    for settings in (
+        {},
+        {"speculate": "ngram:3"},
+        {"speculate": "suffix:4", "kv_cache_bytes": 9 << 16},
+    ):
         with LLM("demo", threads=1, max_model_len=256, max_num_seqs=12, **settings) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             preempted = llm.stats.preemptions
-        answers.append([(o.token_ids, o.text, o.finish_reason, o.logprobs) for out in outputs for o in out.outputs])
+        answers.append(
+            [
+                (o.token_ids, o.text, o.finish_reason, o.logprobs)
+                for out in outputs
+                for o in out.outputs
+            ]
+        )
     assert answers[0] == answers[1]
     assert answers[0] == answers[2]
     assert preempted

@@ -1,4 +1,6 @@
-"""Tools through the `openai` package, on the demo model with a template that shows tools: calls come by grammar."""
+"""Tools through the `openai` package, on the demo model with a template that shows tools: calls
+come by grammar.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ MESSAGES = [{"role": "user", "content": "Tell me a story about a fox and a lante
 
 
 def tool(name: str, properties: dict, **fields) -> dict:
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
     return {"type": "function", "function": {"name": name, "parameters": schema} | fields}
 
 
 TOOLS = [
-    tool("paint", {"colour": {"enum": ["red", "green", "blue"]}, "layers": {"type": "integer", "maximum": 9}}),
+    tool(
+        "paint",
+        {"colour": {"enum": ["red", "green", "blue"]}, "layers": {"type": "integer", "maximum": 9}},
+    ),
     tool("stop", {"now": {"type": "boolean"}}),
 ]
 NAMED = {"type": "function", "function": {"name": "paint"}}
@@ -48,7 +58,9 @@ def client(request, tmp_path_factory):
 
 
 def ask(client, **fields):
-    return client.chat.completions.create(model="demo", messages=MESSAGES, **(COMPACT | {"tools": TOOLS} | fields))
+    return client.chat.completions.create(
+        model="demo", messages=MESSAGES, **(COMPACT | {"tools": TOOLS} | fields)
+    )
 
 
 def checked(choice) -> list[tuple[str, dict]]:
@@ -91,13 +103,20 @@ def test_calls_are_valid_and_streams_equal_whole_answers(client, fields, finish)
             assert calls[0][0] == "paint"
         assert choice.message.content is None
         assert choice.finish_reason == finish
-        texts = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls]
+        texts = [
+            [call.function.name, call.function.arguments] for call in choice.message.tool_calls
+        ]
         assert streamed[choice.index] == {"text": "", "finish": finish, "calls": texts}
 
 
 def test_the_packages_own_accumulator(client):
     with client.chat.completions.stream(
-        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **COMPACT
+        model="demo",
+        messages=MESSAGES,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        **COMPACT,
     ) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
         final = stream.get_final_completion().choices[0]
@@ -112,15 +131,26 @@ def test_strict_tools_are_parsed(client):
 
     strict = openai.pydantic_function_tool(Paint, name="paint")
     answer = client.chat.completions.parse(
-        model="demo", messages=MESSAGES, tools=[strict], tool_choice=NAMED, temperature=0, max_tokens=300
+        model="demo",
+        messages=MESSAGES,
+        tools=[strict],
+        tool_choice=NAMED,
+        temperature=0,
+        max_tokens=300,
     )
     (call,) = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Paint)
 
 
-@pytest.mark.parametrize("fields", [{}, {"tool_choice": "none"}, {"tools": []}, {"tools": openai.omit}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"tool_choice": "none"}, {"tools": []}, {"tools": openai.omit}]
+)
 def test_a_history_with_calls_goes_on(client, fields):
-    call = {"id": "c1", "type": "function", "function": {"name": "stop", "arguments": '{"now": true}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "stop", "arguments": '{"now": true}'},
+    }
     history = [
         *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -133,7 +163,10 @@ def test_a_history_with_calls_goes_on(client, fields):
 
 def test_structured_output_beside_tools(client):
     shape = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": shape | {"additionalProperties": False}}}
+    asked = {
+        "type": "json_schema",
+        "json_schema": {"name": "s", "schema": shape | {"additionalProperties": False}},
+    }
     for choice in ask(client, response_format=asked, n=4, extra_body={"cache_salt": "a"}).choices:
         if choice.message.tool_calls:
             assert checked(choice)
@@ -155,6 +188,6 @@ def test_a_model_whose_template_does_not_reason_begins_with_the_content(client):
 def test_speculation_changes_nothing(client):
     first = ask(client, tool_choice="required", n=3)
     again = ask(client, tool_choice="required", n=3, extra_body={"speculate": False})
-    assert [c.message.model_dump(exclude={"tool_calls": {"__all__": {"id"}}}) for c in first.choices] == [
-        c.message.model_dump(exclude={"tool_calls": {"__all__": {"id"}}}) for c in again.choices
-    ]
+    assert [
+        c.message.model_dump(exclude={"tool_calls": {"__all__": {"id"}}}) for c in first.choices
+    ] == [c.message.model_dump(exclude={"tool_calls": {"__all__": {"id"}}}) for c in again.choices]

@@ -1,5 +1,5 @@
-"""The page at `/` in headless Chromium. Skipped where playwright or a chromium is missing: `pip install playwright` and
-Debian's package `chromium`, or CHROMIUM with the path of a browser."""
+"""The page at `/` in headless Chromium. Skipped where playwright or a chromium is missing: `pip
+install playwright` and Debian's package `chromium`, or CHROMIUM with the path of a browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ async def opened(url: str, *, refusals: int = 0, **context: Any) -> AsyncIterato
         browser = await play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await (await browser.new_context(**context)).new_page()
         page.set_default_timeout(15_000)
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: wrong.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: wrong.append(str(error)))
         await page.goto(url)
         yield page
@@ -56,7 +59,12 @@ async def test_a_conversation_by_keyboard_alone(server: Server) -> None:
         await page.fill("[name=max_tokens]", "24")
         await page.check("[name=logprobs]")
         sent: list[dict[str, Any]] = []
-        page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+        page.on(
+            "request",
+            lambda request: (
+                sent.append(request.post_data_json) if request.method == "POST" else None
+            ),
+        )
         await page.focus("#prompt")
         await page.keyboard.type("Tell me a story.")
         await page.keyboard.press("Enter")
@@ -86,7 +94,9 @@ async def test_escape_stops_and_errors_are_told(server: Server) -> None:
     async with opened(server.url, refusals=1) as page:
         await page.fill("[name=more]", '{"ignore_eos": true}')
         await ask(page, "Tell me a story about a fox.")
-        await page.locator("article.assistant .text").filter(has_text=re.compile(".{20}")).wait_for()
+        await (
+            page.locator("article.assistant .text").filter(has_text=re.compile(".{20}")).wait_for()
+        )
         await page.keyboard.press("Escape")
         await page.wait_for_selector(DONE)
         assert "stopped by you" in await page.inner_text(DONE)
@@ -108,14 +118,20 @@ async def test_tools_are_called_and_answered() -> None:
         assert await page.locator("details.reasoning").first.get_attribute("open") is None
         await page.get_by_text("Reasoning", exact=True).click()
         assert await page.locator(".reasoning .text").first.inner_text() == "A fox 😀?"
-        assert [await page.locator(".call strong").nth(i).inner_text() for i in range(2)] == ["find", "go"]
+        assert [await page.locator(".call strong").nth(i).inner_text() for i in range(2)] == [
+            "find",
+            "go",
+        ]
         assert json.loads(await page.locator(".call pre").first.inner_text()) == {"fox": 1}
         async with page.expect_request("**/v1/chat/completions") as sent:
             await page.locator(".call textarea").nth(0).fill("7 foxes")
             await page.locator(".call textarea").nth(1).fill("gone")
             await page.keyboard.press("Enter")
         _, assistant, first, second = (await sent.value).post_data_json["messages"]
-        assert [call["id"] for call in assistant["tool_calls"]] == [first["tool_call_id"], second["tool_call_id"]]
+        assert [call["id"] for call in assistant["tool_calls"]] == [
+            first["tool_call_id"],
+            second["tool_call_id"],
+        ]
         assert (first["role"], first["content"], second["content"]) == ("tool", "7 foxes", "gone")
         await page.wait_for_selector(DONE)
         assert "7 foxes" in await page.inner_text("#turns")
@@ -137,7 +153,10 @@ async def test_the_demo_model_calls_the_example_tool(server: Server) -> None:
 
 
 async def test_a_key_is_asked_for_and_kept_in_the_tab() -> None:
-    async with live_server(make_tokenizer(), api_key=("right",)) as live, opened(live.url, refusals=1) as page:
+    async with (
+        live_server(make_tokenizer(), api_key=("right",)) as live,
+        opened(live.url, refusals=1) as page,
+    ):
         await page.wait_for_selector("dialog[open]")
         await page.fill("#key-value", "right")
         await page.keyboard.press("Enter")
@@ -163,7 +182,11 @@ async def test_a_killed_engine_is_seen_and_the_answer_goes_on(tmp_path: Path) ->
             await page.click("#tab-chat")
             await page.fill("[name=more]", '{"ignore_eos": true, "max_tokens": 300}')
             await ask(page, "Tell me a story about a fox.")
-            await page.locator("article.assistant .text").filter(has_text=re.compile(".{20}")).wait_for()
+            await (
+                page.locator("article.assistant .text")
+                .filter(has_text=re.compile(".{20}"))
+                .wait_for()
+            )
             await page.click("#tab-engine")
             pids = [engine["pid"] for engine in json.loads(server.get("/v1/experts")[1])["engines"]]
             psutil.Process(pids[1]).kill()
@@ -172,14 +195,18 @@ async def test_a_killed_engine_is_seen_and_the_answer_goes_on(tmp_path: Path) ->
             await page.wait_for_selector("tr[data-engine='1'][data-state=serving]")
             await page.click("#tab-chat")
             await page.wait_for_selector(DONE)
-            assert "cut at the limit" in await page.inner_text(DONE)  # all of its tokens, one dead engine or not
+            assert "cut at the limit" in await page.inner_text(
+                DONE
+            )  # all of its tokens, one dead engine or not
 
 
 async def test_the_page_finds_a_server_that_comes_back(server: Server) -> None:
     async with opened(f"{server.url}/#engine", refusals=1) as page:
         await page.wait_for_selector("#state[data-state=ready]")
         draining = {"status": "draining", "phase": "draining", "percent": 100}
-        await page.context.route("**/readyz", lambda route: route.fulfill(status=503, json=draining))
+        await page.context.route(
+            "**/readyz", lambda route: route.fulfill(status=503, json=draining)
+        )
         await page.wait_for_selector("#state[data-state=draining]")
         await page.context.unroute("**/readyz")
         await page.wait_for_selector("#state[data-state=ready]")
@@ -189,7 +216,9 @@ async def test_the_page_finds_a_server_that_comes_back(server: Server) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_it_fits_a_phone_and_its_text_can_be_read(server: Server, scheme: str) -> None:
     size = {"width": 360, "height": 640}
-    async with opened(server.url, viewport=size, color_scheme=scheme, reduced_motion="reduce") as page:
+    async with opened(
+        server.url, viewport=size, color_scheme=scheme, reduced_motion="reduce"
+    ) as page:
         for view in ("chat", "engine"):
             await page.click(f"#tab-{view}")
             await page.wait_for_selector("#state[data-state=ready]")

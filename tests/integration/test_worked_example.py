@@ -38,7 +38,9 @@ def routing_table() -> dict[str, tuple[list[int], list[float]]]:
 def inbound_table() -> dict[int, dict[int, list[str]]]:
     """rank -> slot -> rows in order, as the page says."""
     found: dict[int, dict[int, list[str]]] = {0: {}, 1: {}}
-    for rank, slot, rows in re.findall(r"^ +\| (\d) \| (\d) \| ([\w·, ]+) \|$", PAGE.read_text(), re.M):
+    for rank, slot, rows in re.findall(
+        r"^ +\| (\d) \| (\d) \| ([\w·, ]+) \|$", PAGE.read_text(), re.M
+    ):
         found[int(rank)][int(slot)] = [row.strip() for row in rows.split(",")]
     return found
 
@@ -49,7 +51,8 @@ def expert(number: int, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_the_page_tells_what_happens(name: str, tmp_path: Path) -> None:
-    chosen, arrives = routing_table(), inbound_table()
+    chosen = routing_table()
+    arrives = inbound_table()
     assert set(chosen) == set(TOKENS)
     slots = LogicalToPhysical(Placement.initial(1, 4, 2), 0)
 
@@ -60,7 +63,9 @@ def test_the_page_tells_what_happens(name: str, tmp_path: Path) -> None:
         routing = slots(Routing(ids, torch.tensor([chosen[t][1] for t in tokens])))
         ubatch = UBatch()
         ticket = backend.dispatch(x, routing, ubatch).wait()
-        inbound, rows, start = ticket.inbound, [], 0
+        inbound = ticket.inbound
+        rows = []
+        start = 0
         y = torch.empty_like(inbound.x) if ticket.y is None else ticket.y
         for slot, end in enumerate(inbound.ends_e.tolist()):
             rows.append(inbound.x[start:end, 0].tolist())

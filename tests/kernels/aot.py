@@ -1,4 +1,6 @@
-"""Compiles kernels for sm_90 without a GPU, and reads from the result what an interpreter cannot tell."""
+"""Compiles kernels for sm_90 without a GPU, and reads from the result what an interpreter cannot
+tell.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class Case:
     """One way to compile a kernel.
 
-    kernel: "activation:act_mul_kernel", in moeserve.kernels. signature: the type of each argument that is not a
-    constant: "*bf16" for a pointer, "i32", "fp32", ... constants: the others. aligned: integers that are multiples of
-    16; pointers always are.
+    kernel: "activation:act_mul_kernel", in moeserve.kernels. signature: the type of each argument
+    that is not a constant: "*bf16" for a pointer, "i32", "fp32", ... constants: the others.
+    aligned: integers that are multiples of 16; pointers always are.
     """
 
     kernel: str
@@ -33,7 +35,9 @@ class Case:
 
 
 def sorted_before(case: Case) -> Case:
-    """The same product over rows that need no order: those that a dispatch brought, in groups or in slots."""
+    """The same product over rows that need no order: those that a dispatch brought, in groups or in
+    slots.
+    """
     signature = {name: kind for name, kind in case.signature.items() if name != "order_ptr"}
     return replace(case, signature=signature, constants={**case.constants, "order_ptr": None})
 
@@ -41,8 +45,8 @@ def sorted_before(case: Case) -> Case:
 @dataclass(frozen=True)
 class Report:
     """registers, stack_bytes (spills): per thread. shared_bytes: per program. wgmma, mma: whether
-    products run on tensor cores, by Hopper's own or the older instruction. tma: whether tiles come by bulk copy.
-    accesses: the kinds of instructions that read and write global memory."""
+    products run on tensor cores, by Hopper's own or the older instruction. tma: whether tiles come
+    by bulk copy. accesses: the kinds of instructions that read and write global memory."""
 
     registers: int
     stack_bytes: int
@@ -60,7 +64,14 @@ def compile_all(cases: Sequence[Case]) -> list[Report]:
     asked = json.dumps([asdict(case) for case in cases])
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.aot"]
     done = subprocess.run(
-        command, input=asked, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        command,
+        input=asked,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [Report(**report) for report in json.loads(done.stdout)]
@@ -84,7 +95,10 @@ def _compile(case: Case) -> Report:
         if types[arg].startswith("*") or arg in case.aligned
     }
     # JSON has no tuples.
-    constants = {name: tuple(value) if isinstance(value, list) else value for name, value in case.constants.items()}
+    constants = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in case.constants.items()
+    }
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=hints)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -102,14 +116,18 @@ def _compile(case: Case) -> Report:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, as the disassembler that comes with triton reports them."""
+    """Registers and stack bytes per thread, as the disassembler that comes with triton reports
+    them.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     words = dict(word.split(":", 1) for word in text.split() if word.count(":") == 1)
     return int(words["REG"]), int(words["STACK"])
 

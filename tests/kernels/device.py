@@ -1,4 +1,6 @@
-"""Where kernel tests run: on a GPU if there is one, else interpreted on the CPU (tests/conftest.py sees to that)."""
+"""Where kernel tests run: on a GPU if there is one, else interpreted on the CPU (tests/conftest.py
+sees to that).
+"""
 
 from __future__ import annotations
 

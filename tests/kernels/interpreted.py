@@ -24,7 +24,9 @@ def rounding_to_nearest() -> Iterator[None]:
     def rounding(self: InterpreterBuilder, source: Any, to: Any, mode: Any) -> Any:
         if source.dtype.scalar != tl.float32 or to.scalar != tl.float8e4nv:
             return convert(self, source, to, mode)
-        data = torch.from_numpy(source.data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        data = (
+            torch.from_numpy(source.data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        )
         return TensorHandle(data, to.scalar)
 
     with patch.object(InterpreterBuilder, "create_fp_to_fp", rounding):
@@ -33,15 +35,17 @@ def rounding_to_nearest() -> Iterator[None]:
 
 @contextmanager
 def ordered_dots() -> Iterator[None]:
-    """The interpreter multiplies tiles by BLAS, where the order of a sum depends on the tile's shape; on tensor cores
-    it does not. Here it is the order of the inputs."""
+    """The interpreter multiplies tiles by BLAS, where the order of a sum depends on the tile's
+    shape; on tensor cores it does not. Here it is the order of the inputs."""
 
     def dot(self: Any, a: Any, b: Any, sums: Any, *options: Any) -> Any:
         if a.dtype.scalar == tl.float8e4nv:
             a, b = (TensorHandle(e4m3_values(x.data), tl.float32) for x in (a, b))
         total = sums.data.copy()
         for k in range(a.data.shape[1]):
-            total += a.data[:, k : k + 1].astype(total.dtype) * b.data[k : k + 1].astype(total.dtype)
+            total += a.data[:, k : k + 1].astype(total.dtype) * b.data[k : k + 1].astype(
+                total.dtype
+            )
         return TensorHandle(total, sums.dtype.scalar)
 
     with patch.object(InterpreterBuilder, "create_dot", dot):
@@ -57,23 +61,34 @@ CUT: Any = interpreter._convert_float
 
 
 def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
-    """For `interpreter._convert_float`: NumPy cuts off what bfloat16 has no room for; devices round."""
+    """For `interpreter._convert_float`: NumPy cuts off what bfloat16 has no room for; devices
+    round.
+    """
     if source == tl.float32 and target == tl.bfloat16:
-        return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return (
+            torch.from_numpy(np.ascontiguousarray(data))
+            .bfloat16()
+            .view(torch.int16)
+            .numpy()
+            .view(np.uint16)
+        )
     return CUT(data, source, target, mode)
 
 
 def interpret_quickly() -> None:
-    """At each call of a device function the interpreter looks through all of `triton.language` for what to replace:
-    half of the time of a test. From now on each launch does it, with what the first one found.
+    """At each call of a device function the interpreter looks through all of `triton.language` for
+    what to replace: half of the time of a test. From now on each launch does it, with what the
+    first one found.
 
-    It also computes each sum of integers in 64 bits, another quarter, and without `debug` drops the result.
+    It also computes each sum of integers in 64 bits, another quarter, and without `debug` drops the
+    result.
     """
     if not hasattr(interpreter, "_LangPatchScope"):
         return
     builder: Any = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
-    look_through, found = interpreter._patch_lang, []
+    look_through = interpreter._patch_lang
+    found = []
 
     def patch_lang(fn: Any) -> Any:
         if not found:

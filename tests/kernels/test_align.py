@@ -1,4 +1,6 @@
-"""The kernels that sort pairs and cut tiles, interpreted, beside their definition; and compiled for sm_90."""
+"""The kernels that sort pairs and cut tiles, interpreted, beside their definition; and compiled for
+sm_90.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def check(found: Alignment, expected: Alignment, num_rows: int) -> None:
     assert torch.equal(found.counts_e, expected.counts_e)
     assert torch.equal(found.ends_e, expected.ends_e)
     tiles = len(expected.expert_Z)
-    assert tiles <= len(found.expert_Z) == tile_bound(num_rows, len(expected.ends_e), expected.block_m)
+    assert (
+        tiles <= len(found.expert_Z) == tile_bound(num_rows, len(expected.ends_e), expected.block_m)
+    )
     assert torch.equal(found.expert_Z[:tiles], expected.expert_Z)
     assert torch.equal(found.row_Z[:tiles], expected.row_Z)
     assert (found.expert_Z[tiles:] == -1).all()
@@ -61,7 +65,8 @@ def test_align_example() -> None:
 
 def test_the_definition_is_that_of_the_moe_layer() -> None:
     ids = ids_of("some_nowhere", 120, 7).view(40, 3)
-    rows, found = group_rows_plainly(ids, 7), align_reference(ids, 7, 4)
+    rows = group_rows_plainly(ids, 7)
+    found = align_reference(ids, 7, 4)
     assert found.order_N is not None
     assert torch.equal(found.order_N.long(), rows.order_P)
     assert found.counts_e.tolist() == rows.counts_e.tolist()
@@ -70,20 +75,34 @@ def test_the_definition_is_that_of_the_moe_layer() -> None:
 def test_tile_bound() -> None:
     """No routing makes more tiles, and some makes as many."""
     assert tile_bound(5, 3, 4) == 3
-    for rows, experts, block_m in [(0, 3, 4), (1, 3, 4), (7, 2, 4), (9, 9, 2), (30, 4, 16), (5, 8, 16)]:
+    for rows, experts, block_m in [
+        (0, 3, 4),
+        (1, 3, 4),
+        (7, 2, 4),
+        (9, 9, 2),
+        (30, 4, 16),
+        (5, 8, 16),
+    ]:
         bound = tile_bound(rows, experts, block_m)
-        lonely = min(rows, experts) - 1  # experts with one row, while all other rows are in one expert
+        lonely = (
+            min(rows, experts) - 1
+        )  # experts with one row, while all other rows are in one expert
         assert bound == (lonely + -(-(rows - lonely) // block_m) if rows else 0)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("pairs", "experts", "block_m"), [(1, 1, 16), (8, 5, 16), (130, 40, 16), (3000, 3, 64)])
+@pytest.mark.parametrize(
+    ("pairs", "experts", "block_m"), [(1, 1, 16), (8, 5, 16), (130, 40, 16), (3000, 3, 64)]
+)
 def test_few_pairs(pairs: int, experts: int, block_m: int, routing: str) -> None:
     ids = ids_of(routing, pairs, experts).view(-1, 2 if pairs % 2 == 0 else 1)
     check(align(ids, experts, block_m), align_reference(ids, experts, block_m), pairs)
 
 
-MANY = [(200, 5, 64, routing) for routing in ROUTINGS] + [(1050, 3, 16, "skewed"), (700, 9, 512, "some_nowhere")]
+MANY = [(200, 5, 64, routing) for routing in ROUTINGS] + [
+    (1050, 3, 16, "skewed"),
+    (700, 9, 512, "some_nowhere"),
+]
 
 
 @pytest.mark.full("kernels", keep=3)
@@ -97,7 +116,9 @@ def test_many_pairs(pairs: int, experts: int, chunk: int, routing: str) -> None:
 
 def test_ids_of_no_slot_go_nowhere() -> None:
     ids = torch.tensor([7, 0, 2**31 - 1, -(2**31), 3, 0], dtype=torch.int32, device=DEVICE)
-    expected = align_reference(torch.tensor([-1, 0, -1, -1, -1, 0], dtype=torch.int32, device=DEVICE), 3, 16)
+    expected = align_reference(
+        torch.tensor([-1, 0, -1, -1, -1, 0], dtype=torch.int32, device=DEVICE), 3, 16
+    )
     check(align(ids, 3, 16), expected, 6)
     with patch.object(module, "FEW", 0), patch.object(module, "CHUNK", 4):
         check(align(ids, 3, 16), expected, 6)
@@ -105,13 +126,21 @@ def test_ids_of_no_slot_go_nowhere() -> None:
 
 def test_no_pairs() -> None:
     found = align(torch.empty(0, 8, dtype=torch.int32, device=DEVICE), 5, 16)
-    assert (found.counts_e.tolist(), found.ends_e.tolist(), len(found.expert_Z)) == ([0] * 5, [0] * 5, 0)
+    assert (found.counts_e.tolist(), found.ends_e.tolist(), len(found.expert_Z)) == (
+        [0] * 5,
+        [0] * 5,
+        0,
+    )
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [5, 0, 17], [16, 1, 0], [0, 33, 0]])
 def test_groups(counts: list[int]) -> None:
     ids = torch.arange(3, device=DEVICE).repeat_interleave(torch.tensor(counts, device=DEVICE))
-    check(align_groups(torch.tensor(counts, device=DEVICE).cumsum(0).int(), 40, 16), align_reference(ids, 3, 16), 40)
+    check(
+        align_groups(torch.tensor(counts, device=DEVICE).cumsum(0).int(), 40, 16),
+        align_reference(ids, 3, 16),
+        40,
+    )
 
 
 @pytest.mark.parametrize("room", [33, 40])
@@ -122,7 +151,11 @@ def test_groups_with_room_of_their_own(counts: list[int], room: int) -> None:
     wanted = align_reference(torch.arange(3, device=DEVICE).repeat_interleave(counts_e), 3, 16)
     moved_e = torch.arange(3, dtype=torch.int32, device=DEVICE) * room - (wanted.ends_e - counts_e)
     rows = wanted.row_Z + moved_e[wanted.expert_Z.long()]
-    check(align_groups(counts_e, 99, 16, room), replace(wanted, ends_e=wanted.ends_e + moved_e, row_Z=rows), 99)
+    check(
+        align_groups(counts_e, 99, 16, room),
+        replace(wanted, ends_e=wanted.ends_e + moved_e, row_Z=rows),
+        99,
+    )
 
 
 @pytest.mark.full("aot")
@@ -142,7 +175,12 @@ def test_align_compiles_for_hopper() -> None:
         Case("align:scan_kernel", scan, {"COLUMNS": 32, "EXPERTS": 512}),
         Case("align:place_kernel", place, sizes),
         *(
-            Case("align:groups_kernel", {"given_ptr": "*i32", **tables, **numbers}, sizes, num_warps=1)
+            Case(
+                "align:groups_kernel",
+                {"given_ptr": "*i32", **tables, **numbers},
+                sizes,
+                num_warps=1,
+            )
             for sizes in ({"EXPERTS": 512, "ROOM": 0}, {"EXPERTS": 32, "ROOM": 1024})
         ),
     ]

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeserve.kernels.attention_plan import ANY, EVERYTHING, SPLIT, SPLIT_TILES, Bounds, list_work, most_splits
+from moeserve.kernels.attention_plan import (
+    ANY,
+    EVERYTHING,
+    SPLIT,
+    SPLIT_TILES,
+    Bounds,
+    list_work,
+    most_splits,
+)
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 
@@ -21,13 +29,28 @@ def listed(
     capacity: int = ANY,
     *limits: int,
 ) -> Lists:
-    bounds = Bounds(len(news), max(1, sum(news)), max(news), max(s + n for s, n in zip(starts, news, strict=True)))
+    bounds = Bounds(
+        len(news),
+        max(1, sum(news)),
+        max(news),
+        max(s + n for s, n in zip(starts, news, strict=True)),
+    )
     offsets = torch.tensor([0, *news], device=DEVICE).cumsum(0).int()
-    work = list_work(torch.tensor(starts, device=DEVICE).int(), offsets, bounds, tile, window, chunk, capacity, *limits)
+    work = list_work(
+        torch.tensor(starts, device=DEVICE).int(),
+        offsets,
+        bounds,
+        tile,
+        window,
+        chunk,
+        capacity,
+        *limits,
+    )
     num_items, num_merges = work.counts_2.tolist()
     assert num_items <= work.items_I4.shape[0]
     assert num_merges <= work.merges_M4.shape[0]
-    items, merges = work.items_I4[:num_items].tolist(), work.merges_M4[:num_merges].tolist()
+    items = work.items_I4[:num_items].tolist()
+    merges = work.merges_M4[:num_merges].tolist()
     return [tuple(item) for item in items], [tuple(merge) for merge in merges]
 
 
@@ -41,17 +64,22 @@ def expected(
     least: int = 1,
     most: int = ANY,
 ) -> Lists:
-    items, merges, slot = [], [], 0
+    items = []
+    merges = []
+    slot = 0
     for row, (start, new) in enumerate(zip(starts, news, strict=True)):
         if not least <= new <= most:
             continue
-        tiles, begin = -(-new // tile), max(0, start - window + 1, start // chunk * chunk)
+        tiles = -(-new // tile)
+        begin = max(0, start - window + 1, start // chunk * chunk)
         splits = range(begin // SPLIT, (start + new - 1) // SPLIT + 1)
         wanted = start + new - begin > SPLIT and tiles <= SPLIT_TILES
         cut = wanted and slot + tiles * len(splits) <= capacity
         for t in reversed(range(tiles)):
             at = slot + t * len(splits)
-            items += [(row, t, s, at + i) for i, s in enumerate(splits)] if cut else [(row, t, -1, -1)]
+            items += (
+                [(row, t, s, at + i) for i, s in enumerate(splits)] if cut else [(row, t, -1, -1)]
+            )
         if cut:
             merges += [(row, t, slot + t * len(splits), len(splits)) for t in range(tiles)]
         if wanted:
@@ -93,10 +121,15 @@ def test_splits_of_a_window() -> None:
 
 @pytest.mark.full("aot")
 def test_planning_compiles_for_hopper() -> None:
-    pointers = dict.fromkeys(("starts_ptr", "offsets_ptr", "items_ptr", "merges_ptr", "counts_ptr"), "*i32")
+    pointers = dict.fromkeys(
+        ("starts_ptr", "offsets_ptr", "items_ptr", "merges_ptr", "counts_ptr"), "*i32"
+    )
     numbers = dict.fromkeys(("num_rows", "least", "most", "capacity", "window", "chunk"), "i32")
     constants = {"TILE": 2, "SPLIT": SPLIT, "SPLIT_TILES": SPLIT_TILES, "BLOCK": 128}
     reports = compile_all(
-        [Case("attention_plan:plan_kernel", pointers | numbers, constants | {"BLOCK_R": rows}) for rows in (256, 4096)]
+        [
+            Case("attention_plan:plan_kernel", pointers | numbers, constants | {"BLOCK_R": rows})
+            for rows in (256, 4096)
+        ]
     )
     assert all(report.stack_bytes <= 64 for report in reports), reports

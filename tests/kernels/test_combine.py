@@ -1,4 +1,6 @@
-"""The kernel of the weighted sum, interpreted, beside its definition and the MoE layer's; and compiled for sm_90."""
+"""The kernel of the weighted sum, interpreted, beside its definition and the MoE layer's; and
+compiled for sm_90.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ from tools.gpu.references import combine_reference
 def case(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Huge and tiny values; pairs that went nowhere hold NaN."""
     random = torch.Generator().manual_seed(width)
-    y = torch.randn(tokens, top_k, width, generator=random) * 10.0 ** torch.randint(-3, 4, (tokens, top_k, 1))
+    y = torch.randn(tokens, top_k, width, generator=random) * 10.0 ** torch.randint(
+        -3, 4, (tokens, top_k, 1)
+    )
     ids = torch.randint(-1, 6, (tokens, top_k), generator=random, dtype=torch.int32)
     weights = torch.rand(tokens, top_k, generator=random)
-    y[ids < 0], weights[ids < 0] = math.nan, math.nan
+    y[ids < 0] = math.nan
+    weights[ids < 0] = math.nan
     return y.to(DEVICE, dtype), weights.to(DEVICE), ids.to(DEVICE)
 
 
@@ -38,13 +43,17 @@ def test_combine_example() -> None:
     y = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]], device=DEVICE)
     weights = torch.tensor([[0.5, 2.0]], device=DEVICE)
     for ids, expected in (([[7, 0]], [[6.5, 9]]), ([[7, -1]], [[0.5, 1]])):
-        assert combine(y, weights, torch.tensor(ids, dtype=torch.int32, device=DEVICE)).tolist() == expected
+        assert (
+            combine(y, weights, torch.tensor(ids, dtype=torch.int32, device=DEVICE)).tolist()
+            == expected
+        )
 
 
 @pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "width"), [(0, 2, 8), (1, 1, 1), (3, 8, 300), (2, 32, 40), (70, 3, 17), (64, 2, 1030)]
+    ("tokens", "top_k", "width"),
+    [(0, 2, 8), (1, 1, 1), (3, 8, 300), (2, 32, 40), (70, 3, 17), (64, 2, 1030)],
 )
 def test_combine(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> None:
     y, weights, ids = case(tokens, top_k, width, dtype)
@@ -63,7 +72,9 @@ def test_combine_gives_the_moe_layers_bits(dtype: torch.dtype) -> None:
     rows = group_rows_plainly(ids, 6)
     grouped = y.flatten(0, 1)[rows.order_P]
     weights = weights.nan_to_num(0.0)
-    expected = weighted_sum_plainly(grouped, rows, Routing(ids, weights), torch.empty(9, 130, dtype=dtype))
+    expected = weighted_sum_plainly(
+        grouped, rows, Routing(ids, weights), torch.empty(9, 130, dtype=dtype)
+    )
     check(combine(y.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE)), expected.to(DEVICE))
 
 

@@ -1,4 +1,6 @@
-"""The kernels of e4m3 rows and of the experts' products with them, interpreted; and compiled for sm_90."""
+"""The kernels of e4m3 rows and of the experts' products with them, interpreted; and compiled for
+sm_90.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tools.gpu.references import (
     widen_weights,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # NumPy, which interprets
 SMALL: Config = {
     "block_m": 16, "tma": 1, "group": 2, "up_block_n": 128, "up_warps": 4, "up_stages": 2,
     "down_block_n": 64, "down_warps": 4, "down_stages": 2,
@@ -66,10 +70,16 @@ def test_quantise_example() -> None:
 @pytest.mark.parametrize(("rows", "width"), [(0, 128), (1, 1), (3, 300), (2, 128 * 17)])
 def test_quantise(rows: int, width: int, dtype: torch.dtype) -> None:
     """Strided rows, huge and tiny values, and some that are no numbers; the same bits as travel."""
-    wide = normal(rows, width + 3) * 10.0 ** torch.arange(-8, 5, device=DEVICE).repeat(width)[: width + 3]
+    wide = (
+        normal(rows, width + 3)
+        * 10.0 ** torch.arange(-8, 5, device=DEVICE).repeat(width)[: width + 3]
+    )
     x = wide.to(dtype)[:, :width]
     if rows > 1:
-        x[0, 5], x[0, 6], x[1, 7], x[1, :3] = math.nan, math.inf, -math.inf, 0.0
+        x[0, 5] = math.nan
+        x[0, 6] = math.inf
+        x[1, 7] = -math.inf
+        x[1, :3] = 0.0
     values, scales = quantise(x)
     expected_values, expected_scales = quantise_reference(x)
     assert torch.equal(scales, expected_scales)
@@ -82,22 +92,43 @@ def test_quantise(rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("room", [0, 20])
 def test_quantise_only_the_rows_of_tiles(room: int) -> None:
     counts = [0, 17, 1]
-    ends = torch.tensor(counts, device=DEVICE) if room else torch.tensor(counts, device=DEVICE).cumsum(0)
+    ends = (
+        torch.tensor(counts, device=DEVICE)
+        if room
+        else torch.tensor(counts, device=DEVICE).cumsum(0)
+    )
     to = align_groups(ends.int(), 60, 16, room)
-    rows = [e * room + i for e, count in enumerate(counts) for i in range(count)] if room else list(range(18))
+    rows = (
+        [e * room + i for e, count in enumerate(counts) for i in range(count)]
+        if room
+        else list(range(18))
+    )
     x = normal(60, 300)
-    found, whole = quantise(x, to), quantise(x)
+    found = quantise(x, to)
+    whole = quantise(x)
     for part, expected in zip(found, whole, strict=True):
         assert torch.equal(bits(part)[rows], bits(expected)[rows])
     values, scales = (torch.zeros_like(part) for part in found)
     quantise_kernel[(16 * len(to.expert_Z), 1)](
-        x, values, scales, to.ends_e, to.expert_Z, to.row_Z, 300, 300, BLOCK_M=16, BLOCKS=16, BLOCK=BLOCK
+        x,
+        values,
+        scales,
+        to.ends_e,
+        to.expert_Z,
+        to.row_Z,
+        300,
+        300,
+        BLOCK_M=16,
+        BLOCKS=16,
+        BLOCK=BLOCK,
     )
     assert scales.any(1).nonzero()[:, 0].tolist() == rows
 
 
 @pytest.mark.parametrize(
-    "activation", [SWIGLU, Activation(alpha=1.702, limit=1.0, up_shift=1.0)], ids=["plain", "clamped"]
+    "activation",
+    [SWIGLU, Activation(alpha=1.702, limit=1.0, up_shift=1.0)],
+    ids=["plain", "clamped"],
 )
 def test_quantise_behind_an_activation(activation: Activation) -> None:
     x = normal(3, 2 * 200) * 3
@@ -112,7 +143,8 @@ def test_quantise_behind_an_activation(activation: Activation) -> None:
 @pytest.mark.parametrize("width", [256, 200])
 def test_widen(width: int) -> None:
     """Scales lie across, as DeepEP leaves them; NaN beyond the counts is neither read nor written."""
-    counts, room = [70, 0, 1], 70
+    counts = [70, 0, 1]
+    room = 70
     values = (normal(3, room, 256) * 8).to(torch.float8_e4m3fn)
     scales = normal(3, 2, room).transpose(1, 2)
     exact = values.float() * scales.repeat_interleave(BLOCK, 2)
@@ -133,43 +165,63 @@ def test_products_example() -> None:
     x = Scaled(ones[0, :1], torch.ones(1, 1, device=DEVICE))
     hidden = gate_up_fp8(x, Scaled(ones, scales), to, SMALL)
     assert hidden.values.float().unique().tolist() == [448]
-    torch.testing.assert_close(hidden.scales.cpu() * 448, torch.tensor([[0.7311]]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        hidden.scales.cpu() * 448, torch.tensor([[0.7311]]), atol=1e-4, rtol=0
+    )
     h = Scaled((x.values.float() * 2).to(torch.float8_e4m3fn), x.scales / 2)
     out = torch.empty(1, 128, device=DEVICE)
-    assert down_fp8(h, Scaled(ones[:, :128], scales[:, :1]), to, SMALL, out).unique().tolist() == [1]
+    assert down_fp8(h, Scaled(ones[:, :128], scales[:, :1]), to, SMALL, out).unique().tolist() == [
+        1
+    ]
 
 
 @pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize("tma", [0, 1])
 @pytest.mark.parametrize(
-    "ids", [[[0, 1], [2, 0], [1, 2]], [[1, -1]] * 18, [[2, -1], [-1, 0], [-1, -1], [2, 1]], [[-1, -1]]]
+    "ids",
+    [[[0, 1], [2, 0], [1, 2]], [[1, -1]] * 18, [[2, -1], [-1, 0], [-1, -1], [2, 1]], [[-1, -1]]],
 )
 def test_both_products(ids: list[list[int]], tma: int) -> None:
-    """Several blocks, of inputs one not whole, through the order of pairs; then over the same rows sorted before."""
+    """Several blocks, of inputs one not whole, through the order of pairs; then over the same rows
+    sorted before.
+    """
     (tokens, top_k), experts, dim, width, config = (len(ids), 2), 3, 272, 256, {**SMALL, "tma": tma}
     to = align(torch.tensor(ids, dtype=torch.int32, device=DEVICE), experts, 16)
     assert to.order_N is not None
     rows = int(to.counts_e.sum())
     order = to.order_N[:rows].long()
-    x = Scaled(*quantise(normal(tokens, dim) * 10.0 ** torch.arange(tokens, device=DEVICE)[:, None].clamp(max=3)))
-    w13, w2 = scaled_weights(experts, 2 * width, dim, seed=1), scaled_weights(experts, 384, width, seed=2)
+    x = Scaled(
+        *quantise(
+            normal(tokens, dim) * 10.0 ** torch.arange(tokens, device=DEVICE)[:, None].clamp(max=3)
+        )
+    )
+    w13 = scaled_weights(experts, 2 * width, dim, seed=1)
+    w2 = scaled_weights(experts, 384, width, seed=2)
     hidden = gate_up_fp8(x, w13, to, config, top_k)
     exact = gate_up_reference(widen(x.values, x.scales), widen_weights(w13), to, top_k).float()
     found = widen(hidden.values, hidden.scales)[:rows].float()
     largest = exact.abs().unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1)
     assert ((found - exact).abs() <= exact.abs() * 2**-4 + largest * 2**-14 + 1e-7).all()
-    torch.testing.assert_close(hidden.scales[:rows], quantise_reference(exact)[1], rtol=1e-5, atol=1e-12)
-    hidden.values.view(torch.uint8)[rows:], hidden.scales[rows:] = 0x7F, math.nan
+    torch.testing.assert_close(
+        hidden.scales[:rows], quantise_reference(exact)[1], rtol=1e-5, atol=1e-12
+    )
+    hidden.values.view(torch.uint8)[rows:] = 0x7F
+    hidden.scales[rows:] = math.nan
     y = torch.full((tokens * top_k, 384), math.nan, device=DEVICE)
     down_fp8(hidden, w2, to, config, y)
     expected = down_reference(widen(hidden.values, hidden.scales), widen_weights(w2), to).float()
-    torch.testing.assert_close(y[order], expected, rtol=1e-4, atol=float(expected.abs().max() if rows else 0) * 1e-6)
+    torch.testing.assert_close(
+        y[order], expected, rtol=1e-4, atol=float(expected.abs().max() if rows else 0) * 1e-6
+    )
     assert y.isnan().all(1).sum() == len(y) - rows
 
     groups = align_groups(to.ends_e, rows + 3, 16)
     sorted_x = Scaled(x.values[order // top_k], x.scales[order // top_k])
     padded = Scaled(
-        *(torch.cat([part, part.new_zeros(3, part.shape[1])]) for part in (sorted_x.values, sorted_x.scales))
+        *(
+            torch.cat([part, part.new_zeros(3, part.shape[1])])
+            for part in (sorted_x.values, sorted_x.scales)
+        )
     )
     again = gate_up_fp8(padded, w13, groups, config)
     assert torch.equal(bits(again.values[:rows]), bits(hidden.values[:rows]))
@@ -180,7 +232,8 @@ def test_both_products(ids: list[list[int]], tma: int) -> None:
 
 def compiled(config: Config, product: str, tma: int) -> Case:
     numbers = ("x_stride", "out_stride", "width", "inner")
-    block_n, is_up = config[f"{product}_block_n"], product == "up"
+    block_n = config[f"{product}_block_n"]
+    is_up = product == "up"
     signature = {
         "x_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32", "w": f"tensordesc<fp8e4nv[{block_n}, 128]>" if tma else "*fp8e4nv",
         "w_scale_ptr": "*fp32", "out_ptr": "*fp8e4nv" if is_up else "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32",
@@ -195,23 +248,43 @@ def compiled(config: Config, product: str, tma: int) -> Case:
         signature["out_scale_ptr"] = "*fp32"
     else:
         constants["out_scale_ptr"] = None
-    warps, stages = config[f"{product}_warps"], config[f"{product}_stages"]
+    warps = config[f"{product}_warps"]
+    stages = config[f"{product}_stages"]
     return Case("grouped_fp8:fp8_kernel", signature, constants, numbers, warps, stages)
 
 
 @pytest.mark.full("aot")
 def test_fp8_compiles_for_hopper() -> None:
     launches = [launch_fp8_of(rows, 128, 768, 2048, "untuned") for rows in (8, 131072)]
-    cases = [compiled(config, product, tma) for product in ("up", "down") for config in launches for tma in (0, 1)]
+    cases = [
+        compiled(config, product, tma)
+        for product in ("up", "down")
+        for config in launches
+        for tma in (0, 1)
+    ]
     cases += [sorted_before(compiled(launches[0], product, 1)) for product in ("up", "down")]
-    values, scales = {"values_ptr": "*fp8e4nv"}, {"scales_ptr": "*fp32"}
+    values = {"values_ptr": "*fp8e4nv"}
+    scales = {"scales_ptr": "*fp32"}
     rounds = {"x_ptr": "*bf16", **values, **scales, "row_stride": "i32", "width": "i32"}
-    tables, sizes = ("ends_ptr", "expert_ptr", "row_ptr"), {"BLOCKS": 16, "BLOCK": 128, "BLOCK_M": 16, "ACT": None}
-    strides = dict.fromkeys(("room", "width", "out_width", "expert_stride", "row_stride", "block_stride"), "i32")
+    tables = ("ends_ptr", "expert_ptr", "row_ptr")
+    sizes = {"BLOCKS": 16, "BLOCK": 128, "BLOCK_M": 16, "ACT": None}
+    strides = dict.fromkeys(
+        ("room", "width", "out_width", "expert_stride", "row_stride", "block_stride"), "i32"
+    )
     widens = {**values, **scales, "counts_ptr": "*i32", "out_ptr": "*bf16", **strides}
     cases += [
-        Case("fp8:quantise_kernel", rounds, {**sizes, **dict.fromkeys(tables)}, ("row_stride", "width")),
-        Case("fp8:quantise_kernel", {**rounds, **dict.fromkeys(tables, "*i32")}, sizes, ("row_stride", "width")),
+        Case(
+            "fp8:quantise_kernel",
+            rounds,
+            {**sizes, **dict.fromkeys(tables)},
+            ("row_stride", "width"),
+        ),
+        Case(
+            "fp8:quantise_kernel",
+            {**rounds, **dict.fromkeys(tables, "*i32")},
+            sizes,
+            ("row_stride", "width"),
+        ),
         Case(
             "fp8:quantise_kernel",
             {**rounds, **dict.fromkeys(tables, "*i32")},

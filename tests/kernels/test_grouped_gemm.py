@@ -21,9 +21,15 @@ from tests.kernels.aot import Case, Report, compile_all, sorted_before
 from tests.kernels.device import DEVICE
 from tools.gpu.references import down_reference, gate_up_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # NumPy, which interprets
 # The interpreter computes products of bfloat16 wrongly.
-DTYPES = [torch.float32, torch.float16] if DEVICE.type == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = (
+    [torch.float32, torch.float16]
+    if DEVICE.type == "cpu"
+    else [torch.float32, torch.float16, torch.bfloat16]
+)
 SMALL: Config = {
     "block_m": 16, "tma": 1, "group": 2, "up_block_n": 16, "up_warps": 4, "up_stages": 2,
     "down_block_n": 32, "down_warps": 4, "down_stages": 2,
@@ -46,14 +52,16 @@ def nan_after(to: Alignment, x: Tensor) -> Tensor:
 
 
 def test_gate_up_example() -> None:
-    x, w13 = torch.tensor([[1.0]], device=DEVICE), torch.tensor([[[2.0], [3.0]]], device=DEVICE)
+    x = torch.tensor([[1.0]], device=DEVICE)
+    w13 = torch.tensor([[[2.0], [3.0]]], device=DEVICE)
     found = gate_up(x, w13, align(ids_of([0]), 1, 16), SMALL)
     torch.testing.assert_close(found.cpu(), torch.tensor([[5.2848]]), atol=1e-4, rtol=0)
 
 
 def test_down_example() -> None:
     """Pair 1 goes to expert 0, pair 0 to expert 1; both experts hold the same."""
-    h, w2 = torch.tensor([[4.0], [5.0]], device=DEVICE), torch.tensor([[[1.0], [2.0]]] * 2, device=DEVICE)
+    h = torch.tensor([[4.0], [5.0]], device=DEVICE)
+    w2 = torch.tensor([[[1.0], [2.0]]] * 2, device=DEVICE)
     assert down(h, w2, align(ids_of([1, 0]), 2, 16), SMALL).tolist() == [[5, 10], [4, 8]]
 
 
@@ -88,7 +96,9 @@ ROUTINGS = {
 @pytest.mark.parametrize(("dim", "width"), [(64, 48), (72, 24), (37, 19), (128, 32)])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_both_products(routing: str, dim: int, width: int, dtype: torch.dtype) -> None:
-    """Through the order of pairs, and over the same rows sorted before, which must give the same bits."""
+    """Through the order of pairs, and over the same rows sorted before, which must give the same
+    bits.
+    """
     ids = ids_of(*ROUTINGS[routing])
     (tokens, top_k), experts = ids.shape, 3
     to = align(ids, experts, 16)
@@ -97,7 +107,9 @@ def test_both_products(routing: str, dim: int, width: int, dtype: torch.dtype) -
     order = to.order_N[:rows].long()
     wide = normal(tokens, dim + 8, dtype=dtype)
     wide[:, dim:] = math.nan
-    x, w13, w2 = wide[:, :dim], normal(experts, 2 * width, dim, dtype=dtype), normal(experts, dim, width, dtype=dtype)
+    x = wide[:, :dim]
+    w13 = normal(experts, 2 * width, dim, dtype=dtype)
+    w2 = normal(experts, dim, width, dtype=dtype)
     x = x / math.sqrt(dim) if dim % 8 else x.div_(math.sqrt(dim))
     exact = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
 
@@ -124,27 +136,42 @@ def test_both_products(routing: str, dim: int, width: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("tma", [0, 1])
 @pytest.mark.parametrize("group", [1, 3])
 def test_more_tiles_than_a_group(group: int, tma: int) -> None:
-    """Several tiles of an expert, experts without rows, blocks of outputs beyond the width; values huge and tiny."""
-    ids = torch.tensor([3] * 35 + [0] * 20 + [-1] + [1] * 2, dtype=torch.int32, device=DEVICE)[:, None]
-    to, config = align(ids, 4, 16), {**SMALL, "group": group, "tma": tma}
-    x = normal(len(ids), 40, dtype=torch.float32) * torch.logspace(-12, 12, len(ids), device=DEVICE)[:, None]
-    w13, w2 = normal(4, 72, 40, dtype=torch.float32), normal(4, 72, 36, dtype=torch.float32)
+    """Several tiles of an expert, experts without rows, blocks of outputs beyond the width; values
+    huge and tiny.
+    """
+    ids = torch.tensor([3] * 35 + [0] * 20 + [-1] + [1] * 2, dtype=torch.int32, device=DEVICE)[
+        :, None
+    ]
+    to = align(ids, 4, 16)
+    config = {**SMALL, "group": group, "tma": tma}
+    x = (
+        normal(len(ids), 40, dtype=torch.float32)
+        * torch.logspace(-12, 12, len(ids), device=DEVICE)[:, None]
+    )
+    w13 = normal(4, 72, 40, dtype=torch.float32)
+    w2 = normal(4, 72, 36, dtype=torch.float32)
     hidden = gate_up(x, w13, to, config)
     rows = int(to.counts_e.sum())
     expected = gate_up_reference(x, w13, to)
     scale = expected.abs().amax(1, keepdim=True)
     torch.testing.assert_close(hidden[:rows] / scale, expected / scale, rtol=0, atol=1e-5)
     assert to.order_N is not None
-    y, expected = down(hidden, w2, to, config)[to.order_N[:rows].long()], down_reference(hidden, w2, to)
+    y = down(hidden, w2, to, config)[to.order_N[:rows].long()]
+    expected = down_reference(hidden, w2, to)
     scale = expected.abs().amax(1, keepdim=True)
     torch.testing.assert_close(y / scale, expected / scale, rtol=0, atol=1e-5)
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="an interpreter's sums say nothing of tensor cores'")
+@pytest.mark.skipif(
+    DEVICE.type == "cpu", reason="an interpreter's sums say nothing of tensor cores'"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
-    experts, dim, width = 4, 2048, 768
-    x, w13 = normal(3000, dim, dtype=dtype), normal(experts, 2 * width, dim, dtype=dtype)
+    experts = 4
+    dim = 2048
+    width = 768
+    x = normal(3000, dim, dtype=dtype)
+    w13 = normal(experts, 2 * width, dim, dtype=dtype)
     w2 = normal(experts, dim, width, dtype=dtype)
     found = []
     for rows in (3000, 200, 60, 5):
@@ -158,7 +185,9 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
 
 def test_launches_fit_the_number_of_rows() -> None:
     """Steps over K are no part of them: those are the weights' alone."""
-    launches = [launch_of(rows, 8, 768, 2048, torch.bfloat16, "untuned") for rows in (8, 150, 500, 8192)]
+    launches = [
+        launch_of(rows, 8, 768, 2048, torch.bfloat16, "untuned") for rows in (8, 150, 500, 8192)
+    ]
     assert [launch["block_m"] for launch in launches] == [16, 32, 64, 128]
     assert not any("block_k" in launch for launch in launches)
     assert [block_k(k, torch.bfloat16) for k in (5, 37, 2048)] == [16, 64, 64]
@@ -168,7 +197,8 @@ def test_launches_fit_the_number_of_rows() -> None:
 def compiled(dtype: str, product: str, config: Config, tma: int, biased: bool = False) -> Case:
     """At the widths of Qwen3-30B-A3B."""
     numbers = ("x_stride", "out_stride", "width", "inner")
-    block_n, tile = config[f"{product}_block_n"], {"BLOCK_M": config["block_m"], "BLOCK_K": 64}
+    block_n = config[f"{product}_block_n"]
+    tile = {"BLOCK_M": config["block_m"], "BLOCK_K": 64}
     signature = {
         "x_ptr": f"*{dtype}", "w": f"tensordesc<{dtype}[{block_n}, 64]>" if tma else f"*{dtype}",
         "out_ptr": f"*{dtype}", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32", "row_ptr": "*i32",
@@ -181,13 +211,19 @@ def compiled(dtype: str, product: str, config: Config, tma: int, biased: bool = 
         "TMA": bool(tma),
         "GROUP": config["group"],
     }
-    warps, stages = config[f"{product}_warps"], config[f"{product}_stages"]
+    warps = config[f"{product}_warps"]
+    stages = config[f"{product}_stages"]
     constants = {**tile, **flags, "BLOCK_N": block_n}
     case = Case("grouped_gemm:grouped_kernel", signature, constants, numbers, warps, stages)
     if not biased:
         return case
-    gpt_oss = {**constants, "ACT": ("silu", 1.702, 7.0, math.inf, 7.0, 1.0) if product == "up" else None}
-    return replace(case, signature={**signature, "bias_ptr": "*fp32"}, constants=without(gpt_oss, "bias_ptr"))
+    gpt_oss = {
+        **constants,
+        "ACT": ("silu", 1.702, 7.0, math.inf, 7.0, 1.0) if product == "up" else None,
+    }
+    return replace(
+        case, signature={**signature, "bias_ptr": "*fp32"}, constants=without(gpt_oss, "bias_ptr")
+    )
 
 
 def without(constants: dict[str, Any], name: str) -> dict[str, Any]:
@@ -196,10 +232,19 @@ def without(constants: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.mark.full("aot")
 def test_grouped_gemm_compiles_for_hopper() -> None:
-    launches = [launch_of(rows, 128, 768, 2048, torch.bfloat16, "untuned") for rows in (8, 8192, 131072)]
-    cases = [compiled("bf16", p, launch, tma) for p in ("up", "down") for launch in launches for tma in (0, 1)]
+    launches = [
+        launch_of(rows, 128, 768, 2048, torch.bfloat16, "untuned") for rows in (8, 8192, 131072)
+    ]
+    cases = [
+        compiled("bf16", p, launch, tma)
+        for p in ("up", "down")
+        for launch in launches
+        for tma in (0, 1)
+    ]
     cases += [compiled("bf16", product, launches[1], 1, biased=True) for product in ("up", "down")]
-    cases += [sorted_before(compiled("bf16", product, launches[1], 1)) for product in ("up", "down")]
+    cases += [
+        sorted_before(compiled("bf16", product, launches[1], 1)) for product in ("up", "down")
+    ]
     reports: list[Report] = compile_all(cases)
     for case, report in zip(cases, reports, strict=True):
         assert report.stack_bytes == 0, case

@@ -1,5 +1,5 @@
-"""Choices of index selectors by a kernel: bits that belong to the query; compiled for sm_90. tests/ops/test_selected.py
-compares them with a plain sort."""
+"""Choices of index selectors by a kernel: bits that belong to the query; compiled for sm_90.
+tests/ops/test_selected.py compares them with a plain sort."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from moeserve.kernels.latent import KEYS, index_select
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 
-SIZE, BLOCKS, TOP_K = 16, 12, 30
+SIZE = 16
+BLOCKS = 12
+TOP_K = 30
 NAN = float("nan")
 BOTH = [torch.float32, torch.float16]  # the interpreter computes bfloat16 products wrongly
 
 
 @pytest.mark.parametrize("dtype", BOTH)
 def test_a_choice_depends_on_query_and_context_alone(dtype: torch.dtype) -> None:
-    """Alone and in company, of longer contexts and in other parts. Keys differ in the order of their elements and
-    queries have equal ones, so that only roundings make scores differ."""
+    """Alone and in company, of longer contexts and in other parts. Keys differ in the order of
+    their elements and queries have equal ones, so that only roundings make scores differ."""
     random = torch.Generator().manual_seed(0)
     orders = torch.rand(BLOCKS * SIZE, 40, generator=random).argsort(-1)
     cache = torch.randn(40, generator=random)[orders].view(BLOCKS, SIZE, 1, 40).to(DEVICE, dtype)
-    q, weights = torch.randn(9, 3, 1, generator=random).expand(-1, -1, 40), torch.randn(9, 3, generator=random)
-    q, weights = q.to(DEVICE, dtype).contiguous(), weights.to(DEVICE)
-    table = torch.tensor([[0] * 9, [3, 1, 11, 2, 8, 5, 4, 9, 7], [6, 10, 2, 8, 1, 9, 3, 5, 11]], device=DEVICE)
+    q = torch.randn(9, 3, 1, generator=random).expand(-1, -1, 40)
+    weights = torch.randn(9, 3, generator=random)
+    q = q.to(DEVICE, dtype).contiguous()
+    weights = weights.to(DEVICE)
+    table = torch.tensor(
+        [[0] * 9, [3, 1, 11, 2, 8, 5, 4, 9, 7], [6, 10, 2, 8, 1, 9, 3, 5, 11]], device=DEVICE
+    )
     positions = torch.arange(100, 109, device=DEVICE)
 
     def choose(queries: list[int], rows: Tensor, row: int, context: int, most: int) -> Tensor:
@@ -42,11 +48,17 @@ def test_a_choice_depends_on_query_and_context_alone(dtype: torch.dtype) -> None
 
 def test_a_query_that_sees_few_tokens_chooses_all_of_them_first() -> None:
     random = torch.Generator().manual_seed(0)
-    cache, q = (torch.randn(shape, generator=random).to(DEVICE) for shape in ((BLOCKS, SIZE, 1, 8), (2, 3, 8)))
-    table, rows = torch.tensor([[5, 1, 7, 2], [3, 6, 8, 9]], device=DEVICE), torch.arange(2, device=DEVICE)
+    cache, q = (
+        torch.randn(shape, generator=random).to(DEVICE)
+        for shape in ((BLOCKS, SIZE, 1, 8), (2, 3, 8))
+    )
+    table = torch.tensor([[5, 1, 7, 2], [3, 6, 8, 9]], device=DEVICE)
+    rows = torch.arange(2, device=DEVICE)
     cache[[7, 2, 8, 9]] = NAN  # behind what is seen
     found = index_select(q, q[..., 0].contiguous(), cache, rows, rows + 19, table, 60, TOP_K, 1)
-    seen = [[block * SIZE + i for block in blocks for i in range(SIZE)] for blocks in ([5, 1], [3, 6])]
+    seen = [
+        [block * SIZE + i for block in blocks for i in range(SIZE)] for blocks in ([5, 1], [3, 6])
+    ]
     assert found[0, :20].tolist() == seen[0][:20]
     assert found[1, :21].tolist() == seen[1][:21]
 
@@ -54,8 +66,11 @@ def test_a_query_that_sees_few_tokens_chooses_all_of_them_first() -> None:
 def test_example() -> None:
     cache = torch.zeros((1, SIZE, 1, 1), device=DEVICE)
     cache[0, :3, 0, 0] = torch.tensor([5.0, 1, 7])
-    one, row = torch.ones((1, 1), device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    assert index_select(one[None], one, cache, row, row + 2, row[None], 3, 2, 1).tolist() == [[0, 2]]
+    one = torch.ones((1, 1), device=DEVICE)
+    row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert index_select(one[None], one, cache, row, row + 2, row[None], 3, 2, 1).tolist() == [
+        [0, 2]
+    ]
 
 
 @pytest.mark.full("aot")
@@ -70,7 +85,10 @@ def test_choice_compiles_for_hopper() -> None:
     }
     pointers |= {"positions_ptr": "*i64", "out_ptr": "*i64", "length": "i32", "table_stride": "i32"}
     sizes = {"D": 128, "BLOCK_SIZE": 64, "BLOCK_D": 128, "BLOCK_L": KEYS}
-    cases = [Case("latent:order_kernel", pointers, sizes | {"HEADS": heads, "BLOCK_J": heads}) for heads in (64, 32)]
+    cases = [
+        Case("latent:order_kernel", pointers, sizes | {"HEADS": heads, "BLOCK_J": heads})
+        for heads in (64, 32)
+    ]
     for report in compile_all(cases):
         assert report.stack_bytes == 0, report
         assert report.wgmma, report

@@ -32,12 +32,16 @@ def test_write_example() -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths", [[], [1], [PIECE], [PIECE + 1, 1, 3 * PIECE - 1], [1] * 60, [7, PIECE - 1, 2]], ids=len
+    "lengths",
+    [[], [1], [PIECE], [PIECE + 1, 1, 3 * PIECE - 1], [1] * 60, [7, PIECE - 1, 2]],
+    ids=len,
 )
 def test_writes_are_those_of_a_loop(lengths: list[int]) -> None:
     rng = np.random.default_rng(len(lengths))
     places = rng.permutation(len(lengths)) * (4 * PIECE) + rng.integers(0, PIECE, len(lengths))
-    offsets = np.concatenate([np.arange(p, p + n) for p, n in zip(places, lengths, strict=True)] or [np.zeros(0)])
+    offsets = np.concatenate(
+        [np.arange(p, p + n) for p, n in zip(places, lengths, strict=True)] or [np.zeros(0)]
+    )
     values = rng.integers(-(2**31), 2**31, len(offsets)).astype(np.int32)
     words, pieces = pack(offsets.astype(np.int64), values)
     arena = torch.full((4 * PIECE * (len(lengths) + 1),), -7, dtype=torch.int32, device=DEVICE)
@@ -82,30 +86,47 @@ def test_step_example() -> None:
         [[9, 18, 0]],
     ]
     assert out.blocks_GRB.tolist() == [[[4, 9], [0, 0]]]
-    assert [out.offsets_R1.tolist(), out.starts_R.tolist(), out.sample_N.tolist()] == [[0, 2, 2], [1, 0], [1, 0]]
+    assert [out.offsets_R1.tolist(), out.starts_R.tolist(), out.sample_N.tolist()] == [
+        [0, 2, 2],
+        [1, 0],
+        [1, 0],
+    ]
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("counts", ["mixed", "ones", "long"])
 def test_step_inputs_are_those_of_a_loop(counts: str, padded: bool) -> None:
     rng = np.random.default_rng(len(counts))
-    slots, width, block_size, groups = 9, 2600, 16, 2
+    slots = 9
+    width = 2600
+    block_size = 16
+    groups = 2
     table = torch.from_numpy(rng.integers(0, 1000, (slots, width)).astype(np.int32)).to(DEVICE)
     max_blocks = -(-width // block_size)
-    blocks = torch.from_numpy(rng.integers(0, 2**31 // 16, (groups, slots, max_blocks)).astype(np.int32)).to(DEVICE)
+    blocks = torch.from_numpy(
+        rng.integers(0, 2**31 // 16, (groups, slots, max_blocks)).astype(np.int32)
+    ).to(DEVICE)
     rows = 6
-    counts_R = {"mixed": rng.integers(1, 40, rows), "ones": np.ones(rows), "long": int32(1, 2100, 1, 30, 1, 1)}[counts]
+    counts_R = {
+        "mixed": rng.integers(1, 40, rows),
+        "ones": np.ones(rows),
+        "long": int32(1, 2100, 1, 30, 1, 1),
+    }[counts]
     starts_R = rng.integers(0, 400, rows).astype(np.int32)
     offsets_R1 = np.concatenate(([0], counts_R.cumsum())).astype(np.int32)
     sample_N = np.flatnonzero(rng.random(offsets_R1[-1]) < 0.6)
-    step = StepWords.of(rng.permutation(slots)[:rows].astype(np.int32), starts_R, offsets_R1, sample_N)
+    step = StepWords.of(
+        rng.permutation(slots)[:rows].astype(np.int32), starts_R, offsets_R1, sample_N
+    )
     extra = 1 if padded else 0
     shape = (step.tokens + 1500 * extra, rows + 4 * extra, step.samples + 2 * extra, groups)
-    actual, expected = empty(*shape, blocks=max_blocks - 3), empty(*shape, blocks=max_blocks - 3)
+    actual = empty(*shape, blocks=max_blocks - 3)
+    expected = empty(*shape, blocks=max_blocks - 3)
     fill_step(table, blocks, block_size, step, on_device(step.words), actual)
     step_reference(table, blocks, block_size, step, expected)
     for field in dataclasses.fields(actual):
-        ours, theirs = getattr(actual, field.name), getattr(expected, field.name)
+        ours = getattr(actual, field.name)
+        theirs = getattr(expected, field.name)
         assert torch.equal(ours, theirs), field.name
         # Nothing beyond the slice was touched.
         assert ours._base is not None
@@ -127,7 +148,9 @@ def test_compiles_for_hopper() -> None:
         "slot_mapping": "i64",
     }
     pointers |= {"rows": "i32", "sample": "i64", "offsets": "i32", "starts": "i32"}
-    signature = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(integers, "i32")
+    signature = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(
+        integers, "i32"
+    )
     writes = {"arena_ptr": "*i32", "words_ptr": "*i32", "pieces": "i32"}
     reports = compile_all(
         [

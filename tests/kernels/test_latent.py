@@ -1,4 +1,6 @@
-"""Queries and latents of latent attention, interpreted, beside the plain reference; and compiled for sm_90."""
+"""Queries and latents of latent attention, interpreted, beside the plain reference; and compiled
+for sm_90.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +23,43 @@ NAN = float("nan")
 
 
 def test_latent_rope_cache_example() -> None:
-    cos, sin = torch.zeros((1, 1, 2), device=DEVICE), torch.tensor([[[-1.0, 1.0]]], device=DEVICE)
-    q, kv = torch.tensor([[[1.0, 1, 0]]], device=DEVICE), torch.tensor([[3.0, 1, 0]], device=DEVICE)
-    cache, q_THC = torch.zeros((2, 16, 1, 3), device=DEVICE), torch.full((1, 1, 3), 9.0, device=DEVICE)
+    cos = torch.zeros((1, 1, 2), device=DEVICE)
+    sin = torch.tensor([[[-1.0, 1.0]]], device=DEVICE)
+    q = torch.tensor([[[1.0, 1, 0]]], device=DEVICE)
+    kv = torch.tensor([[3.0, 1, 0]], device=DEVICE)
+    cache = torch.zeros((2, 16, 1, 3), device=DEVICE)
+    q_THC = torch.full((1, 1, 3), 9.0, device=DEVICE)
     slots = torch.tensor([17], device=DEVICE)
     norm = torch.full((1,), 5.0, device=DEVICE)
     rule = plain.LatentRule(1, 1, 2, 1, 2.0, 0.0, norm)
-    assert latent_rope_cache(q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, q_THC).tolist() == [[[2]]]
+    assert latent_rope_cache(
+        q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, q_THC
+    ).tolist() == [[[2]]]
     assert q_THC.tolist() == [[[9, 0, 2]]]
     assert cache[1, 1].tolist() == [[5, 0, 1]]
     assert cache.count_nonzero() == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "nope", "rope", "rank"), [(3, 24, 8, 40), (20, 128, 64, 96), (1, 8, 2, 16)])
+@pytest.mark.parametrize(
+    ("heads", "nope", "rope", "rank"), [(3, 24, 8, 40), (20, 128, 64, 96), (1, 8, 2, 16)]
+)
 def test_latent_rope_cache(heads: int, nope: int, rope: int, rank: int, dtype: torch.dtype) -> None:
-    """Strided tokens, one of them padding full of NaN, one in a slot below 0; huge, tiny and zero latents, a NaN."""
+    """Strided tokens, one of them padding full of NaN, one in a slot below 0; huge, tiny and zero
+    latents, a NaN.
+    """
     random = torch.Generator().manual_seed(rank)
-    tokens, real = 7, 6
+    tokens = 7
+    real = 6
     q = torch.randn((tokens, heads * (nope + rope) + 5), generator=random).to(dtype)[:, :-5]
     kv = torch.randn((tokens, rank + rope + 3), generator=random).to(dtype)[:, 3:]
     kv[1] *= 1e4
     kv[2] *= 1e-3
     kv[3, :rank] = 0
-    kv[4, 1], q[4, -1] = NAN, NAN
-    kv[real:], q[real:] = NAN, NAN
+    kv[4, 1] = NAN
+    q[4, -1] = NAN
+    kv[real:] = NAN
+    q[real:] = NAN
     rule = plain.LatentRule(heads, nope, rope, rank, 0.3, 1e-6, torch.rand(rank, generator=random))
     cos, sin = angles(tokens, rope, random)
     slots = torch.tensor([17, 3, 40, 32, 33, -1])
@@ -59,13 +73,16 @@ def test_latent_rope_cache(heads: int, nope: int, rope: int, rank: int, dtype: t
     there = replace(rule, norm_L=moved[2]), RopeCacheInputs(*moved[3:])
     got = latent_rope_cache(*moved[:2], *there, *mine)
     precision = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    torch.testing.assert_close(got[:real].cpu(), wanted[:real], rtol=precision, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        got[:real].cpu(), wanted[:real], rtol=precision, atol=0, equal_nan=True
+    )
     found_cache, found_room = (x.cpu() for x in mine)
     assert torch.equal(found_room[..., :rank], room[..., :rank])
     near = {"rtol": precision, "atol": 2 * precision, "equal_nan": True}
     torch.testing.assert_close(found_room[:real, :, rank:], theirs[1][:real, :, rank:], **near)
     assert found_room[real:, :, rank:].count_nonzero() + got[real:].count_nonzero() == 0
-    rows, expected = found_cache.flatten(0, 1)[:, 0], theirs[0].flatten(0, 1)[:, 0]
+    rows = found_cache.flatten(0, 1)[:, 0]
+    expected = theirs[0].flatten(0, 1)[:, 0]
     assert rows.isnan().nonzero().tolist() == expected.isnan().nonzero().tolist() != []
     for part in (slice(rank), slice(rank, None)):
         close(rows[:, part].nan_to_num(), expected[:, part].nan_to_num(), precision)
@@ -104,8 +121,14 @@ def test_the_table_packs_heads(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the table is made for the processor here")
 def test_absorbed_attention_is_the_plain_table_s() -> None:
-    """The whole chain of both tables, for a row that is prefilled in two chunks and one that decodes."""
-    heads, nope, rope, rank, v = 6, 24, 8, 32, 16
+    """The whole chain of both tables, for a row that is prefilled in two chunks and one that
+    decodes.
+    """
+    heads = 6
+    nope = 24
+    rope = 8
+    rank = 32
+    v = 16
     random = torch.Generator().manual_seed(3)
     rule = plain.LatentRule(heads, nope, rope, rank, 0.2, 1e-6, torch.rand(rank, generator=random))
     up = torch.randn((heads, rank, nope), generator=random) * 0.2
@@ -115,21 +138,33 @@ def test_absorbed_attention_is_the_plain_table_s() -> None:
     for starts, offsets in (([0, 0], [0, 30, 36]), ([30, 6], [0, 5, 6])):
         tokens = offsets[-1]
         q = torch.randn((tokens, heads, nope + rope), generator=random)
-        kv, (cos, sin) = torch.randn((tokens, rank + rope), generator=random), angles(tokens, rope, random)
+        kv, (cos, sin) = (
+            torch.randn((tokens, rank + rope), generator=random),
+            angles(tokens, rope, random),
+        )
         where = [
-            (row, at) for row in (0, 1) for at in range(starts[row], starts[row] + offsets[row + 1] - offsets[row])
+            (row, at)
+            for row in (0, 1)
+            for at in range(starts[row], starts[row] + offsets[row + 1] - offsets[row])
         ]
         slots = torch.tensor([int(blocks[row, at // 16]) * 16 + at % 16 for row, at in where])
         group, step = host_step(blocks, 16, starts, offsets)
-        on_device = torch.tensor(starts, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int32)
+        on_device = (
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(offsets, dtype=torch.int32),
+        )
         results = []
         for kernels, cache in caches.items():
             ops = pick_ops("cpu", torch.float32, kernels)  # type: ignore[arg-type]
             plan = ops.plan_attention(
-                group, replace(step, rows_on_device=on_device), HeadShape(heads, 1, rank + rope, rank)
+                group,
+                replace(step, rows_on_device=on_device),
+                HeadShape(heads, 1, rank + rope, rank),
             )
             absorbed = torch.full((tokens, heads, rank + rope), NAN)
-            rest = ops.latent_rope_cache(q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, absorbed)
+            rest = ops.latent_rope_cache(
+                q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, absorbed
+            )
             ops.pack_heads(up)(rest, out=absorbed[..., :rank])
             latents = ops.attention(absorbed, cache, cache[..., :rank], plan)
             results.append(ops.pack_heads(down)(latents.unflatten(1, (heads, rank))))
@@ -140,7 +175,13 @@ def _case(heads: int, kind: str) -> Case:
     pointers = dict.fromkeys(("q_ptr", "kv_ptr", "cache_ptr", "absorbed_ptr", "out_ptr"), kind)
     pointers |= dict.fromkeys(("norm_ptr", "cos_ptr", "sin_ptr"), "*fp32")
     strides = dict.fromkeys(("q_stride", "kv_stride", "absorbed_stride"), "i32")
-    numbers = {"slot_mapping_ptr": "*i64", "num_real": "i32", "scale": "fp32", "eps": "fp32", **strides}
+    numbers = {
+        "slot_mapping_ptr": "*i64",
+        "num_real": "i32",
+        "scale": "fp32",
+        "eps": "fp32",
+        **strides,
+    }
     sizes = {"HEADS": heads, "NOPE": 128, "ROPE": 64, "RANK": 512}
     blocks = {"BLOCK_H": 16, "BLOCK_N": 128, "BLOCK_P": 64, "BLOCK_L": 512}
     return Case("latent:latent_rope_cache_kernel", pointers | numbers, sizes | blocks, [*strides])

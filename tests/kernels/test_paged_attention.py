@@ -1,4 +1,6 @@
-"""Paged attention, interpreted, beside its definition and bit by bit beside itself; and compiled for sm_90."""
+"""Paged attention, interpreted, beside its definition and bit by bit beside itself; and compiled
+for sm_90.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,21 @@ NAN = float("nan")
 class Step:
     """Random contexts of some rows; whatever no row owns is NaN, block 0 too."""
 
-    def __init__(self, shape: AttentionShape, starts: list[int], news: list[int], int8: bool = False) -> None:
-        self.shape, self.starts, self.news = shape, starts, news
+    def __init__(
+        self, shape: AttentionShape, starts: list[int], news: list[int], int8: bool = False
+    ) -> None:
+        self.shape = shape
+        self.starts = starts
+        self.news = news
         random = torch.Generator().manual_seed(sum(starts) + shape.dim)
-        size, ends = shape.block_size, [s + n for s, n in zip(starts, news, strict=True)]
+        size = shape.block_size
+        ends = [s + n for s, n in zip(starts, news, strict=True)]
         widths = [-(-end // size) for end in ends]
         numbers = torch.randperm(sum(widths) + 3, generator=random) + 1
         self.blocks = torch.zeros((len(starts), max([*widths, 1])), dtype=torch.int64)
         sizes = (len(numbers) + 1, size, shape.kv_heads)
-        self.k, self.v = torch.full((*sizes, shape.dim), NAN), torch.full((*sizes, shape.v_dim), NAN)
+        self.k = torch.full((*sizes, shape.dim), NAN)
+        self.v = torch.full((*sizes, shape.v_dim), NAN)
         at = 0
         for row, (end, width) in enumerate(zip(ends, widths, strict=True)):
             self.blocks[row, :width] = numbers[at : at + width]
@@ -74,7 +82,9 @@ class Step:
             max(self.news),
             max(map(sum, zip(self.starts, self.news, strict=True))),
         )
-        plan = plan_attention(self.blocks, *self.rows(), self.shape, bounds, invariant=invariant, space=space)
+        plan = plan_attention(
+            self.blocks, *self.rows(), self.shape, bounds, invariant=invariant, space=space
+        )
         size = (len(self.q), self.shape.heads * self.shape.v_dim)
         out = torch.full(size, NAN, dtype=self.q.dtype, device=DEVICE)
         return attention(self.q, self.k, self.v, plan, out=out, **options)  # type: ignore[arg-type]
@@ -91,7 +101,9 @@ class Step:
 
 def close(got: Tensor, expected: Tensor) -> None:
     exact = got.dtype == torch.float32
-    torch.testing.assert_close(got, expected, rtol=1e-5 if exact else 4e-3, atol=1e-5 if exact else 2e-3)
+    torch.testing.assert_close(
+        got, expected, rtol=1e-5 if exact else 4e-3, atol=1e-5 if exact else 2e-3
+    )
 
 
 def test_attention_example() -> None:
@@ -104,7 +116,9 @@ def test_attention_example() -> None:
 
 
 @pytest.mark.full("kernels", keep=6)
-@pytest.mark.parametrize(("dtype", "invariant"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "invariant"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)]
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window", "soft_cap", "sinks", "int8"),
     [
@@ -126,7 +140,12 @@ def test_attention(
     dtype: torch.dtype,
     invariant: bool,
 ) -> None:
-    step = Step(AttentionShape(heads, kv_heads, dim, dim, 16, dtype, window), [600, 0, 100, 1030], [1, 0, 20, 2], int8)
+    step = Step(
+        AttentionShape(heads, kv_heads, dim, dim, 16, dtype, window),
+        [600, 0, 100, 1030],
+        [1, 0, 20, 2],
+        int8,
+    )
     sinks_H = torch.linspace(-3, 3, heads, device=DEVICE) if sinks else None
     expected = step.expected(soft_cap=soft_cap, sinks_H=sinks_H)
     for space in (None, torch.empty(0, device=DEVICE))[: 1 if invariant else 2]:
@@ -134,7 +153,9 @@ def test_attention(
 
 
 @pytest.mark.full("kernels", keep=2)
-@pytest.mark.parametrize(("dtype", "invariant"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "invariant"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)]
+)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -144,7 +165,9 @@ def test_attention(
     ],
     ids=["wide keys", "odd widths", "window and chunk"],
 )
-def test_chunks_and_narrow_values(shape: AttentionShape, dtype: torch.dtype, invariant: bool) -> None:
+def test_chunks_and_narrow_values(
+    shape: AttentionShape, dtype: torch.dtype, invariant: bool
+) -> None:
     """Tiles and splits that begin in one chunk and end in the next; a row that has just begun one."""
     step = Step(replace(shape, dtype=dtype), [600, 0, 530, 1030, 544], [1, 0, 20, 14, 1])
     sinks_H = torch.linspace(-3, 3, shape.heads, device=DEVICE)
@@ -163,11 +186,20 @@ def test_chunks_and_narrow_values(shape: AttentionShape, dtype: torch.dtype, inv
     ],
 )
 def test_latent_attention(
-    dtype: torch.dtype, heads: int, dim: int, v_dim: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    heads: int,
+    dim: int,
+    v_dim: int,
+    invariant: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No, one and many new tokens; contexts of one split, of exactly one, and of more; heads of several programs."""
+    """No, one and many new tokens; contexts of one split, of exactly one, and of more; heads of
+    several programs.
+    """
     monkeypatch.setattr(paged_attention, "WIDE", 39)
-    step = Step(AttentionShape(heads, 1, dim, v_dim, 16, dtype), [40, 5, 511, 1030], [0, 9, 1, 2]).share()
+    step = Step(
+        AttentionShape(heads, 1, dim, v_dim, 16, dtype), [40, 5, 511, 1030], [0, 9, 1, 2]
+    ).share()
     step.q *= dim**-0.5
     for space in (None, torch.empty(0, device=DEVICE))[: 1 if invariant else 2]:
         close(step.run(invariant, space), step.expected())
@@ -182,7 +214,9 @@ def test_the_table_s_attention_is_the_plain_one() -> None:
     found = []
     for kernels in ("triton", "torch"):
         ops = pick_ops("cpu", torch.float32, kernels)  # type: ignore[arg-type]
-        plan = ops.plan_attention(group, replace(inputs, rows_on_device=step.rows()), HeadShape(4, 2, 24, 16))
+        plan = ops.plan_attention(
+            group, replace(inputs, rows_on_device=step.rows()), HeadShape(4, 2, 24, 16)
+        )
         found.append(ops.attention(step.q, step.k, step.v, plan, sinks_H=sinks_H, soft_cap=5.0))
     close(*found)
 
@@ -222,12 +256,15 @@ def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("rows_alone")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("window", "chunk", "v_dim"), [(None, None, 8), (None, None, 16), (530, None, 16), (None, 516, 16)]
+    ("window", "chunk", "v_dim"),
+    [(None, None, 8), (None, None, 16), (530, None, 16), (None, 516, 16)],
 )
 def test_bits_do_not_depend_on_chunks_batch_or_space(
     window: int | None, chunk: int | None, v_dim: int, dtype: torch.dtype
 ) -> None:
-    """The tokens of one prefill again as chunks, as decodes, beside a longer row, and with no room to cut."""
+    """The tokens of one prefill again as chunks, as decodes, beside a longer row, and with no room
+    to cut.
+    """
     step = Step(AttentionShape(3, 1, 16, v_dim, 16, dtype, window, chunk), [500, 530], [20, 2])
     if v_dim < 16:
         step.share()
@@ -235,7 +272,8 @@ def test_bits_do_not_depend_on_chunks_batch_or_space(
     assert torch.equal(step.run(space=torch.empty(0, device=DEVICE)), whole)
     q = step.q.clone()
     for at, new in ((0, 1), (13, 1), (8, 12), (19, 1)):
-        step.starts, step.news = [500 + at], [new]
+        step.starts = [500 + at]
+        step.news = [new]
         step.q = q[at : at + new]
         for space in (None, torch.empty(0, device=DEVICE)):
             assert torch.equal(step.run(space=space), whole[at : at + new]), (at, new)
@@ -249,7 +287,13 @@ def test_space_for_cut_rows() -> None:
     assert space_floats(replace(shape, window=128), Bounds(8, 8, 1, 9999)) == 0
 
 
-def _case(shape: AttentionShape, block_m: int, how: tuple[int, int], int8: bool = False, extras: bool = False) -> Case:
+def _case(
+    shape: AttentionShape,
+    block_m: int,
+    how: tuple[int, int],
+    int8: bool = False,
+    extras: bool = False,
+) -> Case:
     """how: warps, stages. extras: soft cap and sinks."""
     kind = "*bf16" if shape.dtype == torch.bfloat16 else "*fp16"
     cache = "*i8" if int8 else kind
@@ -283,7 +327,8 @@ def _case(shape: AttentionShape, block_m: int, how: tuple[int, int], int8: bool 
     return Case("attention_kernel:attend_kernel", signature, constants, ("q_stride",), *how)
 
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16 = torch.bfloat16
+FP16 = torch.float16
 QWEN = AttentionShape(32, 4, 128, 128, 16, BF16)
 NARROW = AttentionShape(32, 4, 64, 64, 16, BF16, 128)
 GPT_OSS = AttentionShape(64, 8, 64, 64, 16, FP16, 128)
@@ -308,10 +353,13 @@ def test_attention_compiles_for_hopper() -> None:
     many = [_default(QWEN, 128), _default(QWEN, 64), _default(QWEN, 128, int8=True)]
     merges = [Case("attention_sums:merge_kernel", merge, sizes | {"sinks_ptr": None})]
     reports = compile_all([*few, *many, *merges])
-    # Triton's versions differ in a few numbers that they keep in memory around the loop; in it would be many more.
+    # Triton's versions differ in a few numbers that they keep in memory around the loop; in it
+    # would be many more.
     assert all(report.stack_bytes <= 64 for report in reports), reports
     assert all(report.mma and fits(report, programs=2) for report in reports[: len(few)]), reports
-    assert all(report.wgmma and fits(report, programs=1) for report in reports[len(few) : -1]), reports
+    assert all(report.wgmma and fits(report, programs=1) for report in reports[len(few) : -1]), (
+        reports
+    )
     assert fits(reports[4], programs=2), reports[4]
     assert reports[-1].registers <= 64, reports[-1]
 
@@ -319,13 +367,20 @@ def test_attention_compiles_for_hopper() -> None:
 @pytest.mark.full("aot")
 def test_other_shapes_compile_for_hopper() -> None:
     shapes = GPT_OSS, MIMO, LLAMA4, DEEPSEEK_V2_LITE, GEMMA4, DEEPSEEK_V3
-    reports = compile_all([_default(shape, 64, extras=shape.window is not None) for shape in shapes])
+    reports = compile_all(
+        [_default(shape, 64, extras=shape.window is not None) for shape in shapes]
+    )
     assert all(report.wgmma and fits(report, programs=1) for report in reports), reports
     assert all(report.stack_bytes <= 64 for report in reports[:3]), reports
-    # Sums of 64 x 512 fill the registers: those of earlier splits wait in memory while the next split is added up.
+    # Sums of 64 x 512 fill the registers: those of earlier splits wait in memory while the next
+    # split is added up.
     assert all(report.stack_bytes <= 1152 for report in reports[3:]), reports
-    small = compile_all([_default(shape, 16, extras=shape.window is not None) for shape in shapes[:5]])
-    assert all(report.mma and report.stack_bytes <= 128 and fits(report, programs=2) for report in small), small
+    small = compile_all(
+        [_default(shape, 16, extras=shape.window is not None) for shape in shapes[:5]]
+    )
+    assert all(
+        report.mma and report.stack_bytes <= 128 and fits(report, programs=2) for report in small
+    ), small
 
 
 def fits(report: Report, programs: int) -> bool:

@@ -16,16 +16,25 @@ from moeserve.ops.rules import RouterRule
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 
-V3 = RouterRule(score="sigmoid", renormalize=True, groups=8, kept_groups=4, epsilon=1e-20, scale=2.5)
+V3 = RouterRule(
+    score="sigmoid", renormalize=True, groups=8, kept_groups=4, epsilon=1e-20, scale=2.5
+)
 RENORMALIZED = RouterRule(renormalize=True)
 SHAPES = [(0, 4, 2), (1, 1, 1), (3, 5, 5), (4, 60, 4), (2, 128, 8), (1, 1024, 32)]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*invalid value:RuntimeWarning")  # NumPy, which interprets
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*invalid value:RuntimeWarning"
+)  # NumPy, which interprets
 
 
 def logits_of(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Steps of 1/4: many ties, and different logits have different scores; rows are strided."""
-    wide = torch.randint(-24, 24, (tokens, experts + 3), generator=torch.Generator().manual_seed(experts)) / 4
+    wide = (
+        torch.randint(
+            -24, 24, (tokens, experts + 3), generator=torch.Generator().manual_seed(experts)
+        )
+        / 4
+    )
     return wide[:, :experts].to(DEVICE, dtype) if tokens else torch.empty(0, experts, device=DEVICE)
 
 
@@ -40,12 +49,16 @@ def test_route_example() -> None:
     assert ids.tolist() == [[1, 0]]
     torch.testing.assert_close(weights.cpu(), torch.tensor([[0.6, 0.2]]))
     bias = torch.tensor([0.0, 0.0, 1.0], device=DEVICE)
-    ids, weights = route(torch.zeros(1, 3, device=DEVICE), 1, RouterRule(score="sigmoid", bias=True), bias)
+    ids, weights = route(
+        torch.zeros(1, 3, device=DEVICE), 1, RouterRule(score="sigmoid", bias=True), bias
+    )
     assert (ids.tolist(), weights.tolist()) == ([[2]], [[0.5]])
 
 
 @pytest.mark.full("kernels", keep="each")
-@pytest.mark.parametrize("rule", [RENORMALIZED, RouterRule(), RouterRule(score="softmax_selected")], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [RENORMALIZED, RouterRule(), RouterRule(score="softmax_selected")], ids=repr
+)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SHAPES)
 def test_route(tokens: int, experts: int, top_k: int, rule: RouterRule) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -73,11 +86,15 @@ def test_route_by_every_rule(rule: RouterRule, experts: int, top_k: int, biased:
     logits = logits_of(4, experts)
     bias = logits_of(1, experts)[0] / 8 if biased else None
     scale = logits_of(1, experts)[0] + 10 if biased else None
-    check(route(logits, top_k, rule, bias, scale), elementwise.route(logits, top_k, rule, bias, scale))
+    check(
+        route(logits, top_k, rule, bias, scale), elementwise.route(logits, top_k, rule, bias, scale)
+    )
 
 
 def test_the_bias_moves_choices_and_not_weights() -> None:
-    """Group 1 wins by its best two together, though group 0 has the best expert; the bias then lifts group 0."""
+    """Group 1 wins by its best two together, though group 0 has the best expert; the bias then
+    lifts group 0.
+    """
     logits = torch.tensor([[4.0, -9.0, 2.0, 2.0]], device=DEVICE)
     rule = RouterRule(score="sigmoid", groups=2)
     assert route(logits, 2, rule)[0].tolist() == [[2, 3]]
@@ -87,7 +104,9 @@ def test_the_bias_moves_choices_and_not_weights() -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "softmax_selected", "sigmoid", "sparsemixer"])
-def test_no_number_is_no_harm(score: Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"]) -> None:
+def test_no_number_is_no_harm(
+    score: Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"],
+) -> None:
     """Ids are valid and differ, and other rows are what they are alone."""
     logits = torch.zeros(4, 10, device=DEVICE)
     logits[0, 3] = logits[1] = math.nan
@@ -118,13 +137,34 @@ def test_route_compiles_for_hopper() -> None:
         "row_stride": "i32", "num_groups": "i32", "group_size": "i32", "epsilon": "fp32", "scale": "fp32",
         "floor": "fp32", "band": "fp32",
     }  # fmt: skip
-    qwen = {"K": 8, "SCORE": "softmax", "RENORMALIZE": True, "KEEP": 0, "GROUP_TOP": 2, "GROUPS": 1, "SIZE": 128}
-    deepseek = {"K": 8, "SCORE": "sigmoid", "RENORMALIZE": True, "KEEP": 4, "GROUP_TOP": 2, "GROUPS": 8, "SIZE": 32}
+    qwen = {
+        "K": 8,
+        "SCORE": "softmax",
+        "RENORMALIZE": True,
+        "KEEP": 0,
+        "GROUP_TOP": 2,
+        "GROUPS": 1,
+        "SIZE": 128,
+    }
+    deepseek = {
+        "K": 8,
+        "SCORE": "sigmoid",
+        "RENORMALIZE": True,
+        "KEEP": 4,
+        "GROUP_TOP": 2,
+        "GROUPS": 8,
+        "SIZE": 32,
+    }
     plain = {"CHOICES": 8, "expert_scale_ptr": None}
     phi = {**qwen, "K": 2, "SCORE": "sparsemixer", "RENORMALIZE": False, "SIZE": 16}
     cases = [
         Case("route:route_kernel", signature, {"bias_ptr": None, **plain, **qwen}, num_warps=1),
-        Case("route:route_kernel", {"bias_ptr": "*fp32", **signature}, {**plain, **deepseek}, num_warps=1),
+        Case(
+            "route:route_kernel",
+            {"bias_ptr": "*fp32", **signature},
+            {**plain, **deepseek},
+            num_warps=1,
+        ),
         Case(
             "route:route_kernel",
             {"expert_scale_ptr": "*fp32", **signature},

@@ -33,29 +33,38 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 def test_examples() -> None:
     one = torch.ones(2, device=DEVICE)
-    x, residual = torch.tensor([[2.0, 4.0]], device=DEVICE), torch.tensor([[1.0, 0.0]], device=DEVICE)
+    x = torch.tensor([[2.0, 4.0]], device=DEVICE)
+    residual = torch.tensor([[1.0, 0.0]], device=DEVICE)
     normed = torch.tensor([[0.8485, 1.1314]], device=DEVICE)
     torch.testing.assert_close(rms_norm(x + residual, one, 1e-12), normed, atol=1e-4, rtol=0)
     add_rms_norm(x, residual, one, 1e-12)
     torch.testing.assert_close(x, normed, atol=1e-4, rtol=0)
     assert residual.tolist() == [[3.0, 4.0]]
     table = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=DEVICE)
-    assert embedding(torch.tensor([1, 0], device=DEVICE), table, 2.0).tolist() == [[6.0, 8.0], [2.0, 4.0]]
+    assert embedding(torch.tensor([1, 0], device=DEVICE), table, 2.0).tolist() == [
+        [6.0, 8.0],
+        [2.0, 4.0],
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
-    x, weight = random(rows, width, dtype=dtype), random(width)
+    x = random(rows, width, dtype=dtype)
+    weight = random(width)
     close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
-    x, residual, weight = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype).flip(0), random(width)
+    x = random(rows, width, dtype=dtype)
+    residual = random(rows, width, dtype=dtype).flip(0)
+    weight = random(width)
     total = x + residual
-    rounds_right = dtype is not torch.bfloat16 or DEVICE.type == "cuda"  # the interpreter cuts instead
+    rounds_right = (
+        dtype is not torch.bfloat16 or DEVICE.type == "cuda"
+    )  # the interpreter cuts instead
     expected = rms_norm_reference(total, weight, 1e-6)
     wide = torch.full((rows, width + 5), torch.nan, dtype=dtype, device=DEVICE)
     normed, summed = add_rms_norm(x, wide[:, :width].copy_(residual), weight, 1e-6)
@@ -70,7 +79,8 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("width", [128, 1024, 2048])
 def test_a_row_has_the_same_bits_in_any_batch(width: int) -> None:
-    x, weight = random(37, width, dtype=torch.float16).contiguous(), random(width)
+    x = random(37, width, dtype=torch.float16).contiguous()
+    weight = random(width)
     alone = torch.cat([rms_norm(x[i : i + 1], weight, 1e-6) for i in range(len(x))])
     assert torch.equal(rms_norm(x, weight, 1e-6), alone)
 
@@ -90,7 +100,12 @@ def test_compiles_for_hopper() -> None:
     strides = {"x_stride": "i32", "width": "i32"}
     norm = {"x_ptr": "*bf16", "weight_ptr": "*fp32", "rows": "i32", "eps": "fp32"} | strides
     cases = [
-        Case("rows:rms_norm_kernel", norm | {"out_ptr": "*bf16"}, {"ROWS": 16, "BLOCK": 128}, tuple(strides)),
+        Case(
+            "rows:rms_norm_kernel",
+            norm | {"out_ptr": "*bf16"},
+            {"ROWS": 16, "BLOCK": 128},
+            tuple(strides),
+        ),
         *(
             Case(
                 "rows:add_rms_norm_kernel",
@@ -103,7 +118,13 @@ def test_compiles_for_hopper() -> None:
         ),
         Case(
             "rows:embedding_kernel",
-            {"ids_ptr": "*i64", "table_ptr": "*bf16", "out_ptr": "*bf16", "table_stride": "i32", "width": "i32"}
+            {
+                "ids_ptr": "*i64",
+                "table_ptr": "*bf16",
+                "out_ptr": "*bf16",
+                "table_stride": "i32",
+                "width": "i32",
+            }
             | {"scale": "fp32"},
             {"BLOCK": 2048},
             ("table_stride", "width"),

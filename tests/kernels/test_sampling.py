@@ -37,7 +37,9 @@ def log_time_kernel(out_ptr, low_ptr, high_ptr, BLOCK: tl.constexpr):
 
 def keys(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng(seed)
-    words = torch.from_numpy(row_keys(rng.integers(0, 2**64, count, np.uint64), rng.integers(0, 9999, count)))
+    words = torch.from_numpy(
+        row_keys(rng.integers(0, 2**64, count, np.uint64), rng.integers(0, 9999, count))
+    )
     return words[0].clone().to(DEVICE), words[1].clone().to(DEVICE)
 
 
@@ -54,7 +56,9 @@ def sampling_rows(count: int, vocab: int, seed: int = 0, **given: list[float]) -
     """Rows of every kind, in every mixture, but for what is given."""
     rng = np.random.default_rng(seed)
 
-    def column(name: str, otherwise: float, values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+    def column(
+        name: str, otherwise: float, values: np.ndarray, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         mixed = np.where(rng.random(count) < 0.5, values, otherwise)
         return torch.tensor(given.get(name, mixed.tolist()), dtype=dtype).to(DEVICE)
 
@@ -72,7 +76,9 @@ def sampling_rows(count: int, vocab: int, seed: int = 0, **given: list[float]) -
 def random_logits(count: int, vocab: int, seed: int = 0) -> Tensor:
     """Peaked and flat rows, rows full of ties, and some impossible tokens."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(count, vocab, generator=generator) * (1 + torch.arange(count) % 5).unsqueeze(1)
+    logits = torch.randn(count, vocab, generator=generator) * (
+        1 + torch.arange(count) % 5
+    ).unsqueeze(1)
     logits[::3] = (logits[::3] * 2).round() / 2
     logits[torch.rand(count, vocab, generator=generator) < 0.05] = -INF
     return logits.to(DEVICE)
@@ -103,7 +109,8 @@ def test_example() -> None:
 @pytest.mark.parametrize("vocab", [1, 70, 4999])
 def test_tokens_are_the_runners(vocab: int) -> None:
     count = 10
-    rows, logits = sampling_rows(count, vocab, vocab), random_logits(count, vocab, vocab)
+    rows = sampling_rows(count, vocab, vocab)
+    logits = random_logits(count, vocab, vocab)
     logits[:, 0] = 0.0
     wide = torch.full((count, vocab + 5), torch.nan, device=DEVICE)
     tokens, status = sample(wide[:, :vocab].copy_(logits), rows)
@@ -113,17 +120,23 @@ def test_tokens_are_the_runners(vocab: int) -> None:
 
 
 def test_a_row_draws_the_same_alone_and_whatever_the_flags_allow() -> None:
-    count, vocab = 5, 2500
-    logits, rows = random_logits(count, vocab), sampling_rows(count, vocab)
+    count = 5
+    vocab = 2500
+    logits = random_logits(count, vocab)
+    rows = sampling_rows(count, vocab)
     tokens = sample(logits, rows)[0].tolist()
     for i in range(count):
-        one = SamplingTensors(*(getattr(rows, field.name)[i : i + 1] for field in dataclasses.fields(rows)))
+        one = SamplingTensors(
+            *(getattr(rows, field.name)[i : i + 1] for field in dataclasses.fields(rows))
+        )
         draws = bool(one.temperature_S > 0)
         cuts = bool((one.top_k_S < vocab) | (one.top_p_S < 1))
         assert sample(logits[i : i + 1], one, draws=draws, cuts=cuts)[0].tolist() == [tokens[i]]
 
 
-@pytest.mark.parametrize(("log_min_p", "drawn"), [(-INF, {0, 1, 2, 3}), (-0.5, {0, 1, 2}), (-0.499, {0})])
+@pytest.mark.parametrize(
+    ("log_min_p", "drawn"), [(-INF, {0, 1, 2, 3}), (-0.5, {0, 1, 2}), (-0.499, {0})]
+)
 def test_min_p_keeps_what_lies_on_it(log_min_p: float, drawn: set[int]) -> None:
     count = 16
     logits = torch.tensor([[5.0, 4.5, 4.5, 4.2]] * count, device=DEVICE)
@@ -134,10 +147,16 @@ def test_min_p_keeps_what_lies_on_it(log_min_p: float, drawn: set[int]) -> None:
 
 def test_top_p_of_flat_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where almost nothing may be left out of the search."""
-    count, vocab = 3, 4000
+    count = 3
+    vocab = 4000
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 1.5
     rows = sampling_rows(
-        count, vocab, temperature=[1.0] * 3, log_min_p=[-INF] * 3, top_k=[vocab] * 3, top_p=[0.9, 0.99, 0.999]
+        count,
+        vocab,
+        temperature=[1.0] * 3,
+        log_min_p=[-INF] * 3,
+        top_k=[vocab] * 3,
+        top_p=[0.9, 0.99, 0.999],
     )
     cuts: list[Tensor] = []
     monkeypatch.setattr(sampling_file, "cut", lambda *given: (cut(*given), cuts.append(given[-1])))
@@ -150,7 +169,8 @@ def test_top_p_of_flat_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full("kernels", keep=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits(dtype: torch.dtype) -> None:
-    logits, rows = random_logits(4, 900).to(dtype), sampling_rows(4, 900)
+    logits = random_logits(4, 900).to(dtype)
+    rows = sampling_rows(4, 900)
     assert sample(logits, rows)[0].tolist() == sample(logits.float(), rows)[0].tolist()
 
 
@@ -168,7 +188,15 @@ def test_status(temperature: float) -> None:
     assert sample(logits, rows)[1].tolist() == [1, 1, 1, 1, 0, 0, 0]
     raw_peaks = torch.tensor([0, 0, -INF, 5, 5, 1e38, torch.nan], device=DEVICE)
     tokens, status = sample(logits, rows, raw_peaks)
-    assert status.tolist() == [NOT_FINITE, NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED, FINE, FINE, NOT_FINITE]
+    assert status.tolist() == [
+        NOT_FINITE,
+        NOT_FINITE,
+        NOT_FINITE,
+        NOTHING_ALLOWED,
+        FINE,
+        FINE,
+        NOT_FINITE,
+    ]
     assert tokens.tolist() == [0, 0, 0, 0, 0, 7, 0]
 
 
@@ -177,8 +205,11 @@ def test_no_rows() -> None:
     assert [x.shape for x in sample(torch.zeros(0, 9, device=DEVICE), rows)] == [(0,), (0,)]
 
 
-def cut_of(logits: Tensor, top_k: list[int], top_p: list[float], farthest: list[float], near: list[float]) -> Tensor:
-    ks, ps = torch.tensor(top_k, dtype=torch.int32, device=DEVICE), torch.tensor(top_p, device=DEVICE)
+def cut_of(
+    logits: Tensor, top_k: list[int], top_p: list[float], farthest: list[float], near: list[float]
+) -> Tensor:
+    ks = torch.tensor(top_k, dtype=torch.int32, device=DEVICE)
+    ps = torch.tensor(top_p, device=DEVICE)
     kept = torch.tensor(farthest, device=DEVICE)
     one = torch.ones(len(top_k), device=DEVICE)
     cut(logits, logits.amax(dim=1), one, ks, ps, torch.tensor(near, device=DEVICE), kept)
@@ -187,7 +218,11 @@ def cut_of(logits: Tensor, top_k: list[int], top_p: list[float], farthest: list[
 
 def test_cut_example() -> None:
     logits = -torch.tensor([[0.0, 1.0, 1.0, 3.0]] * 3, device=DEVICE)
-    assert cut_of(logits, [2, 4, 4], [1.0, 0.5, 1.0], [INF] * 3, [INF, INF, -1.0]).tolist() == [1.0, 0.0, INF]
+    assert cut_of(logits, [2, 4, 4], [1.0, 0.5, 1.0], [INF] * 3, [INF, INF, -1.0]).tolist() == [
+        1.0,
+        0.0,
+        INF,
+    ]
 
 
 @pytest.mark.full("kernels", keep=1)
@@ -195,7 +230,8 @@ def test_cut_example() -> None:
 def test_cut_is_that_of_sorting(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more candidates than there is room for, and with fewer; distances from 1e-30 to 1e30."""
     monkeypatch.setattr(cut_file, "ROOM", room)
-    count, vocab = 12, 2100
+    count = 12
+    vocab = 2100
     generator = torch.Generator().manual_seed(3)
     logits = -(10.0 ** (60 * torch.rand(count, vocab, generator=generator) - 30))
     logits[::2] = random_logits(6, vocab)
@@ -207,7 +243,8 @@ def test_cut_is_that_of_sorting(room: int, monkeypatch: pytest.MonkeyPatch) -> N
     distances = (logits.amax(dim=1, keepdim=True) - logits).cpu()
     expected = cut_reference(distances, *(torch.tensor(x) for x in (farthest, top_k, top_p)))
     torch.testing.assert_close(
-        (distances <= actual.cpu().unsqueeze(1)).sum(dim=1), (distances <= expected.unsqueeze(1)).sum(dim=1)
+        (distances <= actual.cpu().unsqueeze(1)).sum(dim=1),
+        (distances <= expected.unsqueeze(1)).sum(dim=1),
     )
 
 
@@ -223,14 +260,23 @@ def test_compiles_for_hopper() -> None:
 
     even = ("stride", "width")
     tiles = signature("peaks", "ids", num_tiles="i32")
-    row = signature("tile_peaks raw_peaks temperature log_min_p top_p peaks farthest near", "ids top_k tokens")
+    row = signature(
+        "tile_peaks raw_peaks temperature log_min_p top_p peaks farthest near", "ids top_k tokens"
+    )
     row |= {"status_ptr": "*u8", "num_tiles": "i32"}
     row = {name: kind for name, kind in row.items() if name not in ("logits_ptr", "stride")}
     raw = {name: kind for name, kind in row.items() if name != "raw_peaks_ptr"}
     gather = signature("peaks temperature farthest near candidates", "count", weight_ptr="*i64")
-    search = signature("peaks temperature top_p near candidates farthest", "top_k count", weight_ptr="*i64")
+    search = signature(
+        "peaks temperature top_p near candidates farthest", "top_k count", weight_ptr="*i64"
+    )
     race = signature("peaks temperature farthest times", "low high ids", num_parts="i32")
-    winner = {"times_ptr": "*fp32", "ids_ptr": "*i32", "farthest_ptr": "*fp32", "tokens_ptr": "*i32"}
+    winner = {
+        "times_ptr": "*fp32",
+        "ids_ptr": "*i32",
+        "farthest_ptr": "*fp32",
+        "tokens_ptr": "*i32",
+    }
     cases = [
         Case("sampling:tile_peaks_kernel", tiles, {"TILE": 512, "TILES": 4}, even),
         Case("sampling:row_kernel", row, {"BLOCK": 512}, ("width",)),
@@ -243,4 +289,10 @@ def test_compiles_for_hopper() -> None:
     reports = compile_all(cases)
     assert [report.stack_bytes for report in reports] == [0] * len(cases)
     # Registers of a program fit in the file of one multiprocessor.
-    assert max(report.registers * case.num_warps // 4 for case, report in zip(cases, reports, strict=True)) <= 512
+    assert (
+        max(
+            report.registers * case.num_warps // 4
+            for case, report in zip(cases, reports, strict=True)
+        )
+        <= 512
+    )

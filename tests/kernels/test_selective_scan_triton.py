@@ -1,4 +1,6 @@
-"""Selective scans over paged states, interpreted, beside their specification; and compiled for sm_90."""
+"""Selective scans over paged states, interpreted, beside their specification; and compiled for
+sm_90.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from moeserve.ops.recurrence import Caches, plan_tiles
 from moeserve.ops.rules import TILE
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
-from tests.ops.test_selective_scan import A_NC, BLOCK, CHANNELS, SKIP_C, Inputs, caches_of, inputs_of, step_of
+from tests.ops.test_selective_scan import (
+    A_NC,
+    BLOCK,
+    CHANNELS,
+    SKIP_C,
+    Inputs,
+    caches_of,
+    inputs_of,
+    step_of,
+)
 
 Row = tuple[int, int, list[int]]
 NAN = float("nan")
@@ -27,7 +38,9 @@ def on_device(tensors: Any) -> Any:
 
 
 def scan(inputs: Inputs, caches: Caches, *rows: Row, share: slice = slice(None)) -> Tensor:
-    """By the kernel. Rows of x, dt, B and C are parts of wider ones; four tokens of NaN follow the rows' own."""
+    """By the kernel. Rows of x, dt, B and C are parts of wider ones; four tokens of NaN follow the
+    rows' own.
+    """
     wide = [torch.nn.functional.pad(part, (0, 3, 0, 4), value=NAN) for part in inputs]
     x, dt, b, c = on_device(part[:, :-3] for part in wide)
     group, step = step_of(list(rows))
@@ -53,41 +66,58 @@ def joined(*parts: Inputs) -> Inputs:
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
 @pytest.mark.parametrize("hostile", [False, True])
 def test_close_to_the_specification(hostile: bool) -> None:
-    """A prefill, one that leaves nothing behind but in its second block, and then a chunk and a decode."""
-    mine, theirs = on_device(caches_of()), caches_of()
-    ours, others = inputs_of(45), inputs_of(41, seed=1)
+    """A prefill, one that leaves nothing behind but in its second block, and then a chunk and a
+    decode.
+    """
+    mine = on_device(caches_of())
+    theirs = caches_of()
+    ours = inputs_of(45)
+    others = inputs_of(41, seed=1)
     if hostile:
         values = torch.tensor([NAN, float("inf"), -float("inf"), 1e38, -0.0])
-        ours[0][9, :5], ours[1][20, 35:], others[2][36, 1] = values, values, NAN
+        ours[0][9, :5] = values
+        ours[1][20, 35:] = values
+        others[2][36, 1] = NAN
     steps: list[tuple[Inputs, list[Row]]] = [
         (joined(part_of(ours, 0, 20), part_of(others, 0, 34)), [(0, 20, [3, 1]), (0, 34, [0, 6])]),
-        (joined(part_of(others, 34, 41), part_of(ours, 20, 32)), [(34, 7, [0, 6]), (20, 12, [3, 1])]),
+        (
+            joined(part_of(others, 34, 41), part_of(ours, 20, 32)),
+            [(34, 7, [0, 6]), (20, 12, [3, 1])],
+        ),
         (part_of(ours, 32, 33), [(32, 1, [3, 1]), (5, 0, [2, 2])]),
         (part_of(ours, 33, 45), [(33, 12, [3, 1])]),
     ]
     near = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
     for inputs, rows in steps:
         x, dt, b, c = inputs
-        expected = plain.selective_scan(x, dt, A_NC, b, c, SKIP_C, theirs, plan_tiles(*step_of(rows)))
+        expected = plain.selective_scan(
+            x, dt, A_NC, b, c, SKIP_C, theirs, plan_tiles(*step_of(rows))
+        )
         torch.testing.assert_close(scan(inputs, mine, *rows).cpu(), expected, **near)
     for found, wanted in zip(mine, theirs, strict=True):
         torch.testing.assert_close(found.cpu(), wanted, **near)
 
 
 def test_bits_depend_on_nothing_else() -> None:
-    """Chunks of any size in company; steps that run again; another block table; a share of the channels."""
-    ours, others = inputs_of(40), inputs_of(40, seed=1)
+    """Chunks of any size in company; steps that run again; another block table; a share of the
+    channels.
+    """
+    ours = inputs_of(40)
+    others = inputs_of(40, seed=1)
     expected = scan(ours, on_device(caches_of()), (0, 40, [3, 1]))
-    caches, at = on_device(caches_of()), 0
+    caches = on_device(caches_of())
+    at = 0
     for step, count in enumerate((1, 14, 1, 1, 18, 5)):
-        mine, company = part_of(ours, at, at + count), part_of(others, step, step + 1)
+        mine = part_of(ours, at, at + count)
+        company = part_of(others, step, step + 1)
         pair: list[tuple[Inputs, Row]] = [(mine, (at, count, [2, 7])), (company, (step, 1, [5, 0]))]
         pair = pair[:: -1 if step % 2 else 1]
         for _ in range(1 + step % 2):
             found = scan(joined(*(inputs for inputs, _ in pair)), caches, *(row for _, row in pair))
         assert torch.equal(found[-count:] if step % 2 else found[:count], expected[at : at + count])
         at += count
-    share, whole = slice(8, 20), caches_of()
+    share = slice(8, 20)
+    whole = caches_of()
     part = on_device([*(cache[..., share].contiguous() for cache in whole[:3]), whole[3]])
     assert torch.equal(scan(ours, part, (0, 40, [3, 1]), share=share), expected[:, share])
 
@@ -98,10 +128,14 @@ def test_example() -> None:
 
     plan = TileMetadata(device(0)[None].long(), device(0).int(), device(0, 2).int(), TILE, TILE)
     caches = tuple(torch.zeros((1, rows, 1, 1), device=DEVICE) for rows in (1, TILE, TILE, TILE))
-    x, ones, a = device(3, 5)[:, None], torch.ones((2, 1), device=DEVICE), device(0.5).log()[:, None]
+    x = device(3, 5)[:, None]
+    ones = torch.ones((2, 1), device=DEVICE)
+    a = device(0.5).log()[:, None]
     y = selective_scan(x, ones, a, ones, ones, device(10), caches, plan)
     torch.testing.assert_close(y.flatten(), device(33, 56.5))
-    assert selective_scan(x[:0], ones[:0], a, ones[:0], ones[:0], device(10), caches, plan).shape == (0, 1)
+    assert selective_scan(
+        x[:0], ones[:0], a, ones[:0], ones[:0], device(10), caches, plan
+    ).shape == (0, 1)
 
 
 @pytest.mark.full("aot")
@@ -113,7 +147,12 @@ def test_selective_scan_compiles_for_hopper() -> None:
     strides = dict.fromkeys((f"{name}_stride" for name in ("x", "dt", "b", "c", "table")), "i32")
     sizes = {"N": 16, "BLOCK_SIZE": 16, "TILE": TILE, "BLOCK_C": AT_ONCE, "BLOCK_N": 16}
     cases = [
-        Case("selective_scan:selective_scan_kernel", pointers | strides, sizes | {"C": channels}, num_warps=1)
+        Case(
+            "selective_scan:selective_scan_kernel",
+            pointers | strides,
+            sizes | {"C": channels},
+            num_warps=1,
+        )
         for channels in (8192, CHANNELS)
     ]
     for report in compile_all(cases):

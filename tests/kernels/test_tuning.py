@@ -31,7 +31,9 @@ class Card:
     """A kernel whose time is a function of its parameters."""
 
     def __init__(self, time: Callable[[Config], float]) -> None:
-        self.time, self.last, self.timed = time, {}, 0  # type: ignore[var-annotated]
+        self.time = time  # type: ignore[var-annotated]
+        self.last = {}  # type: ignore[var-annotated]
+        self.timed = 0  # type: ignore[var-annotated]
 
     def run(self, config: Config) -> Tensor:
         if config["stages"] > 4:
@@ -49,10 +51,19 @@ CHOICES = {"stages": (2, 3, 4, 5), "block": (16, 32, 64), "warps": (4, 8, 16)}
 
 
 def test_search_finds_the_best_and_drops_other_bits_and_what_does_not_fit() -> None:
-    """The best number of stages depends on the block, which is found after them: it takes a second pass. 16 warps would
-    be fastest, and so would 5 stages."""
-    card = Card(lambda c: abs(c["block"] - 64) + abs(c["stages"] - (4 if c["block"] == 64 else 2)) + 8 / c["warps"])
-    found = search(Job("x", "s", 1, {"block": 16, "warps": 4, "stages": 2, "fixed": 7}, CHOICES, card.run), card.timer)
+    """The best number of stages depends on the block, which is found after them: it takes a second
+    pass. 16 warps would be fastest, and so would 5 stages."""
+    card = Card(
+        lambda c: (
+            abs(c["block"] - 64)
+            + abs(c["stages"] - (4 if c["block"] == 64 else 2))
+            + 8 / c["warps"]
+        )
+    )
+    found = search(
+        Job("x", "s", 1, {"block": 16, "warps": 4, "stages": 2, "fixed": 7}, CHOICES, card.run),
+        card.timer,
+    )
     assert found.config == {"block": 64, "warps": 8, "stages": 4, "fixed": 7}
     assert (found.default_ms, found.best_ms) == (50.0, 1.0)
     assert {config["warps"] for config in found.wrong} == {16}
@@ -66,7 +77,9 @@ def test_search_keeps_the_defaults_where_nothing_is_faster() -> None:
 
 
 @pytest.mark.parametrize(("theirs_ms", "wins"), [(0.5, True), (1.5, False), (None, False)])
-def test_kernels_of_others_are_chosen_by_their_time_alone(theirs_ms: float | None, wins: bool) -> None:
+def test_kernels_of_others_are_chosen_by_their_time_alone(
+    theirs_ms: float | None, wins: bool
+) -> None:
     """Their bits may differ; that they cannot run here is no error."""
 
     def time(config: Config) -> float:
@@ -74,7 +87,8 @@ def test_kernels_of_others_are_chosen_by_their_time_alone(theirs_ms: float | Non
             raise RuntimeError("not on this card")
         return float(theirs_ms or 0) if config.get("theirs") else 1.0
 
-    card, default = Card(time), {"block": 32, "warps": 8, "stages": 3}
+    card = Card(time)
+    default = {"block": 32, "warps": 8, "stages": 3}
     found = search(Job("x", "s", 1, default, CHOICES, card.run, rival={"theirs": 1}), card.timer)
     assert found.config == {**default, **({"theirs": 1} if wins else {})}
     assert found.best_ms == (0.5 if wins else 1.0)
@@ -85,8 +99,12 @@ def least_of(choices: tuning.Choices) -> dict[str, tuple[int, ...]]:
     return {name: tuple(values[:2]) for name, values in list(choices.items())[:2]}
 
 
-def test_the_kernels_give_the_same_bits_for_all_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 with powers of two: the interpreter's BLAS adds in an order of its own, but these sums are exact."""
+def test_the_kernels_give_the_same_bits_for_all_their_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """fp32 with powers of two: the interpreter's BLAS adds in an order of its own, but these sums
+    are exact.
+    """
     for name in ("GROUPED", "FP8", "LINEAR", "ATTENTION"):
         monkeypatch.setattr(tuning, name, least_of(getattr(tuning, name)))
     monkeypatch.setattr(tuning, "TOKENS", (3,))
@@ -103,7 +121,10 @@ def test_the_kernels_give_the_same_bits_for_all_their_parameters(monkeypatch: py
         *tuning.attention_jobs(AttentionShape(4, 2, 16, 16, 16, torch.float32), DEVICE),
         *tuning.attention_jobs(AttentionShape(2, 1, 272, 256, 16, torch.float32), DEVICE),
         *tuning.grouped_jobs(4, 16, 32, 2, torch.float32, DEVICE),
-        *(next(tuning.grouped_jobs(2, 128, 128, 1, torch.float32, DEVICE, kind)) for kind in ("fp8", "int8", "int4")),
+        *(
+            next(tuning.grouped_jobs(2, 128, 128, 1, torch.float32, DEVICE, kind))
+            for kind in ("fp8", "int8", "int4")
+        ),
     ]
     assert [(job.family, job.shape, job.size) for job in jobs] == [
         ("linear", "N40 K32 float32", 3),
@@ -127,19 +148,24 @@ def test_the_kernels_give_the_same_bits_for_all_their_parameters(monkeypatch: py
 def test_no_parameter_is_the_depth_of_a_step() -> None:
     """On which bits do depend."""
     assert not any(
-        "block_k" in name for choices in (tuning.GROUPED, tuning.LINEAR, tuning.ATTENTION) for name in choices
+        "block_k" in name
+        for choices in (tuning.GROUPED, tuning.LINEAR, tuning.ATTENTION)
+        for name in choices
     )
 
 
 def test_a_program_of_fp8_has_one_block_of_scales() -> None:
     """Others are refused by an assertion, which would end a search."""
-    assert all(BLOCK % size == 0 for name in ("up_block_n", "down_block_n") for size in tuning.FP8[name])
+    assert all(
+        BLOCK % size == 0 for name in ("up_block_n", "down_block_n") for size in tuning.FP8[name]
+    )
 
 
 def test_tables_are_kept_and_read_again_before_the_shipped_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipped, mine = tmp_path / "shipped", tmp_path / "mine"
+    shipped = tmp_path / "shipped"
+    mine = tmp_path / "mine"
     keep("linear", "Some GPU", "N1", {1: {"warps": 2}, 64: {"warps": 1}}, shipped)
     monkeypatch.setattr(configs, "_folders", [shipped])
     default: Mapping[str, int] = {"warps": 4, "stages": 3}
@@ -147,7 +173,9 @@ def test_tables_are_kept_and_read_again_before_the_shipped_ones(
     add_folder(mine)
     add_folder(mine)
     assert configs._folders == [mine, shipped]
-    assert keep("linear", "Some GPU", "N1", {8: {"warps": 8}}, mine) == mine / "linear-some-gpu.json"
+    assert (
+        keep("linear", "Some GPU", "N1", {8: {"warps": 8}}, mine) == mine / "linear-some-gpu.json"
+    )
     keep("linear", "Some GPU", "N1", {16: {"warps": 16}}, mine)
     keep("linear", "Some GPU", "N2", {2: {"warps": 5}}, mine)
     assert tuned("linear", "Some GPU", "N1", 3, default)["warps"] == 8
@@ -161,5 +189,10 @@ def test_tables_are_kept_and_read_again_before_the_shipped_ones(
 
 def test_nearest() -> None:
     sizes = {16: {"a": 1}, 64: {"a": 2}}
-    assert [nearest(sizes, size) for size in (0, 20, 32, 10**9)] == [{"a": 1}, {"a": 1}, {"a": 2}, {"a": 2}]
+    assert [nearest(sizes, size) for size in (0, 20, 32, 10**9)] == [
+        {"a": 1},
+        {"a": 1},
+        {"a": 2},
+        {"a": 2},
+    ]
     assert nearest({}, 3) is None

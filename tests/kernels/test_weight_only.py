@@ -1,4 +1,6 @@
-"""The experts' products with weights in 4 and 8 bits, interpreted, beside their meaning; and compiled for sm_90."""
+"""The experts' products with weights in 4 and 8 bits, interpreted, beside their meaning; and
+compiled for sm_90.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ from tests.kernels.aot import Case, compile_all, sorted_before
 from tests.kernels.device import DEVICE
 from tools.gpu.references import down_reference, gate_up_reference, widen_narrow
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
-SIXTEEN = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16  # whose products the interpreter computes wrongly
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # NumPy, which interprets
+SIXTEEN = (
+    torch.float16 if DEVICE.type == "cpu" else torch.bfloat16
+)  # whose products the interpreter computes wrongly
 CASES = [
     ("int4 with zeros", 32, 1, SIXTEEN),
     ("int4", 64, 0, torch.float32),
@@ -55,16 +61,28 @@ def weights(kind: str, experts: int, outputs: int, inputs: int, group: int, seed
     random = torch.Generator().manual_seed(seed)
     scales = torch.rand(experts, outputs, -(-inputs // group), generator=random) / math.sqrt(inputs)
     if kind.startswith(("int4", "fp4")):
-        values = torch.randint(0, 16, (experts, outputs, inputs), generator=random, dtype=torch.uint8)
-        points = torch.randint(0, 16, scales.shape, generator=random).float() if "zeros" in kind else None
+        values = torch.randint(
+            0, 16, (experts, outputs, inputs), generator=random, dtype=torch.uint8
+        )
+        points = (
+            torch.randint(0, 16, scales.shape, generator=random).float()
+            if "zeros" in kind
+            else None
+        )
         parts = (values, scales, points)
         return pack_int4(
-            *(None if part is None else part.to(DEVICE) for part in parts), group=group, floats=kind == "fp4"
+            *(None if part is None else part.to(DEVICE) for part in parts),
+            group=group,
+            floats=kind == "fp4",
         )
-    values = torch.randint(-128, 128, (experts, outputs, inputs), generator=random, dtype=torch.int8)
+    values = torch.randint(
+        -128, 128, (experts, outputs, inputs), generator=random, dtype=torch.int8
+    )
     if kind == "fp8":
         values = values.where(values & 127 != 127, 0).view(torch.uint8).view(E4M3)
-    return Narrow(group, values.to(DEVICE), (scales / 128).transpose(-1, -2).contiguous().to(DEVICE))
+    return Narrow(
+        group, values.to(DEVICE), (scales / 128).transpose(-1, -2).contiguous().to(DEVICE)
+    )
 
 
 def test_products_example() -> None:
@@ -76,7 +94,10 @@ def test_products_example() -> None:
     found = gate_up_narrow(x, pack_int4(nines, scales, None, 32), to, SMALL)
     torch.testing.assert_close(found.cpu(), torch.tensor([[0.7311]]), atol=1e-4, rtol=0)
     assert down_narrow(x * 2, pack_int4(sevens, scales, None, 32), to, SMALL).tolist() == [[-2, -2]]
-    halves = [Narrow(group, torch.empty(1, 1, k).to(E4M3), scales).half for group, k in ((128, 2048), (48, 96))]
+    halves = [
+        Narrow(group, torch.empty(1, 1, k).to(E4M3), scales).half
+        for group, k in ((128, 2048), (48, 96))
+    ]
     assert halves == [128, 16]
 
 
@@ -108,16 +129,23 @@ def test_every_number_of_e2m1(dtype: torch.dtype) -> None:
 
 @pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize(("kind", "group", "tma", "dtype"), CASES)
-@pytest.mark.parametrize("ids", [[[0, 1], [2, 0]], [[1, -1]] * 17, [[2, -1], [-1, 0], [-1, -1]], [[-1, -1]]])
-def test_both_products(ids: list[list[int]], kind: str, group: int, tma: int, dtype: torch.dtype) -> None:
-    """Through the order of pairs; then over the same rows sorted before, which must give the same bits."""
+@pytest.mark.parametrize(
+    "ids", [[[0, 1], [2, 0]], [[1, -1]] * 17, [[2, -1], [-1, 0], [-1, -1]], [[-1, -1]]]
+)
+def test_both_products(
+    ids: list[list[int]], kind: str, group: int, tma: int, dtype: torch.dtype
+) -> None:
+    """Through the order of pairs; then over the same rows sorted before, which must give the same
+    bits.
+    """
     (tokens, top_k), experts, dim, width, config = (len(ids), 2), 3, 256, 128, {**SMALL, "tma": tma}
     to = align(torch.tensor(ids, dtype=torch.int32, device=DEVICE), experts, 16)
     assert to.order_N is not None
     rows = int(to.counts_e.sum())
     order = to.order_N[:rows].long()
     x = torch.randn(tokens, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    w13, w2 = weights(kind, experts, 2 * width, dim, group, 2), weights(kind, experts, 71, width, group, 3)
+    w13 = weights(kind, experts, 2 * width, dim, group, 2)
+    w2 = weights(kind, experts, 71, width, group, 3)
     tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
 
     def close(found: Tensor, expected: Tensor) -> None:
@@ -147,7 +175,9 @@ def test_all_rows_of_one_slot() -> None:
     for rows in (0, 1, 5, 16, 17, 70_000):
         to = align_rows(rows, 16, DEVICE)
         groups = align_groups(torch.tensor([rows], dtype=torch.int32, device=DEVICE), rows, 16)
-        assert all(torch.equal(a, b) for a, b in ((to.ends_e, groups.ends_e), (to.row_Z, groups.row_Z)))
+        assert all(
+            torch.equal(a, b) for a, b in ((to.ends_e, groups.ends_e), (to.row_Z, groups.row_Z))
+        )
         assert not to.expert_Z.any()
         assert not to.ends_e.data_ptr() % 16
 
@@ -155,8 +185,10 @@ def test_all_rows_of_one_slot() -> None:
 def compiled(kind: str, group: int, product: str, rows: int, tma: int) -> Case:
     word = kind.split()[0]
     config = launch_narrow_of(rows, 128, 768, 2048, word, group, torch.bfloat16, "untuned")
-    numbers, half = ("x_stride", "out_stride", "width", "inner"), half_of(group) if word in ("int4", "fp4") else 128
-    element, block_n = {"int4": "u8", "fp4": "u8", "int8": "i8", "fp8": "fp8e4nv"}[word], config[f"{product}_block_n"]
+    numbers = ("x_stride", "out_stride", "width", "inner")
+    half = half_of(group) if word in ("int4", "fp4") else 128
+    element = {"int4": "u8", "fp4": "u8", "int8": "i8", "fp8": "fp8e4nv"}[word]
+    block_n = config[f"{product}_block_n"]
     signature = {
         "x_ptr": "*bf16", "w": f"tensordesc<{element}[{block_n}, {half}]>" if tma else f"*{element}",
         "scale_ptr": "*fp32", "out_ptr": "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32",
@@ -171,18 +203,33 @@ def compiled(kind: str, group: int, product: str, rows: int, tma: int) -> Case:
         signature["zero_ptr"] = "*fp32"
     else:
         constants["zero_ptr"] = None
-    warps, stages = config[f"{product}_warps"], config[f"{product}_stages"]
-    return Case("grouped_weight_only:weight_only_kernel", signature, constants, numbers, warps, stages)
+    warps = config[f"{product}_warps"]
+    stages = config[f"{product}_stages"]
+    return Case(
+        "grouped_weight_only:weight_only_kernel", signature, constants, numbers, warps, stages
+    )
 
 
 @pytest.mark.full("aot")
 def test_weight_only_compiles_for_hopper() -> None:
-    cases = [compiled("int4", 128, product, rows, 1) for product in ("up", "down") for rows in (8, 131072)]
+    cases = [
+        compiled("int4", 128, product, rows, 1)
+        for product in ("up", "down")
+        for rows in (8, 131072)
+    ]
     cases += [compiled("int4", 128, "up", 8, 0), compiled("int4 with zeros", 32, "up", 8, 1)]
-    cases += [compiled("int4 with zeros", 32, "down", 131072, 1), compiled("int8", 2048, "down", 8, 0)]
-    cases += [compiled("fp4", group, product, 8, 1) for group, product in ((16, "up"), (32, "down"))]
+    cases += [
+        compiled("int4 with zeros", 32, "down", 131072, 1),
+        compiled("int8", 2048, "down", 8, 0),
+    ]
+    cases += [
+        compiled("fp4", group, product, 8, 1) for group, product in ((16, "up"), (32, "down"))
+    ]
     cases += [compiled("fp4", 16, "down", 131072, 1), compiled("fp4", 32, "up", 131072, 1)]
-    cases += [compiled("fp8", 128, "up", 8, 1), *(compiled("fp8", 128, p, 131072, 1) for p in ("up", "down"))]
+    cases += [
+        compiled("fp8", 128, "up", 8, 1),
+        *(compiled("fp8", 128, p, 131072, 1) for p in ("up", "down")),
+    ]
     cases += [sorted_before(compiled("fp4", 32, product, 8, 1)) for product in ("up", "down")]
     for case, report in zip(cases, compile_all(cases), strict=True):
         assert report.stack_bytes == 0, case

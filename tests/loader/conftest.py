@@ -1,4 +1,6 @@
-"""Small checkpoints, written with safetensors' own writer, and a config.json that reads without complaint."""
+"""Small checkpoints, written with safetensors' own writer, and a config.json that reads without
+complaint.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ WriteConfig = Callable[..., Path]
 
 @pytest.fixture
 def write_config(tmp_path: Path) -> WriteConfig:
-    """write_config(base, key=value, ...) -> the model directory; a value of `...` leaves the key out."""
+    """write_config(base, key=value, ...) -> the model directory; a value of `...` leaves the key
+    out.
+    """
 
     def write(base: dict[str, Any] = LLAMA, **changes: Any) -> Path:
         values = {key: value for key, value in {**base, **changes}.items() if value is not ...}

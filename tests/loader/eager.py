@@ -11,6 +11,8 @@ from moeserve.loader.load_plan import LoadPlan
 from moeserve.loader.weights import Params
 
 
-def load(checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+def load(
+    checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, **options: Any
+) -> dict[str, Any]:
     with Params(checkpoint, plan, dtype, **options) as params:
         return dict(params)

@@ -1,4 +1,6 @@
-"""Which files make up a model, and what is refused: missing shards, duplicates, false indexes, pickles."""
+"""Which files make up a model, and what is refused: missing shards, duplicates, false indexes,
+pickles.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def index(model_dir: Path, weight_map: Any) -> None:
     (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+A = "model-00001-of-00002.safetensors"
+B = "model-00002-of-00002.safetensors"
 
 
 @pytest.mark.parametrize("with_index", [False, True])
@@ -32,7 +35,11 @@ def test_shards_are_one_checkpoint_with_or_without_index(with_index: bool, tmp_p
     if with_index:
         index(tmp_path, {"x": A, "y": A, "z": B})
     checkpoint = open_checkpoint(tmp_path)
-    assert {name: tensor.path.name for name, tensor in checkpoint.tensors.items()} == {"x": A, "y": A, "z": B}
+    assert {name: tensor.path.name for name, tensor in checkpoint.tensors.items()} == {
+        "x": A,
+        "y": A,
+        "z": B,
+    }
 
 
 def test_files_that_the_index_does_not_name_are_left_alone(tmp_path: Path) -> None:
@@ -57,7 +64,9 @@ def test_a_shard_that_the_index_names_but_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight_map", [{"x": A, "w": A}, {"x": B, "z": B}])
-def test_an_index_that_names_a_tensor_its_file_has_not(weight_map: dict[str, str], tmp_path: Path) -> None:
+def test_an_index_that_names_a_tensor_its_file_has_not(
+    weight_map: dict[str, str], tmp_path: Path
+) -> None:
     shard(tmp_path, A, "x")
     shard(tmp_path, B, "z")
     index(tmp_path, weight_map)
@@ -74,7 +83,15 @@ def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "weight_map",
-    [None, {}, [], *({"x": file} for file in (3, "model.bin", "../u.safetensors", "/x.safetensors", "\0.safetensors"))],
+    [
+        None,
+        {},
+        [],
+        *(
+            {"x": file}
+            for file in (3, "model.bin", "../u.safetensors", "/x.safetensors", "\0.safetensors")
+        ),
+    ],
     ids=repr,
 )
 def test_a_bad_index_is_refused(weight_map: Any, tmp_path: Path) -> None:
@@ -87,7 +104,9 @@ def test_a_bad_index_is_refused(weight_map: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickled_weights_are_never_opened(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(CheckpointError, match=r"can run code .* save_pretrained writes safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"can run code .* save_pretrained writes safetensors"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -98,5 +117,8 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_first_dtype_is_in_the_words_of_config_json(tmp_path: Path) -> None:
     assert first_dtype(tmp_path) is None
-    save_file({"ids": torch.zeros(1, dtype=torch.int64), "w": torch.zeros(4).bfloat16()}, tmp_path / "a.safetensors")
+    save_file(
+        {"ids": torch.zeros(1, dtype=torch.int64), "w": torch.zeros(4).bfloat16()},
+        tmp_path / "a.safetensors",
+    )
     assert first_dtype(tmp_path) == "bfloat16"

@@ -32,12 +32,16 @@ def config_only(make_checkpoint: Any, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path, dtype: torch.dtype) -> None:
+def test_every_parameter_is_filled_and_the_same_in_every_start(
+    config_only: Path, dtype: torch.dtype
+) -> None:
     spec = read_model_spec(config_only)
     plan = load_plan(spec, set())
     found = []
     for threads in (1, 4):
-        with Params(imagined(config_only, plan), plan, dtype, threads=threads, reader=RandomReader) as params:
+        with Params(
+            imagined(config_only, plan), plan, dtype, threads=threads, reader=RandomReader
+        ) as params:
             found.append({param.name: params.pop(param.name) for param in plan.params})
     assert "layers.0.w13" in found[0]
     for name, weight in found[0].items():
@@ -45,7 +49,8 @@ def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path
         assert weight.isfinite().all(), name
         assert (weight != 0).double().mean() > 0.9, name
         assert torch.equal(weight, found[1][name]), name
-    norm, w13 = found[0]["norm"], found[0]["layers.0.w13"].float()
+    norm = found[0]["norm"]
+    w13 = found[0]["layers.0.w13"].float()
     assert 0.5 <= norm.min() < norm.max() <= 1.5
     assert w13.std() == pytest.approx(w13.shape[-1] ** -0.5, rel=0.05)
     assert not torch.equal(w13[0], found[0]["layers.1.w13"][0])
@@ -54,14 +59,25 @@ def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path
 
 @pytest.mark.parametrize(
     ("stored", "quantization"),
-    [(None, "none"), (None, "int8"), ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "none")],
+    [
+        (None, "none"),
+        (None, "int8"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "none"),
+    ],
 )
 def test_a_model_without_weights_answers(config_only: Path, stored: Any, quantization: Any) -> None:
     """Also one that is said to be stored in e4m3."""
     if stored:
         config = json.loads((config_only / "config.json").read_text())
-        (config_only / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64, "threads": 1}
+        (config_only / "config.json").write_text(
+            json.dumps(config | {"quantization_config": stored})
+        )
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "threads": 1,
+    }
     with LLM(config_only, quantization=quantization, **settings) as llm:
         params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
         (out,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
@@ -72,11 +88,16 @@ def test_a_model_without_weights_answers(config_only: Path, stored: Any, quantiz
 def test_any_format_is_imagined(name: str, config_only: Path) -> None:
     """About as large as weights that are not quantised, and of all values."""
     config = json.loads((config_only / "config.json").read_text())
-    (config_only / "config.json").write_text(json.dumps(config | {"quantization_config": FORMS[name].config}))
+    (config_only / "config.json").write_text(
+        json.dumps(config | {"quantization_config": FORMS[name].config})
+    )
     spec = read_model_spec(config_only)
     plan = load_plan(spec, set())
-    with Params(imagined(config_only, plan, spec.stored), plan, torch.float32, reader=RandomReader) as params:
-        w13, router = params.pop("layers.0.w13"), params.pop("layers.0.router")
+    with Params(
+        imagined(config_only, plan, spec.stored), plan, torch.float32, reader=RandomReader
+    ) as params:
+        w13 = params.pop("layers.0.w13")
+        router = params.pop("layers.0.router")
     assert isinstance(router, torch.Tensor)
     assert w13.kind == FORMS[name].kind
     assert dequantised(w13).std() == pytest.approx(w13.shape[-1] ** -0.5, rel=0.1)
@@ -89,7 +110,8 @@ def test_what_is_asked_for_is_there_without_rounding(
 ) -> None:
     """In the kind, groups and dtypes that rounding would give."""
     spec = read_model_spec(config_only)
-    plan, names = load_plan(spec, set()), ("layers.0.w13", "layers.0.qkv", "layers.0.w2")
+    plan = load_plan(spec, set())
+    names = ("layers.0.w13", "layers.0.qkv", "layers.0.w2")
     parts: dict[str, Any] = {"device": "meta", "asked": asked, "reader": RandomReader}
     with Params(imagined(config_only, plan), plan, torch.bfloat16, **parts) as params:
         expected = [params.pop(name) for name in names]
@@ -98,8 +120,15 @@ def test_what_is_asked_for_is_there_without_rounding(
     with Params(imagined(config_only, plan, asked=asked), plan, torch.bfloat16, **parts) as params:
         for name, theirs in zip(names, expected, strict=True):
             ours = params.pop(name)
-            assert (ours.kind, ours.group, ours.zeros, ours.dtype) == (theirs.kind, theirs.group, None, torch.bfloat16)
-            assert [(a.shape, a.dtype) for a in ours.parts] == [(b.shape, b.dtype) for b in theirs.parts]
+            assert (ours.kind, ours.group, ours.zeros, ours.dtype) == (
+                theirs.kind,
+                theirs.group,
+                None,
+                torch.bfloat16,
+            )
+            assert [(a.shape, a.dtype) for a in ours.parts] == [
+                (b.shape, b.dtype) for b in theirs.parts
+            ]
             assert dequantised(ours).std() == pytest.approx(ours.shape[-1] ** -0.5, rel=0.1)
             assert len(ours.values.unique()) >= 15
         assert isinstance(params.pop("layers.0.router"), torch.Tensor)
@@ -109,19 +138,30 @@ def test_large_weights_repeat_in_no_row() -> None:
     for width in (64, 192):  # each column of pages begins elsewhere
         weight = torch.empty(3 * PAGE // width, width)
         _fill(5, weight)
-        assert weight[: PAGE // width - 1].eq(weight[PAGE // width : 2 * (PAGE // width) - 1]).float().mean() < 0.1
+        assert (
+            weight[: PAGE // width - 1]
+            .eq(weight[PAGE // width : 2 * (PAGE // width) - 1])
+            .float()
+            .mean()
+            < 0.1
+        )
         assert weight.std() == pytest.approx(width**-0.5, rel=0.01)
 
 
 def test_refused_where_there_are_more_ranks(config_only: Path) -> None:
     config = config_of(config_only, load_format="dummy")
     with pytest.raises(ConfigError, match="load_format=dummy is for one rank"):
-        CPUModelRunner(config, read_model_spec(config_only), config_only, World(0, 2)).load(lambda *phase: None)
+        CPUModelRunner(config, read_model_spec(config_only), config_only, World(0, 2)).load(
+            lambda *phase: None
+        )
 
 
-def test_packed_weights_that_were_made_up_are_nobody_elses(config_only: Path, tmp_path: Path) -> None:
+def test_packed_weights_that_were_made_up_are_nobody_elses(
+    config_only: Path, tmp_path: Path
+) -> None:
     """Where a folder is named, they are kept as others are."""
-    spec, found = read_model_spec(config_only), []
+    spec = read_model_spec(config_only)
+    found = []
     for _ in range(2):
         config = config_of(config_only, load_format="dummy", packed_cache=str(tmp_path / "cache"))
         runner = CPUModelRunner(config, spec, config_only)

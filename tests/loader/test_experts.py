@@ -1,4 +1,6 @@
-"""Experts read one by one: the same bits as at start, whatever the checkpoint; files that change are noticed."""
+"""Experts read one by one: the same bits as at start, whatever the checkpoint; files that change
+are noticed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ from tests.runner.expert_checkpoint import DTYPES, SPEC, E, write_experts
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_expert_has_the_bits_of_the_file(
-    tmp_path: Path, fused: bool, stored: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    fused: bool,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "READ_BYTES", 500)
     w13, w2 = write_experts(tmp_path, stored, fused)
@@ -47,11 +53,15 @@ def test_an_expert_has_the_bits_of_the_file(
 def expert_files(folder: Path, dtype: torch.dtype = torch.float32) -> ExpertFiles:
     checkpoint = open_checkpoint(folder)
     names = checkpoint.tensors.keys()
-    return ExpertFiles(checkpoint, lambda layer, e: expert_load_plan(SPEC, names, layer, [e]), dtype)
+    return ExpertFiles(
+        checkpoint, lambda layer, e: expert_load_plan(SPEC, names, layer, [e]), dtype
+    )
 
 
 def change_bytes(path: Path) -> None:
-    """Other weights, the same size and the same time of modification: as a program does that maps the file."""
+    """Other weights, the same size and the same time of modification: as a program does that maps
+    the file.
+    """
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
@@ -80,7 +90,9 @@ def test_a_file_that_is_written_to_is_refused(tmp_path: Path, harm: Callable[[Pa
 
 
 @pytest.mark.parametrize("harm", [truncate, touch, change_bytes])
-def test_a_write_in_the_middle_of_a_read_is_noticed(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+def test_a_write_in_the_middle_of_a_read_is_noticed(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
     write_experts(tmp_path, torch.float32, fused=True)
     files = expert_files(tmp_path)
     files.read(1, E - 1)
@@ -93,7 +105,8 @@ def test_a_write_in_the_middle_of_a_read_is_noticed(tmp_path: Path, harm: Callab
             harm(tmp_path / "model.safetensors")
 
     with pytest.raises(
-        CheckpointError, match=r"not what it was at start|not the same when it was read again|ended inside"
+        CheckpointError,
+        match=r"not what it was at start|not the same when it was read again|ended inside",
     ):
         files.read(1, E - 1, work)
 
@@ -104,7 +117,10 @@ def test_an_expert_that_comes_back_must_be_the_same(tmp_path: Path) -> None:
     last = (1, E - 1)
     files.read(*last)
     change_bytes(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"expert 7 of MoE layer 1 has CRC-32 [0-9a-f]{8}, earlier [0-9a-f]{8}"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"expert 7 of MoE layer 1 has CRC-32 [0-9a-f]{8}, earlier [0-9a-f]{8}",
+    ):
         files.read(*last)
 
 

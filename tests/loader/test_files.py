@@ -1,4 +1,6 @@
-"""A model directory cannot make us read anything outside of it, except through the Hugging Face cache's own links."""
+"""A model directory cannot make us read anything outside of it, except through the Hugging Face
+cache's own links.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,13 @@ def test_a_plain_file_is_read(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_a_link_out_of_the_directory_is_refused(relative: bool, model_dir: Path, secret: Path) -> None:
+def test_a_link_out_of_the_directory_is_refused(
+    relative: bool, model_dir: Path, secret: Path
+) -> None:
     (model_dir / "config.json").symlink_to("../secret.json" if relative else secret)
-    with pytest.raises(CheckpointError, match=r"outside the model's directory; replace the link by the file"):
+    with pytest.raises(
+        CheckpointError, match=r"outside the model's directory; replace the link by the file"
+    ):
         read_json(model_dir, "config.json")
 
 
@@ -51,7 +57,8 @@ def test_a_link_within_the_directory_is_followed(model_dir: Path) -> None:
 
 
 def test_the_hub_caches_links_are_followed(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1234", tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"
+    blobs = tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "5678").write_text('{"a": 2}')
@@ -69,7 +76,9 @@ def test_a_directory_that_is_not_a_snapshot_has_no_blobs(tmp_path: Path, model_d
         model_file(model_dir, "config.json")
 
 
-@pytest.mark.parametrize("name", ["../secret.json", "/etc/passwd", "a/b", "", ".", "..", "a\0b", "x" * 5000])
+@pytest.mark.parametrize(
+    "name", ["../secret.json", "/etc/passwd", "a/b", "", ".", "..", "a\0b", "x" * 5000]
+)
 def test_only_plain_names_are_opened(name: str, model_dir: Path, secret: Path) -> None:
     with pytest.raises(CheckpointError):
         model_file(model_dir, name)

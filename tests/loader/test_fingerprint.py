@@ -1,4 +1,6 @@
-"""Equal files have equal fingerprints wherever they lie; other weights under the same names have another one."""
+"""Equal files have equal fingerprints wherever they lie; other weights under the same names have
+another one.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,25 @@ def write(folder: Path, **settings: int) -> Path:
 
 
 def test_copies_are_equal_and_other_weights_are_not(tmp_path: Path) -> None:
-    first, other = write(tmp_path / "a"), write(tmp_path / "b", seed=1)
+    first = write(tmp_path / "a")
+    other = write(tmp_path / "b", seed=1)
     copy = Path(shutil.copytree(first, tmp_path / "c"))
     os.utime(copy / "model.safetensors", (1, 1))
     prints = [fingerprint(open_checkpoint(folder)) for folder in (first, copy, other)]
     assert prints[0] == prints[1] != prints[2]
-    assert (first / "model.safetensors").stat().st_size == (other / "model.safetensors").stat().st_size
+    assert (first / "model.safetensors").stat().st_size == (
+        other / "model.safetensors"
+    ).stat().st_size
     (copy / "config.json").write_text('{"architectures": ["Some"], "rope_theta": 7}')
     assert fingerprint(open_checkpoint(copy)) not in prints
 
 
 def test_one_tensor_that_differs_is_seen_where_there_are_few(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
-    checkpoint, path = open_checkpoint(folder), folder / "model.safetensors"
-    before, seen = fingerprint(checkpoint), 0
+    checkpoint = open_checkpoint(folder)
+    path = folder / "model.safetensors"
+    before = fingerprint(checkpoint)
+    seen = 0
     assert len(load_file(path)) == len(checkpoint.tensors)
     for tensor in checkpoint.tensors.values():
         whole = bytearray(path.read_bytes())

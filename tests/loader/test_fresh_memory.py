@@ -1,4 +1,6 @@
-"""Memory whose pages are made ahead of those that write: no byte of it changes, and pages are there before a write."""
+"""Memory whose pages are made ahead of those that write: no byte of it changes, and pages are there
+before a write.
+"""
 
 import platform
 import resource
@@ -16,7 +18,11 @@ pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels here
 
 def test_parts_follow_each_other_until_the_memory_is_used_up() -> None:
     memory = FreshMemory(4 * HUGE)
-    (first, there), (second, _), (third, _) = memory.room(100), memory.room(3 * HUGE), memory.room(HUGE)
+    (first, there), (second, _), (third, _) = (
+        memory.room(100),
+        memory.room(3 * HUGE),
+        memory.room(HUGE),
+    )
     assert not there
     assert (first.nbytes, second.nbytes, third.nbytes) == (100, 3 * HUGE, HUGE)
     assert second.data_ptr() - first.data_ptr() == 128

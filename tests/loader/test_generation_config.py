@@ -1,4 +1,6 @@
-"""generation_config.json: which sampling defaults apply, which tokens end an answer, and what is refused."""
+"""generation_config.json: which sampling defaults apply, which tokens end an answer, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_without_the_file_nothing_applies(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_out_of_range_is_refused(key: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key}.*generation_config: none"):
+    with pytest.raises(
+        CheckpointError, match=rf"generation_config\.json: {key}.*generation_config: none"
+    ):
         generation_defaults(write(tmp_path, **{key: value}))
 
 
@@ -64,7 +68,13 @@ def test_a_dangling_file_is_not_taken_for_an_absent_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "generation", "ends"),
-    [(7, [8, 9], (8, 9)), (7, 8, (8,)), ([7, 6], None, (7, 6)), (None, None, ()), (None, [4, 4, 3], (4, 3))],
+    [
+        (7, [8, 9], (8, 9)),
+        (7, 8, (8,)),
+        ([7, 6], None, (7, 6)),
+        (None, None, ()),
+        (None, [4, 4, 3], (4, 3)),
+    ],
 )
 def test_generation_config_names_the_end_tokens_before_config(
     config: Any, generation: Any, ends: tuple[int, ...], write_config: WriteConfig

@@ -1,4 +1,6 @@
-"""Headers of GGUF files: real ones as the package that llama.cpp maintains reads them, and hostile ones."""
+"""Headers of GGUF files: real ones as the package that llama.cpp maintains reads them, and hostile
+ones.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +105,12 @@ def test_a_hostile_header_is_refused_at_once(case: str, tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-@given(at=st.integers(0, len(WHOLE) - 33), value=st.integers(0, 255), cut=st.integers(0, len(WHOLE)))
-def test_any_damage_is_an_error_or_another_header(at: int, value: int, cut: int, tmp_path_factory: Any) -> None:
+@given(
+    at=st.integers(0, len(WHOLE) - 33), value=st.integers(0, 255), cut=st.integers(0, len(WHOLE))
+)
+def test_any_damage_is_an_error_or_another_header(
+    at: int, value: int, cut: int, tmp_path_factory: Any
+) -> None:
     data = bytearray(WHOLE)
     data[at] = value
     path = tmp_path_factory.mktemp("damage") / "model.gguf"
@@ -119,9 +125,21 @@ def test_a_whole_header_is_what_the_package_reads(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_custom_alignment(64)
-    values = {"text": "ä\n", "flag": True, "int": -5, "float": 0.5, "texts": ["a", "", "ü"], "numbers": [1, 2, -3]}
+    values = {
+        "text": "ä\n",
+        "flag": True,
+        "int": -5,
+        "float": 0.5,
+        "texts": ["a", "", "ü"],
+        "numbers": [1, 2, -3],
+    }
     for key, value in values.items():
-        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_int64, float: writer.add_float64}
+        add = {
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_int64,
+            float: writer.add_float64,
+        }
         add.get(type(value), writer.add_array)(key, value)
     blocks = np.arange(2 * 3 * 34, dtype=np.uint8).reshape(2, 3, 34)
     writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -130,13 +148,17 @@ def test_a_whole_header_is_what_the_package_reads(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found, expected = read_gguf(path), gguf.GGUFReader(path)
+    found = read_gguf(path)
+    expected = gguf.GGUFReader(path)
     for key, value in values.items():
         got = found.metadata[key]
         assert (got.tolist() if isinstance(got, np.ndarray) else got) == value
     raw = path.read_bytes()
     for tensor, theirs in zip(found.tensors, expected.tensors, strict=True):
-        assert (tensor.name, tensor.shape) == (theirs.name, tuple(int(size) for size in theirs.shape[::-1]))
+        assert (tensor.name, tensor.shape) == (
+            theirs.name,
+            tuple(int(size) for size in theirs.shape[::-1]),
+        )
         assert (tensor.offset, tensor.num_bytes) == (theirs.data_offset, theirs.n_bytes)
         assert raw[tensor.offset : tensor.offset + tensor.num_bytes] == theirs.data.tobytes()
 
@@ -150,12 +172,22 @@ def test_types_have_the_package_s_blocks() -> None:
 @pytest.mark.parametrize(
     ("values", "name", "says"),
     [
-        ([number(b"split.count", 2)], "model.gguf", "split.count is 2, which is not what the file's name says"),
+        (
+            [number(b"split.count", 2)],
+            "model.gguf",
+            "split.count is 2, which is not what the file's name says",
+        ),
         ([], "m-00001-of-00002.gguf", "split.count is 1"),
-        ([number(b"split.count", 2)], "m-00001-of-00002.gguf", "m-00002-of-00002.gguf is missing: the model has 2"),
+        (
+            [number(b"split.count", 2)],
+            "m-00001-of-00002.gguf",
+            "m-00002-of-00002.gguf is missing: the model has 2",
+        ),
     ],
 )
-def test_parts_and_names_must_agree(values: list[bytes], name: str, says: str, tmp_path: Path) -> None:
+def test_parts_and_names_must_agree(
+    values: list[bytes], name: str, says: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(padded(header(*values), 0))
     with pytest.raises(CheckpointError, match=says):
         read_model(tmp_path / name)
@@ -163,7 +195,11 @@ def test_parts_and_names_must_agree(values: list[bytes], name: str, says: str, t
 
 def test_parts_must_be_in_their_order_and_all_there(tmp_path: Path) -> None:
     for part in (0, 1):
-        values = number(b"split.no", part), number(b"split.count", 2), number(b"split.tensors.count", 2)
+        values = (
+            number(b"split.no", part),
+            number(b"split.count", 2),
+            number(b"split.tensors.count", 2),
+        )
         data = padded(header(*values, tensors=[(b"%d" % part, (8,), 0, 0)]), 32)
         (tmp_path / f"m-0000{part + 1}-of-00002.gguf").write_bytes(data)
     first, second = sorted(tmp_path.glob("*.gguf"))
@@ -184,14 +220,17 @@ def test_names_of_models(tmp_path: Path) -> None:
     for name in (tmp_path, first, tmp_path / "m-00002-of-00002.gguf"):
         assert resolve_model_dir(str(name)) == first
     (tmp_path / "other.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"several models \(m-00001-of-00002.gguf, other.gguf\); pass one"):
+    with pytest.raises(
+        CheckpointError, match=r"several models \(m-00001-of-00002.gguf, other.gguf\); pass one"
+    ):
         resolve_model_dir(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model_dir(str(tmp_path)) == tmp_path
 
 
 def test_a_download_in_the_hugging_face_cache_is_a_link(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot = tmp_path / "snapshots" / "abc"
+    blobs = tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "hash").write_bytes(WHOLE)

@@ -26,8 +26,17 @@ from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.quantised import Quantised, dequantised
 from tests.gguf_files import KINDS, random_blocks
 
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
-SCALES = np.array([0, 0x8000, 1, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x3C00], np.uint16)  # 0, -0, subnormal, least, most
+HALVES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
+SCALES = np.array(
+    [0, 0x8000, 1, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x3C00], np.uint16
+)  # 0, -0, subnormal, least, most
 
 
 def rows_of(kind: str, raw: np.ndarray) -> tuple[TensorInfo, Callable[[TensorInfo, Index], Tensor]]:
@@ -67,14 +76,18 @@ def test_weights_have_the_same_bits(kind: str, take: Index) -> None:
     assert np.array_equal(got.numpy().view(np.int32), expected.view(np.int32))
 
 
-def parameter(kind: str, activations: Activations, *others: str, raw: np.ndarray | None = None) -> tuple[Any, Tensor]:
+def parameter(
+    kind: str, activations: Activations, *others: str, raw: np.ndarray | None = None
+) -> tuple[Any, Tensor]:
     """A filled parameter that has tensors of other types as well, and what the package says."""
     raw = random_blocks(kind, (48, 512), 3) if raw is None else raw
     tensor, read = rows_of(kind, raw)
     stored = {name: StoredWeight(GGML_FORMATS[name], tensor, tensor) for name in (kind, *others)}
     pieces = [Piece(name, tensor.shape, "qkv") for name in stored]
     checkpoint = Checkpoint(Path("w.gguf"), {}, stored, activations)
-    into = empty_weight(checkpoint, Param("qkv", tensor.shape), pieces, torch.float32, torch.device("cpu"))
+    into = empty_weight(
+        checkpoint, Param("qkv", tensor.shape), pieces, torch.float32, torch.device("cpu")
+    )
     if isinstance(into, Quantised):
         fill(read_blocks(tensor, (), read), into)
     return into, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
@@ -98,17 +111,23 @@ def test_a_parameter_means_the_same(kind: str, others: tuple[str, ...]) -> None:
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("others", [(), ("Q4_K", "Q6_K")])
-def test_a_product_is_that_of_the_meaning_with_rounded_rows(kind: str, others: tuple[str, ...]) -> None:
-    """In the bits that the format says. A row's 32 inputs are whole multiples of 1/127 of the largest."""
+def test_a_product_is_that_of_the_meaning_with_rounded_rows(
+    kind: str, others: tuple[str, ...]
+) -> None:
+    """In the bits that the format says. A row's 32 inputs are whole multiples of 1/127 of the
+    largest.
+    """
     into, w_NK = parameter(kind, "auto", *others)
-    linear, x_MK = NativeLinear(into), torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
+    linear = NativeLinear(into)
+    x_MK = torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
     form = common_format([GGML_FORMATS[name] for name in {kind, *others}], linear=True)
     assert form is not None
     assert linear.packed.nbytes == into.values.numel() * form.bytes_per_weight
     blocks = x_MK.view(5, -1, 32)
     sizes = blocks.abs().amax(-1, keepdim=True)
     rows_MK = ((blocks * (127 / sizes)).round().double() * (sizes / 127)).view(5, 512)
-    expected, most = rows_MK @ w_NK.double().T, rows_MK.abs() @ w_NK.double().abs().T
+    expected = rows_MK @ w_NK.double().T
+    most = rows_MK.abs() @ w_NK.double().abs().T
     assert ((linear(x_MK) - expected).abs() <= 3e-6 * most).all()
 
 
@@ -117,7 +136,8 @@ def test_a_product_is_that_of_the_meaning_with_rounded_rows(kind: str, others: t
 def test_scales_at_the_ends_of_fp16_are_packed_as_they_are(kind: str) -> None:
     """One input at a time: a product is then the weight."""
     into, w_NK = parameter(kind, "auto", raw=hostile(kind))
-    linear, mins_NK = NativeLinear(into), 0 if into.mins is None else into.mins.repeat_interleave(into.group, 1).abs()
+    linear = NativeLinear(into)
+    mins_NK = 0 if into.mins is None else into.mins.repeat_interleave(into.group, 1).abs()
     bound_NK = 1e-6 * (w_NK.abs() + 2 * mins_NK)
     eye = torch.eye(w_NK.shape[1]) * 127
     for k in range(0, len(eye), 11):
@@ -130,7 +150,11 @@ def test_scales_at_the_ends_of_fp16_are_packed_as_they_are(kind: str) -> None:
 def test_scales_that_are_no_numbers_are_refused(kind: str, bits: int) -> None:
     for at in HALVES.get(kind, (0,)) or (0,):
         raw = random_blocks(kind, (4, 256), 1)
-        raw[2, at : at + 2] = [255, 255] if kind == "MXFP4" else np.array([bits], np.uint16).view(np.uint8)
+        raw[2, at : at + 2] = (
+            [255, 255] if kind == "MXFP4" else np.array([bits], np.uint16).view(np.uint8)
+        )
         tensor, read = rows_of(kind, raw)
-        with pytest.raises(CheckpointError, match=r"tensor 'w' in w.gguf has a scale that is NaN or infinite"):
+        with pytest.raises(
+            CheckpointError, match=r"tensor 'w' in w.gguf has a scale that is NaN or infinite"
+        ):
             read_blocks(tensor, (), read)

@@ -1,4 +1,6 @@
-"""Loading needs the weights' own memory and a little more, whether or not they are converted on the way."""
+"""Loading needs the weights' own memory and a little more, whether or not they are converted on the
+way.
+"""
 
 from __future__ import annotations
 

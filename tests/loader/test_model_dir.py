@@ -18,7 +18,10 @@ from tests.loader.conftest import WriteConfig
 def test_demo_is_the_built_in_model() -> None:
     model_dir = resolve_model_dir("demo")
     assert read_model_spec(model_dir).num_experts > 0
-    assert sum(tensor.num_bytes for tensor in open_checkpoint(model_dir).tensors.values()) <= 20 * 2**20
+    assert (
+        sum(tensor.num_bytes for tensor in open_checkpoint(model_dir).tensors.values())
+        <= 20 * 2**20
+    )
 
 
 def test_a_directory_is_itself(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +41,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def snapshot(cache: Path, revision: str, *, weights: bool = True) -> Path:
     """A download of this revision as `main`."""
-    path, refs = cache / "models--org--name" / "snapshots" / revision, cache / "models--org--name" / "refs"
+    path = cache / "models--org--name" / "snapshots" / revision
+    refs = cache / "models--org--name" / "refs"
     path.mkdir(parents=True)
     refs.mkdir(exist_ok=True)
     (refs / "main").write_text(f"{revision}\n")
@@ -54,14 +58,17 @@ def test_a_hub_name_is_its_complete_copy_in_the_cache(cache: Path) -> None:
 
 
 def test_the_main_revision_is_meant_and_no_other(cache: Path) -> None:
-    _, newer = snapshot(cache, "aaa"), snapshot(cache, "bbb")
+    _ = snapshot(cache, "aaa")
+    newer = snapshot(cache, "bbb")
     assert resolve_model_dir("org/name") == newer.resolve()
     snapshot(cache, "ccc", weights=False)
     with pytest.raises(CheckpointError, match="no complete copy"):
         resolve_model_dir("org/name")
 
 
-def test_hf_hub_cache_goes_before_hf_home(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_hub_cache_goes_before_hf_home(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     snapshot(cache, "aaa")
     elsewhere = snapshot(tmp_path / "elsewhere", "bbb")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
@@ -72,7 +79,9 @@ def test_hf_hub_cache_goes_before_hf_home(cache: Path, tmp_path: Path, monkeypat
 def test_a_model_that_is_not_here_is_never_downloaded(complete: bool | None, cache: Path) -> None:
     if complete is False:
         snapshot(cache, "aaa", weights=False)
-    with pytest.raises(CheckpointError, match=r"downloads nothing: run `hf download org/name` first"):
+    with pytest.raises(
+        CheckpointError, match=r"downloads nothing: run `hf download org/name` first"
+    ):
         resolve_model_dir("org/name")
 
 

@@ -1,4 +1,6 @@
-"""Packed weights on disk: what comes back is what was packed, and of a file that is not whole nothing comes back."""
+"""Packed weights on disk: what comes back is what was packed, and of a file that is not whole
+nothing comes back.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,9 @@ from tests.moe.contract.backends import facts_of
 from tests.quantised_checkpoints import FORMS, write_quantised
 
 module: Any = native()
-pytestmark = pytest.mark.skipif(module is None or not module.supported_isas(), reason="needs the native kernels")
+pytestmark = pytest.mark.skipif(
+    module is None or not module.supported_isas(), reason="needs the native kernels"
+)
 ONE = World()
 KEY = "0123456789abcdef"
 
@@ -44,10 +49,20 @@ def _one_thread(one_torch_thread: None) -> None: ...
 def start(
     folder: Path, key: str = KEY, seed: int = 0, alive: Callable[[], None] = lambda: None
 ) -> tuple[PackedCache, dict[str, Tensor]]:
-    """A start of a model with two products and parameters of odd sizes; what it has, in the order of its build."""
+    """A start of a model with two products and parameters of odd sizes; what it has, in the order
+    of its build.
+    """
     make = torch.Generator().manual_seed(seed)
-    cache, have = PackedCache(str(folder), key, alive), {}
-    sizes = {"layers.0.qkv": 4096, "norm": 7, "layers.0.w2": 64 * 50, "empty_bias": 0, "decay": 3, "embed": 33}
+    cache = PackedCache(str(folder), key, alive)
+    have = {}
+    sizes = {
+        "layers.0.qkv": 4096,
+        "norm": 7,
+        "layers.0.w2": 64 * 50,
+        "empty_bias": 0,
+        "decay": 3,
+        "embed": 33,
+    }
     for name, size in sizes.items():
         values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=make)
         if "layers" not in name:
@@ -128,12 +143,29 @@ def test_a_mapping_outlives_the_files_name(folder: Path) -> None:
 
 def damages(size: int, first: int) -> Iterator[tuple[str, Callable[[bytearray], bytes]]]:
     """first: where the tensors begin."""
-    for length in (0, 1, 7, 8, 9, first // 2, first - 1, first, first + 1, size // 2, size - 9, size - 8, size - 1):
+    for length in (
+        0,
+        1,
+        7,
+        8,
+        9,
+        first // 2,
+        first - 1,
+        first,
+        first + 1,
+        size // 2,
+        size - 9,
+        size - 8,
+        size - 1,
+    ):
         yield f"cut to {length} bytes", lambda data, length=length: bytes(data[:length])
     yield "longer", lambda data: bytes(data) + b"\0"
     yield "foreign", lambda data: b"GGUF" + bytes(data[4:])
     yield "zeros", lambda data: bytes(len(data))
-    yield "two bytes swapped", lambda data: bytes(data[:-10] + data[-9:-8] + data[-10:-9] + data[-8:])
+    yield (
+        "two bytes swapped",
+        lambda data: bytes(data[:-10] + data[-9:-8] + data[-10:-9] + data[-8:]),
+    )
     for bit in [*range(72), *range(0, size * 8, 997)]:
         yield f"bit {bit} flipped", lambda data, bit=bit: flipped(data, bit)
 
@@ -143,7 +175,9 @@ def flipped(data: bytearray, bit: int) -> bytes:
     return bytes(data)
 
 
-def test_a_damaged_file_is_named_once_and_replaced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_named_once_and_replaced(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file, (_, expected) = file_in(folder), start(folder)
     whole = file.read_bytes()
     for what, change in damages(len(whole), 8 + int.from_bytes(whole[:8], "little")):
@@ -172,7 +206,9 @@ def test_a_file_of_another_key_is_not_taken(folder: Path, caplog: pytest.LogCapt
     assert "made for something else" in caplog.text
 
 
-@pytest.mark.parametrize("what", ["folder in its place", "folder is a file", "no such place", "a dead link"])
+@pytest.mark.parametrize(
+    "what", ["folder in its place", "folder is a file", "no such place", "a dead link"]
+)
 def test_where_nothing_can_be_kept_the_start_goes_on(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,7 +232,9 @@ def test_where_nothing_can_be_kept_the_start_goes_on(
 
 
 @pytest.mark.parametrize("mode", [0o602, 0o620, 0o666])
-def test_a_file_that_others_can_write_is_not_used(mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_others_can_write_is_not_used(
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, made = start(tmp_path)
     first.finish()
     file_in(tmp_path).chmod(mode)
@@ -227,7 +265,8 @@ def test_a_file_has_no_name_until_it_is_whole(tmp_path: Path) -> None:
 
 def test_written_behind_a_start_as_it_was_then(tmp_path: Path) -> None:
     """What changes meanwhile, an expert that moves, is not taken for the checkpoint's."""
-    gate, sizes = threading.Event(), []
+    gate = threading.Event()
+    sizes = []
 
     def pace() -> Callable[[int], None]:
         gate.wait()
@@ -249,14 +288,18 @@ def test_written_behind_a_start_as_it_was_then(tmp_path: Path) -> None:
         sizes.clear()
 
 
-def test_the_least_recently_used_file_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_least_recently_used_file_makes_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "other").write_bytes(bytes(400_000))
 
     def names() -> set[str]:
         return {file.name[0] for file in tmp_path.glob("*.packed")}
 
     def one(key: str, most: int, sharers: int = 1) -> None:
-        for i, old in enumerate(sorted(tmp_path.glob("*.packed"), key=lambda file: file.stat().st_mtime_ns)):
+        for i, old in enumerate(
+            sorted(tmp_path.glob("*.packed"), key=lambda file: file.stat().st_mtime_ns)
+        ):
             os.utime(old, ns=(0, i))  # in their order, all long ago
         cache = PackedCache(str(tmp_path), key, most=most, sharers=sharers)
         if not cache.found:
@@ -303,7 +346,9 @@ def test_home_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert file_in(tmp_path / "packed").exists()
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache, _ = start(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
@@ -340,17 +385,25 @@ def test_many_may_write_at_once_and_map_meanwhile(tmp_path: Path) -> None:
 def built(
     path: Path, folder: Path | None, dtype: torch.dtype, world: World, asked: Any = None
 ) -> tuple[list[Tensor], bool]:
-    """What one rank's products are packed to, in order, and whether that was found. folder None: without a cache."""
+    """What one rank's products are packed to, in order, and whether that was found. folder None:
+    without a cache.
+    """
     spec = read_model_spec(path)
     checkpoint = open_checkpoint(path, spec.stored)
     plan = load_plan(spec, checkpoint.names, world)
     files = ExpertFiles(
-        checkpoint, lambda layer, expert: expert_load_plan(spec, checkpoint.names, layer, [expert]), dtype
+        checkpoint,
+        lambda layer, expert: expert_load_plan(spec, checkpoint.names, layer, [expert]),
+        dtype,
     )
-    ops, room, cache, make = pick_ops("cpu", dtype, "native"), new_room, None, Params
+    ops = pick_ops("cpu", dtype, "native")
+    room = new_room
+    cache = None
+    make = Params
     if folder:
         cache = PackedCache(str(folder), key_of(files.identity(), plan, world, dtype, asked))
-        room, make = cache.room, lambda *args, **options: CachedParams(cache, *args, **options)
+        room = cache.room
+        make = partial(CachedParams, cache)
     packed: list[Tensor] = []
 
     def recording(num_bytes: int, room: Room = room) -> tuple[Tensor, bool]:
@@ -362,14 +415,18 @@ def built(
     shape = {"hidden_size": spec.hidden_size, "top_k": spec.experts_per_token, "max_tokens": 16}
     backends = [TorchAll2All(facts_of(dtype, world.num_expert_ranks, **shape))]
     with make(checkpoint, plan, dtype, asked=asked) as params, torch.inference_mode():
-        build_decoder(spec, params, ops.packing_into(recording), world=world, tp=tp, backends=backends)
+        build_decoder(
+            spec, params, ops.packing_into(recording), world=world, tp=tp, backends=backends
+        )
     files.close()
     if cache:
         cache.finish()
     return packed, bool(cache and cache.found)
 
 
-def check(path: Path, folder: Path, dtype: torch.dtype, size: int, tp: int, asked: Any = None) -> None:
+def check(
+    path: Path, folder: Path, dtype: torch.dtype, size: int, tp: int, asked: Any = None
+) -> None:
     for rank in range(size):
         world = World(rank, size, tp)
         expected, _ = built(path, None, dtype, world, asked)
@@ -391,14 +448,20 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "granite_moe", "llama"])
-def test_each_rank_finds_its_share(name: str, dtype: torch.dtype, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_each_rank_finds_its_share(
+    name: str, dtype: torch.dtype, make_checkpoint: Any, tmp_path: Path
+) -> None:
     path = make_checkpoint(name, intermediate_size=90, vocab_size=301).path
     check(path, tmp_path / "tp", dtype, 4, 4)
-    check(path, tmp_path / "dp", dtype, 1 if name == "llama" else 2, 1)  # two ranks with the same share a file
+    check(
+        path, tmp_path / "dp", dtype, 1 if name == "llama" else 2, 1
+    )  # two ranks with the same share a file
 
 
 @pytest.mark.parametrize(("name", "asked"), [("qwen2_moe", "int8"), ("qwen3_moe", "int4")])
-def test_weights_that_are_quantised_on_load(name: str, asked: str, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_weights_that_are_quantised_on_load(
+    name: str, asked: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
     check(make_checkpoint(name).path, tmp_path / "cache", torch.bfloat16, 4, 2, asked)
 
 
@@ -408,7 +471,9 @@ def test_weights_that_are_stored_quantised(form: str, make_checkpoint: Any, tmp_
     check(path, tmp_path / "cache", torch.bfloat16, 2, 2)
 
 
-def test_nothing_is_read_when_all_is_there(make_checkpoint: Any, tmp_path: Path, no_reads: Callable[[], None]) -> None:
+def test_nothing_is_read_when_all_is_there(
+    make_checkpoint: Any, tmp_path: Path, no_reads: Callable[[], None]
+) -> None:
     path = make_checkpoint("granite_moe", tie_word_embeddings=True).path
     built(path, tmp_path, torch.bfloat16, World())
     no_reads()
@@ -423,7 +488,9 @@ def test_whatever_decides_the_bytes_is_in_the_key(make_checkpoint: Any, tmp_path
         (path / file.name).write_bytes(file.read_bytes())
     spec = read_model_spec(path)
 
-    def key(world: World = ONE, dtype: torch.dtype = torch.bfloat16, asked: str | None = None) -> str:
+    def key(
+        world: World = ONE, dtype: torch.dtype = torch.bfloat16, asked: str | None = None
+    ) -> str:
         checkpoint = open_checkpoint(path, spec.stored)
         plan = load_plan(spec, checkpoint.names, world)
         files = ExpertFiles(checkpoint, lambda layer, expert: plan, dtype)
@@ -446,5 +513,7 @@ def test_whatever_decides_the_bytes_is_in_the_key(make_checkpoint: Any, tmp_path
     (path / "config.json").write_text(config.replace("1e-06", "1e-05"))
     keys.append(key())
     plan = load_plan(spec, open_checkpoint(path, spec.stored).names)
-    keys += [key_of("", plan, World(rank, tp, tp), torch.half, None) for tp in (3, 5) for rank in (0, 2)]
+    keys += [
+        key_of("", plan, World(rank, tp, tp), torch.half, None) for tp in (3, 5) for rank in (0, 2)
+    ]
     assert len(set(keys)) == len(keys)

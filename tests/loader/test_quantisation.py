@@ -33,10 +33,24 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 
 
-def compressed(layout: str = "pack-quantized", top: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
-    values = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, **weights}
+def compressed(
+    layout: str = "pack-quantized", top: dict[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
+    values = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 128,
+        **weights,
+    }
     group = {"targets": ["Linear"], "weights": values, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, **(top or {})}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        **(top or {}),
+    }
 
 
 MXFP4 = StoredFormat(kind="fp4", layout="blocks", group=32)
@@ -44,17 +58,30 @@ NVFP4 = StoredFormat(kind="fp4", layout="nibbles", group=16, activations=True)
 GOOD = [
     (compressed(), StoredFormat(kind="int4", layout="words", group=128)),
     (
-        compressed(top={"sparsity_config": {"format": "dense", "targets": []}, "transform_config": {}}),
+        compressed(
+            top={"sparsity_config": {"format": "dense", "targets": []}, "transform_config": {}}
+        ),
         StoredFormat(kind="int4", layout="words", group=128),
     ),
-    (compressed(symmetric=False, actorder="weight"), StoredFormat(kind="int4", layout="words", group=128, zeros=True)),
+    (
+        compressed(symmetric=False, actorder="weight"),
+        StoredFormat(kind="int4", layout="words", group=128, zeros=True),
+    ),
     (compressed(strategy=None, group_size=-1), StoredFormat(kind="int4", layout="words")),
     (compressed(num_bits=8, strategy="channel"), StoredFormat(kind="int8", layout="words")),
     (compressed("int-quantized", num_bits=8, strategy="channel"), StoredFormat(kind="int8")),
-    (compressed("naive-quantized", num_bits=8, strategy="tensor"), StoredFormat(kind="int8", rows=0)),
-    (compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), StoredFormat(kind="fp8", rows=0)),
     (
-        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 128]),
+        compressed("naive-quantized", num_bits=8, strategy="tensor"),
+        StoredFormat(kind="int8", rows=0),
+    ),
+    (
+        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+        StoredFormat(kind="fp8", rows=0),
+    ),
+    (
+        compressed(
+            "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 128]
+        ),
         StoredFormat(kind="fp8", rows=64, group=128),
     ),
     (
@@ -66,22 +93,45 @@ GOOD = [
         StoredFormat(kind="fp4", layout="nibbles", group=32),
     ),
     (
-        compressed("int-quantized", {"kv_cache_scheme": {"num_bits": 8}}, num_bits=8, group_size=64),
+        compressed(
+            "int-quantized", {"kv_cache_scheme": {"num_bits": 8}}, num_bits=8, group_size=64
+        ),
         StoredFormat(kind="int8", group=64),
     ),
     ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, MXFP4),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {}}, NVFP4),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, NVFP4),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, StoredFormat(kind="fp8", rows=0, activations=True)),
-    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, StoredFormat(kind="fp8", rows=128, group=128)),
+    (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        StoredFormat(kind="fp8", rows=0, activations=True),
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        StoredFormat(kind="fp8", rows=128, group=128),
+    ),
     ({"quant_method": "fbgemm_fp8"}, StoredFormat(kind="fp8", activations=True)),
     (
-        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM", "modules_to_not_convert": ["gate"]},
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 64,
+            "version": "GEMM",
+            "modules_to_not_convert": ["gate"],
+        },
         StoredFormat(kind="int4", layout="awq", group=64, zeros=True),
     ),
-    ({"quant_method": "gptq", "bits": 4, "group_size": -1}, StoredFormat(kind="int4", layout="gptq")),
     (
-        {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2", "desc_act": True, "static_groups": True},
+        {"quant_method": "gptq", "bits": 4, "group_size": -1},
+        StoredFormat(kind="int4", layout="gptq"),
+    ),
+    (
+        {
+            "quant_method": "gptq",
+            "bits": 8,
+            "checkpoint_format": "gptq_v2",
+            "desc_act": True,
+            "static_groups": True,
+        },
         StoredFormat(kind="int8", layout="gptq_v2", group=128),
     ),
     (
@@ -91,29 +141,65 @@ GOOD = [
     ({"quant_method": "fp8"}, StoredFormat(kind="fp8", rows=0, activations=True)),
 ]
 BAD = [
-    ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported: compressed-tensors, fp8"),
+    (
+        {"quant_method": "bitsandbytes"},
+        "quant_method is 'bitsandbytes'; supported: compressed-tensors, fp8",
+    ),
     ({"quant_method": "gptq", "bits": 3}, "bits is 3; supported: 4, 8"),
-    ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act is True; groups of inputs in another order"),
-    ({"quant_method": "gptq", "bits": 8, "sym": False}, "sym is False; zero points are supported for 4 bits only"),
-    ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic is .* settings of their own"),
-    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "supported: gptq, gptq_v2"),
+    (
+        {"quant_method": "gptq", "bits": 4, "desc_act": True},
+        "desc_act is True; groups of inputs in another order",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 8, "sym": False},
+        "sym is False; zero points are supported for 4 bits only",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}},
+        "dynamic is .* settings of their own",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        "supported: gptq, gptq_v2",
+    ),
     ({"quant_method": "awq", "bits": 8}, "bits is 8; supported: 4"),
     ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; supported: gemm"),
     ({"quant_method": "awq", "zero_point": False}, "zero_point is False"),
-    ({"quant_method": "awq", "group_size": 12}, "group_size is 12; it must be a multiple of 8, or -1"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; supported: FP8"),
+    (
+        {"quant_method": "awq", "group_size": 12},
+        "group_size is 12; it must be a multiple of 8, or -1",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        "quant_algo is 'W4A8_AWQ'; supported: FP8",
+    ),
     ({"quant_method": "modelopt"}, "quant_algo is missing"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size is 32; supported: 16"),
-    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers is None; it must name layers"),
-    (compressed("nvfp4-pack-quantized"), "type is 'int'; supported: float where the format is nvfp4-pack-quantized"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        "group_size is 32; supported: 16",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        "quantized_layers is None; it must name layers",
+    ),
+    (
+        compressed("nvfp4-pack-quantized"),
+        "type is 'int'; supported: float where the format is nvfp4-pack-quantized",
+    ),
     (compressed("nvfp4-pack-quantized", type="float"), "group_size is 128; supported: 16"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; supported: e4m3"),
-    ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]; it must be two sizes"),
+    (
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        r"weight_block_size is \[128\]; it must be two sizes",
+    ),
     ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "the second a multiple of 8"),
     (compressed("marlin-24"), "format is 'marlin-24'; supported: pack-quantized"),
     (compressed(num_bits=3), "num_bits is 3; it must be an integer from 4 to 8"),
     (compressed(num_bits=6), "num_bits is 6; supported: 8, and 4 where"),
-    (compressed("int-quantized"), "num_bits is 4; supported: 8, and 4 where the format is pack-quantized"),
+    (
+        compressed("int-quantized"),
+        "num_bits is 4; supported: 8, and 4 where the format is pack-quantized",
+    ),
     (compressed(type="float"), "type is 'float'; supported: int"),
     (compressed(actorder="group"), "actorder is 'group'; this is not supported"),
     (compressed(actorder=True), "actorder is True"),
@@ -121,29 +207,43 @@ BAD = [
     (compressed(group_size=12), "group_size is 12; it must be a multiple of 8"),
     (compressed(group_size="x"), "group_size is 'x'"),
     (compressed(strategy="token"), "strategy is 'token'; supported: tensor, channel, group"),
-    (compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False), "zero points are supported for 4"),
-    (compressed(top={"sparsity_config": {"format": "sparse-bitmask"}}), "sparsity_config is .*sparse weights"),
+    (
+        compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False),
+        "zero points are supported for 4",
+    ),
+    (
+        compressed(top={"sparsity_config": {"format": "sparse-bitmask"}}),
+        "sparsity_config is .*sparse weights",
+    ),
     (compressed(top={"config_groups": {}}), "config_groups is {}; it must have a group"),
     (compressed(top={"config_groups": {"W8A16": ["Linear"]}}), "config_groups"),
-    (compressed(top={"config_groups": {"a": {"weights": None}}}), "weights is None; groups of activations alone"),
+    (
+        compressed(top={"config_groups": {"a": {"weights": None}}}),
+        "weights is None; groups of activations alone",
+    ),
     ([], "quantization_config"),
 ]
 
 
 @pytest.mark.parametrize(("config", "expected"), GOOD)
-def test_formats_that_are_read(config: Any, expected: StoredFormat, write_config: WriteConfig) -> None:
+def test_formats_that_are_read(
+    config: Any, expected: StoredFormat, write_config: WriteConfig
+) -> None:
     assert read_model_spec(write_config(LLAMA, quantization_config=config)).stored == (expected,)
 
 
 @pytest.mark.parametrize(("config", "message"), BAD)
-def test_others_are_refused_by_their_field(config: Any, message: str, write_config: WriteConfig) -> None:
+def test_others_are_refused_by_their_field(
+    config: Any, message: str, write_config: WriteConfig
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_model_spec(write_config(LLAMA, quantization_config=config))
 
 
 def test_groups_that_differ(write_config: WriteConfig) -> None:
     """Experts in int4, attention in fp8 and a few layers in other groups; alike ones count once."""
-    experts, attention = compressed()["config_groups"]["group_0"], compressed(group_size=64)["config_groups"]["group_0"]
+    experts = compressed()["config_groups"]["group_0"]
+    attention = compressed(group_size=64)["config_groups"]["group_0"]
     fp8 = compressed(num_bits=8, type="float", strategy="channel")["config_groups"]["group_0"]
     groups = {
         "a": {**experts, "targets": ["re:.*experts.*"], "format": "pack-quantized"},
@@ -167,15 +267,24 @@ def test_model_opts_own_file(write_config: WriteConfig) -> None:
     """Without quantization_config in config.json; with several algorithms, also."""
     path = write_config(LLAMA)
     values: dict[str, Any] = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
-    (path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": values}))
+    (path / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": values})
+    )
     assert read_model_spec(path).stored == (NVFP4,)
-    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}, "c": {"quant_algo": "FP8"}}
+    layers = {
+        "a": {"quant_algo": "FP8"},
+        "b": {"quant_algo": "NVFP4", "group_size": 16},
+        "c": {"quant_algo": "FP8"},
+    }
     values = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": values}))
     assert [form.kind for form in read_model_spec(path).stored] == ["fp8", "fp4"]
     layers["b"]["quant_algo"] = "INT4_AWQ"
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": values}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization.quantized_layers.b.quant_algo is"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"hf_quant_config.json: quantization.quantized_layers.b.quant_algo is",
+    ):
         read_model_spec(path)
 
 
@@ -184,7 +293,9 @@ def test_of_the_text_model_in_a_larger_one(write_config: WriteConfig) -> None:
     path = write_config(LLAMA, text_config={"quantization_config": compressed(group_size=32)})
     assert read_model_spec(path).stored == (StoredFormat(kind="int4", layout="words", group=32),)
     path = write_config(LLAMA, text_config={"quantization_config": {"quant_method": "aqlm"}})
-    with pytest.raises(CheckpointError, match=r"text_config\.quantization_config\.quant_method is 'aqlm'"):
+    with pytest.raises(
+        CheckpointError, match=r"text_config\.quantization_config\.quant_method is 'aqlm'"
+    ):
         read_model_spec(path)
 
 
@@ -264,8 +375,11 @@ def test_what_does_not_fit_is_named(form: str, change: Any, message: str, small:
 
 
 @pytest.mark.parametrize("kind", [*FORMS, "asked int8", "asked int4"])
-def test_experts_read_one_by_one_are_the_same(kind: str, make_checkpoint: Any, tmp_path: Path) -> None:
-    path, asked = make_checkpoint("qwen3_moe").path, None
+def test_experts_read_one_by_one_are_the_same(
+    kind: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    asked = None
     if kind in FORMS:
         path, _ = write_quantised(path, tmp_path, FORMS[kind])
     else:
@@ -275,7 +389,10 @@ def test_experts_read_one_by_one_are_the_same(kind: str, make_checkpoint: Any, t
     plan = load_plan(spec, checkpoint.names)
     params = load(checkpoint, plan, torch.bfloat16, asked=asked)
     files = ExpertFiles(
-        checkpoint, lambda layer, e: expert_load_plan(spec, checkpoint.names, layer, [e]), torch.bfloat16, asked=asked
+        checkpoint,
+        lambda layer, e: expert_load_plan(spec, checkpoint.names, layer, [e]),
+        torch.bfloat16,
+        asked=asked,
     )
     for expert in (5, 0, 5):
         for got, name in zip(files.read(1, expert), ("w13", "w2"), strict=True):
@@ -296,7 +413,9 @@ def test_a_written_form_lacks_nothing(make_checkpoint: Any, tmp_path: Path) -> N
 
 def test_a_checkpoint_that_is_quantised_already(make_checkpoint: Any, tmp_path: Path) -> None:
     path, _ = write_quantised(make_checkpoint("llama").path, tmp_path, FORMS["fp8"])
-    with pytest.raises(ConfigError, match="quantization=int8, but the checkpoint's weights are fp8 already"):
+    with pytest.raises(
+        ConfigError, match="quantization=int8, but the checkpoint's weights are fp8 already"
+    ):
         check(config_of(path, quantization="int8"), read_model_spec(path))
 
 
@@ -315,7 +434,8 @@ def test_unknown_kinds(make_checkpoint: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 def test_zero_points_of_few_outputs(rows: int) -> None:
     """Eight of them share a word, also where one word per group is all."""
-    form, shape = StoredFormat(kind="int4", layout="words", group=32, zeros=True), (rows, 128)
+    form = StoredFormat(kind="int4", layout="words", group=32, zeros=True)
+    shape = (rows, 128)
     zeros_NC = torch.arange(rows * 4).view(rows, 4) % 16
     padded = torch.nn.functional.pad(zeros_NC, (0, 0, 0, -rows % 8)).view(-1, 8, 4)
     tensors = {
@@ -324,12 +444,20 @@ def test_zero_points_of_few_outputs(rows: int) -> None:
         "w_zero_point": (padded << 4 * torch.arange(8)[:, None]).sum(1).to(torch.int32),
     }
     infos = {
-        name: TensorInfo(name, Path("f"), "F32" if tensor.is_floating_point() else "I32", tuple(tensor.shape), 0, 0)
+        name: TensorInfo(
+            name,
+            Path("f"),
+            "F32" if tensor.is_floating_point() else "I32",
+            tuple(tensor.shape),
+            0,
+            0,
+        )
         for name, tensor in tensors.items()
     }
     stored = StoredWeight(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"])
     assert stored.mismatch(shape) == ""
-    piece, checkpoint = Piece("w", shape, "w"), Checkpoint(Path(), {}, {"w": stored})
+    piece = Piece("w", shape, "w")
+    checkpoint = Checkpoint(Path(), {}, {"w": stored})
     into = empty_weight(checkpoint, Param("w", shape), [piece], torch.float32, torch.device("cpu"))
     assert isinstance(into, Quantised)
 

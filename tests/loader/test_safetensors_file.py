@@ -1,4 +1,6 @@
-"""A safetensors header is believed only after it was checked: lies, damage and random bytes are CheckpointErrors."""
+"""A safetensors header is believed only after it was checked: lies, damage and random bytes are
+CheckpointErrors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ def test_header_agrees_with_the_reference_reader(small_file: Path) -> None:
             assert list(tensor.shape) == reference.get_slice(name).get_shape()
             assert tensor.dtype == reference.get_slice(name).get_dtype()
             raw = small_file.read_bytes()[tensor.offset : tensor.offset + tensor.num_bytes]
-            assert raw == reference.get_tensor(name).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            assert (
+                raw
+                == reference.get_tensor(name)
+                .contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
 
 
 def file_of(tmp_path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
@@ -38,7 +48,9 @@ def file_of(tmp_path: Path, header: Any, data: bytes = b"", length: int | None =
     return path
 
 
-def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8), **more: Any) -> dict[str, Any]:
+def entry(
+    dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8), **more: Any
+) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 
@@ -71,7 +83,9 @@ LIES: dict[str, Any] = {
     "header is cut": b'{"w": {"dtype"',
     "header is not UTF-8": b'{"\xff\xfe": 1}',
     "deep header": b'{"w":' + b"[" * 100_000,
-    "digits without end": b'{"w":{"dtype":"F32","shape":[' + b"9" * 100_000 + b'],"data_offsets":[0,8]}}',
+    "digits without end": b'{"w":{"dtype":"F32","shape":['
+    + b"9" * 100_000
+    + b'],"data_offsets":[0,8]}}',
     "same name twice": (
         b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
     ),
@@ -143,12 +157,16 @@ def plan_of(tensors: dict[str, torch.Tensor]) -> LoadPlan:
     )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_random_damage_is_refused_or_loads_the_bytes_that_are_there(
     data: st.DataObject, small_file: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """A flipped bit in a weight cannot be seen; in a header it must never become another error or another shape."""
+    """A flipped bit in a weight cannot be seen; in a header it must never become another error or
+    another shape.
+    """
     raw = bytearray(original := small_file.read_bytes())
     try:
         where = st.one_of(st.integers(0, 600), st.integers(0, len(raw) - 1))
@@ -158,10 +176,14 @@ def test_random_damage_is_refused_or_loads_the_bytes_that_are_there(
             del raw[data.draw(where) :]
         small_file.write_bytes(raw)
         try:
-            params = load(open_checkpoint(small_file.parent), plan_of(tensors), torch.float32, threads=2)
+            params = load(
+                open_checkpoint(small_file.parent), plan_of(tensors), torch.float32, threads=2
+            )
         except CheckpointError:
             return
-        assert {name: param.shape for name, param in params.items()} == {n: t.shape for n, t in tensors.items()}
+        assert {name: param.shape for name, param in params.items()} == {
+            n: t.shape for n, t in tensors.items()
+        }
         if bytes(raw) == original:
             for name, param in params.items():
                 torch.testing.assert_close(param, tensors[name].float(), rtol=0, atol=0)

@@ -1,4 +1,6 @@
-"""Quantised weights in the layouts of files: what is read is exactly what they mean, whatever part is taken."""
+"""Quantised weights in the layouts of files: what is read is exactly what they mean, whatever part
+is taken.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ from tests.loader.eager import load
 from tests.quantised_checkpoints import FORMS, Form, dequantised, stored, write_quantised
 
 ALL = slice(None)
-E, D, I = 3, 96, 40  # noqa: E741
+E = 3
+D = 96
+I = 40  # noqa: E741
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_parameters_are_exactly_what_they_mean(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_parameters_are_exactly_what_they_mean(
+    form: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
     paths = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
     found, expected = (everything(path) for path in paths)
     assert found["layers.0.w13"].kind == found["layers.0.qkv"].kind == FORMS[form].kind
@@ -67,16 +73,22 @@ def test_a_share_of_the_rows_is_that_of_the_whole(form: str, tmp_path: Path) -> 
 
 
 FUSED = {
-    "mxfp4": (Form("fp4", group=32, method="mxfp4"), StoredFormat(kind="fp4", layout="blocks", group=32)),
-    "nvfp4": (Form("fp4", group=16, method="modelopt"), StoredFormat(kind="fp4", layout="nibbles", group=16)),
+    "mxfp4": (
+        Form("fp4", group=32, method="mxfp4"),
+        StoredFormat(kind="fp4", layout="blocks", group=32),
+    ),
+    "nvfp4": (
+        Form("fp4", group=16, method="modelopt"),
+        StoredFormat(kind="fp4", layout="nibbles", group=16),
+    ),
     "fp8": (Form("fp8", rows=0, method="fp8"), StoredFormat(kind="fp8", rows=0)),
 }
 
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_experts_with_gate_and_up_by_turns(kind: str, tmp_path: Path) -> None:
-    """As gpt-oss has them: unquantised they would be [E, D, 2I], but rows of mxfp4 and nvfp4 are outputs. Some rows of
-    one expert are the same as in all."""
+    """As gpt-oss has them: unquantised they would be [E, D, 2I], but rows of mxfp4 and nvfp4 are
+    outputs. Some rows of one expert are the same as in all."""
     form, wanted = FUSED[kind]
     tensors, meaning_EFD = stored("experts.gate_up_proj", torch.randn(E, 2 * I, D), form)
     if kind == "fp8":
@@ -89,44 +101,67 @@ def test_fused_experts_with_gate_and_up_by_turns(kind: str, tmp_path: Path) -> N
     def piece(param: str, at: Any, *take: Any) -> Piece:
         return Piece("experts.gate_up_proj", (E, D, 2 * I), param, at, take, transposed=True)
 
-    gate, up = slice(0, None, 2), slice(1, None, 2)
+    gate = slice(0, None, 2)
+    up = slice(1, None, 2)
     pieces = [
         piece("w13", (ALL, slice(0, I)), ALL, ALL, gate), piece("w13", (ALL, slice(I, None)), ALL, ALL, up),
         piece("one.w13", (0, slice(0, 5)), 2, ALL, slice(0, 10, 2)),
         piece("one.w13", (0, slice(5, 10)), 2, ALL, slice(1, 11, 2)),
         piece("wide", (), 1, ALL, up),
     ]  # fmt: skip
-    params = Param("w13", (E, 2 * I, D)), Param("one.w13", (1, 10, D)), Param("wide", (I, D), widened=True)
+    params = (
+        Param("w13", (E, 2 * I, D)),
+        Param("one.w13", (1, 10, D)),
+        Param("wide", (I, D), widened=True),
+    )
     checkpoint = open_checkpoint(tmp_path, [wanted])
     found = load(checkpoint, LoadPlan(params, tuple(pieces)), torch.float32)
     assert torch.equal(dequantised(found["w13"]), halves)
-    assert torch.equal(dequantised(found["one.w13"])[0], torch.cat((halves[2, :5], halves[2, I : I + 5])))
+    assert torch.equal(
+        dequantised(found["one.w13"])[0], torch.cat((halves[2, :5], halves[2, I : I + 5]))
+    )
     assert torch.equal(found["wide"], halves[1, I:])
-    assert len(list(Reader(checkpoint).jobs(pieces[0], found["w13"]))) == E, "one at a time: they are large unpacked"
+    assert len(list(Reader(checkpoint).jobs(pieces[0], found["w13"]))) == E, (
+        "one at a time: they are large unpacked"
+    )
 
 
 def test_blocks_of_scales_turn_with_their_values(tmp_path: Path) -> None:
-    """[E, D, 2I] in blocks of 16 outputs and 32 inputs, the last of either smaller; and a share of the rows."""
+    """[E, D, 2I] in blocks of 16 outputs and 32 inputs, the last of either smaller; and a share of
+    the rows.
+    """
     form = Form("fp8", rows=16, group=32, method="fp8")
     tensors, meaning_EFD = stored("w", torch.randn(E, 2 * I + 3, D + 8), form)
-    save_file({name: tensor.mT.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    pieces = (Piece("w", (E, D + 8, 2 * I + 3), "w2", take=(slice(1, 3), ALL, slice(9, 71)), transposed=True),)
+    save_file(
+        {name: tensor.mT.contiguous() for name, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    pieces = (
+        Piece(
+            "w", (E, D + 8, 2 * I + 3), "w2", take=(slice(1, 3), ALL, slice(9, 71)), transposed=True
+        ),
+    )
     checkpoint = open_checkpoint(tmp_path, [StoredFormat(kind="fp8", rows=16, group=32)])
     found = load(checkpoint, LoadPlan((Param("w2", (2, 62, D + 8)),), pieces), torch.float32)
     assert torch.equal(dequantised(found["w2"]), meaning_EFD[1:, 9:71])
 
 
 def test_several_formats_in_a_checkpoint(tmp_path: Path) -> None:
-    """By dtypes, then shapes of scales, then names: words per channel in 4 bits differ from 8 bits in nothing else."""
+    """By dtypes, then shapes of scales, then names: words per channel in 4 bits differ from 8 bits
+    in nothing else.
+    """
     forms = {
         "experts.weight": Form("int4", group=32, packed=True), "wide.weight": Form("int4", group=64, packed=True),
         "a.weight": Form("int4", packed=True), "b.weight": Form("int8", packed=True), "c.weight": Form("fp8"),
         "d.weight": Form("fp4", group=16, packed=True), "plain.weight": None,
     }  # fmt: skip
     w = torch.randn(24, 128)
-    parts, meanings = dict[str, Tensor](), dict[str, Tensor]()
+    parts = dict[str, Tensor]()
+    meanings = dict[str, Tensor]()
     for name, form in forms.items():
-        shaped = w[:, : 256 if name == "a.weight" else 128].repeat(1, 2 if name == "a.weight" else 1)
+        shaped = w[:, : 256 if name == "a.weight" else 128].repeat(
+            1, 2 if name == "a.weight" else 1
+        )
         tensors, meanings[name] = stored(name, shaped, form) if form else ({name: w}, w)
         parts |= {key: tensor for key, tensor in tensors.items() if not key.endswith("_shape")}
     save_file(parts, tmp_path / "model.safetensors")
@@ -136,14 +171,20 @@ def test_several_formats_in_a_checkpoint(tmp_path: Path) -> None:
         StoredFormat(kind="int4", layout="words", group=32), StoredFormat(kind="int4", layout="words", group=64),
         StoredFormat(kind="fp8"), StoredFormat(kind="fp4", layout="nibbles", group=16),
     ]  # fmt: skip
-    params = tuple(Param(f"{name}.down", tuple(meaning.shape)) for name, meaning in meanings.items())
-    pieces = tuple(Piece(name, tuple(meaning.shape), f"{name}.down") for name, meaning in meanings.items())
+    params = tuple(
+        Param(f"{name}.down", tuple(meaning.shape)) for name, meaning in meanings.items()
+    )
+    pieces = tuple(
+        Piece(name, tuple(meaning.shape), f"{name}.down") for name, meaning in meanings.items()
+    )
     found = load(open_checkpoint(tmp_path, formats), LoadPlan(params, pieces), torch.float32)
     for name, meaning in meanings.items():
         got = found[f"{name}.down"]
         assert torch.equal(dequantised(got) if isinstance(got, Quantised) else got, meaning), name
     with pytest.raises(CheckpointError, match=r"targets has the pattern 're:\('"):
-        open_checkpoint(tmp_path, [StoredFormat(kind="int8", layout="words", targets=("re:(",)), *formats])
+        open_checkpoint(
+            tmp_path, [StoredFormat(kind="int8", layout="words", targets=("re:(",)), *formats]
+        )
 
 
 def test_e8m0_to_its_ends(tmp_path: Path) -> None:
@@ -151,18 +192,22 @@ def test_e8m0_to_its_ends(tmp_path: Path) -> None:
     scales = torch.tensor([[0], [1], [127], [254]], dtype=torch.uint8)
     blocks = torch.full((4, 1, 16), 0x22, dtype=torch.uint8)
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
-    formats, plan = [FUSED["mxfp4"][1]], LoadPlan((Param("w2", (4, 32)),), (Piece("w", (4, 32), "w2"),))
+    formats = [FUSED["mxfp4"][1]]
+    plan = LoadPlan((Param("w2", (4, 32)),), (Piece("w", (4, 32), "w2"),))
     found = load(open_checkpoint(tmp_path, formats), plan, torch.bfloat16)["w2"]
     assert found.scales[:, 0].tolist() == [2.0**-127, 2.0**-126, 1, 2.0**127]
     scales[2] = 255
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"tensor 'w_scales' in model.safetensors has NaN or infinity"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'w_scales' in model.safetensors has NaN or infinity"
+    ):
         load(open_checkpoint(tmp_path, formats), plan, torch.bfloat16)
 
 
 def test_a_widened_value_too_large_for_float16(tmp_path: Path) -> None:
     save_file(
-        {"w": torch.ones(8, 8, dtype=torch.int8), "w_scale": torch.full((8, 1), 1e5)}, tmp_path / "model.safetensors"
+        {"w": torch.ones(8, 8, dtype=torch.int8), "w_scale": torch.full((8, 1), 1e5)},
+        tmp_path / "model.safetensors",
     )
     plan = LoadPlan((Param("w", (8, 8), widened=True),), (Piece("w", (8, 8), "w"),))
     checkpoint = open_checkpoint(tmp_path, [StoredFormat(kind="int8")])
@@ -214,17 +259,25 @@ def test_biases_of_zeros_are_none(make_checkpoint: Any, tmp_path: Path) -> None:
     """And those that the model has are read."""
     path, _ = write_quantised(make_checkpoint("qwen2_moe").path, tmp_path, FORMS["int4, gptq"])
     tensors = load_file(path / "model.safetensors")
-    zeros = dict.fromkeys([Q[:-7] + "o_proj.bias", "model.layers.0.mlp.experts.1.up_proj.bias"], torch.zeros(64).half())
-    save_file(tensors | {name: bias.clone() for name, bias in zeros.items()}, path / "model.safetensors")
+    zeros = dict.fromkeys(
+        [Q[:-7] + "o_proj.bias", "model.layers.0.mlp.experts.1.up_proj.bias"],
+        torch.zeros(64).half(),
+    )
+    save_file(
+        tensors | {name: bias.clone() for name, bias in zeros.items()}, path / "model.safetensors"
+    )
     bias = tensors[Q + "bias"].float()
     assert torch.equal(everything(path)["layers.0.qkv_bias"][: len(bias)], bias)
 
 
 def test_scales_of_a_cache_in_8_bits_are_not_needed(make_checkpoint: Any, tmp_path: Path) -> None:
-    path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS["fp4, nvfp4 of ModelOpt"])
+    path, _ = write_quantised(
+        make_checkpoint("qwen3_moe").path, tmp_path, FORMS["fp4, nvfp4 of ModelOpt"]
+    )
     tensors = load_file(path / "model.safetensors")
     save_file(
-        tensors | {Q[:-7] + "k_proj.k_scale": torch.ones(()), Q[:-7] + "attn.v_scale": torch.ones(1)},
+        tensors
+        | {Q[:-7] + "k_proj.k_scale": torch.ones(()), Q[:-7] + "attn.v_scale": torch.ones(1)},
         path / "model.safetensors",
     )
     assert everything(path)

@@ -1,4 +1,6 @@
-"""Loading: whatever the plan, the dtypes and the number of threads, parameters are what safetensors' reader gives."""
+"""Loading: whatever the plan, the dtypes and the number of threads, parameters are what
+safetensors' reader gives.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def copy_all(tensors: dict[str, Tensor], **shapes: tuple[int, ...]) -> LoadPlan:
 @pytest.mark.parametrize("read_bytes", [1, 50, 2**23])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_dtypes_chunks_and_threads_agree_with_the_reference_reader(
-    threads: int, read_bytes: int, dtype: torch.dtype, small_file: Path, monkeypatch: pytest.MonkeyPatch
+    threads: int,
+    read_bytes: int,
+    dtype: torch.dtype,
+    small_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weights, "READ_BYTES", read_bytes)
     expected = load_file(small_file)
@@ -53,7 +59,9 @@ def test_all_dtypes_chunks_and_threads_agree_with_the_reference_reader(
 def test_converts_for_a_caller_in_inference_mode(small_file: Path) -> None:
     expected = load_file(small_file)
     with torch.inference_mode():
-        params = load(open_checkpoint(small_file.parent), copy_all(expected), torch.float16, threads=2)
+        params = load(
+            open_checkpoint(small_file.parent), copy_all(expected), torch.float16, threads=2
+        )
     for name, tensor in expected.items():
         assert torch.equal(params[name], tensor.to(torch.float16))
 
@@ -63,13 +71,18 @@ def test_many_shards_load_in_parallel(tmp_path: Path) -> None:
     tensors = {f"layer.{i}": torch.randn(64, 33).bfloat16() for i in range(60)}
     for part in range(3):
         names = list(tensors)[part * 20 : part * 20 + 20]
-        save_file({name: tensors[name] for name in names}, tmp_path / f"model-0000{part + 1}-of-00003.safetensors")
+        save_file(
+            {name: tensors[name] for name in names},
+            tmp_path / f"model-0000{part + 1}-of-00003.safetensors",
+        )
     params = load(open_checkpoint(tmp_path), copy_all(tensors), torch.bfloat16, threads=8)
     assert all(torch.equal(params[name], tensor) for name, tensor in tensors.items())
 
 
 def test_memory_is_used_again_once_nothing_is_left_of_what_was_packed(tmp_path: Path) -> None:
-    """Weights that are packed, of unlike sizes and one that is empty; a view of one is kept while others are read."""
+    """Weights that are packed, of unlike sizes and one that is empty; a view of one is kept while
+    others are read.
+    """
     rows = {"0.qkv": 40, "0.w13": 96, "0.norm": 1, "1.qkv": 40, "1.w13": 93, "2.qkv": 0}
     tensors = {name: torch.randn(count, 9).bfloat16() for name, count in rows.items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -84,7 +97,8 @@ def test_memory_is_used_again_once_nothing_is_left_of_what_was_packed(tmp_path: 
         assert addresses["1.qkv"] == addresses["0.qkv"]
         assert addresses["1.w13"] == addresses["0.w13"]
     with weights.Params(open_checkpoint(tmp_path), copy_all(tensors), torch.bfloat16) as params:
-        part, norm = params.pop("0.qkv")[1:2, ::2].mT, params.pop("0.norm")
+        part = params.pop("0.qkv")[1:2, ::2].mT
+        norm = params.pop("0.norm")
         other = params.pop("1.qkv")
     assert torch.equal(part, tensors["0.qkv"][1:2, ::2].mT)
     assert torch.equal(norm, tensors["0.norm"])
@@ -92,10 +106,15 @@ def test_memory_is_used_again_once_nothing_is_left_of_what_was_packed(tmp_path: 
 
 
 def test_experts_one_by_one_and_fused_fill_the_same_parameter(tmp_path: Path) -> None:
-    """Gate and up of three experts, [I, D] each, and the fused [E, 2I, D] that some checkpoints have."""
-    gates, ups = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    """Gate and up of three experts, [I, D] each, and the fused [E, 2I, D] that some checkpoints
+    have.
+    """
+    gates = torch.randn(3, 4, 5)
+    ups = torch.randn(3, 4, 5)
     fused = torch.cat((gates, ups), dim=1)
-    single = {f"e{e}.{n}": t[e].clone() for e in range(3) for n, t in (("gate", gates), ("up", ups))}
+    single = {
+        f"e{e}.{n}": t[e].clone() for e in range(3) for n, t in (("gate", gates), ("up", ups))
+    }
     save_file({**single, "fused": fused}, tmp_path / "model.safetensors")
     pieces = [
         Piece(f"e{e}.{name}", (4, 5), "one by one", at=(e, rows))
@@ -105,7 +124,8 @@ def test_experts_one_by_one_and_fused_fill_the_same_parameter(tmp_path: Path) ->
     pieces.append(Piece("fused", (3, 8, 5), "fused"))
     pieces.append(Piece("fused", (3, 8, 5), "last expert", take=(2,)))
     plan = LoadPlan(
-        (Param("one by one", (3, 8, 5)), Param("fused", (3, 8, 5)), Param("last expert", (8, 5))), tuple(pieces)
+        (Param("one by one", (3, 8, 5)), Param("fused", (3, 8, 5)), Param("last expert", (8, 5))),
+        tuple(pieces),
     )
     params = load(open_checkpoint(tmp_path), plan, torch.float32)
     assert torch.equal(params["one by one"], torch.cat((gates, ups), dim=1))
@@ -131,40 +151,78 @@ def pieces(draw: st.DrawFn) -> tuple[Tensor, Piece, Tensor]:
     take = tuple(draw(indices(size)) for size in shape[: draw(st.integers(0, len(shape)))])
     taken = source[take]
     transposed = taken.ndim > 1 and draw(st.booleans())
-    return source, Piece("w", shape, "p", take=take, transposed=transposed), taken.mT if transposed else taken
+    return (
+        source,
+        Piece("w", shape, "p", take=take, transposed=transposed),
+        taken.mT if transposed else taken,
+    )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=pieces(), dtype=st.sampled_from(DTYPES), read_bytes=st.integers(1, 200), stacked=st.booleans())
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    case=pieces(),
+    dtype=st.sampled_from(DTYPES),
+    read_bytes=st.integers(1, 200),
+    stacked=st.booleans(),
+)
 def test_any_piece_gives_what_indexing_gives(
-    case: tuple[Tensor, Piece, Tensor], dtype: torch.dtype, read_bytes: int, stacked: bool, tmp_path: Path
+    case: tuple[Tensor, Piece, Tensor],
+    dtype: torch.dtype,
+    read_bytes: int,
+    stacked: bool,
+    tmp_path: Path,
 ) -> None:
     source, piece, taken = case
     save_file({"w": source}, tmp_path / "model.safetensors")
-    shape, pieces_, expected = tuple(taken.shape), [piece], taken
+    shape = tuple(taken.shape)
+    pieces_ = [piece]
+    expected = taken
     if stacked:  # twice into one parameter
-        shape, expected = (2, *shape), torch.stack((taken, taken))
+        shape = (2, *shape)
+        expected = torch.stack((taken, taken))
         pieces_ = [replace(piece, at=(row,)) for row in range(2)]
-    before, weights.READ_BYTES = weights.READ_BYTES, read_bytes
+    before = weights.READ_BYTES
+    weights.READ_BYTES = read_bytes
     try:
-        params = load(open_checkpoint(tmp_path), LoadPlan((Param("p", shape),), tuple(pieces_)), dtype, threads=2)
+        params = load(
+            open_checkpoint(tmp_path),
+            LoadPlan((Param("p", shape),), tuple(pieces_)),
+            dtype,
+            threads=2,
+        )
     finally:
         weights.READ_BYTES = before
     assert torch.equal(params["p"], expected.to(dtype))
 
 
 def test_fused_experts_by_columns_and_by_turns(tmp_path: Path) -> None:
-    """[E, D, 2I] with gate before up, and with gate and up by turns (gpt-oss), are [E, 2I, D]; one expert, too."""
+    """[E, D, 2I] with gate before up, and with gate and up by turns (gpt-oss), are [E, 2I, D]; one
+    expert, too.
+    """
     gate, up = torch.randn(2, 4, 6, 3).unbind(0)
-    tensors = {"halves": torch.cat((gate, up), -1), "turns": torch.stack((gate, up), -1).flatten(-2)}
+    tensors = {
+        "halves": torch.cat((gate, up), -1),
+        "turns": torch.stack((gate, up), -1).flatten(-2),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
-    everything, shape, pieces = slice(None), (4, 6, 6), [Piece("halves", (4, 6, 6), "halves", transposed=True)]
+    everything = slice(None)
+    shape = (4, 6, 6)
+    pieces = [Piece("halves", (4, 6, 6), "halves", transposed=True)]
     for i in range(2):
-        rows, turns = slice(3 * i, 3 * i + 3), slice(i, None, 2)
+        rows = slice(3 * i, 3 * i + 3)
+        turns = slice(i, None, 2)
         take = (everything, everything, turns)
-        pieces += [Piece("turns", shape, "turns", at=(everything, rows), take=take, transposed=True)]
-        pieces += [Piece("turns", shape, "one", at=(rows,), take=(2, everything, turns), transposed=True)]
-    plan = LoadPlan((Param("halves", shape), Param("turns", shape), Param("one", shape[1:])), tuple(pieces))
+        pieces += [
+            Piece("turns", shape, "turns", at=(everything, rows), take=take, transposed=True)
+        ]
+        pieces += [
+            Piece("turns", shape, "one", at=(rows,), take=(2, everything, turns), transposed=True)
+        ]
+    plan = LoadPlan(
+        (Param("halves", shape), Param("turns", shape), Param("one", shape[1:])), tuple(pieces)
+    )
     params = load(open_checkpoint(tmp_path), plan, torch.float32)
     assert torch.equal(params["halves"], torch.cat((gate, up), -1).mT)
     assert torch.equal(params["turns"], params["halves"])
@@ -181,7 +239,12 @@ def test_progress_counts_every_byte_once(small_file: Path, monkeypatch: pytest.M
     monkeypatch.setattr(weights, "READ_BYTES", 64)
     tensors = load_file(small_file)
     seen: list[tuple[int, int]] = []
-    load(open_checkpoint(small_file.parent), copy_all(tensors), torch.float32, progress=lambda *at: seen.append(at))
+    load(
+        open_checkpoint(small_file.parent),
+        copy_all(tensors),
+        torch.float32,
+        progress=lambda *at: seen.append(at),
+    )
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert seen[-1] == (total, total)
     assert all(earlier[0] <= later[0] for earlier, later in itertools.pairwise(seen))
@@ -193,11 +256,15 @@ def test_progress_counts_every_byte_once(small_file: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[Checkpoint, LoadPlan], str]:
-    """Loads, expects a refusal in under a second with no parameter allocated, and returns the message."""
+    """Loads, expects a refusal in under a second with no parameter allocated, and returns the
+    message.
+    """
 
     def refuse(checkpoint: Checkpoint, plan: LoadPlan) -> str:
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *a, **k: pytest.fail("allocated before the plan was checked"))
+            patch.setattr(
+                torch, "empty", lambda *a, **k: pytest.fail("allocated before the plan was checked")
+            )
             began = time.process_time()
             with pytest.raises(CheckpointError) as caught:
                 load(checkpoint, plan, torch.bfloat16)
@@ -212,7 +279,9 @@ Refused = Callable[[Checkpoint, LoadPlan], str]
 
 def test_missing_and_surplus_tensors_are_named(small_file: Path, refused: Refused) -> None:
     tensors = load_file(small_file)
-    plan = copy_all({**{k: v for k, v in tensors.items() if k != "a.f32"}, "gone": torch.zeros(2, 3)})
+    plan = copy_all(
+        {**{k: v for k, v in tensors.items() if k != "a.f32"}, "gone": torch.zeros(2, 3)}
+    )
     message = refused(open_checkpoint(small_file.parent), plan)
     assert "tensor 'gone' [2, 3] is missing" in message
     assert "tensor 'a.f32' in model.safetensors has no place in this model" in message
@@ -229,11 +298,16 @@ def test_ignored_tensors_are_not_surplus(small_file: Path) -> None:
 def test_wrong_shape_names_both_shapes(small_file: Path, refused: Refused) -> None:
     plan = copy_all(load_file(small_file), **{"a.f32": (7, 5)})
     message = refused(open_checkpoint(small_file.parent), plan)
-    assert "tensor 'a.f32' in model.safetensors has shape [5, 7], config.json implies [7, 5]" in message
+    assert (
+        "tensor 'a.f32' in model.safetensors has shape [5, 7], config.json implies [7, 5]"
+        in message
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float8_e4m3fn, torch.bool])
-def test_other_dtypes_are_refused_by_name(dtype: torch.dtype, tmp_path: Path, refused: Refused) -> None:
+def test_other_dtypes_are_refused_by_name(
+    dtype: torch.dtype, tmp_path: Path, refused: Refused
+) -> None:
     tensors = {"w": torch.zeros(4).to(dtype)}
     save_file(tensors, tmp_path / "model.safetensors")
     message = refused(open_checkpoint(tmp_path), copy_all(tensors))
@@ -241,7 +315,9 @@ def test_other_dtypes_are_refused_by_name(dtype: torch.dtype, tmp_path: Path, re
     assert "supported: F32, BF16, F16" in message
 
 
-def test_a_wholly_foreign_checkpoint_of_20000_tensors_is_refused_in_short(tmp_path: Path, refused: Refused) -> None:
+def test_a_wholly_foreign_checkpoint_of_20000_tensors_is_refused_in_short(
+    tmp_path: Path, refused: Refused
+) -> None:
     save_file({f"other.{i}": torch.zeros(1) for i in range(20_000)}, tmp_path / "model.safetensors")
     began = time.process_time()
     checkpoint = open_checkpoint(tmp_path)
@@ -267,7 +343,8 @@ def open_files() -> int:
 @pytest.mark.parametrize("harm", ["cut", "removed"])
 def test_a_file_that_changes_after_its_header_was_read(harm: str, small_file: Path) -> None:
     tensors = load_file(small_file)
-    checkpoint, before = open_checkpoint(small_file.parent), open_files()
+    checkpoint = open_checkpoint(small_file.parent)
+    before = open_files()
     if harm == "cut":
         os.truncate(small_file, 1000)
     else:
@@ -278,7 +355,9 @@ def test_a_file_that_changes_after_its_header_was_read(harm: str, small_file: Pa
     assert open_files() == before
 
 
-def test_an_error_in_the_progress_callback_ends_the_load(small_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_progress_callback_ends_the_load(
+    small_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weights, "READ_BYTES", 1)
     before = open_files()
 
@@ -286,7 +365,12 @@ def test_an_error_in_the_progress_callback_ends_the_load(small_file: Path, monke
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        load(open_checkpoint(small_file.parent), copy_all(load_file(small_file)), torch.float32, progress=stop)
+        load(
+            open_checkpoint(small_file.parent),
+            copy_all(load_file(small_file)),
+            torch.float32,
+            progress=stop,
+        )
     assert open_files() == before
 
 
@@ -294,6 +378,8 @@ def test_an_error_in_the_progress_callback_ends_the_load(small_file: Path, monke
 def test_values_too_large_for_float16_are_refused(value: float, tmp_path: Path) -> None:
     save_file({"w": torch.tensor([1.0, value])}, tmp_path / "model.safetensors")
     plan = copy_all({"w": torch.zeros(2)})
-    with pytest.raises(CheckpointError, match=r"'w' has values that float16 cannot hold .* --dtype bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=r"'w' has values that float16 cannot hold .* --dtype bfloat16"
+    ):
         load(open_checkpoint(tmp_path), plan, torch.float16)
     assert load(open_checkpoint(tmp_path), plan, torch.bfloat16)["w"][0] == 1

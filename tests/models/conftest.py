@@ -1,4 +1,6 @@
-"""Small random checkpoints written by transformers, and a driver that steps a model over a paged cache by hand."""
+"""Small random checkpoints written by transformers, and a driver that steps a model over a paged
+cache by hand.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def _ops(dtype: torch.dtype, kernels: Choice, threads: int) -> Ops:
 
 
 class Driver:
-    """A model over its own paged cache. Sequences hold scattered blocks; each step takes rows of (sequence, tokens)."""
+    """A model over its own paged cache. Sequences hold scattered blocks; each step takes rows of
+    (sequence, tokens).
+    """
 
     def __init__(
         self,
@@ -125,7 +129,9 @@ class Driver:
         self.free = np.random.default_rng(7).permutation(np.arange(1, num_blocks)).tolist()
 
     def step(self, rows: Sequence[tuple[Any, Sequence[int]]]) -> list[Tensor]:
-        """Feed each row's tokens after what its sequence holds; fp32 logits [tokens, V] of every row."""
+        """Feed each row's tokens after what its sequence holds; fp32 logits [tokens, V] of every
+        row.
+        """
         starts = [self.lengths.get(key, 0) for key, _ in rows]
         for (key, tokens), start in zip(rows, starts, strict=True):
             table = self.tables.setdefault(key, [])
@@ -134,10 +140,15 @@ class Driver:
             self.lengths[key] = start + len(tokens)
         counts = [len(tokens) for _, tokens in rows]
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        positions = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+        positions = [
+            start + i for start, count in zip(starts, counts, strict=True) for i in range(count)
+        ]
         owners = [key for key, tokens in rows for _ in tokens]
         size = self.block_size
-        cells = [self.tables[k][p // size] * size + p % size for k, p in zip(owners, positions, strict=True)]
+        cells = [
+            self.tables[k][p // size] * size + p % size
+            for k, p in zip(owners, positions, strict=True)
+        ]
         width = max(len(self.tables[key]) for key, _ in rows)
         blocks = [self.tables[key] + [0] * (width - len(self.tables[key])) for key, _ in rows]
         starts_R = np.array(starts, np.int32)
@@ -145,7 +156,9 @@ class Driver:
             ids_T=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions_T=torch.tensor(positions),
             groups=tuple(
-                GroupInputs(torch.tensor(cells), torch.tensor(blocks), size, rule.window, rule.chunk)
+                GroupInputs(
+                    torch.tensor(cells), torch.tensor(blocks), size, rule.window, rule.chunk
+                )
                 for rule in self.rules
             ),
             sample_N=torch.arange(len(positions)),

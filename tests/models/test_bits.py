@@ -1,4 +1,6 @@
-"""A request's logit bits depend on nothing but the request: not on company, chunks, blocks, threads or padding."""
+"""A request's logit bits depend on nothing but the request: not on company, chunks, blocks, threads
+or padding.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ PROMPT = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(1)
 ANSWER = [3, 141, 59, 26]
 
 
-# For interpreted kernels: few heads and layers, as each token of a head is a program's turn. One family per mixer.
+# For interpreted kernels: few heads and layers, as each token of a head is a program's turn. One
+# family per mixer.
 BOTH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {**BOTH, "linear_num_key_heads": 1, "linear_num_value_heads": 2},
@@ -49,7 +52,9 @@ def alone(driver: Driver) -> Tensor:
 
 
 def in_company(driver: Driver, others: int, chunk: int, seed: int) -> Tensor:
-    """The same logits while `others` random sequences prefill, decode, leave and come, in random row order."""
+    """The same logits while `others` random sequences prefill, decode, leave and come, in random
+    row order.
+    """
     rng = np.random.default_rng(seed)
     next_other = 0
     live: list[int] = []
@@ -81,11 +86,15 @@ def expected_of(path: Path, dtype: torch.dtype, kernels: Choice) -> Tensor:
     return alone(Driver(path, dtype, kernels=kernels))
 
 
-def check(path: Path, dtype: torch.dtype, others: int, chunk: int, threads: int, kernels: Choice = "auto") -> None:
+def check(
+    path: Path, dtype: torch.dtype, others: int, chunk: int, threads: int, kernels: Choice = "auto"
+) -> None:
     expected = expected_of(path, dtype, kernels)
     assert expected.isfinite().all()
     torch.set_num_threads(threads)
-    found = in_company(Driver(path, dtype, num_blocks=1024, kernels=kernels), others, chunk, seed=chunk)
+    found = in_company(
+        Driver(path, dtype, num_blocks=1024, kernels=kernels), others, chunk, seed=chunk
+    )
     assert torch.equal(expected, found), (expected != found).any(-1).nonzero().flatten().tolist()
 
 
@@ -108,7 +117,9 @@ def test_token_by_token(name: str, dtype: torch.dtype, make_checkpoint: Any) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_window_layers_beside_full_ones(dtype: torch.dtype, make_checkpoint: Any) -> None:
     types = ["full_attention", "sliding_attention"]
-    checkpoint = make_checkpoint("qwen3", layer_types=types, sliding_window=70, use_sliding_window=True)
+    checkpoint = make_checkpoint(
+        "qwen3", layer_types=types, sliding_window=70, use_sliding_window=True
+    )
     check(checkpoint.path, dtype, 9, 7, 1)
 
 
@@ -121,14 +132,21 @@ def test_by_torch(dtype: torch.dtype, make_checkpoint: Any) -> None:
 def test_wider_model_with_odd_sizes(dtype: torch.dtype, make_checkpoint: Any) -> None:
     """Widths that are no multiple of a vector, six query heads on two KV heads, heads of 40."""
     checkpoint = make_checkpoint(
-        "qwen3_moe", hidden_size=200, head_dim=40, num_attention_heads=6, moe_intermediate_size=72, vocab_size=301
+        "qwen3_moe",
+        hidden_size=200,
+        head_dim=40,
+        num_attention_heads=6,
+        moe_intermediate_size=72,
+        vocab_size=301,
     )
     check(checkpoint.path, dtype, 25, 50, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_as_long_as_in_real_models(dtype: torch.dtype, make_checkpoint: Any) -> None:
-    checkpoint = make_checkpoint("qwen3_moe", hidden_size=1536, moe_intermediate_size=1280, num_hidden_layers=1)
+    checkpoint = make_checkpoint(
+        "qwen3_moe", hidden_size=1536, moe_intermediate_size=1280, num_hidden_layers=1
+    )
     check(checkpoint.path, dtype, 6, 50, 1)
 
 
@@ -165,12 +183,17 @@ def _ordered_dots() -> Iterator[None]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 @pytest.mark.usefixtures("_ordered_dots")
 @pytest.mark.parametrize(
-    ("name", "overrides"), [("qwen2_moe", {}), ("deepseek_v32", {"index_topk": 8}), *RECURRENT.items()]
+    ("name", "overrides"),
+    [("qwen2_moe", {}), ("deepseek_v32", {"index_topk": 8}), *RECURRENT.items()],
 )
-def test_interpreted_triton_kernels(name: str, overrides: dict[str, Any], make_checkpoint: Any) -> None:
+def test_interpreted_triton_kernels(
+    name: str, overrides: dict[str, Any], make_checkpoint: Any
+) -> None:
     path = make_checkpoint(name, **overrides).path
     lone = Driver(path, kernels="triton")
-    expected = torch.cat([lone.prefill("needle", PROMPT[:20]), lone.step([("needle", ANSWER[:1])])[0]])
+    expected = torch.cat(
+        [lone.prefill("needle", PROMPT[:20]), lone.step([("needle", ANSWER[:1])])[0]]
+    )
     driver = Driver(path, kernels="triton")
     steps = [driver.step([("other", PROMPT[20:53]), ("needle", PROMPT[:13])])[1]]
     steps += [driver.step([("needle", PROMPT[13:20]), ("other", [1]), ("third", [2, 3])])[0]]

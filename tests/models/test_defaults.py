@@ -1,4 +1,6 @@
-"""What config.json leaves out has the value that the family's configuration class in transformers gives it."""
+"""What config.json leaves out has the value that the family's configuration class in transformers
+gives it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,14 @@ def test_an_absent_key_has_the_value_that_transformers_gives_it(
     family = REGISTERED[architecture(name)]
     full = json.loads((make_checkpoint(name).path / "config.json").read_text())
     text = full[family.text] if family.text else full
-    skipped = {"architectures", "model_type", "dtype", "torch_dtype", "num_hidden_layers", "hidden_size"}
+    skipped = {
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "num_hidden_layers",
+        "hidden_size",
+    }
     differ = []
     for key in sorted(text.keys() - skipped):
         fewer = {other: value for other, value in text.items() if other != key}

@@ -1,4 +1,6 @@
-"""EAGLE-3 heads against plain torch, the target's streams against transformers', and heads that do not fit."""
+"""EAGLE-3 heads against plain torch, the target's streams against transformers', and heads that do
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,14 @@ def target(make_checkpoint: Any) -> Any:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_taps_are_the_streams_that_enter_layers(target: Any, kernels: Any, halves: bool) -> None:
     plain = Driver(target.path, kernels=kernels).prefill("a", IDS.tolist(), 17)
-    driver = Driver(target.path, kernels=kernels, spec=replace(read_model_spec(target.path), taps=(0, 1, 2)))
-    logits, forward = driver.model.logits, driver.model.forward
+    driver = Driver(
+        target.path, kernels=kernels, spec=replace(read_model_spec(target.path), taps=(0, 1, 2))
+    )
+    logits = driver.model.logits
+    forward = driver.model.forward
     if halves:  # two micro-batches
-        agreed, runner = Agreed(step=0, ubatches=2, most_tokens=(5, 12)), UBatchRunner(2)
+        agreed = Agreed(step=0, ubatches=2, most_tokens=(5, 12))
+        runner = UBatchRunner(2)
         whole = SimpleNamespace(forward=forward, serve=driver.model.serve)
         driver.model.forward = lambda step, kv, _: runner.forward(whole, step, 5, agreed, kv)  # type: ignore[assignment,arg-type,method-assign]
     driver.model.logits = lambda x: torch.cat((logits(x[:, :64].contiguous()), x[:, 64:]), 1)  # type: ignore[method-assign]
@@ -59,23 +65,31 @@ def test_taps_are_the_streams_that_enter_layers(target: Any, kernels: Any, halve
 
 def load(path: Path, driver: Driver) -> Eagle3:
     """The head in `path` for the driver's model."""
-    spec, checkpoint = read_eagle3(path, driver.spec), open_checkpoint(path)
+    spec = read_eagle3(path, driver.spec)
+    checkpoint = open_checkpoint(path)
     with Params(checkpoint, plan_eagle3(spec, checkpoint.names), driver.model.ops.dtype) as params:
         ids = read_target_ids(spec, path)
         return build_eagle3(spec, params, driver.model.ops, driver.model.embed_VD, ids, 512)
 
 
 def attach(head: Eagle3, driver: Driver) -> list[Tensor]:
-    """Makes the driver step the head; returns the list that holds the hidden states of the next step."""
+    """Makes the driver step the head; returns the list that holds the hidden states of the next
+    step.
+    """
     hidden: list[Tensor] = []
     driver.rules = [FULL]
     driver.kv = [
-        tuple(torch.full((512, 16, tensor.heads, tensor.width), torch.nan) for tensor in layer.mixer.cache(1))
+        tuple(
+            torch.full((512, 16, tensor.heads, tensor.width), torch.nan)
+            for tensor in layer.mixer.cache(1)
+        )
         for layer in head.spec.layers
     ]
 
     class Fed:
-        """The head with hidden states beside tokens; its logits are followed by the next hidden states."""
+        """The head with hidden states beside tokens; its logits are followed by the next hidden
+        states.
+        """
 
         def forward(self, step: Any, caches: Any, ubatch: Any) -> Tensor:
             return head.forward(step, caches, ubatch, hidden.pop(0))
@@ -97,19 +111,27 @@ def attach(head: Eagle3, driver: Driver) -> list[Tensor]:
         {"hidden_size": 48, "target_hidden_size": 64, "architectures": ["Eagle3LlamaForCausalLM"]},
     ],
 )
-def test_heads_against_plain_torch(target: Any, tmp_path: Path, changes: dict[str, Any], kernels: Any) -> None:
-    """Two passes: the target's hidden states in chunks, then the head's own, for one token at a time."""
+def test_heads_against_plain_torch(
+    target: Any, tmp_path: Path, changes: dict[str, Any], kernels: Any
+) -> None:
+    """Two passes: the target's hidden states in chunks, then the head's own, for one token at a
+    time.
+    """
     tensors = write_eagle3(tmp_path, **changes)
     driver = Driver(target.path, kernels=kernels)
     embed = driver.model.embed_VD
     if "hidden_size" in changes:
         embed = tensors["embed_tokens.weight"] = torch.randn(256, 48)
         save_file(tensors, tmp_path / "model.safetensors")
-    head, reference = load(tmp_path, driver), Reference(tensors, embed, changes)
+    head = load(tmp_path, driver)
+    reference = Reference(tensors, embed, changes)
     taps = torch.randn(len(IDS), 128, generator=torch.Generator().manual_seed(9))
     theirs_hidden = reference.combine(taps)
     hidden = attach(head, driver)
-    parts = [driver_step(driver, hidden, head.combine(taps[i:j]), IDS[i:j]) for i, j in ((0, 23), (23, 30), (30, 31))]
+    parts = [
+        driver_step(driver, hidden, head.combine(taps[i:j]), IDS[i:j])
+        for i, j in ((0, 23), (23, 30), (30, 31))
+    ]
     logits, stream = (torch.cat(x) for x in zip(*parts, strict=True))
     for i in range(31, 36):
         wanted, wanted_stream = reference.forward(IDS[:i], theirs_hidden[:i])
@@ -117,10 +139,13 @@ def test_heads_against_plain_torch(target: Any, tmp_path: Path, changes: dict[st
         torch.testing.assert_close(stream, wanted_stream, **TOLERANCE)
         theirs_hidden[i] = wanted_stream[-1]
         one, own = driver_step(driver, hidden, stream[-1:], IDS[i : i + 1])
-        logits, stream = torch.cat((logits, one)), torch.cat((stream, own))
+        logits = torch.cat((logits, one))
+        stream = torch.cat((stream, own))
 
 
-def driver_step(driver: Driver, hidden: list[Tensor], given: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def driver_step(
+    driver: Driver, hidden: list[Tensor], given: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor]:
     hidden.append(given)
     both = driver.step([("a", ids.tolist())])[0]
     return both[:, :256], both[:, 256:]
@@ -147,20 +172,37 @@ def test_layers_are_counted_as_their_makers_do(
     ("changes", "message"),
     [
         ({"vocab_size": 255}, "vocab_size is 255, and the served model's is 256"),
-        ({"target_hidden_size": 32}, "hidden size of the target is 32, and the served model's is 64"),
-        ({"eagle_config": ...}, "usual layers, -1, 1, 2, are not all in the served model, which has 2"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "eagle_config.eagle_aux_hidden_state_layer_i"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; only True"),
+        (
+            {"target_hidden_size": 32},
+            "hidden size of the target is 32, and the served model's is 64",
+        ),
+        (
+            {"eagle_config": ...},
+            "usual layers, -1, 1, 2, are not all in the served model, which has 2",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}},
+            "eagle_config.eagle_aux_hidden_state_layer_i",
+        ),
+        (
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state is False; only True",
+        ),
         ({"norm_before_fc": 1}, "norm_before_fc is 1; it must be true or false"),
         ({"fc_norm": True}, "fc_norm is True; only False"),
         ({"model_type": "qwen3"}, "LlamaForCausalLMEagle3 has 'llama'"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True; only False"),
-        ({"architectures": ["LlamaForCausalLM"]}, "supported: Eagle3DraftModel, Eagle3Llama, Eagle3Spec"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "supported: Eagle3DraftModel, Eagle3Llama, Eagle3Spec",
+        ),
         ({"draft_vocab_size": 257}, "draft_vocab_size is 257; it must be an integer from 1 to 256"),
         ({"sliding_window": 40}, "sliding_window"),
     ],
 )
-def test_configs_that_do_not_fit(target: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_configs_that_do_not_fit(
+    target: Any, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     write_eagle3(tmp_path)
     config = {key: value for key, value in {**HEAD, **changes}.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -176,9 +218,15 @@ def _without(name: str) -> Any:
     ("damage", "message"),
     [
         (_without("fc.weight"), r"'fc.weight' \[64, 128\] is missing"),
-        (_without("midlayer.hidden_norm.weight"), r"'midlayer.hidden_norm.weight' \[64\] is missing"),
+        (
+            _without("midlayer.hidden_norm.weight"),
+            r"'midlayer.hidden_norm.weight' \[64\] is missing",
+        ),
         (_without("lm_head.weight"), r"'lm_head.weight' \[100, 64\] is missing"),
-        (_without("d2t"), "d2t must have a whole number .* of 100 tokens of the draft vocabulary, and it is missing"),
+        (
+            _without("d2t"),
+            "d2t must have a whole number .* of 100 tokens of the draft vocabulary, and it is missing",
+        ),
         (lambda t: t.update(d2t=t["d2t"].float()), r"and it is F32 \[100\]"),
         (lambda t: t.update(d2t=t["d2t"][:99].clone()), r"and it is I64 \[99\]"),
         (lambda t: t["d2t"].__setitem__(0, 256), "d2t does not lead to 100 different tokens"),

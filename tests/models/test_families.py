@@ -98,12 +98,20 @@ def test_the_loader_carries_out_the_plan(name: str, make_checkpoint: Any) -> Non
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_matrix_is_known_as_a_products(name: str, make_checkpoint: Any) -> None:
-    """By its name: else packed_cache, --quantization and quantised checkpoints do not take it for one."""
+    """By its name: else packed_cache, --quantization and quantised checkpoints do not take it for
+    one.
+    """
     path = make_checkpoint(name).path
     params = load_plan(read_model_spec(path), open_checkpoint(path).names).params
-    read = [param for param in params if len(param.shape) > 1 and (not param.fp32 or is_packed(param.name))]
+    read = [
+        param
+        for param in params
+        if len(param.shape) > 1 and (not param.fp32 or is_packed(param.name))
+    ]
     matrices = {param.name for param in read if not param.name.endswith("_bias")}
-    others = {one for one in matrices if one == "embed" or one.endswith(".kv_b")}  # gathered; taken apart by heads
+    others = {
+        one for one in matrices if one == "embed" or one.endswith(".kv_b")
+    }  # gathered; taken apart by heads
     assert {param.name for param in params if is_packed(param.name)} == matrices - others
 
 
@@ -138,7 +146,10 @@ def test_a_step_without_tokens(name: str, make_checkpoint: Any) -> None:
     """What an idle rank of an expert-parallel group runs."""
     driver = Driver(make_checkpoint(name).path)
     none = torch.zeros(0, dtype=torch.int64)
-    groups = tuple(GroupInputs(none, torch.zeros((0, 1), dtype=torch.int64), 16, rule.window) for rule in driver.rules)
+    groups = tuple(
+        GroupInputs(none, torch.zeros((0, 1), dtype=torch.int64), 16, rule.window)
+        for rule in driver.rules
+    )
     step = StepInputs(none, none, groups, none, np.zeros(1, np.int32), np.zeros(0, np.int32), ())
     hidden = driver.model.forward(step, driver.kv, driver.ubatch)
     assert hidden.shape == (0, 64)
@@ -159,7 +170,8 @@ def test_expert_load_counts_tokens_and_no_padding(make_checkpoint: Any) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
 def test_experts_in_any_slots_of_one_rank(kernels: Choice, make_checkpoint: Any) -> None:
     """Eleven slots for eight experts: the same logits, and loads of experts, not of slots."""
-    path, spec = make_checkpoint("qwen3_moe").path, read_model_spec(make_checkpoint("qwen3_moe").path)
+    path = make_checkpoint("qwen3_moe").path
+    spec = read_model_spec(make_checkpoint("qwen3_moe").path)
     row = np.array([3, 1, 0, 2, 7, 6, 5, 4, 0, 3, 3], np.int32)
     placements = [None, Placement(0, 1, spec.num_experts, np.tile(row, (2, 1)))]
     if kernels == "triton" and torch.cuda.is_available():
@@ -191,7 +203,9 @@ def test_params_json_is_read_where_it_is_alone(make_checkpoint: Any, tmp_path: P
     params = json.loads((tmp_path / "params.json").read_text())
     (tmp_path / "params.json").write_text(json.dumps(params | {"rope_theta": 5e4}))
     assert fingerprint(open_checkpoint(tmp_path)) != before
-    (tmp_path / "params.json").write_text(json.dumps(params | {"quantization": {"qformat_weight": "fp8_e4m3"}}))
+    (tmp_path / "params.json").write_text(
+        json.dumps(params | {"quantization": {"qformat_weight": "fp8_e4m3"}})
+    )
     with pytest.raises(CheckpointError, match=r"params.json: quantization .* is not read"):
         read_model_spec(tmp_path)
 

@@ -33,9 +33,12 @@ def test_every_architecture_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_what_its_safetensors_are(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_a_family_is_what_its_safetensors_are(
+    name: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
     path = make_checkpoint(name, **OPTIONS.get(name, {})).path
-    got, expected = Driver(write_gguf(name, path, tmp_path / "model.gguf")), Driver(path)
+    got = Driver(write_gguf(name, path, tmp_path / "model.gguf"))
+    expected = Driver(path)
     ours, theirs = (driver.prefill("a", PROMPT, 31) for driver in (got, expected))
     assert torch.equal(ours, theirs)
     assert got.spec.dtype == expected.spec.dtype == "float32"
@@ -61,36 +64,62 @@ def params_of(path: Path, world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_a_file_in_16_bits_has_its_dtype(kind: str, make_checkpoint: Any, tmp_path: Path) -> None:
-    path, wanted = make_checkpoint("qwen3_moe").path, gguf.GGMLQuantizationType[kind]
-    file = write_gguf("qwen3_moe", path, tmp_path / "x.gguf", lambda name, shape: wanted if len(shape) > 1 else F32)
+    path = make_checkpoint("qwen3_moe").path
+    wanted = gguf.GGMLQuantizationType[kind]
+    file = write_gguf(
+        "qwen3_moe",
+        path,
+        tmp_path / "x.gguf",
+        lambda name, shape: wanted if len(shape) > 1 else F32,
+    )
     assert read_model_spec(file).dtype == {"F16": "float16", "BF16": "bfloat16"}[kind]
-    got, plain = params_of(file, World()), params_of(path, World())
+    got = params_of(file, World())
+    plain = params_of(path, World())
     dtype = getattr(torch, read_model_spec(file).dtype)
     assert torch.equal(got["layers.0.qkv"], plain["layers.0.qkv"].to(dtype).float())
 
 
 @pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
 @pytest.mark.parametrize(
-    "kinds", [*((kind,) for kind in KINDS), KINDS, ("Q4_0", "Q8_0", "Q6_K", "MXFP4"), ("Q8_0", "F32")]
+    "kinds",
+    [*((kind,) for kind in KINDS), KINDS, ("Q4_0", "Q8_0", "Q6_K", "MXFP4"), ("Q8_0", "F32")],
 )
-def test_quantised_weights_mean_what_ggml_says(kinds: tuple[str, ...], make_checkpoint: Any, tmp_path: Path) -> None:
-    """Types that are mixed within a product are computed as int8. Rows in int8 are near those of floats."""
-    path, choose = make_checkpoint("qwen3_moe", **WIDE).path, matrices(*kinds)
+def test_quantised_weights_mean_what_ggml_says(
+    kinds: tuple[str, ...], make_checkpoint: Any, tmp_path: Path
+) -> None:
+    """Types that are mixed within a product are computed as int8. Rows in int8 are near those of
+    floats.
+    """
+    path = make_checkpoint("qwen3_moe", **WIDE).path
+    choose = matrices(*kinds)
     file = write_gguf("qwen3_moe", path, tmp_path / "model.gguf", choose)
-    got, rounded = Driver(file, activations="float"), Driver(file)
-    expected = Driver(write_gguf("qwen3_moe", path, tmp_path / "meaning.gguf", choose, meaning=True))
+    got = Driver(file, activations="float")
+    rounded = Driver(file)
+    expected = Driver(
+        write_gguf("qwen3_moe", path, tmp_path / "meaning.gguf", choose, meaning=True)
+    )
     assert got.spec.stored
     assert {form.ggml for form in got.spec.stored} <= set(kinds)
-    ours, integers, theirs = (driver.prefill("a", PROMPT, 31) for driver in (got, rounded, expected))
+    ours, integers, theirs = (
+        driver.prefill("a", PROMPT, 31) for driver in (got, rounded, expected)
+    )
     assert ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max() <= 2e-5
     assert 1e-4 < ((integers - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median() <= 5e-2
 
 
 @pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mixtral", "granite_moe_shared", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "deepseek_v3", "mixtral", "granite_moe_shared", "qwen2_moe"]
+)
 def test_quantised_families(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
-    """Biases, a split kv_b with rows of 32, rows in pairs; and a tied head, which has a weight of its own."""
-    sizes = {"qk_nope_head_dim": 32, "kv_lora_rank": 32} if name == "deepseek_v3" else {"tie_word_embeddings": True}
+    """Biases, a split kv_b with rows of 32, rows in pairs; and a tied head, which has a weight of
+    its own.
+    """
+    sizes = (
+        {"qk_nope_head_dim": 32, "kv_lora_rank": 32}
+        if name == "deepseek_v3"
+        else {"tie_word_embeddings": True}
+    )
     path = make_checkpoint(name, **OPTIONS.get(name, {}), **sizes).path
     choose = matrices("MXFP4", "Q8_0", "Q4_1")
     got = Driver(write_gguf(name, path, tmp_path / "model.gguf", choose), activations="float")
@@ -107,7 +136,9 @@ def test_a_split_model_is_the_whole(make_checkpoint: Any, tmp_path: Path) -> Non
     got = params_of(first, World())
     assert all(torch.equal(got[key], value) for key, value in params_of(path, World()).items())
     parts[1].rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=f"{parts[1].name} is missing: the model has {len(parts)} files"):
+    with pytest.raises(
+        CheckpointError, match=f"{parts[1].name} is missing: the model has {len(parts)} files"
+    ):
         read_model_spec(first)
 
 
@@ -130,7 +161,9 @@ def test_a_split_model_is_the_whole(make_checkpoint: Any, tmp_path: Path) -> Non
 def test_metadata_that_cannot_be_meant(
     metadata: dict[str, Any], says: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    file = write_gguf("qwen3_moe", make_checkpoint("qwen3_moe").path, tmp_path / "m.gguf", as_f32, **metadata)
+    file = write_gguf(
+        "qwen3_moe", make_checkpoint("qwen3_moe").path, tmp_path / "m.gguf", as_f32, **metadata
+    )
     with pytest.raises(CheckpointError, match=says):
         params_of(file, World())
 
@@ -140,5 +173,8 @@ def test_other_architectures_are_refused_with_the_known_ones(tmp_path: Path) -> 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"general.architecture is 'gemma3'; supported as GGUF: deepseek2, dots1"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"general.architecture is 'gemma3'; supported as GGUF: deepseek2, dots1",
+    ):
         read_model_spec(tmp_path / "x.gguf")

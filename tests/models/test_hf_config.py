@@ -1,4 +1,6 @@
-"""Every family's config.json, in both spellings, means what transformers says; a bad one is refused at once."""
+"""Every family's config.json, in both spellings, means what transformers says; a bad one is refused
+at once.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,13 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers"
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Qwen3MoeForCausalLM": (
         transformers.Qwen3MoeConfig,
-        {**QWEN_MOE, "head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 32},
+        {
+            **QWEN_MOE,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 32,
+        },
     ),
     "Qwen2MoeForCausalLM": (
         transformers.Qwen2MoeConfig,
@@ -67,7 +75,13 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "OlmoeForCausalLM": (
         transformers.OlmoeConfig,
-        {"num_experts": 10, "num_experts_per_tok": 3, "clip_qkv": 8.0, "norm_topk_prob": True, "attention_bias": True},
+        {
+            "num_experts": 10,
+            "num_experts_per_tok": 3,
+            "clip_qkv": 8.0,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
     ),
     "GraniteMoeForCausalLM": (
         transformers.GraniteMoeConfig,
@@ -81,8 +95,14 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    "LlamaForCausalLM": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    "Qwen3ForCausalLM": (transformers.Qwen3Config, {**SLIDING, "attention_bias": True, "head_dim": 16}),
+    "LlamaForCausalLM": (
+        transformers.LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
+    ),
+    "Qwen3ForCausalLM": (
+        transformers.Qwen3Config,
+        {**SLIDING, "attention_bias": True, "head_dim": 16},
+    ),
 }
 
 
@@ -106,7 +126,9 @@ def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def meaning(config: Any) -> dict[str, Any]:
-    """The parts of a ModelSpec that can be read off a transformers configuration by attribute alone."""
+    """The parts of a ModelSpec that can be read off a transformers configuration by attribute
+    alone.
+    """
     heads = config.num_attention_heads
     eos = config.eos_token_id
     parts = {
@@ -152,7 +174,11 @@ def first(spec: ModelSpec) -> Attention:
 def read(spec: ModelSpec, name: str) -> Any:
     """A field of the model, of its attention, of its dense MLPs, or of its experts."""
     if name == "mlp_bias":
-        return any(layer.feed_forward.bias for layer in spec.layers if isinstance(layer.feed_forward, Dense))
+        return any(
+            layer.feed_forward.bias
+            for layer in spec.layers
+            if isinstance(layer.feed_forward, Dense)
+        )
     if name == "shared_expert_size":
         return spec.moe.shared.size if spec.moe and spec.moe.shared else 0
     return getattr(spec if hasattr(spec, name) else first(spec), name)
@@ -179,9 +205,13 @@ def test_both_spellings_mean_what_transformers_says(
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_an_absent_key_has_the_value_that_transformers_gives_it(architecture: str, tmp_path: Path) -> None:
+def test_an_absent_key_has_the_value_that_transformers_gives_it(
+    architecture: str, tmp_path: Path
+) -> None:
     full = old_spelling(new_spelling(architecture))
-    full.pop("layer_types", None)  # derived; it would contradict the windows that other keys then imply
+    full.pop(
+        "layer_types", None
+    )  # derived; it would contradict the windows that other keys then imply
     skipped = {"architectures", "model_type", "torch_dtype", "num_hidden_layers", "hidden_size"}
     for key in full.keys() - skipped:
         values = {name: value for name, value in full.items() if name != key}
@@ -191,7 +221,9 @@ def test_an_absent_key_has_the_value_that_transformers_gives_it(architecture: st
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_an_empty_config_is_transformers_default_model(architecture: str, write_config: WriteConfig) -> None:
+def test_an_empty_config_is_transformers_default_model(
+    architecture: str, write_config: WriteConfig
+) -> None:
     make = FAMILIES[architecture][0]
     spec = read_model_spec(write_config({"architectures": [architecture], "dtype": "float32"}))
     check(spec, make())
@@ -234,14 +266,18 @@ def test_architecture_is_found_by_model_type_alone(write_config: WriteConfig) ->
     assert read_model_spec(write_config(architectures=...)).architecture == "LlamaForCausalLM"
 
 
-def test_code_of_the_checkpoint_does_not_run(write_config: WriteConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_code_of_the_checkpoint_does_not_run(
+    write_config: WriteConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
         spec = read_model_spec(write_config(auto_map={"AutoModelForCausalLM": "evil.Model"}))
     assert spec.architecture == "LlamaForCausalLM"
     assert "LlamaForCausalLM is built in, and code of a checkpoint never runs" in caplog.text
 
 
-def test_end_ids_that_no_token_has_are_dropped(write_config: WriteConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_end_ids_that_no_token_has_are_dropped(
+    write_config: WriteConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     assert read_model_spec(write_config(eos_token_id=[96, -1, 3, 3])).eos_token_ids == (3,)
     assert "[96, -1]" in caplog.text
 
@@ -268,7 +304,12 @@ QWEN3_NEXT = LLAMA | {
 }
 KIMI_LINEAR = LLAMA | {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
 DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"}
-NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_act": "silu"}
+NEMOTRON = {
+    **LLAMA,
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hidden_act": "silu",
+}
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoe"),
     (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures"),
@@ -278,7 +319,11 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"architectures": ..., "model_type": ...}, "architectures is missing"),
     (LLAMA, {"model_type": "qwen3"}, "fix one of the two"),
     (LLAMA, {"model_type": ["llama"]}, "model_type"),
-    (LLAMA, {"quantization_config": {"quant_method": "bitsandbytes"}}, "supported: compressed-tensors, fp8"),
+    (
+        LLAMA,
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "supported: compressed-tensors, fp8",
+    ),
     (LLAMA, {"compression_config": {"x": 1}}, "config_groups is None; it must have a group"),
     (LLAMA, {"per_layer_config": {"0": {}}}, "per_layer_config"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
@@ -293,7 +338,11 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"vocab_size": "9" * 10_000}, "..."),
     (LLAMA, {"num_hidden_layers": 10**6}, "num_hidden_layers"),
     (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers"),
-    (LLAMA, {"num_attention_heads": 5}, "num_key_value_heads is 2; it must divide num_attention_heads (5)"),
+    (
+        LLAMA,
+        {"num_attention_heads": 5},
+        "num_key_value_heads is 2; it must divide num_attention_heads (5)",
+    ),
     (LLAMA, {"num_key_value_heads": 3}, "it must divide"),
     (LLAMA, {"num_key_value_heads": 8}, "num_key_value_heads"),
     (LLAMA, {"hidden_size": 66}, "num_attention_heads (4) must divide it"),
@@ -312,17 +361,33 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"sliding_window": 128}, "no sliding window"),
     (LLAMA, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
     (LLAMA, {"layer_types": 3}, "layer_types"),
-    (LLAMA, {"eos_token_id": [1, 2.0]}, "eos_token_id is [1, 2.0]; it must be one token id, a list of them, or null"),
+    (
+        LLAMA,
+        {"eos_token_id": [1, 2.0]},
+        "eos_token_id is [1, 2.0]; it must be one token id, a list of them, or null",
+    ),
     (LLAMA, {"eos_token_id": True}, "eos_token_id"),
     (LLAMA, {"eos_token_id": "</s>"}, "eos_token_id"),
     (LLAMA, {"eos_token_id": list(range(96)) * 10}, "eos_token_id"),
-    (QWEN3_MOE, {"num_experts": 10**9}, "num_experts is 1000000000; it must be an integer from 1 to 4096"),
+    (
+        QWEN3_MOE,
+        {"num_experts": 10**9},
+        "num_experts is 1000000000; it must be an integer from 1 to 4096",
+    ),
     (QWEN3_MOE, {"num_experts": 0}, "num_experts"),
     (QWEN3_MOE, {"num_local_experts": 16}, "num_experts is 8; but num_local_experts is 16"),
-    (QWEN3_MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be an integer from 1 to 8"),
+    (
+        QWEN3_MOE,
+        {"num_experts_per_tok": 9},
+        "num_experts_per_tok is 9; it must be an integer from 1 to 8",
+    ),
     (QWEN3_MOE, {"moe_intermediate_size": -48}, "moe_intermediate_size"),
     (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step"),
-    (QWEN3_MOE, {"mlp_only_layers": [2]}, "mlp_only_layers is [2]; it must be a list of integers from 0 to 1"),
+    (
+        QWEN3_MOE,
+        {"mlp_only_layers": [2]},
+        "mlp_only_layers is [2]; it must be a list of integers from 0 to 1",
+    ),
     (QWEN3_MOE, {"mlp_only_layers": [True]}, "mlp_only_layers"),
     (QWEN3_MOE, {"norm_topk_prob": None}, "norm_topk_prob"),
     (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
@@ -351,13 +416,29 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HYBRID, {"mamba_d_head": 24}, "mamba_d_head is 24; mamba_n_heads and mamba_expand make it"),
     (HYBRID, {"mamba_n_groups": 3}, "mamba_n_groups is 3; it must divide mamba_n_heads (4)"),
     (HYBRID, {"mamba_conv_bias": False}, "mamba_conv_bias is False; only True is supported"),
-    (HYBRID, {"time_step_limit": [0.1]}, "time_step_limit is [0.1]; it must be a list of two numbers"),
+    (
+        HYBRID,
+        {"time_step_limit": [0.1]},
+        "time_step_limit is [0.1]; it must be a list of two numbers",
+    ),
     (HYBRID, {"time_step_limit": [2, 1.0]}, "time_step_limit"),
     (HYBRID, {"time_step_limit": None}, "time_step_limit"),
     (HYBRID, {"layer_types": ["mamba", "sliding_attention"]}, "layer_types"),
-    (NEMOTRON, {"hybrid_override_pattern": "EM"}, "layer 0 (moe) must follow one that reads earlier tokens"),
-    (NEMOTRON, {"hybrid_override_pattern": "M*E-"}, "hybrid_override_pattern is 'M*E-'; layer 3 (mlp)"),
-    (NEMOTRON, {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'; it must list one of"),
+    (
+        NEMOTRON,
+        {"hybrid_override_pattern": "EM"},
+        "layer 0 (moe) must follow one that reads earlier tokens",
+    ),
+    (
+        NEMOTRON,
+        {"hybrid_override_pattern": "M*E-"},
+        "hybrid_override_pattern is 'M*E-'; layer 3 (mlp)",
+    ),
+    (
+        NEMOTRON,
+        {"hybrid_override_pattern": "MX"},
+        "hybrid_override_pattern is 'MX'; it must list one of",
+    ),
     (NEMOTRON, {"hybrid_override_pattern": ""}, "hybrid_override_pattern"),
     (NEMOTRON, {"layers_block_type": ["mamba", "mamba", "attention", 3]}, "layers_block_type"),
     (NEMOTRON, {"n_groups": 3}, "n_groups is 3; it must divide mamba_num_heads (128)"),
@@ -369,9 +450,21 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"clip_qkv": -1},
         "clip_qkv",
     ),
-    (QWEN3_NEXT, {"linear_num_value_heads": 6}, "linear_num_value_heads is 6; linear_num_key_heads (4) must divide it"),
-    (QWEN3_NEXT, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be an integer from 2 to 16"),
-    (QWEN3_NEXT, {"layer_types": ["linear_attention", "sliding_attention"]}, "list one of linear_attention, full"),
+    (
+        QWEN3_NEXT,
+        {"linear_num_value_heads": 6},
+        "linear_num_value_heads is 6; linear_num_key_heads (4) must divide it",
+    ),
+    (
+        QWEN3_NEXT,
+        {"linear_conv_kernel_dim": 1},
+        "linear_conv_kernel_dim is 1; it must be an integer from 2 to 16",
+    ),
+    (
+        QWEN3_NEXT,
+        {"layer_types": ["linear_attention", "sliding_attention"]},
+        "list one of linear_attention, full",
+    ),
     (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope is False; only True is supported"),
     (KIMI_LINEAR, {"moe_router_activation_func": "softmax"}, "only 'sigmoid' is supported"),
     (
@@ -384,13 +477,19 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [0]}},
         "linear_attn_config.kda_layers is [0]; it must be a list of integers from 1 to 2",
     ),
-    (KIMI_LINEAR, {"linear_attn_config": {"head_dim": "128"}}, "linear_attn_config.head_dim is '128'"),
+    (
+        KIMI_LINEAR,
+        {"linear_attn_config": {"head_dim": "128"}},
+        "linear_attn_config.head_dim is '128'",
+    ),
     (DOTS1, {"max_window_layers": None}, "max_window_layers is None; it must be an integer"),
     (DOTS1, {"max_window_layers": "1"}, "max_window_layers is '1'"),
 ]
 
 
-@pytest.mark.parametrize(("base", "changes", "says"), BAD, ids=[f"{i}-{next(iter(b[1]))}" for i, b in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("base", "changes", "says"), BAD, ids=[f"{i}-{next(iter(b[1]))}" for i, b in enumerate(BAD)]
+)
 def test_bad_config_is_refused_with_key_and_remedy(
     base: dict[str, Any], changes: dict[str, Any], says: str, write_config: WriteConfig
 ) -> None:
@@ -406,7 +505,16 @@ def test_bad_config_is_refused_with_key_and_remedy(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b'{"vocab_size": NaN}', b'{"vocab_size": 1e999}', b"\xff\xfe{}", b"[" * 200_000],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"vocab_size": NaN}',
+        b'{"vocab_size": 1e999}',
+        b"\xff\xfe{}",
+        b"[" * 200_000,
+    ],
     ids=["empty", "cut", "list", "null", "nan", "infinite", "utf16", "deep"],
 )
 def test_a_file_that_is_no_config_is_refused(content: bytes, tmp_path: Path) -> None:
@@ -416,26 +524,61 @@ def test_a_file_that_is_no_config_is_refused(content: bytes, tmp_path: Path) -> 
 
 
 ANY_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "low_freq_factor", "original_max_position_embeddings")
-ANY_ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), ANY_JSON | st.sampled_from(["yarn", "linear", "llama3"]))
+ROPE_KEYS = (
+    "rope_type",
+    "type",
+    "factor",
+    "rope_theta",
+    "low_freq_factor",
+    "original_max_position_embeddings",
+)
+ANY_ROPE = st.dictionaries(
+    st.sampled_from(ROPE_KEYS), ANY_JSON | st.sampled_from(["yarn", "linear", "llama3"])
+)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), architecture=st.sampled_from(list(FAMILIES)))
-def test_any_value_under_any_key_is_read_or_refused(data: st.DataObject, architecture: str, tmp_path: Path) -> None:
+def test_any_value_under_any_key_is_read_or_refused(
+    data: st.DataObject, architecture: str, tmp_path: Path
+) -> None:
     values = old_spelling(new_spelling(architecture))
-    keys = [*values, "num_experts", "num_local_experts", "rope_parameters", "layer_types", "head_dim", "sliding_window"]
+    keys = [
+        *values,
+        "num_experts",
+        "num_local_experts",
+        "rope_parameters",
+        "layer_types",
+        "head_dim",
+        "sliding_window",
+    ]
     for key in data.draw(st.lists(st.sampled_from(keys), max_size=3)):
-        values[key] = data.draw(ANY_ROPE if key.startswith("rope_") and data.draw(st.booleans()) else ANY_JSON)
+        values[key] = data.draw(
+            ANY_ROPE if key.startswith("rope_") and data.draw(st.booleans()) else ANY_JSON
+        )
     (tmp_path / "config.json").write_text(json.dumps(values))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": data.draw(ANY_JSON)}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": data.draw(ANY_JSON)})
+    )
     with suppress(CheckpointError):
         spec = read_model_spec(tmp_path)
-        assert len(spec.kv_rules) == spec.num_layers == values.get("num_hidden_layers", spec.num_layers)
+        assert (
+            len(spec.kv_rules)
+            == spec.num_layers
+            == values.get("num_hidden_layers", spec.num_layers)
+        )
 
 
 def test_infinity_is_read_as_both_versions_of_transformers_write_it(tmp_path: Path) -> None:
@@ -446,7 +589,12 @@ def test_infinity_is_read_as_both_versions_of_transformers_write_it(tmp_path: Pa
         specs.append(read_model_spec(tmp_path))
     assert specs[0] == specs[1]
     assert specs[0].layers[0].mixer == Mamba2(
-        num_heads=4, num_groups=1, state_dim=256, head_dim=specs[0].hidden_size // 2, conv=4, time_limit=(0.5, math.inf)
+        num_heads=4,
+        num_groups=1,
+        state_dim=256,
+        head_dim=specs[0].hidden_size // 2,
+        conv=4,
+        time_limit=(0.5, math.inf),
     )
 
 

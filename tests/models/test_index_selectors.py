@@ -1,4 +1,6 @@
-"""Queries that attend to what an index selector chooses: where it selects, which layers choose, what it needs."""
+"""Queries that attend to what an index selector chooses: where it selects, which layers choose,
+what it needs.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def test_queries_that_see_few_tokens_have_the_bits_of_plain_attention(
 @pytest.mark.parametrize("name", NAMES)
 def test_every_instruction_set_has_the_same_bits(name: str, isa: Any, make_checkpoint: Any) -> None:
     path = make_checkpoint(name).path
-    expected, best = alone(Driver(path, torch.bfloat16)), MODULE.serving_isa()
+    expected = alone(Driver(path, torch.bfloat16))
+    best = MODULE.serving_isa()
     driver = Driver(path, torch.bfloat16, num_blocks=1024)
     MODULE.use_isa(isa)
     try:
@@ -91,16 +94,27 @@ CHOOSES: list[dict[str, Any]] = [
     {"index_topk_freq": 0},
     {"index_topk_pattern": "FSFSSF"},
     {"index_topk_pattern": ["full", "shared", "shared", "shared", "full", "full"]},
-    {"indexer_types": ["full", "full", "shared", "full", "shared", "shared"], "index_topk_pattern": "FSFSSF"},
+    {
+        "indexer_types": ["full", "full", "shared", "full", "shared", "shared"],
+        "index_topk_pattern": "FSFSSF",
+    },
 ]
 
 
 @pytest.mark.parametrize("keys", CHOOSES, ids=str)
 def test_layers_choose_as_transformers_says(keys: dict[str, Any], tmp_path: Path) -> None:
-    values = {"architectures": ["GlmMoeDsaForCausalLM"], "dtype": "float32", "num_hidden_layers": 6, **keys}
+    values = {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "dtype": "float32",
+        "num_hidden_layers": 6,
+        **keys,
+    }
     (tmp_path / "config.json").write_text(json.dumps(values))
     mixers = [layer.mixer for layer in read_model_spec(tmp_path).layers]
-    shared = [isinstance(mixer, LatentAttention) and mixer.indexer and mixer.indexer.shared for mixer in mixers]
+    shared = [
+        isinstance(mixer, LatentAttention) and mixer.indexer and mixer.indexer.shared
+        for mixer in mixers
+    ]
     theirs = transformers.GlmMoeDsaConfig(num_hidden_layers=6, **keys).indexer_types
     assert ["shared" if there else "full" for there in shared] == theirs
 
@@ -108,21 +122,35 @@ def test_layers_choose_as_transformers_says(keys: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize(
     ("architecture", "keys", "says"),
     [
-        ("GlmMoeDsa", {"indexer_types": ["shared", "full"]}, "the first layer has no choice to share"),
+        (
+            "GlmMoeDsa",
+            {"indexer_types": ["shared", "full"]},
+            "the first layer has no choice to share",
+        ),
         ("GlmMoeDsa", {"indexer_types": ["full"]}, "full or shared for each of 2 layers"),
         ("GlmMoeDsa", {"index_topk_pattern": "FX"}, "full or shared for each of 2 layers"),
         ("GlmMoeDsa", {"index_topk_freq": "4"}, "index_topk_freq is '4'"),
         ("GlmMoeDsa", {"indexer_rope_interleave": False}, "only True is supported"),
         ("DeepseekV32", {"indexer_rope_interleave": True}, "only False is supported"),
         ("DeepseekV32", {"index_topk": 0}, "index_topk is 0"),
-        ("DeepseekV32", {"index_head_dim": 32}, "index_head_dim is 32; it must be an integer from 64"),
+        (
+            "DeepseekV32",
+            {"index_head_dim": 32},
+            "index_head_dim is 32; it must be an integer from 64",
+        ),
         ("DeepseekV32", {"index_n_heads": None}, "index_n_heads is None"),
         ("DeepseekV32", {"q_lora_rank": None}, "q_lora_rank is None"),
         ("DeepseekV32", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
     ],
 )
-def test_bad_config_is_refused(architecture: str, keys: dict[str, Any], says: str, tmp_path: Path) -> None:
-    own = {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 2, "first_k_dense_replace": 1}
+def test_bad_config_is_refused(
+    architecture: str, keys: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    own = {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+    }
     values = {**own, "dtype": "float32", **keys}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=says):

@@ -37,7 +37,9 @@ def test_layers_decay_less_and_less(make_checkpoint: Any) -> None:
         ("layer_group_size", 0),
     ],
 )  # fmt: skip
-def test_what_nothing_computes_is_refused(key: str, value: Any, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_what_nothing_computes_is_refused(
+    key: str, value: Any, make_checkpoint: Any, tmp_path: Path
+) -> None:
     config = json.loads((make_checkpoint("bailing_moe_v2_5").path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(CheckpointError, match=f"{key} is {value!r}"):

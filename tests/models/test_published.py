@@ -17,6 +17,7 @@ def test_transformers_reads_the_checkpoint(name: str, make_checkpoint: Any) -> N
     prompt = torch.randint(0, 250, (1, 150), generator=torch.Generator().manual_seed(1))
     again = type(checkpoint.reference).from_pretrained(checkpoint.path, dtype=torch.float32).eval()
     with torch.no_grad():
-        ours, theirs = checkpoint.reference(prompt).logits, again(prompt).logits
+        ours = checkpoint.reference(prompt).logits
+        theirs = again(prompt).logits
     assert torch.equal(ours, theirs)
     assert len(set(ours[0].argmax(-1).tolist())) > 20

@@ -1,5 +1,5 @@
-"""config.json as it is on the hub: every key that a release has is read or known to change nothing, and the parameters
-that follow are those that its authors count."""
+"""config.json as it is on the hub: every key that a release has is read or known to change nothing,
+and the parameters that follow are those that its authors count."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import model_size
 
-FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-S, F = "sliding_attention", "full_attention"
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+S = "sliding_attention"
+F = "full_attention"
 # config.json without what every model has or needs; billions of parameters in all, and of one token
 RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
     "DeepSeek-V3.1": (
@@ -429,7 +435,9 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
 @pytest.mark.parametrize("name", RELEASES)
 def test_the_release_is_read_and_counted(name: str, tmp_path: Path) -> None:
     config, total, active = RELEASES[name]
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode({"torch_dtype": "bfloat16", **config}))
+    (tmp_path / "config.json").write_bytes(
+        msgspec.json.encode({"torch_dtype": "bfloat16", **config})
+    )
     size = model_size(read_model_spec(tmp_path))
     assert size.total / 1e9 == pytest.approx(total, rel=0.02)
     assert size.active / 1e9 == pytest.approx(active, rel=0.08)
@@ -450,8 +458,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "key"), [(name, key) for name, changes in CHANGES.items() for key in changes])
-def test_a_key_that_would_change_the_numbers_is_refused(name: str, key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, changes in CHANGES.items() for key in changes]
+)
+def test_a_key_that_would_change_the_numbers_is_refused(
+    name: str, key: str, tmp_path: Path
+) -> None:
     """One that only the authors' own code reads, and that leaves most tensors as they are."""
     config = {**RELEASES[name][0], "torch_dtype": "bfloat16", key: CHANGES[name][key]}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))

@@ -1,4 +1,6 @@
-"""Quantised weights: logits and greedy tokens are those of the model that has the rounded weights in fp32."""
+"""Quantised weights: logits and greedy tokens are those of the model that has the rounded weights
+in fp32.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from .conftest import FEW, Driver
 
 PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 module: Any = native()
-pytestmark = pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
+pytestmark = pytest.mark.skipif(
+    module is None or not module.serving_isa(), reason="needs the native kernels"
+)
 
 
 def cases() -> list[tuple[str, str]]:
@@ -25,8 +29,13 @@ def cases() -> list[tuple[str, str]]:
     kinds = ["int8", "int4 with zero points", "fp8 in blocks"]
     others = [("qwen3_moe", form) for form in FORMS if form not in kinds]
     others += [("gemma4", "fp8")]  # which has a dense MLP beside its experts
-    others += [("granite_moe", form) for form in FORMS if form.startswith("fp4")]  # whose experts are fused
-    others += [("deepseek_v32", "fp8 in blocks"), ("glm_moe_dsa", "fp8 in blocks")]  # as they are published
+    others += [
+        ("granite_moe", form) for form in FORMS if form.startswith("fp4")
+    ]  # whose experts are fused
+    others += [
+        ("deepseek_v32", "fp8 in blocks"),
+        ("glm_moe_dsa", "fp8 in blocks"),
+    ]  # as they are published
     return [(name, form) for name in FEW for form in kinds] + others
 
 
@@ -40,7 +49,9 @@ def same(got: Driver, expected: Driver) -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), cases())
-def test_a_stored_format_means_what_it_says(name: str, form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_a_stored_format_means_what_it_says(
+    name: str, form: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
     quantised, meaning = write_quantised(make_checkpoint(name).path, tmp_path, FORMS[form])
     same(Driver(quantised), Driver(meaning))
 
@@ -50,7 +61,9 @@ def test_a_stored_format_means_what_it_says(name: str, form: str, make_checkpoin
 def test_quantised_on_load(name: str, asked: Any, make_checkpoint: Any) -> None:
     """The model whose linear layers were rounded before; and it is not the model that was not."""
     path = make_checkpoint(name).path
-    got, plain, expected = Driver(path, asked=asked), Driver(path), Driver(path, change=lambda p: meaning_of(p, asked))
+    got = Driver(path, asked=asked)
+    plain = Driver(path)
+    expected = Driver(path, change=lambda p: meaning_of(p, asked))
     same(got, expected)
     assert not torch.equal(got.prefill("b", PROMPT), plain.prefill("b", PROMPT))
 

@@ -1,4 +1,6 @@
-"""Models with quantised weights on Triton kernels: logits are those of what the weights mean, in any company."""
+"""Models with quantised weights on Triton kernels: logits are those of what the weights mean, in
+any company.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,16 @@ from tools.gpu.references import quantise_reference, widen
 from .conftest import Driver
 
 PROMPT = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(1)).tolist()
-SHARED = {"num_hidden_layers": 1, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-BLOCKS = {"num_hidden_layers": 1, "moe_intermediate_size": 128, "hidden_size": 128}  # whole blocks of 128 x 128
+SHARED = {
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+BLOCKS = {
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 128,
+    "hidden_size": 128,
+}  # whole blocks of 128 x 128
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +50,22 @@ def far(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize(
     "form",
-    ["int4 with zero points", "int8", "fp8", "fp8 in blocks", "fp4, mxfp4", "fp4, nvfp4 of ModelOpt", "int8, gptq"],
+    [
+        "int4 with zero points",
+        "int8",
+        "fp8",
+        "fp8 in blocks",
+        "fp4, mxfp4",
+        "fp4, nvfp4 of ModelOpt",
+        "int8, gptq",
+    ],
 )
-def test_a_stored_format_means_what_it_says(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
-    """With biases, a shared expert and all linear layers; blocks of e4m3 that are not whole leave rows as they are."""
+def test_a_stored_format_means_what_it_says(
+    form: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    """With biases, a shared expert and all linear layers; blocks of e4m3 that are not whole leave
+    rows as they are.
+    """
     quantised, meaning = write_quantised(
         make_checkpoint("qwen2_moe", **SHARED).path, tmp_path, FORMS[form], plain="nothing"
     )
@@ -65,8 +87,12 @@ def test_quantised_on_load(asked: Any, make_checkpoint: Any) -> None:
     assert far(found, plain) > 1e-3
 
 
-def test_experts_multiply_e4m3_in_blocks(make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As plain products of what weights, rows and what is between them mean, but for a sum that falls on a tie."""
+def test_experts_multiply_e4m3_in_blocks(
+    make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As plain products of what weights, rows and what is between them mean, but for a sum that
+    falls on a tie.
+    """
     path = make_checkpoint("qwen3_moe", **BLOCKS).path
     quantised, meaning = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
 
@@ -76,7 +102,9 @@ def test_experts_multiply_e4m3_in_blocks(make_checkpoint: Any, tmp_path: Path, m
     found = Driver(quantised, kernels="triton").prefill("a", PROMPT[:6])
     plain = Driver(meaning, kernels="triton").prefill("a", PROMPT[:6])
     gate_up = PLAIN.gate_up
-    by_meaning = replace(PLAIN, rows=lambda x, to: rounded(x), gate_up=lambda *args: rounded(gate_up(*args)))
+    by_meaning = replace(
+        PLAIN, rows=lambda x, to: rounded(x), gate_up=lambda *args: rounded(gate_up(*args))
+    )
     monkeypatch.setattr(triton_weights, "PLAIN", by_meaning)
     expected = Driver(meaning, kernels="triton").prefill("a", PROMPT[:6])
     assert far(found, expected) <= 5e-3
@@ -84,8 +112,12 @@ def test_experts_multiply_e4m3_in_blocks(make_checkpoint: Any, tmp_path: Path, m
 
 
 @pytest.mark.full("models", keep=1)
-@pytest.mark.parametrize(("form", "sizes"), [("fp8 in blocks", BLOCKS), ("int4", {"moe_intermediate_size": 64})])
-def test_bits_depend_on_no_company(form: str, sizes: dict[str, int], make_checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "sizes"), [("fp8 in blocks", BLOCKS), ("int4", {"moe_intermediate_size": 64})]
+)
+def test_bits_depend_on_no_company(
+    form: str, sizes: dict[str, int], make_checkpoint: Any, tmp_path: Path
+) -> None:
     """All layers quantised; a prompt whole and in chunks, then a token, beside others."""
     path = make_checkpoint("qwen3_moe", **{"num_hidden_layers": 1, **sizes}).path
     quantised, _ = write_quantised(path, tmp_path, FORMS[form], plain="nothing")

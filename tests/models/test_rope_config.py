@@ -1,4 +1,6 @@
-"""Rope settings in every spelling, against transformers' own functions, and the refusal of what we do not compute."""
+"""Rope settings in every spelling, against transformers' own functions, and the refusal of what we
+do not compute.
+"""
 
 from __future__ import annotations
 
@@ -65,16 +67,24 @@ def test_both_spellings_are_one_rope(
     ],
     ids=str,
 )
-def test_yarn_scales_attention_as_transformers_does(changes: dict[str, Any], write_config: WriteConfig) -> None:
+def test_yarn_scales_attention_as_transformers_does(
+    changes: dict[str, Any], write_config: WriteConfig
+) -> None:
     rope = {**YARN, **changes}
     config = transformers.LlamaConfig(
-        **{key: LLAMA[key] for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")},
+        **{
+            key: LLAMA[key]
+            for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")
+        },
         rope_parameters={"rope_theta": 5e5, **rope},
     )
     read = rope_of(write_config(**new(**rope)))
     assert read.attention_factor == ROPE_INIT_FUNCTIONS["yarn"](config)[1]
     assert read.original_max_position == rope["original_max_position_embeddings"]
-    assert (read.beta_fast, read.beta_slow) == (changes.get("beta_fast", 32), changes.get("beta_slow", 1))
+    assert (read.beta_fast, read.beta_slow) == (
+        changes.get("beta_fast", 32),
+        changes.get("beta_slow", 1),
+    )
 
 
 def test_original_length_defaults_to_max_position(write_config: WriteConfig) -> None:
@@ -99,7 +109,9 @@ def test_equal_ropes_per_layer_type_are_one(write_config: WriteConfig) -> None:
 
 
 def test_both_spellings_at_once_may_complete_each_other(write_config: WriteConfig) -> None:
-    rope = rope_of(write_config(rope_theta=..., rope_scaling=LINEAR, rope_parameters={"rope_theta": 7e4}))
+    rope = rope_of(
+        write_config(rope_theta=..., rope_scaling=LINEAR, rope_parameters={"rope_theta": 7e4})
+    )
     assert rope == RopeSpec(theta=7e4, kind="linear", factor=4.0)
 
 
@@ -111,7 +123,10 @@ def rope_of(path: Path) -> RopeSpec:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type is 'longrope'; supported: default, linear"),
+    (
+        {"rope_scaling": {"rope_type": "longrope"}},
+        "rope_scaling.rope_type is 'longrope'; supported: default, linear",
+    ),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ({"rope_scaling": {"type": None}}, "rope_type"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object or null"),
@@ -119,11 +134,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
     ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor"),
     ({"rope_scaling": {"type": "linear", "factor": True}}, "factor"),
-    ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.5}}, "must not be larger than high_freq_factor"),
-    ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+    (
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.5}},
+        "must not be larger than high_freq_factor",
+    ),
+    (
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}},
+        "original_max_position_embeddings",
+    ),
     ({"rope_scaling": {**YARN, "attention_factor": -1}}, "attention_factor"),
-    ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 8.0}}, "disagrees with rope_parameters about"),
-    ({"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": LINEAR}}, "layer types with different rope"),
+    (
+        {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 8.0}},
+        "disagrees with rope_parameters about",
+    ),
+    (
+        {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": LINEAR}},
+        "layer types with different rope",
+    ),
     ({"rope_parameters": {"full_attention": 3, "sliding_attention": 3}}, "layer types"),
     ({"rope_theta": 0}, "rope_parameters.rope_theta is 0"),
     ({"rope_theta": "10000"}, "rope_theta"),

@@ -1,4 +1,6 @@
-"""Logits and greedy tokens of every family against transformers, in fp32 and, loosely, in the 16-bit dtypes."""
+"""Logits and greedy tokens of every family against transformers, in fp32 and, loosely, in the
+16-bit dtypes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def compare(checkpoint: Any, prompt: list[int], new_tokens: int, **options: Any)
     with torch.no_grad():
         theirs = checkpoint.reference(torch.tensor([tokens])).logits[0]
     error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    recurs = any(rule.tile for rule in driver.spec.kv_rules)  # transformers sums over 64 tokens there
+    recurs = any(
+        rule.tile for rule in driver.spec.kv_rules
+    )  # transformers sums over 64 tokens there
     assert error.max() <= (2e-5 if recurs else 1e-5), error.max()
     # the same 64 tokens: transformers, fed our tokens, would have chosen each of them
     assert theirs.argmax(-1)[len(prompt) - 1 : -1].tolist() == tokens[len(prompt) :]
@@ -45,7 +49,9 @@ def test_fp32_logits_and_greedy_tokens(name: str, make_checkpoint: Any) -> None:
 
 @pytest.mark.full("models", keep=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/runner has this on the GPU")
-@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "granite_moe", "llama", "glm_moe_dsa", *MIXED, *RECURRENT])
+@pytest.mark.parametrize(
+    "name", ["qwen2_moe", "olmoe", "granite_moe", "llama", "glm_moe_dsa", *MIXED, *RECURRENT]
+)
 def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
     compare(make_checkpoint(name, **RECURRENT.get(name, {})), PROMPT[:64], 2, kernels="triton")
 

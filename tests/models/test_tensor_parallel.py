@@ -1,4 +1,6 @@
-"""Tensor parallelism changes no bit: every rank of an engine has the hidden states and logits of one rank alone."""
+"""Tensor parallelism changes no bit: every rank of an engine has the hidden states and logits of
+one rank alone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def _one_thread(one_torch_thread: None) -> None: ...
 
 
 def play(driver: Driver, idle: tuple[int, int] = (0, 0)) -> list[Tensor]:
-    """Hidden states and logits of a prefill, of chunks, of decode steps in company, and of a lone token.
+    """Hidden states and logits of a prefill, of chunks, of decode steps in company, and of a lone
+    token.
 
     idle: steps without tokens before and after.
     """
@@ -68,19 +71,29 @@ def play(driver: Driver, idle: tuple[int, int] = (0, 0)) -> list[Tensor]:
     return seen
 
 
-def check(path: Path, dtype: torch.dtype, tp_size: int, tp: list[TensorParallel] | None = None, **options: Any) -> None:
+def check(
+    path: Path,
+    dtype: torch.dtype,
+    tp_size: int,
+    tp: list[TensorParallel] | None = None,
+    **options: Any,
+) -> None:
     expected = play(Driver(path, dtype, **options))
     board = Board(tp_size)
     tp = tp or [BoardTensor(rank, board) for rank in range(tp_size)]
 
     def run(rank: int) -> list[Tensor]:
         # `ep` off: every rank has all experts and sends its share of the rows to itself.
-        driver = Driver(path, dtype, world=World(rank, tp_size, tp_size, ep=False), tp=tp[rank], **options)
+        driver = Driver(
+            path, dtype, world=World(rank, tp_size, tp_size, ep=False), tp=tp[rank], **options
+        )
         return play(driver)
 
     for found in together([functools.partial(run, rank) for rank in range(tp_size)]):
         assert len(found) == len(expected)
-        assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
+        assert [
+            i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)
+        ] == []
 
 
 @pytest.mark.full("models", keep="each")
@@ -139,9 +152,17 @@ def test_over_gloo(tmp_path: Path, make_checkpoint: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
 def test_with_experts_sharded_over_all_ranks(
-    name: str, dtype: torch.dtype, engines: int, tp_size: int, redundant: int, tmp_path: Path, make_checkpoint: Any
+    name: str,
+    dtype: torch.dtype,
+    engines: int,
+    tp_size: int,
+    redundant: int,
+    tmp_path: Path,
+    make_checkpoint: Any,
 ) -> None:
-    """Engine 1 begins one step later, and each serves the other meanwhile; dispatches take 16 tokens at most."""
+    """Engine 1 begins one step later, and each serves the other meanwhile; dispatches take 16
+    tokens at most.
+    """
     path = make_checkpoint(name).path
     spec = read_model_spec(path)
     expected = play(Driver(path, dtype))
@@ -164,17 +185,26 @@ def test_with_experts_sharded_over_all_ranks(
             backend.leave()
 
     for found in together([functools.partial(run, rank) for rank in range(size)]):
-        assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
+        assert [
+            i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)
+        ] == []
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("name", FEW)
-def test_every_row_of_every_weight_is_on_its_ranks(name: str, tp_size: int, make_checkpoint: Any) -> None:
-    """Shares follow each other and leave nothing out; only KV heads with less ranks than heads are there twice."""
+def test_every_row_of_every_weight_is_on_its_ranks(
+    name: str, tp_size: int, make_checkpoint: Any
+) -> None:
+    """Shares follow each other and leave nothing out; only KV heads with less ranks than heads are
+    there twice.
+    """
     path = make_checkpoint(name, intermediate_size=90, vocab_size=301).path
     spec = read_model_spec(path)
     everything = carry_out(path, spec, torch.float32)
-    shares = [carry_out(path, spec, torch.float32, World(rank, tp_size, tp_size, ep=False)) for rank in range(tp_size)]
+    shares = [
+        carry_out(path, spec, torch.float32, World(rank, tp_size, tp_size, ep=False))
+        for rank in range(tp_size)
+    ]
     split = set()
     for param, full in everything.items():
         parts = [share[param] for share in shares]
@@ -186,7 +216,11 @@ def test_every_row_of_every_weight_is_on_its_ranks(name: str, tp_size: int, make
         elif "gate_up" in param:
             parts = [part.chunk(2)[half] for half in range(2) for part in parts]
         assert torch.equal(torch.cat(parts), full), param
-    assert {"qkv", "out", "lm_head"} <= split <= {"qkv", "qkv_bias", "out", "lm_head", "gate_up", "down"}
+    assert (
+        {"qkv", "out", "lm_head"}
+        <= split
+        <= {"qkv", "qkv_bias", "out", "lm_head", "gate_up", "down"}
+    )
     assert ("down" in split) == (not spec.moe_layers)
 
 
@@ -194,7 +228,8 @@ def _of_kind(parts: list[Tensor], spec: ModelSpec, tp_size: int, kind: int) -> T
     """All queries, keys or values of the ranks' qkv, keys and values once each."""
     mixer = spec.layers[0].mixer
     assert isinstance(mixer, Attention)
-    heads, d = [mixer.local_heads(World(rank, tp_size, tp_size)) for rank in range(tp_size)], mixer.head_dim
+    heads = [mixer.local_heads(World(rank, tp_size, tp_size)) for rank in range(tp_size)]
+    d = mixer.head_dim
     rows = [part.split([h.count * d, h.count_kv * d, h.count_kv * d])[kind]
             for part, h in zip(parts, heads, strict=True)]  # fmt: skip
     firsts = [h.first_kv if kind else h.first for h in heads]
@@ -204,7 +239,8 @@ def _of_kind(parts: list[Tensor], spec: ModelSpec, tp_size: int, kind: int) -> T
 @pytest.mark.parametrize("name", ["olmoe", "llama"])
 def test_the_loader_reads_shares(name: str, make_checkpoint: Any) -> None:
     path = make_checkpoint(name, intermediate_size=90, vocab_size=301).path
-    spec, checkpoint = read_model_spec(path), open_checkpoint(path)
+    spec = read_model_spec(path)
+    checkpoint = open_checkpoint(path)
     world = World(3, 4, 4)
     loaded = load(checkpoint, load_plan(spec, checkpoint.tensors.keys(), world), torch.bfloat16)
     expected = carry_out(path, spec, torch.bfloat16, world)
@@ -225,24 +261,38 @@ def test_which_ranks_hold_which_heads() -> None:
 
 
 @pytest.mark.parametrize("tp_size", [3, 6, 8])
-def test_impossible_sizes_are_refused_with_the_possible_ones(tp_size: int, make_checkpoint: Any) -> None:
+def test_impossible_sizes_are_refused_with_the_possible_ones(
+    tp_size: int, make_checkpoint: Any
+) -> None:
     spec = read_model_spec(make_checkpoint("llama").path)
     spec = replace(spec, layers=(replace(spec.layers[0], mixer=TWELVE),))
-    with pytest.raises(ConfigError, match=rf"tp={tp_size} .*12 query heads on 4 KV heads.*from 1, 2, 4, 12"):
+    with pytest.raises(
+        ConfigError, match=rf"tp={tp_size} .*12 query heads on 4 KV heads.*from 1, 2, 4, 12"
+    ):
         load_plan(spec, [], World(0, tp_size, tp_size))
 
 
 @native_only
-@pytest.mark.parametrize(("name", "asked"), [("qwen3_moe", "int4"), ("qwen2_moe", "int8"), ("llama", "int4")])
+@pytest.mark.parametrize(
+    ("name", "asked"), [("qwen3_moe", "int4"), ("qwen2_moe", "int8"), ("llama", "int4")]
+)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_weights_that_are_quantised_on_load(name: str, asked: str, tp: int, make_checkpoint: Any) -> None:
+def test_weights_that_are_quantised_on_load(
+    name: str, asked: str, tp: int, make_checkpoint: Any
+) -> None:
     check(make_checkpoint(name).path, torch.bfloat16, tp, asked=asked)
 
 
 @native_only
-@pytest.mark.parametrize("form", ["int8", "int4 with zero points", "fp8 in blocks", "fp8 in small blocks"])
+@pytest.mark.parametrize(
+    "form", ["int8", "int4 with zero points", "fp8 in blocks", "fp8 in small blocks"]
+)
 def test_weights_that_are_stored_quantised(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
-    """Shares of outputs begin anywhere in blocks and in words of zero points; the last one is filled up."""
-    source = make_checkpoint("qwen3_moe", hidden_size=70, intermediate_size=90, mlp_only_layers=[1]).path
+    """Shares of outputs begin anywhere in blocks and in words of zero points; the last one is
+    filled up.
+    """
+    source = make_checkpoint(
+        "qwen3_moe", hidden_size=70, intermediate_size=90, mlp_only_layers=[1]
+    ).path
     quantised, _ = write_quantised(source, tmp_path, FORMS[form])
     check(quantised, torch.bfloat16, 4)

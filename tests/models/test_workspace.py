@@ -24,7 +24,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
     """The most that torch's allocator held at once beyond what it held before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         run()
-    held, peak = 0, 0
+    held = 0
+    peak = 0
     events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
@@ -41,7 +42,9 @@ def peak_bytes(run: Callable[[], object]) -> int:
 def test_peak_stays_below_the_bound(
     rows: int, count: int, before: int, dtype: torch.dtype, make_checkpoint: Any
 ) -> None:
-    checkpoint = make_checkpoint("qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_attention_heads=8)
+    checkpoint = make_checkpoint(
+        "qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_attention_heads=8
+    )
     driver = Driver(checkpoint.path, dtype, num_blocks=3000)
     if before:
         for key in range(rows):
@@ -74,11 +77,19 @@ class Echo:
 
 
 @pytest.mark.full("models", keep="each")
-@pytest.mark.parametrize(("name", "tp_size"), [("qwen3_moe", 2), ("olmoe", 4), ("llama", 2), ("llama", 8)])
+@pytest.mark.parametrize(
+    ("name", "tp_size"), [("qwen3_moe", 2), ("olmoe", 4), ("llama", 2), ("llama", 8)]
+)
 @pytest.mark.parametrize(("rows", "count", "before"), [(1, 512, 0), (200, 1, 30), (6, 64, 500)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bound_holds_on_one_of_several_ranks(
-    name: str, tp_size: int, rows: int, count: int, before: int, dtype: torch.dtype, make_checkpoint: Any
+    name: str,
+    tp_size: int,
+    rows: int,
+    count: int,
+    before: int,
+    dtype: torch.dtype,
+    make_checkpoint: Any,
 ) -> None:
     checkpoint = make_checkpoint(name, hidden_size=256, num_attention_heads=8, vocab_size=2000)
     check_one_rank(checkpoint, tp_size, rows, count, before, dtype)
@@ -95,7 +106,9 @@ def test_bound_holds_with_recurrent_layers(
     check_one_rank(make_checkpoint(name), 2, rows, count, before, dtype)
 
 
-def check_one_rank(checkpoint: Any, tp_size: int, rows: int, count: int, before: int, dtype: torch.dtype) -> None:
+def check_one_rank(
+    checkpoint: Any, tp_size: int, rows: int, count: int, before: int, dtype: torch.dtype
+) -> None:
     world = World(0, tp_size, tp_size, ep=False)
     driver = Driver(checkpoint.path, dtype, num_blocks=3000, world=world, tp=Echo(tp_size))
     if before:
@@ -108,7 +121,9 @@ def check_one_rank(checkpoint: Any, tp_size: int, rows: int, count: int, before:
 
 
 def test_bound_is_near_the_peak_of_a_large_prefill(make_checkpoint: Any) -> None:
-    checkpoint = make_checkpoint("qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_attention_heads=8)
+    checkpoint = make_checkpoint(
+        "qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_attention_heads=8
+    )
     driver = Driver(checkpoint.path, num_blocks=3000)
     peak = peak_bytes(lambda: driver.step([(key, [1] * 1000) for key in range(8)]))
     bound = workspace_bytes(driver.spec, 8000, 8, 1000, torch.float32)

@@ -24,7 +24,13 @@ from tests.comm import fake_nccl
 from tests.comm.ranks import members_of
 from tests.moe.contract.backends import BY_NCCL, facts_of
 
-WIDTH, TOP_K, LOCAL, UBATCHES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
+WIDTH = 1024
+TOP_K = 2
+LOCAL = 4
+UBATCHES = 2
+RANKS = 2
+TOKENS = 5000
+TURNS = 3
 ROUND_BYTES = 16 << 20
 DTYPE = torch.bfloat16
 
@@ -36,7 +42,12 @@ def peak_bytes() -> int:
 
 def backend_of(name: str, wire: str) -> All2All:
     if name == BY_NCCL:
-        shape = {"hidden_size": WIDTH, "top_k": TOP_K, "max_tokens": TOKENS, "experts_per_rank": LOCAL}
+        shape = {
+            "hidden_size": WIDTH,
+            "top_k": TOP_K,
+            "max_tokens": TOKENS,
+            "experts_per_rank": LOCAL,
+        }
         return NcclAll2All(facts_of(DTYPE, RANKS, wire, **shape))
     (backend,) = make_backends(
         ParallelConfig(dp=RANKS, all2all=name, wire=wire),  # type: ignore[arg-type]
@@ -63,15 +74,20 @@ class Rank:
 
     def turn(self, tokens: int) -> None:
         """Both micro-batches have their rows, and results, before either sends them home."""
-        x, out = torch.ones((tokens, WIDTH), dtype=DTYPE), torch.empty((tokens, WIDTH), dtype=DTYPE)
-        routing = Routing(torch.tensor([[0, 1]], dtype=torch.int32).repeat(tokens, 1), torch.ones(tokens, TOP_K))
+        x = torch.ones((tokens, WIDTH), dtype=DTYPE)
+        out = torch.empty((tokens, WIDTH), dtype=DTYPE)
+        routing = Routing(
+            torch.tensor([[0, 1]], dtype=torch.int32).repeat(tokens, 1), torch.ones(tokens, TOP_K)
+        )
         in_flight = []
         for ubatch in self.ubatches:
             ticket = self.backend.dispatch(x, routing, ubatch).wait()
             y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
             y.copy_(ticket.inbound.x)
             in_flight.append((ticket, y, ubatch))
-        for one in [self.backend.combine(ticket, y, out, ubatch) for ticket, y, ubatch in in_flight]:
+        for one in [
+            self.backend.combine(ticket, y, out, ubatch) for ticket, y, ubatch in in_flight
+        ]:
             one.wait()
 
     def serve(self) -> None:

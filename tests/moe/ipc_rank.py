@@ -1,4 +1,6 @@
-"""One rank of `cuda_ipc` in a process of its own: on a GPU where there is one, all ranks on the same if need be."""
+"""One rank of `cuda_ipc` in a process of its own: on a GPU where there is one, all ranks on the
+same if need be.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.moe.contract.test_contract import batch, cases, there_and_back
 
 def main(members: Members, path: str) -> None:
     """Two rounds of every case, saved as the suite has them."""
-    backend, device = make("cuda_ipc", torch.float32, members.size), torch.device("cpu")
+    backend = make("cuda_ipc", torch.float32, members.size)
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         from moeserve.comm.cudart import CudaMemory
         from moeserve.comm.symmetric import Symmetric
@@ -27,7 +30,8 @@ def main(members: Members, path: str) -> None:
         facts = facts_of(torch.float32, members.size, device="cuda")
         backend = CudaIpcAll2All(facts, Symmetric(CudaMemory(device)))
     backend.join(members, LOCAL, 1)
-    ubatch, outs = UBatch(), []
+    ubatch = UBatch()
+    outs = []
     for by_rank in cases(members.size).values():
         x, routing = batch(by_rank[members.rank], torch.float32, members.rank)
         part = x.to(device), Routing(routing.ids_TK.to(device), routing.weights_TK.to(device))

@@ -1,6 +1,8 @@
-"""The contract of every all2all backend, on one rank: each is compared with the formula, pair by pair.
+"""The contract of every all2all backend, on one rank: each is compared with the formula, pair by
+pair.
 
-A backend for several ranks joins `BACKENDS` with its single-rank form and has its own multi-process tests.
+A backend for several ranks joins `BACKENDS` with its single-rank form and has its own multi-process
+tests.
 """
 
 from __future__ import annotations
@@ -73,10 +75,16 @@ def expected(x_TD: Tensor, routing: Routing) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("make", BACKENDS)
-def test_round_trip_is_the_definition(make: Callable[[], All2All], case: str, dtype: torch.dtype) -> None:
-    backend, ubatch, ids = make(), UBatch(), CASES[case]
+def test_round_trip_is_the_definition(
+    make: Callable[[], All2All], case: str, dtype: torch.dtype
+) -> None:
+    backend = make()
+    ubatch = UBatch()
+    ids = CASES[case]
     generator = torch.Generator().manual_seed(7)
-    x = torch.randint(-8, 9, (len(ids), WIDTH), generator=generator).to(dtype)  # exact under scale_rows
+    x = torch.randint(-8, 9, (len(ids), WIDTH), generator=generator).to(
+        dtype
+    )  # exact under scale_rows
     routing = Routing(ids, torch.rand(ids.shape, generator=generator))
     ticket = backend.dispatch(x, routing, ubatch).wait()
     inbound = ticket.inbound
@@ -96,13 +104,16 @@ def test_rows_of_an_expert_keep_the_order_of_tokens(make: Callable[[], All2All])
     inbound = make().dispatch(x, Routing(ids, torch.ones(ids.shape)), UBatch()).wait().inbound
     start = 0
     for expert, end in enumerate(inbound.ends_e.tolist()):
-        assert inbound.x[start:end, 0].tolist() == [t for t in range(50) if expert in ids[t].tolist()]
+        assert inbound.x[start:end, 0].tolist() == [
+            t for t in range(50) if expert in ids[t].tolist()
+        ]
         start = end
 
 
 @pytest.mark.parametrize("make", BACKENDS)
 def test_two_dispatches_in_flight_do_not_mix(make: Callable[[], All2All]) -> None:
-    backend, ubatch = make(), UBatch()
+    backend = make()
+    ubatch = UBatch()
     batches = []
     for seed in (1, 2):
         ids = random_ids(12, 2, seed)
@@ -112,13 +123,16 @@ def test_two_dispatches_in_flight_do_not_mix(make: Callable[[], All2All]) -> Non
     for x, routing, pending in reversed(batches):
         pending.arrive()
         ticket = pending.wait()
-        out = backend.combine(ticket, scale_rows(ticket.inbound), torch.empty_like(x), ubatch).wait()
+        out = backend.combine(
+            ticket, scale_rows(ticket.inbound), torch.empty_like(x), ubatch
+        ).wait()
         assert torch.equal(out, expected(x, routing))
 
 
 @pytest.mark.parametrize("make", BACKENDS)
 def test_a_ticket_serves_once(make: Callable[[], All2All]) -> None:
-    backend, ubatch = make(), UBatch()
+    backend = make()
+    ubatch = UBatch()
     ids = random_ids(4, 2, 0)
     x = torch.ones(4, WIDTH)
     ticket: Ticket = backend.dispatch(x, Routing(ids, torch.ones(ids.shape)), ubatch).wait()

@@ -1,4 +1,6 @@
-"""What the contract suite does not ask of `cuda_ipc`: counts that stay on the device, replays, and what it refuses."""
+"""What the contract suite does not ask of `cuda_ipc`: counts that stay on the device, replays, and
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ pytestmark = [
 ]
 
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there the kernels are not interpreted"
+)
 
 
 @pytest.fixture
@@ -54,8 +58,11 @@ def weights_of(local: slice) -> ExpertWeights:
     return ExpertWeights(w13[local], w2[local])
 
 
-def layer(backend: All2All, x_TD: Tensor, routing: Routing, local: slice, most_tokens: int) -> Tensor:
-    kernel, ubatch = TritonExperts(), UBatch()
+def layer(
+    backend: All2All, x_TD: Tensor, routing: Routing, local: slice, most_tokens: int
+) -> Tensor:
+    kernel = TritonExperts()
+    ubatch = UBatch()
     ubatch.most_tokens = most_tokens
     ticket = backend.dispatch(x_TD, routing, ubatch).wait()
     y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
@@ -69,24 +76,34 @@ def layer(backend: All2All, x_TD: Tensor, routing: Routing, local: slice, most_t
 def test_experts_that_learn_the_counts_from_the_device(tmp_path: Path) -> None:
     """The bits of one rank whose host knows all counts."""
     chosen = {name: cases(2)[name] for name in ("uneven", "none on some", "all to one expert")}
-    parts = [[batch(ids, torch.float32, r) for r, ids in enumerate(by_rank)] for by_rank in chosen.values()]
+    parts = [
+        [batch(ids, torch.float32, r) for r, ids in enumerate(by_rank)]
+        for by_rank in chosen.values()
+    ]
     most = [max(len(x) for x, _ in by_rank) for by_rank in parts]
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
         own = slice(rank * LOCAL, (rank + 1) * LOCAL)
-        return [layer(backend, *by_rank[rank], own, tokens) for by_rank, tokens in zip(parts, most, strict=True)]
+        return [
+            layer(backend, *by_rank[rank], own, tokens)
+            for by_rank, tokens in zip(parts, most, strict=True)
+        ]
 
     with group("cuda_ipc", torch.float32, 2, str(tmp_path)) as ranks_of:
         found = ranks_of.run(work)
     for rank, outs in enumerate(found):
         for out, by_rank in zip(outs, parts, strict=True):
             alone = layer(LocalAll2All(2 * LOCAL), *by_rank[rank], slice(2 * LOCAL), 0)
-            assert torch.equal(out.nan_to_num().view(torch.int32), alone.nan_to_num().view(torch.int32))
+            assert torch.equal(
+                out.nan_to_num().view(torch.int32), alone.nan_to_num().view(torch.int32)
+            )
 
 
 @interpreted
 def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that the host does between launches matters: the same launches, other inputs in the same places."""
+    """Nothing that the host does between launches matters: the same launches, other inputs in the
+    same places.
+    """
     tapes: dict[int, list[tuple[HostStream, Callable[[], object]]]] = {}
     launch = HostStream.launch
 
@@ -97,8 +114,12 @@ def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(HostStream, "launch", taped)
 
     def work(rank: int, backend: All2All) -> list[tuple[Tensor, Tensor, Tensor]]:
-        x, ids, out = torch.zeros(4, WIDTH), torch.full((4, 1), -1, dtype=torch.int32), torch.empty(4, WIDTH)
-        routing, ubatch, random = Routing(ids, torch.ones(4, 1)), UBatch(), np.random.default_rng(rank)
+        x = torch.zeros(4, WIDTH)
+        ids = torch.full((4, 1), -1, dtype=torch.int32)
+        out = torch.empty(4, WIDTH)
+        routing = Routing(ids, torch.ones(4, 1))
+        ubatch = UBatch()
+        random = np.random.default_rng(rank)
         ubatch.most_tokens = 4
         ticket = backend.dispatch(x, routing, ubatch).wait()
         backend.combine(ticket, ticket.inbound.x, out, ubatch).wait()
@@ -151,7 +172,11 @@ def test_ranks_in_processes(tmp_path: Path) -> None:
     children = []
     for members in members_of(2, str(tmp_path)):
         told = [msgspec.json.encode(members).decode(), str(tmp_path / f"{members.rank}.pt")]
-        children.append(Program("import runpy; runpy.run_module('tests.moe.ipc_rank', run_name='__main__')", *told))
+        children.append(
+            Program(
+                "import runpy; runpy.run_module('tests.moe.ipc_rank', run_name='__main__')", *told
+            )
+        )
     try:
         assert [child.wait(50) for child in children] == [0, 0]
     finally:

@@ -1,4 +1,6 @@
-"""Experts on disk: the bits of those in memory, whatever slots there are, and an error where the file is not whole."""
+"""Experts on disk: the bits of those in memory, whatever slots there are, and an error where the
+file is not whole.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ from moeserve.ops.table import pick_ops
 from tests.moe.test_native_experts import make, rows, run
 
 module: Any = native()
-pytestmark = pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
-E, WIDTH = 7, 64
+pytestmark = pytest.mark.skipif(
+    module is None or not module.serving_isa(), reason="needs the native kernels"
+)
+E = 7
+WIDTH = 64
 BF16 = torch.bfloat16
 
 
@@ -38,11 +43,19 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 class Layers:
     """Layers of experts in memory, and the same in a file behind `offset` bytes."""
 
-    def __init__(self, path: Path, sizes: list[int], slots: int, offset: int = 64, **options: Any) -> None:
-        self.path, self.in_memory, self.on_disk = path, list[PackedNative](), list[PackedNative]()
+    def __init__(
+        self, path: Path, sizes: list[int], slots: int, offset: int = 64, **options: Any
+    ) -> None:
+        self.path = path
+        self.in_memory = list[PackedNative]()
+        self.on_disk = list[PackedNative]()
         for seed, hidden in enumerate(sizes):
-            self.in_memory.append(NativeExperts().pack(make(BF16, WIDTH, hidden, E, seed, **options)))
-        path.write_bytes(bytes(offset) + b"".join(layer.bytes_eB.numpy().tobytes() for layer in self.in_memory))
+            self.in_memory.append(
+                NativeExperts().pack(make(BF16, WIDTH, hidden, E, seed, **options))
+            )
+        path.write_bytes(
+            bytes(offset) + b"".join(layer.bytes_eB.numpy().tobytes() for layer in self.in_memory)
+        )
         descriptor = os.open(path, os.O_RDONLY)
         self.cache = module.ExpertCache(descriptor, str(path))
         os.close(descriptor)
@@ -55,13 +68,18 @@ class Layers:
 
     def check(self, layer: int, counts: list[int], seed: int = 0) -> None:
         x = rows(sum(counts), WIDTH, BF16, seed)
-        assert torch.equal(run(self.on_disk[layer], x, counts), run(self.in_memory[layer], x, counts))
+        assert torch.equal(
+            run(self.on_disk[layer], x, counts), run(self.in_memory[layer], x, counts)
+        )
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 9, 100])
 @pytest.mark.parametrize(("offset", "biased"), [(64, False), (4096, True), (8128, False)])
-def test_has_the_bits_of_experts_in_memory(slots: int, offset: int, biased: bool, tmp_path: Path) -> None:
-    layers, rng = Layers(tmp_path / "file", [48, 80, 48], slots, offset, biased=biased), np.random.default_rng(slots)
+def test_has_the_bits_of_experts_in_memory(
+    slots: int, offset: int, biased: bool, tmp_path: Path
+) -> None:
+    layers = Layers(tmp_path / "file", [48, 80, 48], slots, offset, biased=biased)
+    rng = np.random.default_rng(slots)
     for step in range(30):
         counts = (rng.integers(1, 30, E) * (rng.random(E) < 0.5)).tolist()
         layers.check(step % 3, counts, step)
@@ -99,7 +117,8 @@ def test_what_is_wanted_often_stays(tmp_path: Path) -> None:
 
 
 def test_two_threads_compute_at_once(tmp_path: Path) -> None:
-    layers, wrong = Layers(tmp_path / "file", [48, 48], 3), list[BaseException]()
+    layers = Layers(tmp_path / "file", [48, 48], 3)
+    wrong = list[BaseException]()
 
     def live(layer: int) -> None:
         try:
@@ -119,17 +138,25 @@ def test_two_threads_compute_at_once(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short_gives_an_error_and_no_bits(tmp_path: Path) -> None:
     layers = Layers(tmp_path / "file", [48, 48], 4)
     layers.check(0, [1, 1, 0, 0, 0, 0, 0])
-    os.truncate(layers.path, layers.path.stat().st_size - layers.in_memory[1].bytes_eB.shape[1] // 2)
+    os.truncate(
+        layers.path, layers.path.stat().st_size - layers.in_memory[1].bytes_eB.shape[1] // 2
+    )
     layers.check(1, [1, 1, 0, 0, 0, 0, 0])
-    words = r"expert 6 of MoE layer 1 cannot be read from .*file, .*start again.*it ends at byte \d+"
-    for counts in ([0, 0, 0, 0, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0]):  # whatever came with the error is not used later
+    words = (
+        r"expert 6 of MoE layer 1 cannot be read from .*file, .*start again.*it ends at byte \d+"
+    )
+    for counts in (
+        [0, 0, 0, 0, 1, 0, 1],
+        [1, 0, 0, 0, 0, 0, 0],
+    ):  # whatever came with the error is not used later
         with pytest.raises(RuntimeError, match=words):
             layers.check(1, counts)
 
 
 def fused(layers: Layers, top_k: int, guesses: bool = True) -> list[Any]:
     """Blocks with a router each. guesses: the second one's experts are read ahead of it."""
-    ops, blocks = pick_ops("cpu", BF16, "native"), []
+    ops = pick_ops("cpu", BF16, "native")
+    blocks = []
     for seed in range(len(layers.in_memory)):
         router = Router(NativeLinear(rows(E, WIDTH, BF16, 50 + seed)), top_k, RouterRule(), ops)
         blocks.append(NativeExperts().fuse(router))
@@ -154,7 +181,8 @@ def test_reading_ahead_changes_no_bit(slots: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("guesses", [True, False])
 def test_a_right_guess_is_a_hit(guesses: bool, tmp_path: Path) -> None:
     """Both layers see the same row, so the guess is right."""
-    layers, misses = Layers(tmp_path / "file", [48, 80], 6), 0
+    layers = Layers(tmp_path / "file", [48, 80], 6)
+    misses = 0
     blocks = fused(layers, 2, guesses)
     for step in range(40):
         x = rows(1, WIDTH, BF16, step)

@@ -14,7 +14,9 @@ from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Choice
 from tests.ops.choices import CHOICES, ops_of
 
-E, D, I = 5, 64, 48  # noqa: E741
+E = 5
+D = 64
+I = 48  # noqa: E741
 
 
 def inbound_of(x_PD: Tensor, counts: list[int]) -> Inbound:
@@ -47,12 +49,17 @@ def slow(x_D: Tensor, w: ExpertWeights, expert: int, activation: Activation) -> 
     none = torch.zeros(())
     b13, b2 = (none if bias is None else bias[expert].double() for bias in (w.b13_eF, w.b2_eD))
     gate, up = (w.w13_eFD[expert].double() @ x_D.double() + b13).chunk(2)
-    gate, up = gate.clamp(max=activation.gate_limit), up.clamp(-activation.limit, activation.limit)
+    gate = gate.clamp(max=activation.gate_limit)
+    up = up.clamp(-activation.limit, activation.limit)
     if activation.kind == "gelu_tanh":
         gate = torch.nn.functional.gelu(gate, approximate="tanh")
     else:
         gate = gate * torch.sigmoid(activation.alpha * gate)
-    return w.w2_eDI[expert].double() @ (gate.clamp(max=activation.act_limit) * (up + activation.up_shift)) + b2
+    return (
+        w.w2_eDI[expert].double()
+        @ (gate.clamp(max=activation.act_limit) * (up + activation.up_shift))
+        + b2
+    )
 
 
 ACTIVATIONS = [
@@ -66,7 +73,9 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("kernels", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counts", [[3, 0, 1, 17, 2], [0, 0, 40, 0, 0], [0, 0, 0, 0, 1], [0] * 5])
-@pytest.mark.parametrize(("activation", "biased"), [(SWIGLU, False), *((a, True) for a in ACTIVATIONS)], ids=repr)
+@pytest.mark.parametrize(
+    ("activation", "biased"), [(SWIGLU, False), *((a, True) for a in ACTIVATIONS)], ids=repr
+)
 def test_agrees_with_a_gated_mlp(
     counts: list[int], dtype: torch.dtype, kernels: Choice, activation: Activation, biased: bool
 ) -> None:
@@ -91,7 +100,9 @@ def test_agrees_with_a_gated_mlp(
 @pytest.mark.parametrize("kernels", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, kernels: Choice) -> None:
-    """The needle goes to expert 2, among any rows of any experts, NaN in other experts' rows included."""
+    """The needle goes to expert 2, among any rows of any experts, NaN in other experts' rows
+    included.
+    """
     experts = ReferenceExperts(ops_of(dtype, kernels))
     packed = experts.pack(weights(dtype))
     needle = torch.randn(D, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -1,8 +1,10 @@
-"""Experts by FlashInfer: the adapter over a stand-in that has the package's recorded signature and checks what its own
-host code checks (csrc/fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu), and what that code believes
-without a look; and when it is chosen. The package itself runs on GPUs alone.
+"""Experts by FlashInfer: the adapter over a stand-in that has the package's recorded signature and
+checks what its own host code checks
+(csrc/fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu), and what that code
+believes without a look; and when it is chosen. The package itself runs on GPUs alone.
 
-flashinfer_signatures.json: the parameters of `cutlass_fused_moe` in flashinfer/fused_moe/core.py, without annotations.
+flashinfer_signatures.json: the parameters of `cutlass_fused_moe` in flashinfer/fused_moe/core.py,
+without annotations.
 """
 
 from __future__ import annotations
@@ -46,8 +48,11 @@ from tests.quantised_checkpoints import FORMS, write_quantised
 from tests.runner.test_quantised import load
 
 assert _as_on_a_gpu  # for all tests here, too
-RELEASES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("flashinfer_signatures.json").read_text())
-HALF, SIZES = torch.float16, (E, I, D)
+RELEASES: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("flashinfer_signatures.json").read_text()
+)
+HALF = torch.float16
+SIZES = (E, I, D)
 FOUND: list[tuple[int, int]] = []  # rows and choices of each call
 
 
@@ -62,19 +67,31 @@ def fused(
     fc2_expert_weights: Tensor, output_dtype: torch.dtype, quant_scales: list[Tensor], output: Tensor,
     use_deepseek_fp8_block_scale: bool, use_fused_finalize: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The definition: up rows first, then gate rows; each product and the activation rounded to 16 bits."""
-    x, ids, shares, w1, w2 = input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights
+    """The definition: up rows first, then gate rows; each product and the activation rounded to 16
+    bits.
+    """
+    x = input
+    ids = token_selected_experts
+    shares = token_final_scales
+    w1 = fc1_expert_weights
+    w2 = fc2_expert_weights
     (tokens, dim), top_k, (experts, _, width) = x.shape, ids.shape[1], w2.shape
     assert tokens > 0, "a grid of no blocks"
     assert (w1.shape, w2.shape) == ((experts, 2 * width, dim), (experts, dim, width))
     assert ids.shape == shares.shape == (tokens, top_k)
     assert (ids.dtype, shares.dtype) == (torch.int32, torch.float32)
     assert (output.shape, output.dtype, output_dtype) == (x.shape, x.dtype, x.dtype)
-    assert all(part.is_contiguous() for part in (x, ids, shares, w1, w2, output, *quant_scales)), "it reads pointers"
+    assert all(part.is_contiguous() for part in (x, ids, shares, w1, w2, output, *quant_scales)), (
+        "it reads pointers"
+    )
     assert all(part.data_ptr() % 16 == 0 for part in (x, w1, w2, output))
     assert not use_fused_finalize, "which adds in 16 bits, in any order"
     if use_deepseek_fp8_block_scale:
-        assert (x.dtype, w1.dtype, w2.dtype) == (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fn)
+        assert (x.dtype, w1.dtype, w2.dtype) == (
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.float8_e4m3fn,
+        )
         sizes = [(experts, part.shape[1] // 128, part.shape[2] // 128) for part in (w1, w2)]
         assert [tuple(part.shape) for part in quant_scales] == sizes
         assert all(part.dtype == torch.float32 for part in quant_scales)
@@ -104,11 +121,14 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def call(*args: Any, **options: Any) -> list[Tensor]:
         given = signature.bind(*args, **options).arguments
-        assert set(given) == set(inspect.signature(fused).parameters), "the stand-in knows no options"
+        assert set(given) == set(inspect.signature(fused).parameters), (
+            "the stand-in knows no options"
+        )
         return fused(**given)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
-    whole, made = ModuleType("flashinfer"), ModuleType("flashinfer.fused_moe")
+    whole = ModuleType("flashinfer")
+    made = ModuleType("flashinfer.fused_moe")
     made.cutlass_fused_moe = call  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", whole)
     monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", made)
@@ -142,18 +162,27 @@ def close(found: Tensor, expected: Tensor, bound: float = 5e-3) -> bool:
     return bool((found.float() - expected.float()).norm() <= bound * expected.float().norm())
 
 
-@pytest.mark.parametrize("rule", [RouterRule(), RouterRule(score="sigmoid", on_input=True)], ids=["top 2", "on input"])
+@pytest.mark.parametrize(
+    "rule", [RouterRule(), RouterRule(score="sigmoid", on_input=True)], ids=["top 2", "on input"]
+)
 @pytest.mark.parametrize(("tokens", "padding"), [(5, 1), (1, 0), (3, 3), (0, 0)])
 def test_a_layer_in_one_call(package: Any, tokens: int, padding: int, rule: RouterRule) -> None:
     """Strided rows. Padding reaches no expert, and its row is zero; loads are those of the steps."""
-    ops, top_k = triton_table(DEVICE, HALF, exact=False), 1 if rule.on_input else 2
+    ops = triton_table(DEVICE, HALF, exact=False)
+    top_k = 1 if rule.on_input else 2
     gate = torch.randn(E, D, generator=torch.Generator().manual_seed(4)).to(DEVICE, HALF)
     router = Router(ops.pack_linear(gate, None), top_k, rule, ops)
-    needs = MoENeeds(hidden_size=D, expert_size=I, dtype="float16", device=DEVICE.type, max_tokens=8)
-    x, outs, loads = rows(2 * tokens)[::2], [], []
+    needs = MoENeeds(
+        hidden_size=D, expert_size=I, dtype="float16", device=DEVICE.type, max_tokens=8
+    )
+    x = rows(2 * tokens)[::2]
+    outs = []
+    loads = []
     for kernel in (experts(), TritonExperts()):
         plan = plan_moe(needs, [LocalAll2All(E)], [kernel])
-        layer = plan.layer(router, kernel.pack(plain()), LogicalToPhysical(Placement.initial(1, E, 1), 0))
+        layer = plan.layer(
+            router, kernel.pack(plain()), LogicalToPhysical(Placement.initial(1, E, 1), 0)
+        )
         assert type(layer) is FusedMoELayer
         outs.append(layer(x, tokens - padding, ubatch := UBatch()))
         loads.append(ubatch.take_load())
@@ -167,14 +196,19 @@ def test_a_layer_in_one_call(package: Any, tokens: int, padding: int, rule: Rout
 @pytest.mark.parametrize("counts", [[3, 0, 17, 1], [0] * 4, [0, 0, 0, 1], [20, 0, 0, 0]], ids=str)
 def test_rows_sorted_by_expert(package: Any, counts: list[int], on_device: bool) -> None:
     """As they come from other ranks, with some behind the last that belong to nobody."""
-    w, total = plain(), sum(counts)
-    x, counts_e = rows(total + 3), np.array(counts)
+    w = plain()
+    total = sum(counts)
+    x = rows(total + 3)
+    counts_e = np.array(counts)
     ends_e: Any = counts_e.cumsum()
-    found, expected = torch.full_like(x, 7), torch.empty_like(x)
+    found = torch.full_like(x, 7)
+    expected = torch.empty_like(x)
     inbound = Inbound(Layout.GROUPED, x, counts_e, ends_e)
     TritonExperts().run(inbound, TritonExperts().pack(w), expected)
     if on_device:
-        counts_e, ends_e = (torch.from_numpy(part).to(DEVICE, torch.int32) for part in (counts_e, ends_e))
+        counts_e, ends_e = (
+            torch.from_numpy(part).to(DEVICE, torch.int32) for part in (counts_e, ends_e)
+        )
         inbound = Inbound(Layout.GROUPED, x, counts_e, ends_e, expected=20)
     ours = experts()
     ours.run(inbound, ours.pack(w), found)
@@ -187,11 +221,21 @@ def test_one_expert_and_other_sizes(package: Any) -> None:
     """Widths are multiples of 8, no more."""
     random = torch.Generator().manual_seed(1)
     w = ExpertWeights(
-        *((torch.randn(1, *size, generator=random) / 8).to(DEVICE, HALF) for size in ((2 * 40, 72), (72, 40)))
+        *(
+            (torch.randn(1, *size, generator=random) / 8).to(DEVICE, HALF)
+            for size in ((2 * 40, 72), (72, 40))
+        )
     )
-    x, counts_e, ours, outs = torch.randn(5, 72, generator=random).to(DEVICE, HALF), np.array([5]), experts(), []
+    x = torch.randn(5, 72, generator=random).to(DEVICE, HALF)
+    counts_e = np.array([5])
+    ours = experts()
+    outs = []
     for kernel in (ours, TritonExperts()):
-        kernel.run(Inbound(Layout.GROUPED, x, counts_e, counts_e), kernel.pack(w), out := torch.empty_like(x))
+        kernel.run(
+            Inbound(Layout.GROUPED, x, counts_e, counts_e),
+            kernel.pack(w),
+            out := torch.empty_like(x),
+        )
         outs.append(out)
     assert close(*outs)
     assert ours.caps.width_step == 8
@@ -199,15 +243,23 @@ def test_one_expert_and_other_sizes(package: Any) -> None:
 
 def test_weights_in_blocks(package: Any) -> None:
     """Scales change places with their rows. It rounds rows by itself, so they arrive in 16 bits."""
-    w, ours = weights("fp8 in blocks"), experts(blocks=True)
-    packed, counts_e = ours.pack(w), np.array([3, 0, 17, 1])
+    w = weights("fp8 in blocks")
+    ours = experts(blocks=True)
+    packed = ours.pack(w)
+    counts_e = np.array([3, 0, 17, 1])
     assert isinstance(packed.w13, Scaled)
     assert (ours.caps.width_step, ours.caps.dtypes) == (128, {"bfloat16"})
     x = rows(21, dtype=torch.bfloat16)
-    ours.run(Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum()), packed, found := torch.empty_like(x))
+    ours.run(
+        Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum()),
+        packed,
+        found := torch.empty_like(x),
+    )
     expected = torch.empty(x.shape, device=DEVICE)
     TritonExperts().run(
-        Inbound(Layout.GROUPED, x.float(), counts_e, counts_e.cumsum()), TritonExperts().pack(w), expected
+        Inbound(Layout.GROUPED, x.float(), counts_e, counts_e.cumsum()),
+        TritonExperts().pack(w),
+        expected,
     )
     assert close(found, expected, 5e-2)
     assert FOUND == [(21, 1)]
@@ -218,7 +270,8 @@ def test_an_expert_moves_in_one_piece(package: Any, blocks: bool) -> None:
     """Put, taken and stacked experts are those that were packed together, up rows first."""
     ours = experts(blocks=blocks)
     a, b = (weights("fp8 in blocks", seed) if blocks else plain(seed=seed) for seed in (0, 7))
-    whole, other = ours.pack(a), ours.pack(b)
+    whole = ours.pack(a)
+    other = ours.pack(b)
     ours.put(whole, 1, ours.pack_expert(b.w13_eFD[1], b.w2_eDI[1]))
     stacked = ours.stack([ours.take(whole, 1), ours.take(other, 0)])
     for part, theirs, new in zip(whole.parts, other.parts, stacked.parts, strict=True):
@@ -227,22 +280,34 @@ def test_an_expert_moves_in_one_piece(package: Any, blocks: bool) -> None:
 
 
 def test_it_runs_where_it_was_measured_to_be_faster(package: Any, tmp_path: Path) -> None:
-    """Elsewhere Triton's kernels do, over weights with up rows first, in the bits that they have of gate rows first;
-    and nowhere for kernels whose bits must not depend on the batch, which read the same table."""
-    name, shape = configs.facts_of(DEVICE).name, shape_of(*SIZES, HALF)
+    """Elsewhere Triton's kernels do, over weights with up rows first, in the bits that they have of
+    gate rows first; and nowhere for kernels whose bits must not depend on the batch, which read the
+    same table."""
+    name = configs.facts_of(DEVICE).name
+    shape = shape_of(*SIZES, HALF)
     configs.keep(
-        "grouped_gemm", name, shape, {4: {"block_m": 16}, 1000: {"block_m": 32, **flashinfer_moe.WINS}}, tmp_path
+        "grouped_gemm",
+        name,
+        shape,
+        {4: {"block_m": 16}, 1000: {"block_m": 32, **flashinfer_moe.WINS}},
+        tmp_path,
     )
     assert not flashinfer_moe.is_faster(DEVICE, *SIZES, HALF)
     configs.add_folder(tmp_path)
     assert flashinfer_moe.is_faster(DEVICE, *SIZES, HALF)
     assert not flashinfer_moe.is_faster(DEVICE, *SIZES, torch.bfloat16)
-    ours, triton, w = experts(asked=False), TritonExperts(), plain()
+    ours = experts(asked=False)
+    triton = TritonExperts()
+    w = plain()
     for count in (1, 100):
-        x, counts_e, outs = rows(4 * count), np.array([count] * 4), []
+        x = rows(4 * count)
+        counts_e = np.array([count] * 4)
+        outs = []
         for kernel in (ours, triton):
             kernel.run(
-                Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum()), kernel.pack(w), out := torch.empty_like(x)
+                Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum()),
+                kernel.pack(w),
+                out := torch.empty_like(x),
             )
             outs.append(out)
         assert [(400, 1)] * (count == 100) == FOUND
@@ -253,12 +318,20 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
     cuda = torch.device("cuda")
 
     def why(*changes: Any, **more: Any) -> str:
-        given: dict[str, Any] = {"device": cuda, "asked": True, "blocks": False, "exact": False, "sizes": SIZES}
+        given: dict[str, Any] = {
+            "device": cuda,
+            "asked": True,
+            "blocks": False,
+            "exact": False,
+            "sizes": SIZES,
+        }
         flashinfer_moe.obstacle.cache_clear()
         return str(FlashInferExperts(**(given | {"dtype": HALF} | more)).caps.obstacle)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flashinfer_moe, "facts_of", lambda device: configs.DeviceFacts("NVIDIA H100 80GB HBM3", 132))
+    monkeypatch.setattr(
+        flashinfer_moe, "facts_of", lambda device: configs.DeviceFacts("NVIDIA H100 80GB HBM3", 132)
+    )
     assert why() == why(blocks=True) == "None"
     assert "SwiGLU alone" in why(swiglu=False)
     assert "--determinism fast" in why(exact=True)
@@ -282,12 +355,19 @@ def test_what_is_in_the_way(package: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_plan_says_why_not(package: Any) -> None:
-    needs = MoENeeds(hidden_size=D, expert_size=I, dtype="float16", device=DEVICE.type, max_tokens=8)
-    ours, local, triton = experts(), [LocalAll2All(E)], TritonExperts()
+    needs = MoENeeds(
+        hidden_size=D, expert_size=I, dtype="float16", device=DEVICE.type, max_tokens=8
+    )
+    ours = experts()
+    local = [LocalAll2All(E)]
+    triton = TritonExperts()
     plan = plan_moe(needs, local, [ours, triton])
     assert (plan.experts, plan.fused) == (ours, True)
-    slots, groups = LocalAll2All(E), LocalAll2All(E)
-    slots.caps = replace(slots.caps, layouts=frozenset({Layout.SLOTTED}), device_counts=True, in_place=False)
+    slots = LocalAll2All(E)
+    groups = LocalAll2All(E)
+    slots.caps = replace(
+        slots.caps, layouts=frozenset({Layout.SLOTTED}), device_counts=True, in_place=False
+    )
     groups.caps = replace(groups.caps, in_place=False)
     apart = plan_moe(needs, [groups], [ours])
     assert not apart.fused
@@ -326,9 +406,15 @@ def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPat
     assert found.best_ms == 1.0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there it may be installed, and Triton is not interpreted")
-def test_a_model_is_refused_or_served_without_it(make_checkpoint: Any, tmp_path: Path, caplog: Any) -> None:
-    path = make_checkpoint("qwen3_moe", num_hidden_layers=1, hidden_size=128, moe_intermediate_size=128).path
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there it may be installed, and Triton is not interpreted"
+)
+def test_a_model_is_refused_or_served_without_it(
+    make_checkpoint: Any, tmp_path: Path, caplog: Any
+) -> None:
+    path = make_checkpoint(
+        "qwen3_moe", num_hidden_layers=1, hidden_size=128, moe_intermediate_size=128
+    ).path
     with pytest.raises(ConfigError, match="flashinfer cannot be imported"):
         load(path, kernels="flashinfer")
     stored, _ = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])

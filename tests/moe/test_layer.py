@@ -26,19 +26,30 @@ from moeserve.ops.native import native
 from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 from moeserve.ops.table import pick_ops
 
-E, D, I, K = 7, 32, 40, 3  # noqa: E741
+E = 7
+D = 32
+I = 40  # noqa: E741
+K = 3
 NEEDS = MoENeeds(hidden_size=D, dtype="float32", device="cpu", max_tokens=64)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(
     "rule",
-    [RouterRule(), RouterRule(renormalize=True), RouterRule(score="softmax_selected"), RouterRule(on_input=True)],
+    [
+        RouterRule(),
+        RouterRule(renormalize=True),
+        RouterRule(score="softmax_selected"),
+        RouterRule(on_input=True),
+    ],
 )
 def test_layer_is_the_sum_over_chosen_experts(rule: RouterRule, shared: bool) -> None:
     torch.manual_seed(0)
-    ops, top_k = pick_ops("cpu", torch.float32), 1 if rule.on_input else K
-    gate, w13, w2 = torch.randn(E, D), torch.randn(E, 2 * I, D) * 0.2, torch.randn(E, D, I) * 0.2
+    ops = pick_ops("cpu", torch.float32)
+    top_k = 1 if rule.on_input else K
+    gate = torch.randn(E, D)
+    w13 = torch.randn(E, 2 * I, D) * 0.2
+    w2 = torch.randn(E, D, I) * 0.2
     experts = ReferenceExperts(ops)
     layer = MoELayer(
         Router(ops.pack_linear(gate, None), top_k, rule, ops),
@@ -73,13 +84,18 @@ def test_layer_is_the_sum_over_chosen_experts(rule: RouterRule, shared: bool) ->
 
 def test_a_plan_for_every_activation() -> None:
     gelu = Activation(kind="gelu_tanh")
-    ops, torch_ops = pick_ops("cpu", torch.float32), pick_ops("cpu", torch.float32, "torch")
+    ops = pick_ops("cpu", torch.float32)
+    torch_ops = pick_ops("cpu", torch.float32, "torch")
     plan = plan_moe(NEEDS, [LocalAll2All(E)], [ReferenceExperts(torch_ops)])
-    other, x = plan.with_activation(gelu), torch.randn(3, D)
+    other = plan.with_activation(gelu)
+    x = torch.randn(3, D)
     packed = plan.experts.pack(ExpertWeights(torch.randn(E, 2 * I, D), torch.randn(E, D, I)))
     router = Router(ops.pack_linear(torch.randn(E, D), None), 1, RouterRule(), ops)
     parts: list[Any] = [packed, LogicalToPhysical(Placement.initial(1, E, 1), 0)]
-    found = [one.layer(router, *parts)(x, 3, UBatch()) for one in (plan, other, plan.with_activation(SWIGLU))]
+    found = [
+        one.layer(router, *parts)(x, 3, UBatch())
+        for one in (plan, other, plan.with_activation(SWIGLU))
+    ]
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
 
@@ -101,9 +117,12 @@ def test_a_ubatch_works_while_it_waits() -> None:
 
 
 def test_padding_that_the_host_knows_does_not_travel() -> None:
-    """Torch's kernels pad a step's rows; transports make room for the tokens of the rank that has most."""
+    """Torch's kernels pad a step's rows; transports make room for the tokens of the rank that has
+    most.
+    """
     torch.manual_seed(0)
-    ops, sent = pick_ops("cpu", torch.float32), []
+    ops = pick_ops("cpu", torch.float32)
+    sent = []
 
     class Watched(LocalAll2All):
         def dispatch(self, x_TD: torch.Tensor, *args: Any) -> Any:
@@ -113,10 +132,14 @@ def test_padding_that_the_host_knows_does_not_travel() -> None:
     kernel = ReferenceExperts(ops)
     packed = kernel.pack(ExpertWeights(torch.randn(E, 2 * I, D), torch.randn(E, D, I)))
     router = Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops)
-    layer = MoELayer(router, Watched(E), kernel, packed, LogicalToPhysical(Placement.initial(1, E, 1), 0))
-    x, ubatch = torch.randn(32, D), UBatch()
+    layer = MoELayer(
+        router, Watched(E), kernel, packed, LogicalToPhysical(Placement.initial(1, E, 1), 0)
+    )
+    x = torch.randn(32, D)
+    ubatch = UBatch()
     ubatch.most_tokens = 17
-    padded, whole = layer(x, 17, ubatch), layer(x, 32, ubatch)
+    padded = layer(x, 17, ubatch)
+    whole = layer(x, 32, ubatch)
     assert sent == [17, 32]
     assert padded.shape == x.shape
     assert torch.equal(padded[:17], whole[:17])
@@ -147,7 +170,9 @@ class _Kernel(ReferenceExperts):
 def test_plan_picks_the_first_pair_that_can() -> None:
     slotted = _Kernel(layouts=frozenset({Layout.SLOTTED}))
     good = ReferenceExperts(pick_ops("cpu", torch.float32))
-    plan = plan_moe(NEEDS, [_Backend(pad_hidden=lambda width: None), LocalAll2All(E)], [slotted, good])
+    plan = plan_moe(
+        NEEDS, [_Backend(pad_hidden=lambda width: None), LocalAll2All(E)], [slotted, good]
+    )
     assert (plan.all2all.caps.name, plan.experts.caps.name) == ("local", "reference")
     assert [why for _, _, why in plan.reasons] == [
         "other takes no rows of 32",
@@ -158,7 +183,10 @@ def test_plan_picks_the_first_pair_that_can() -> None:
         "reference has no fused form",
     ]
     assert "local    reference  picked" in plan.table()
-    assert plan_moe(NEEDS, [LocalAll2All(E), _Backend()], [good]).reasons[1][2] == "possible, lower preference"
+    assert (
+        plan_moe(NEEDS, [LocalAll2All(E), _Backend()], [good]).reasons[1][2]
+        == "possible, lower preference"
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +228,9 @@ def test_world() -> None:
         ({}, {"device_counts": True}, "rows are counted on the host"),
     ],
 )
-def test_plan_says_whether_steps_are_recorded(backend: dict[str, Any], kernel: dict[str, Any], why: str) -> None:
+def test_plan_says_whether_steps_are_recorded(
+    backend: dict[str, Any], kernel: dict[str, Any], why: str
+) -> None:
     """And a layer as planned says the same."""
     needs = dataclasses.replace(NEEDS, device="cuda")
     plan = plan_moe(needs, [_Backend(**backend)], [_Kernel(**kernel)])
@@ -208,7 +238,10 @@ def test_plan_says_whether_steps_are_recorded(backend: dict[str, Any], kernel: d
     assert f"graphs   other    {why}\n" in plan.table()
     placement = Placement.initial(1, E, 1)
     ops = pick_ops("cpu", torch.float32)
-    parts: list[Any] = [Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops), None]
+    parts: list[Any] = [
+        Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops),
+        None,
+    ]
     layer = plan.layer(*parts, LogicalToPhysical(placement, 0, counts_on_device=True))
     assert layer.not_recorded == (None if why.startswith("possible") else why)
     on_host = plan.layer(*parts, LogicalToPhysical(placement, 0))
@@ -223,14 +256,23 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Acti
     kernel = NativeExperts(activation=activation)
     needs = dataclasses.replace(NEEDS, gated=activation.parts == 2)
     plan = plan_moe(needs, [LocalAll2All(E)], [kernel])
-    assert plan.reasons[-1] == ("fused", "native", "picked: router, dispatch, experts and combine are one call")
-    packed = kernel.pack(ExpertWeights(torch.randn(E, activation.parts * I, D), torch.randn(E, D, I)))
+    assert plan.reasons[-1] == (
+        "fused",
+        "native",
+        "picked: router, dispatch, experts and combine are one call",
+    )
+    packed = kernel.pack(
+        ExpertWeights(torch.randn(E, activation.parts * I, D), torch.randn(E, D, I))
+    )
     router = Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops)
     parts: list[Any] = [packed, LogicalToPhysical(Placement.initial(1, E, 1), 0), lambda x: 3 * x]
     layers = plan.layer(router, *parts), dataclasses.replace(plan, fused=None).layer(router, *parts)
     assert [type(layer) for layer in layers] == [FusedMoELayer, MoELayer]
-    x, ubatches = torch.randn(11, D), (UBatch(), UBatch())
-    assert torch.equal(*(layer(x, 9, ubatch) for layer, ubatch in zip(layers, ubatches, strict=True)))
+    x = torch.randn(11, D)
+    ubatches = (UBatch(), UBatch())
+    assert torch.equal(
+        *(layer(x, 9, ubatch) for layer, ubatch in zip(layers, ubatches, strict=True))
+    )
     loads = [ubatch.take_load() for ubatch in ubatches]
     assert loads[0].tolist() == loads[1].tolist()
 
@@ -241,7 +283,12 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Acti
         ({"tp_size": 2}, {}, {}, "2 tensor-parallel ranks share the tokens out"),
         ({"replicas": True}, {}, {}, "some experts have replicas"),
         ({}, {"in_place": False}, {}, "rows travel by other, or are rounded"),
-        ({"gated": False}, {}, {"fuses_ungated": False}, "native has no fused form of experts without gates"),
+        (
+            {"gated": False},
+            {},
+            {"fuses_ungated": False},
+            "native has no fused form of experts without gates",
+        ),
     ],
 )
 def test_why_steps_are_not_fused(

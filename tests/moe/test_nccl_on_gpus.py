@@ -1,5 +1,5 @@
-"""The collectives of real NCCL: two processes with a GPU each. Without GPUs, tests/moe/contract runs the same backends
-over Gloo."""
+"""The collectives of real NCCL: two processes with a GPU each. Without GPUs, tests/moe/contract
+runs the same backends over Gloo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from tests.comm.ranks import members_of
 from tests.moe.contract.backends import LOCAL, facts_of
-from tests.moe.contract.test_contract import Batch, alone, batch, cases, experts, same_bits, there_and_back
+from tests.moe.contract.test_contract import (
+    Batch,
+    alone,
+    batch,
+    cases,
+    experts,
+    same_bits,
+    there_and_back,
+)
 
 ENDS_S = 20.0
 
@@ -45,7 +53,10 @@ getattr(here, sys.argv[1])(msgspec.json.decode(sys.argv[2], type=Members), *sys.
 
 def in_processes(work: str, folder: Path, *args: str, tp_size: int = 1) -> None:
     children = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, work, msgspec.json.encode(m).decode(), *args], env=os.environ)
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, work, msgspec.json.encode(m).decode(), *args],
+            env=os.environ,
+        )
         for m in members_of(2, str(folder), tp_size=tp_size)
     ]
     try:
@@ -81,8 +92,12 @@ def travel(members: Members, dtype: str, path: str) -> None:
     kind: torch.dtype = getattr(torch, dtype)
     backend = NcclAll2All(facts_of(kind, comm_sms=8))
     backend.join(members, LOCAL, 2)
-    first, ubatch = members.rank * LOCAL, UBatch()
-    outs = [[there_and_back(backend, ubatch, on_gpu(part), first)] for part in parts_of(members.rank, kind)]
+    first = members.rank * LOCAL
+    ubatch = UBatch()
+    outs = [
+        [there_and_back(backend, ubatch, on_gpu(part), first)]
+        for part in parts_of(members.rank, kind)
+    ]
     outs += [two_ubatches(backend, part, first) for part in parts_of(members.rank, kind)]
     torch.cuda.synchronize()
     backend.check()
@@ -115,7 +130,9 @@ def test_ranks_of_an_engine_gather(tmp_path: Path) -> None:
 
 
 def leave(members: Members, deadline_s: str, leaves_after_s: str) -> None:
-    """Rank 1 never calls. What waits for the device goes on when this rank leaves, or when NCCL's time is over."""
+    """Rank 1 never calls. What waits for the device goes on when this rank leaves, or when NCCL's
+    time is over.
+    """
     torch.cuda.set_device(members.rank)
     mesh = DeviceMesh(replace(members, deadline_s=float(deadline_s)), 1, "test")
     mesh.connect()

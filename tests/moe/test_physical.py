@@ -16,7 +16,13 @@ from moeserve.moe.routing import Routing
 
 
 def routing(tokens: int, experts: int, top_k: int, seed: int, padding: int = 0) -> Routing:
-    ids = torch.randint(0, experts, (tokens, top_k), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    ids = torch.randint(
+        0,
+        experts,
+        (tokens, top_k),
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.int32,
+    )
     ids[tokens - padding :] = -1
     return Routing(ids, torch.rand(tokens, top_k))
 
@@ -34,7 +40,9 @@ def test_every_pair_gets_a_replica_of_its_expert(
     experts: int, ranks: int, redundant: int, tokens: int, top_k: int, seed: int
 ) -> None:
     start = Placement.initial(3, experts, ranks, redundant)
-    placement = Placement(1, ranks, experts, np.random.default_rng(seed).permuted(start.experts_LS, axis=1))
+    placement = Placement(
+        1, ranks, experts, np.random.default_rng(seed).permuted(start.experts_LS, axis=1)
+    )
     asked = routing(tokens, experts, top_k, seed, padding=min(tokens, seed % 3))
     for layer in range(3):
         row = placement.experts_LS[layer].tolist()
@@ -42,7 +50,9 @@ def test_every_pair_gets_a_replica_of_its_expert(
         assert got.weights_TK is asked.weights_TK
         assert got.ids_TK.dtype == torch.int32
         assert got.ids_TK.shape == asked.ids_TK.shape
-        for t, (ids, mapped) in enumerate(zip(asked.ids_TK.tolist(), got.ids_TK.tolist(), strict=True)):
+        for t, (ids, mapped) in enumerate(
+            zip(asked.ids_TK.tolist(), got.ids_TK.tolist(), strict=True)
+        ):
             for expert, physical in zip(ids, mapped, strict=True):
                 if expert == -1:
                     assert physical == -1
@@ -55,7 +65,9 @@ def test_every_pair_gets_a_replica_of_its_expert(
 
 
 def test_shares_of_replicas_are_even_however_many_there_are() -> None:
-    row = np.array([[0] * 7 + [1] * 5 + [2] * 3 + [3] * 11], np.int32)  # least common multiple 1,155
+    row = np.array(
+        [[0] * 7 + [1] * 5 + [2] * 3 + [3] * 11], np.int32
+    )  # least common multiple 1,155
     to_physical = LogicalToPhysical(Placement(1, 2, 4, row), 0)
     tokens = 64 * 50
     ids = torch.arange(4, dtype=torch.int32).expand(tokens, 4).contiguous()
@@ -96,7 +108,9 @@ def test_loads_counted_on_the_device_are_those_counted_on_the_host() -> None:
     ids_TK = torch.tensor([[0, 5], [5, 2], [-1, -1], [5, 0]], dtype=torch.int32)
     routing = Routing(ids_TK, torch.ones(4, 2))
     placement = Placement.initial(1, 6, 2, redundant=2)
-    host, device = (LogicalToPhysical(placement, 0, counts_on_device=on_device) for on_device in (False, True))
+    host, device = (
+        LogicalToPhysical(placement, 0, counts_on_device=on_device) for on_device in (False, True)
+    )
     counts = device.after(placement).load(routing)
     assert isinstance(counts, torch.Tensor)
     assert counts.tolist() == host.load(routing).tolist() == [2, 0, 1, 0, 0, 3]
@@ -105,7 +119,9 @@ def test_loads_counted_on_the_device_are_those_counted_on_the_host() -> None:
 
 def test_what_a_recorded_step_reads_stays_where_it_is() -> None:
     """A recording knows an address, and keeps nothing alive."""
-    to_physical = LogicalToPhysical(Placement(1, 2, 2, np.array([[0, 1, 1, 0]], np.int32)), 0, counts_on_device=True)
+    to_physical = LogicalToPhysical(
+        Placement(1, 2, 2, np.array([[0, 1, 1, 0]], np.int32)), 0, counts_on_device=True
+    )
     to_physical(routing(8, 2, 1, seed=0))
     recorded = weakref.ref(to_physical._starts_T1)
     to_physical(routing(3000, 2, 1, seed=0))

@@ -11,8 +11,12 @@ import pytest
 from moeserve.moe.ping_pong import PingPong, Unwound
 
 
-def run(size: int, work: Callable[[int, PingPong], None]) -> tuple[PingPong, list[BaseException | None]]:
-    """`work` in one thread per micro-batch; what each of them raised. Fails when a thread stays parked."""
+def run(
+    size: int, work: Callable[[int, PingPong], None]
+) -> tuple[PingPong, list[BaseException | None]]:
+    """`work` in one thread per micro-batch; what each of them raised. Fails when a thread stays
+    parked.
+    """
     ping_pong = PingPong(size)
     raised: list[BaseException | None] = [None] * size
 
@@ -26,7 +30,9 @@ def run(size: int, work: Callable[[int, PingPong], None]) -> tuple[PingPong, lis
             ping_pong.poison(exc)
 
     threads = [threading.Thread(target=ubatch, args=(place,), daemon=True) for place in range(size)]
-    for thread in reversed(threads):  # micro-batch 0 last: the order of arrival is not the order of turns
+    for thread in reversed(
+        threads
+    ):  # micro-batch 0 last: the order of arrival is not the order of turns
         thread.start()
     for thread in threads:
         thread.join(10)
@@ -50,7 +56,9 @@ def test_turns_go_round(size: int) -> None:
     assert ping_pong.error is None
 
 
-@pytest.mark.parametrize(("turns", "expected"), [((0, 3), "01111"), ((3, 0), "01000"), ((1, 2, 0), "012011")])
+@pytest.mark.parametrize(
+    ("turns", "expected"), [((0, 3), "01111"), ((3, 0), "01000"), ((1, 2, 0), "012011")]
+)
 def test_a_ubatch_that_is_done_is_left_out(turns: tuple[int, ...], expected: str) -> None:
     log: list[int] = []
 
@@ -84,7 +92,9 @@ def test_an_error_anywhere_wakes_everybody(size: int) -> None:
     for guilty in range(size):
         for moment in range(4):
 
-            def work(place: int, ping_pong: PingPong, guilty: int = guilty, moment: int = moment) -> None:
+            def work(
+                place: int, ping_pong: PingPong, guilty: int = guilty, moment: int = moment
+            ) -> None:
                 for turn in range(4):
                     if (place, turn) == (guilty, moment):
                         raise ValueError(f"micro-batch {place}, turn {turn}")

@@ -16,7 +16,15 @@ import torch
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all import registry
-from moeserve.moe.all2all.base import Absent, All2All, All2AllCaps, Completed, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import (
+    Absent,
+    All2All,
+    All2AllCaps,
+    Completed,
+    Inbound,
+    Layout,
+    Ticket,
+)
 from moeserve.moe.all2all.layout import group_rows, weighted_sum
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.nccl import NcclAll2All
@@ -28,7 +36,13 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 from moeserve.ops.table import pick_ops
 
-FACTS: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32, "top_k": 2, "max_tokens": 64, "experts_per_rank": 4}
+FACTS: dict[str, Any] = {
+    "hidden_size": 32,
+    "dtype": torch.float32,
+    "top_k": 2,
+    "max_tokens": 64,
+    "experts_per_rank": 4,
+}
 
 
 def offered(device: str = "cpu", **settings: Any) -> list[All2All]:
@@ -36,7 +50,9 @@ def offered(device: str = "cpu", **settings: Any) -> list[All2All]:
 
 
 def needs(**changes: Any) -> MoENeeds:
-    return MoENeeds(**{"hidden_size": 32, "dtype": "float32", "device": "cpu", "max_tokens": 64, **changes})
+    return MoENeeds(
+        **{"hidden_size": 32, "dtype": "float32", "device": "cpu", "max_tokens": 64, **changes}
+    )
 
 
 def reference() -> ReferenceExperts:
@@ -57,10 +73,16 @@ def test_between_gpus_collectives_are_by_nccl(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [type(b) for b in offered("cuda", dp=2)[-1:]] == [NcclAll2All]
     assert [type(b) for b in offered("cuda", dp=4, nnodes=2)[-1:]] == [NcclAll2All]
-    plan = plan_moe(needs(world_size=2, device="cuda"), offered("cuda", dp=2, all2all="torch"), [reference()])
+    plan = plan_moe(
+        needs(world_size=2, device="cuda"), offered("cuda", dp=2, all2all="torch"), [reference()]
+    )
     assert isinstance(plan.all2all, NcclAll2All)
     with pytest.raises(ConfigError, match="4 ranks share 2 here; use --all2all cuda_ipc"):
-        plan_moe(needs(world_size=4, device="cuda"), offered("cuda", dp=4, all2all="torch"), [reference()])
+        plan_moe(
+            needs(world_size=4, device="cuda"),
+            offered("cuda", dp=4, all2all="torch"),
+            [reference()],
+        )
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, 24), (8, 8)])
@@ -68,8 +90,12 @@ def test_backends_are_told_how_many_multiprocessors_they_may_take(
     asked: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[registry.BackendFacts] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:make_mine", "g")])
-    monkeypatch.setattr(EntryPoint, "load", lambda self: lambda facts: told.append(facts) or make_mine(facts))
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:make_mine", "g")]
+    )
+    monkeypatch.setattr(
+        EntryPoint, "load", lambda self: lambda facts: told.append(facts) or make_mine(facts)
+    )
     offered("cuda", dp=2, all2all="mine", comm_sms=asked)
     assert [(facts.comm_sms, facts.sms_asked) for facts in told] == [(expected, asked is not None)]
 
@@ -90,16 +116,32 @@ def test_what_was_asked_of_one_rank_is_answered() -> None:
     [
         ({"all2all": "shm", "nnodes": 2}, "cpu", "shm serves one machine, these ranks are on 2"),
         ({"all2all": "shm"}, "cuda", "shm moves rows between CPU ranks, these are on cuda"),
-        ({"all2all": "torch"}, "cuda", "this build of torch has no NCCL; .*; use --all2all cuda_ipc"),
-        ({"all2all": "cuda_ipc"}, "cpu", "cuda_ipc moves rows between GPUs, these ranks are on cpu; use shm"),
-        ({"all2all": "cuda_ipc", "nnodes": 2}, "cuda", "cuda_ipc serves one machine, these ranks are on 2"),
+        (
+            {"all2all": "torch"},
+            "cuda",
+            "this build of torch has no NCCL; .*; use --all2all cuda_ipc",
+        ),
+        (
+            {"all2all": "cuda_ipc"},
+            "cpu",
+            "cuda_ipc moves rows between GPUs, these ranks are on cpu; use shm",
+        ),
+        (
+            {"all2all": "cuda_ipc", "nnodes": 2},
+            "cuda",
+            "cuda_ipc serves one machine, these ranks are on 2",
+        ),
         ({"all2all": "deepep_ll"}, "cpu", "deepep_ll needs CUDA and the package deep_ep"),
         ({"all2all": "local"}, "cpu", "local does not serve 2 ranks"),
     ],
 )
-def test_a_backend_that_was_asked_for_and_cannot_serve(settings: dict[str, Any], device: str, why: str) -> None:
+def test_a_backend_that_was_asked_for_and_cannot_serve(
+    settings: dict[str, Any], device: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
-        plan_moe(needs(world_size=2, device=device), offered(device, dp=2, **settings), [reference()])
+        plan_moe(
+            needs(world_size=2, device=device), offered(device, dp=2, **settings), [reference()]
+        )
 
 
 def test_gpus_of_one_machine_read_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +167,15 @@ def test_where_torch_has_no_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> Non
     ("changes", "why"),
     [
         ({"expert_size": 96}, "picked"),
-        ({"expert_size": 100}, "grouped_mm takes multiples of 8; the model is 64 wide, its experts 100"),
+        (
+            {"expert_size": 100},
+            "grouped_mm takes multiples of 8; the model is 64 wide, its experts 100",
+        ),
         ({"expert_size": 96, "dtype": "float32"}, "grouped_mm does not compute in float32"),
-        ({"expert_size": 96, "device": "cpu"}, "grouped_mm's bits depend on the number of rows on CPUs"),
+        (
+            {"expert_size": 96, "device": "cpu"},
+            "grouped_mm's bits depend on the number of rows on CPUs",
+        ),
     ],
 )
 def test_where_grouped_mm_serves(changes: dict[str, Any], why: str) -> None:
@@ -142,7 +190,8 @@ def test_where_grouped_mm_serves(changes: dict[str, Any], why: str) -> None:
 
 def test_unknown_name() -> None:
     with pytest.raises(
-        ConfigError, match=r"no all2all backend 'torhc'; did you mean 'torch'\? known: auto, local, shm"
+        ConfigError,
+        match=r"no all2all backend 'torhc'; did you mean 'torch'\? known: auto, local, shm",
     ):
         offered(dp=2, all2all="torhc")
 
@@ -155,9 +204,7 @@ def test_a_removed_name_is_refused_with_its_successor(name: str, successor: str)
 
 
 def test_names_are_checked_without_torch() -> None:
-    program = (
-        "import sys; from moeserve.moe.all2all.registry import check_name as c; c('shm'); print('torch' in sys.modules)"
-    )
+    program = "import sys; from moeserve.moe.all2all.registry import check_name as c; c('shm'); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
@@ -168,9 +215,14 @@ def make_mine(facts: registry.BackendFacts) -> All2All:
 
 
 def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [EntryPoint("mine", f"{__name__}:make_mine", registry.GROUP), EntryPoint("gone", "no_such:x", "g")]
+    entries = [
+        EntryPoint("mine", f"{__name__}:make_mine", registry.GROUP),
+        EntryPoint("gone", "no_such:x", "g"),
+    ]
     monkeypatch.setattr(registry, "entry_points", lambda group: entries)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: make_mine if self.name == "mine" else __import__("no_such"))
+    monkeypatch.setattr(
+        EntryPoint, "load", lambda self: make_mine if self.name == "mine" else __import__("no_such")
+    )
     assert offered(dp=2, all2all="mine")[0].caps.obstacle == "found"
     assert offered(dp=3, all2all="mine")[0].caps.obstacle == "mine serves two ranks"
     assert "cannot be imported" in (offered(dp=2, all2all="gone")[0].caps.obstacle or "")
@@ -186,7 +238,13 @@ def test_a_wire_that_rounds_rounds_on_one_rank_too() -> None:
 class Slots:
     """A backend of one rank with slots; rows beyond the counts are NaN."""
 
-    caps = All2AllCaps("slots", frozenset({Layout.SLOTTED}), frozenset({"float32"}), 16, pad_hidden=lambda width: 128)
+    caps = All2AllCaps(
+        "slots",
+        frozenset({Layout.SLOTTED}),
+        frozenset({"float32"}),
+        16,
+        pad_hidden=lambda width: 128,
+    )
 
     def __init__(self, num_local: int) -> None:
         self.num_local = num_local
@@ -198,9 +256,13 @@ class Slots:
         rows = group_rows(routing.ids_TK, self.num_local)
         slots = torch.full((self.num_local, 9, x_TD.shape[1]), torch.nan)
         slots[self.valid(rows.counts_e)] = x_TD[rows.order_P // routing.ids_TK.shape[1]]
-        return Completed(Ticket(Inbound(Layout.SLOTTED, slots, rows.counts_e, rows.counts_e), routing, rows))
+        return Completed(
+            Ticket(Inbound(Layout.SLOTTED, slots, rows.counts_e, rows.counts_e), routing, rows)
+        )
 
-    def combine(self, ticket: Ticket, y: torch.Tensor, out_TD: torch.Tensor, ubatch: UBatch) -> Completed[torch.Tensor]:
+    def combine(
+        self, ticket: Ticket, y: torch.Tensor, out_TD: torch.Tensor, ubatch: UBatch
+    ) -> Completed[torch.Tensor]:
         ticket.use()
         rows = y[self.valid(ticket.inbound.host_counts_e)]
         return Completed(weighted_sum(rows, ticket.private, ticket.routing, out_TD))
@@ -219,7 +281,8 @@ def test_slots_go_to_a_kernel_that_takes_them() -> None:
     )
     assert "1 ranks, 1 micro-batches, cpu, float32 rows of 32" in plan.table()
     ids = torch.tensor([[0, 3], [3, -1], [-1, -1], [2, 3]], dtype=torch.int32)
-    x, routing = torch.randn(4, 32), Routing(ids, torch.rand(4, 2))
+    x = torch.randn(4, 32)
+    routing = Routing(ids, torch.rand(4, 2))
     packed = plan.experts.pack(ExpertWeights(torch.randn(4, 48, 32), torch.randn(4, 32, 24)))
     outs = []
     for backend in (plan.all2all, LocalAll2All(4)):
@@ -233,16 +296,19 @@ def test_slots_go_to_a_kernel_that_takes_them() -> None:
 @pytest.mark.parametrize("counts", [[3, 0, 17, 2], [0, 0, 0, 0], [0, 5, 0, 0]])
 def test_grouped_mm_agrees_with_the_reference(counts: list[int]) -> None:
     """Its arithmetic; that its bits hold on a CPU it does not claim, and the plan refuses it there."""
-    kernel, generator = GroupedMM(pick_ops("cpu", torch.bfloat16)), torch.Generator().manual_seed(0)
+    kernel = GroupedMM(pick_ops("cpu", torch.bfloat16))
+    generator = torch.Generator().manual_seed(0)
     w13 = torch.randn(4, 64, 48, generator=generator).bfloat16() / 7
     w2 = torch.randn(4, 48, 32, generator=generator).bfloat16() / 6
     packed = kernel.pack(ExpertWeights(w13.clone(), w2.clone()))
     kernel.put(packed, 2, kernel.pack_expert(w13[1], w2[1]))
-    w13[2], w2[2] = w13[1], w2[1]
+    w13[2] = w13[1]
+    w2[2] = w2[1]
     x = torch.randn(sum(counts) + 2, 48, generator=generator).bfloat16()
     x[sum(counts) :] = torch.nan
     inbound = Inbound(Layout.GROUPED, x, np.array(counts), np.cumsum(counts))
-    out, expected = torch.zeros_like(x), torch.zeros_like(x)
+    out = torch.zeros_like(x)
+    expected = torch.zeros_like(x)
     kernel.run(inbound, packed, out)
     plain = ReferenceExperts(pick_ops("cpu", torch.bfloat16))
     plain.run(inbound, plain.pack(ExpertWeights(w13, w2)), expected)

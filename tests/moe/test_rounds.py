@@ -1,4 +1,6 @@
-"""What a rank takes in from others stays within what it has planned memory for, however uneven experts are."""
+"""What a rank takes in from others stays within what it has planned memory for, however uneven
+experts are.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,33 @@ from tests.comm import fake_nccl
 from tests.comm.ranks import free_port, members_of, together
 from tests.moe.contract.backends import INTERPRETED, ON_CPU, facts_of, make
 from tests.moe.contract.backends import NAMES as ALL
-from tests.moe.inflow_rank import DTYPE, LOCAL, RANKS, ROUND_BYTES, TOKENS, TOP_K, UBATCHES, WIDTH, Rank
+from tests.moe.inflow_rank import (
+    DTYPE,
+    LOCAL,
+    RANKS,
+    ROUND_BYTES,
+    TOKENS,
+    TOP_K,
+    UBATCHES,
+    WIDTH,
+    Rank,
+)
 from tests.runner.expert_checkpoint import spec_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 64, 1000])
-@pytest.mark.parametrize(("max_tokens", "top_k", "width"), [(2048, 8, 2048), (1, 1, 64), (8192, 2, 7168), (64, 8, 64)])
-def test_no_number_of_ranks_brings_more_rows_than_planned(ranks: int, max_tokens: int, top_k: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "top_k", "width"), [(2048, 8, 2048), (1, 1, 64), (8192, 2, 7168), (64, 8, 64)]
+)
+def test_no_number_of_ranks_brings_more_rows_than_planned(
+    ranks: int, max_tokens: int, top_k: int, width: int
+) -> None:
     planned = most_rows(max_tokens, top_k, 2 * width, "cpu")
-    tokens = facts_of(DTYPE, hidden_size=width, max_tokens=max_tokens, top_k=top_k).round_tokens(ranks)
+    tokens = facts_of(DTYPE, hidden_size=width, max_tokens=max_tokens, top_k=top_k).round_tokens(
+        ranks
+    )
     assert 1 <= tokens <= max_tokens
     assert tokens == 1 or tokens * top_k * ranks <= planned
     assert tokens == max_tokens or (tokens + 1) * top_k * ranks > planned
@@ -62,7 +80,8 @@ def test_the_group_that_is_joined_decides_not_the_one_at_start(
 
 @pytest.mark.full("ranks", keep=2)
 @pytest.mark.parametrize(
-    ("name", "wire"), [*((name, "auto") for name in (*ON_CPU, "torch by nccl")), (ON_CPU[0], "fp8_b128")]
+    ("name", "wire"),
+    [*((name, "auto") for name in (*ON_CPU, "torch by nccl")), (ON_CPU[0], "fp8_b128")],
 )
 def test_memory_at_the_peak_is_within_the_plan(
     name: str, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,9 +90,12 @@ def test_memory_at_the_peak_is_within_the_plan(
     fake_nccl.use(monkeypatch)
     meeting = name, wire, str(tmp_path), f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tests.moe.inflow_rank", *meeting]
-    # Else the C library keeps up to 34 MiB of what was freed in some runs and nothing in others: the plan is about use.
+    # Else the C library keeps up to 34 MiB of what was freed in some runs and nothing in others:
+    # the plan is about use.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as process:
         rank = Rank(1, *meeting)
         rank.serve()
         assert process.stdout is not None
@@ -85,7 +107,14 @@ def test_memory_at_the_peak_is_within_the_plan(
     assert tokens == rows // (RANKS * TOP_K) < TOKENS
     copies = make(name, DTYPE, RANKS, wire).caps.copies
     spec = spec_of(hidden_size=WIDTH, experts_per_token=TOP_K, expert_size=1)
-    bounds = [workspace_bytes(spec, 64, 1, 8, DTYPE, 1, flow) for flow in (None, Inflow(rows, UBATCHES, copies, LOCAL))]
-    # This rank's own x and out, which the forward pass counts. What it reads of the other's memory is the other's.
+    bounds = [
+        workspace_bytes(spec, 64, 1, 8, DTYPE, 1, flow)
+        for flow in (None, Inflow(rows, UBATCHES, copies, LOCAL))
+    ]
+    # This rank's own x and out, which the forward pass counts. What it reads of the other's memory
+    # is the other's.
     own, theirs = (n * UBATCHES * tokens * row_bytes for n in (2, name == "shm"))
-    assert rows * row_bytes < peak - theirs <= bounds[1] - bounds[0] + own + (4 << 20), (peak / 2**20, copies)
+    assert rows * row_bytes < peak - theirs <= bounds[1] - bounds[0] + own + (4 << 20), (
+        peak / 2**20,
+        copies,
+    )

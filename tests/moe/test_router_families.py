@@ -1,4 +1,6 @@
-"""Routers of families: `RouterRule`, filled in from a family's config, chooses and weighs as transformers does."""
+"""Routers of families: `RouterRule`, filled in from a family's config, chooses and weighs as
+transformers does.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,16 @@ from torch import Tensor
 from moeserve.ops import elementwise, native_rows
 from moeserve.ops.rules import RouterRule
 
-D, E, T = 32, 16, 200
-GROUPED = {"n_routed_experts": E, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+D = 32
+E = 16
+T = 200
+GROUPED = {
+    "n_routed_experts": E,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 
 
 def v3(config: Any) -> RouterRule:
@@ -34,9 +44,17 @@ def v3(config: Any) -> RouterRule:
 
 
 def deepseek_v2(config: Any) -> RouterRule:
-    groups = (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (1, 1)
+    groups = (
+        (config.n_group, config.topk_group)
+        if config.topk_method == "group_limited_greedy"
+        else (1, 1)
+    )
     return RouterRule(
-        groups=groups[0], kept_groups=groups[1], group_score="max", scale=config.routed_scaling_factor, fp32=True
+        groups=groups[0],
+        kept_groups=groups[1],
+        group_score="max",
+        scale=config.routed_scaling_factor,
+        fp32=True,
     )
 
 
@@ -51,7 +69,9 @@ def mistral4(config: Any) -> RouterRule:
 
 
 def afmoe(config: Any) -> RouterRule:
-    return RouterRule(score="sigmoid", bias=True, renormalize=True, epsilon=1e-20, scale=config.route_scale)
+    return RouterRule(
+        score="sigmoid", bias=True, renormalize=True, epsilon=1e-20, scale=config.route_scale
+    )
 
 
 def ernie(config: Any) -> RouterRule:
@@ -63,7 +83,9 @@ def phimoe(config: Any) -> RouterRule:
 
 
 def step(config: Any) -> RouterRule:
-    return RouterRule(score="sigmoid", bias=True, renormalize=True, scale=config.moe_router_scaling_factor)
+    return RouterRule(
+        score="sigmoid", bias=True, renormalize=True, scale=config.moe_router_scaling_factor
+    )
 
 
 def usual(router: Any, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +189,9 @@ def make(family: Family) -> tuple[Any, Any]:
     folder = f"transformers.models.{family.module}"
     of_config = getattr(import_module(f"{folder}.configuration_{family.module}"), family.config)
     config = of_config(hidden_size=D, **family.settings)
-    router = getattr(import_module(f"{folder}.modeling_{family.module}"), family.router)(config).eval()
+    router = getattr(import_module(f"{folder}.modeling_{family.module}"), family.router)(
+        config
+    ).eval()
     for parameter in router.parameters():
         parameter.data.copy_(torch.randn(parameter.shape))
     return config, router
@@ -193,7 +217,9 @@ def test_choices_and_weights(family: Family) -> None:
         found_ids, found = route(logits, top_k, rule, bias, scale)
         found_ids, order = found_ids.long().sort(-1)
         assert torch.equal(found_ids, ids.sort(-1).values)
-        torch.testing.assert_close(found.gather(-1, order), weights.gather(-1, ids.argsort(-1)), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            found.gather(-1, order), weights.gather(-1, ids.argsort(-1)), rtol=1e-5, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.module)
@@ -205,7 +231,8 @@ def test_products_in_fp32(family: Family) -> None:
         config, router = make(family)
     finally:
         torch.set_default_dtype(before)
-    rule, x = family.rule(config), torch.randn(T, D, dtype=torch.bfloat16)
+    rule = family.rule(config)
+    x = torch.randn(T, D, dtype=torch.bfloat16)
     logits, _, _ = family.of(router, x, torch.zeros(E) if rule.bias else None)
     weight = next(parameter for parameter in router.parameters() if parameter.shape == (E, D))
     assert torch.equal(logits.float(), F.linear(x.float(), weight.float())) == rule.fp32

@@ -1,4 +1,6 @@
-"""All2all through shared memory: ranks as threads must give, bit for bit, what one rank with all experts gives."""
+"""All2all through shared memory: ranks as threads must give, bit for bit, what one rank with all
+experts gives.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,16 @@ def group(
     dtype: torch.dtype = torch.float32,
     **facts: Any,
 ) -> Iterator[list[ShmAll2All]]:
-    backends = [ShmAll2All(replace(facts_of(dtype, top_k=2, max_tokens=32), **facts)) for _ in range(size)]
+    backends = [
+        ShmAll2All(replace(facts_of(dtype, top_k=2, max_tokens=32), **facts)) for _ in range(size)
+    ]
     members = members_of(size, str(folder), deadline_s=deadline_s)
-    together([lambda b=b, m=m: b.join(m, LOCAL, ubatches) for b, m in zip(backends, members, strict=True)])
+    together(
+        [
+            lambda b=b, m=m: b.join(m, LOCAL, ubatches)
+            for b, m in zip(backends, members, strict=True)
+        ]
+    )
     try:
         yield backends
     finally:
@@ -75,7 +84,9 @@ def experts(inbound: Inbound, first: int, y: Tensor) -> Tensor:
     return y
 
 
-def round_trip(backend: ShmAll2All, rank: int, part: Batch, ubatch: UBatch) -> tuple[Inbound, Tensor, Tensor]:
+def round_trip(
+    backend: ShmAll2All, rank: int, part: Batch, ubatch: UBatch
+) -> tuple[Inbound, Tensor, Tensor]:
     x_TD, routing = part
     ticket = backend.dispatch(x_TD, routing, ubatch).wait()
     assert ticket.y is not None
@@ -87,9 +98,12 @@ def round_trip(backend: ShmAll2All, rank: int, part: Batch, ubatch: UBatch) -> t
 
 def expected(parts: list[Batch]) -> tuple[Inbound, list[Tensor]]:
     """The same on one rank that has all tokens and all experts."""
-    local, ubatch = LocalAll2All(LOCAL * len(parts)), UBatch()
+    local = LocalAll2All(LOCAL * len(parts))
+    ubatch = UBatch()
     x = torch.cat([x for x, _ in parts])
-    routing = Routing(torch.cat([r.ids_TK for _, r in parts]), torch.cat([r.weights_TK for _, r in parts]))
+    routing = Routing(
+        torch.cat([r.ids_TK for _, r in parts]), torch.cat([r.weights_TK for _, r in parts])
+    )
     ticket = local.dispatch(x, routing, ubatch).wait()
     y = experts(ticket.inbound, 0, torch.empty_like(ticket.inbound.x))
     out = local.combine(ticket, y, torch.empty_like(x), ubatch).wait()
@@ -97,7 +111,10 @@ def expected(parts: list[Batch]) -> tuple[Inbound, list[Tensor]]:
 
 
 def check(backends: list[ShmAll2All], parts: list[Batch], ubatch: UBatch | None = None) -> None:
-    calls = [lambda r=r: round_trip(backends[r], r, parts[r], ubatch or UBatch()) for r in range(len(parts))]
+    calls = [
+        lambda r=r: round_trip(backends[r], r, parts[r], ubatch or UBatch())
+        for r in range(len(parts))
+    ]
     inbound, outs = expected(parts)
     for rank, (found, x_PD, out) in enumerate(together(calls)):
         local = slice(rank * LOCAL, (rank + 1) * LOCAL)
@@ -120,12 +137,16 @@ def hostile(size: int) -> dict[str, list[Tensor]]:
         "uneven": some,
         "nobody has tokens": [torch.zeros((0, 2), dtype=torch.int32)] * size,
         "one rank has none": [torch.zeros((0, 2), dtype=torch.int32), *some[1:]],
-        "only the first has tokens": [some[0], *[torch.zeros((0, 2), dtype=torch.int32)] * (size - 1)],
+        "only the first has tokens": [
+            some[0],
+            *[torch.zeros((0, 2), dtype=torch.int32)] * (size - 1),
+        ],
         "all to the last expert": [torch.full((9, 2), num - 1, dtype=torch.int32)] * size,
         "all padding": [torch.full((4, 2), -1, dtype=torch.int32)] * size,
         "padding on one rank": [torch.full((4, 2), -1, dtype=torch.int32), *some[1:]],
         "holes": holes,
-        "duplicates in a row": [torch.tensor([[0, 0], [num - 1, num - 1]], dtype=torch.int32)] * size,
+        "duplicates in a row": [torch.tensor([[0, 0], [num - 1, num - 1]], dtype=torch.int32)]
+        * size,
         "one expert each": [random_ids(7, 1, num, r) for r in range(size)],
         "full": [random_ids(32, 2, num, r) for r in range(size)],
         "full, all to one": [torch.zeros((32, 2), dtype=torch.int32)] * size,
@@ -162,7 +183,10 @@ def test_turns_are_reused_many_times(tmp_path: Path) -> None:
         return [round_trip(backend, rank, parts[rank], UBatch())[2] for parts in rounds]
 
     rounds = [
-        [batch(random_ids((7 * n + 3 * r) % 33, 2, 9, 100 * n + r), 24, torch.float32, n) for r in range(3)]
+        [
+            batch(random_ids((7 * n + 3 * r) % 33, 2, 9, 100 * n + r), 24, torch.float32, n)
+            for r in range(3)
+        ]
         for n in range(60)
     ]
     with group(3, tmp_path) as backends:
@@ -174,7 +198,10 @@ def test_turns_are_reused_many_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_two_dispatches_in_flight(backwards: bool, tmp_path: Path) -> None:
-    rounds = [[batch(random_ids(9 + n + r, 2, 6, n + 5 * r), 24, torch.float32, n) for r in range(2)] for n in range(2)]
+    rounds = [
+        [batch(random_ids(9 + n + r, 2, 6, n + 5 * r), 24, torch.float32, n) for r in range(2)]
+        for n in range(2)
+    ]
 
     def run(backend: ShmAll2All, rank: int) -> list[Tensor]:
         ubatch = UBatch()
@@ -199,7 +226,10 @@ def test_two_dispatches_in_flight(backwards: bool, tmp_path: Path) -> None:
 
 def test_ubatches_do_not_mix(tmp_path: Path) -> None:
     with group(2, tmp_path, ubatches=2) as backends:
-        parts = [[batch(random_ids(12, 2, 6, n + r), 24, torch.float32, n) for r in range(2)] for n in range(2)]
+        parts = [
+            [batch(random_ids(12, 2, 6, n + r), 24, torch.float32, n) for r in range(2)]
+            for n in range(2)
+        ]
         together([lambda n=n: check(backends, parts[n], UBatch(n)) for n in range(2)])
 
 
@@ -211,8 +241,14 @@ def test_experts_may_write_anywhere_and_rows_may_be_strided(tmp_path: Path) -> N
         wide = torch.zeros(6, 48, dtype=x_TD.dtype)
         wide[:, ::2] = x_TD
         ids = routing.ids_TK.t().contiguous().t().long()
-        ticket = backend.dispatch(wide[:, ::2], Routing(ids, routing.weights_TK.t().contiguous().t()), UBatch()).wait()
-        y = experts(ticket.inbound, rank * LOCAL, torch.empty(len(ticket.inbound.x) + 3, 24, dtype=x_TD.dtype))
+        ticket = backend.dispatch(
+            wide[:, ::2], Routing(ids, routing.weights_TK.t().contiguous().t()), UBatch()
+        ).wait()
+        y = experts(
+            ticket.inbound,
+            rank * LOCAL,
+            torch.empty(len(ticket.inbound.x) + 3, 24, dtype=x_TD.dtype),
+        )
         out = torch.zeros(6, 48, dtype=x_TD.dtype)
         found = backend.combine(ticket, y, out[:, ::2], UBatch()).wait()
         assert found.data_ptr() == out.data_ptr()
@@ -274,7 +310,9 @@ def test_arrival_is_when_the_last_peer_rang(tmp_path: Path) -> None:
         return before, rows.arrived_ns, rang
 
     with group(2, tmp_path) as backends:
-        (_, early, rang), (before, late, after) = together([lambda r=r: run(backends[r], r) for r in range(2)])
+        (_, early, rang), (before, late, after) = together(
+            [lambda r=r: run(backends[r], r) for r in range(2)]
+        )
     assert before <= early <= after
     assert late <= rang
     with group(1, tmp_path) as (alone,):
@@ -305,7 +343,10 @@ def test_ranks_that_diverge_are_told_what_each_did(tmp_path: Path) -> None:
         wait_for_rows(backend)
 
     for run in (ahead, astray):
-        with group(2, tmp_path) as backends, pytest.raises(PeerLost, match=r"diverged on \S+ 0: rank") as lost:
+        with (
+            group(2, tmp_path) as backends,
+            pytest.raises(PeerLost, match=r"diverged on \S+ 0: rank") as lost,
+        ):
             together([lambda b=backends[0]: ahead(b), lambda b=backends[1], run=run: astray(b)])
         assert "did combine where" in str(lost.value) or "did dispatch where" in str(lost.value)
 
@@ -315,7 +356,9 @@ def test_leaving_wakes_waiters_here_and_there(who: int, tmp_path: Path) -> None:
     with group(2, tmp_path) as backends:
         threading.Timer(0.1, backends[who].leave).start()
         started = time.monotonic()
-        with pytest.raises(PeerLost, match="this rank left its group" if who == 0 else "rank 1 left the group"):
+        with pytest.raises(
+            PeerLost, match="this rank left its group" if who == 0 else "rank 1 left the group"
+        ):
             wait_for_rows(backends[0])
         assert time.monotonic() - started < 15
         backends[0].leave()
@@ -329,19 +372,28 @@ def test_a_group_forms_again_after_leaving(tmp_path: Path) -> None:
         check(backends, parts)
         ticket_of_old = together([lambda b=b: wait_for_rows(b) for b in backends])[0]
         members = members_of(2, str(tmp_path), epoch=2)
-        together([lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members, strict=True)])
+        together(
+            [lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members, strict=True)]
+        )
         with pytest.raises(PeerLost):
-            backends[0].combine(ticket_of_old, ticket_of_old.inbound.x, torch.empty(4, 24), UBatch())
+            backends[0].combine(
+                ticket_of_old, ticket_of_old.inbound.x, torch.empty(4, 24), UBatch()
+            )
         check(backends, parts)
 
 
 def test_ranks_that_were_started_differently_do_not_meet(tmp_path: Path) -> None:
-    backends = [ShmAll2All(facts_of(torch.float32, max_tokens=max_tokens)) for max_tokens in (32, 64)]
+    backends = [
+        ShmAll2All(facts_of(torch.float32, max_tokens=max_tokens)) for max_tokens in (32, 64)
+    ]
     members = members_of(2, str(tmp_path), deadline_s=5)
 
     def join(rank: int) -> Callable[[], None]:
         def call() -> None:
-            with pytest.raises(ConfigError, match=r"rank 0 has .*'max_tokens': 32.*|rank 1 has .*'max_tokens': 64.*"):
+            with pytest.raises(
+                ConfigError,
+                match=r"rank 0 has .*'max_tokens': 32.*|rank 1 has .*'max_tokens': 64.*",
+            ):
                 backends[rank].join(members[rank], LOCAL, 1)
 
         return call

@@ -1,4 +1,6 @@
-"""One micro-batch: the order of things inside `overlap`, what counts as communication, and what a trace says."""
+"""One micro-batch: the order of things inside `overlap`, what counts as communication, and what a
+trace says.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,18 @@ MS = 1_000_000
 
 
 class Transfer:
-    """Takes `ms` from its start, in the background. tells: whether it knows when its last row was here."""
+    """Takes `ms` from its start, in the background. tells: whether it knows when its last row was
+    here.
+    """
 
-    def __init__(self, name: str, log: list[str], ms: float = 0, tells: bool = True, early: str = "") -> None:
+    def __init__(
+        self, name: str, log: list[str], ms: float = 0, tells: bool = True, early: str = ""
+    ) -> None:
         log.append(f"send {name}")
-        self._name, self._log, self._tells, self._early = name, log, tells, early
+        self._name = name
+        self._log = log
+        self._tells = tells
+        self._early = early
         self._ends_ns = time.monotonic_ns() + int(ms * MS)
         self.arrived_ns = 0
 
@@ -38,14 +47,18 @@ class Transfer:
 
 def two(log: list[str], *plans: list[str], early: str = "") -> PingPong:
     """Two micro-batches that each make the transfers named in their plan."""
-    ping_pong, ubatches = PingPong(2), (UBatch(0), UBatch(1))
+    ping_pong = PingPong(2)
+    ubatches = (UBatch(0), UBatch(1))
     ubatches[0].couple(ping_pong, ubatches[1])
     ubatches[1].couple(ping_pong, ubatches[0])
 
     def run(ubatch: UBatch) -> None:
         def transfers() -> None:
             for name in plans[ubatch.index]:
-                ubatch.overlap(lambda name=name: Transfer(name, log, early=early), lambda: log.append("meanwhile"))  # type: ignore[misc]
+                ubatch.overlap(
+                    lambda name=name: Transfer(name, log, early=early),
+                    lambda: log.append("meanwhile"),
+                )  # type: ignore[misc]
             log.append(f"end {ubatch.index}")
 
         ubatch.run_in_turns(transfers)
@@ -88,7 +101,9 @@ def test_an_early_receive_that_fails_ends_both() -> None:
 
 def test_an_early_receive_that_waits_is_exposed() -> None:
     """It may wait for the rows, in the sibling's time; the wait that follows is short then."""
-    ping_pong, ubatches, log = PingPong(2), (UBatch(0), UBatch(1)), []  # type: tuple[PingPong, tuple[UBatch, UBatch], list[str]]
+    ping_pong = PingPong(2)  # type: tuple[PingPong, tuple[UBatch, UBatch], list[str]]
+    ubatches = (UBatch(0), UBatch(1))  # type: tuple[PingPong, tuple[UBatch, UBatch], list[str]]
+    log = []  # type: tuple[PingPong, tuple[UBatch, UBatch], list[str]]
     for ubatch in ubatches:
         ubatch.couple(ping_pong, ubatches[1 - ubatch.index])
 
@@ -108,7 +123,8 @@ def test_an_early_receive_that_waits_is_exposed() -> None:
 
 
 def test_exposed_is_what_meanwhile_does_not_hide() -> None:
-    ubatch, log = UBatch(), []  # type: tuple[UBatch, list[str]]
+    ubatch = UBatch()  # type: tuple[UBatch, list[str]]
+    log = []  # type: tuple[UBatch, list[str]]
     ubatch.meter.reset(trace=True)
     ubatch.note_load(np.array([1]))
     ubatch.meter.resume()
@@ -124,13 +140,16 @@ def test_exposed_is_what_meanwhile_does_not_hide() -> None:
         ("transfer 0", "dispatch", 0),
     ]
     attention, shared, dispatch = meter.events
-    assert attention.end_ns <= dispatch.start_ns <= shared.start_ns < shared.end_ns < dispatch.end_ns
+    assert (
+        attention.end_ns <= dispatch.start_ns <= shared.start_ns < shared.end_ns < dispatch.end_ns
+    )
     assert dispatch.end_ns - dispatch.start_ns == meter.comm_ns
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_transfer_that_was_over_is_not_exposed(tells: bool) -> None:
-    ubatch, log = UBatch(), []  # type: tuple[UBatch, list[str]]
+    ubatch = UBatch()  # type: tuple[UBatch, list[str]]
+    log = []  # type: tuple[UBatch, list[str]]
     ubatch.overlap(lambda: Transfer("rows", log, 5, tells), lambda: time.sleep(0.1))
     assert ubatch.meter.exposed_ns == 0 if tells else ubatch.meter.exposed_ns < 50 * MS
     assert ubatch.meter.comm_ns < 50 * MS if tells else ubatch.meter.comm_ns >= 100 * MS
@@ -144,7 +163,8 @@ def test_what_does_not_travel_costs_nothing() -> None:
 
 
 def test_meter_starts_anew() -> None:
-    ubatch, log = UBatch(), []  # type: tuple[UBatch, list[str]]
+    ubatch = UBatch()  # type: tuple[UBatch, list[str]]
+    log = []  # type: tuple[UBatch, list[str]]
     ubatch.overlap(lambda: Transfer("rows", log, 1))
     ubatch.meter.reset(trace=False)
     assert (ubatch.meter.comm_ns, ubatch.meter.exposed_ns) == (0, 0)

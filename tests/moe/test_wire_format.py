@@ -33,11 +33,17 @@ def hostile(width: int, dtype: torch.dtype) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    return (
+        a.dtype == b.dtype
+        and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(), b.nan_to_num())
+    )
 
 
 def slow_fp8(x_D: Tensor) -> list[float]:
-    """The definition, one element at a time: the nearest e4m3 value, ties to the even one (of which 0 is the first)."""
+    """The definition, one element at a time: the nearest e4m3 value, ties to the even one (of which
+    0 is the first).
+    """
     found: list[float] = []
     for start in range(0, len(x_D), BLOCK):
         block = x_D[start : start + BLOCK].float()
@@ -50,7 +56,9 @@ def slow_fp8(x_D: Tensor) -> list[float]:
                 continue
             distance = (E4M3.double() - (value / scale).double()).abs()
             near = (distance == distance.min()).nonzero()[:, 0].tolist()
-            positive = len(E4M3) // 2  # index of zero: values count up from it, and so do their last bits
+            positive = (
+                len(E4M3) // 2
+            )  # index of zero: values count up from it, and so do their last bits
             best = min(near, key=lambda i: (i - positive) % 2)
             found.append(float(E4M3[best] * scale))
     return found
@@ -59,17 +67,21 @@ def slow_fp8(x_D: Tensor) -> list[float]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 24, 127, 128, 129, 300])
 def test_fp8_is_its_definition(width: int, dtype: torch.dtype) -> None:
-    wire, x = Fp8Wire(), hostile(width, dtype)
+    wire = Fp8Wire()
+    x = hostile(width, dtype)
     rows = wire.encode(x)
     assert rows.dtype == torch.uint8
     assert rows.shape == (9, wire.row_bytes(width))
-    assert same(wire.decode(rows, dtype, width), torch.tensor([slow_fp8(row) for row in x]).to(dtype))
+    assert same(
+        wire.decode(rows, dtype, width), torch.tensor([slow_fp8(row) for row in x]).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 8, 24, 129])
 def test_raw_keeps_every_bit(width: int, dtype: torch.dtype) -> None:
-    wire, x = RawWire(dtype), hostile(width, dtype)
+    wire = RawWire(dtype)
+    x = hostile(width, dtype)
     back = wire.decode(wire.encode(x), dtype, width)
     assert back.is_contiguous()
     assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
@@ -81,14 +93,18 @@ def test_bytes_of_a_row_depend_on_it_alone(wire: WireFormat) -> None:
     together = wire.encode(x)
     for i in range(len(x)):
         assert torch.equal(wire.encode(x[i : i + 1]), together[i : i + 1])
-        assert same(wire.decode(together[i : i + 1], x.dtype, 300), wire.decode(together, x.dtype, 300)[i : i + 1])
+        assert same(
+            wire.decode(together[i : i + 1], x.dtype, 300),
+            wire.decode(together, x.dtype, 300)[i : i + 1],
+        )
     assert wire.row_bytes(300) % ALIGNMENT == 0
     assert wire.encode(x[:0]).shape == (0, wire.row_bytes(300))
     assert wire.decode(together[:0], x.dtype, 300).shape == (0, 300)
 
 
 def test_fp8_is_close_and_a_second_trip_changes_nothing() -> None:
-    wire, x = Fp8Wire(), torch.randn(50, 384)
+    wire = Fp8Wire()
+    x = torch.randn(50, 384)
     once = wire.decode(wire.encode(x), torch.float32, 384)
     assert ((once - x).norm() / x.norm()) < 0.03
     assert torch.allclose(wire.decode(wire.encode(once), torch.float32, 384), once, rtol=1e-6)
@@ -98,5 +114,7 @@ def test_names() -> None:
     assert wire_of("auto", torch.float16).name == "float16"
     assert wire_of("bfloat16", torch.bfloat16).lossy is False
     assert wire_of("fp8_b128", torch.bfloat16).lossy is True
-    with pytest.raises(ConfigError, match=r"no wire format 'fp4' for rows of bfloat16; known: auto, fp8_b128"):
+    with pytest.raises(
+        ConfigError, match=r"no wire format 'fp4' for rows of bfloat16; known: auto, fp8_b128"
+    ):
         wire_of("fp4", torch.bfloat16)

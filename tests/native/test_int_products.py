@@ -1,5 +1,5 @@
-"""Products of quantised weights with rows rounded to int8: the bits of the scalar reference on every instruction set,
-alone and in company, for every packed form."""
+"""Products of quantised weights with rows rounded to int8: the bits of the scalar reference on
+every instruction set, alone and in company, for every packed form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from moeserve.ops.quantised import E2M1, IQ4_NL, Quantised, dequantised
 
 _native: Any = native()
 pytestmark = pytest.mark.skipif(_native is None, reason="no native kernels")
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+FP16 = torch.float16
+BF16 = torch.bfloat16
+FP32 = torch.float32
 
 # kind, group, bits, with zeros, mins, supers, dtype of scales, smallest and largest value.
 FORMS: dict[str, tuple[Any, ...]] = {
@@ -54,9 +56,12 @@ def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quanti
     """A random weight with extremes among its values, and a row of zeros."""
     kind, group, bits, with_zeros, with_mins, with_supers, scale_dtype, low, high = FORMS[form]
     values = torch.randint(low, high + 1, (columns, depth))
-    values[0], values[-1, ::2] = low, high
+    values[0] = low
+    values[-1, ::2] = high
     groups = -(-depth // group) if group else 1
-    scales, mins, supers = torch.randn(columns, groups).to(scale_dtype).float(), None, None
+    scales = torch.randn(columns, groups).to(scale_dtype).float()
+    mins = None
+    supers = None
     if scale_dtype is BF16:
         scales = torch.randint(-127, 10, scales.shape).float().exp2()
     if with_mins:
@@ -67,10 +72,13 @@ def weight_of(form: str, columns: int, depth: int, dtype: torch.dtype) -> Quanti
         least, most = (0, 64) if with_mins else (-128, 128)
         sc, m = (torch.randint(least, most, (columns, groups)) for _ in range(2))
         scales, mins = ((u.repeat_interleave(256 // group, 1) * n) for u, n in ((d, sc), (dmin, m)))
-        supers, mins = (d, dmin if with_mins else None), mins if with_mins else None
+        supers = (d, dmin if with_mins else None)
+        mins = mins if with_mins else None
     zeros = torch.randint(0, 16, scales.shape).float() if with_zeros else None
     values = values.to(torch.int8 if kind == "int8" else torch.uint8)
-    return Quantised(kind, group, dtype, values, scales, zeros, 1, mins, supers, "int8", scale_dtype, bits)
+    return Quantised(
+        kind, group, dtype, values, scales, zeros, 1, mins, supers, "int8", scale_dtype, bits
+    )
 
 
 def reference(weight: Quantised, x_MK: Tensor) -> Tensor:
@@ -81,19 +89,31 @@ def reference(weight: Quantised, x_MK: Tensor) -> Tensor:
         numbers = torch.tensor([2 * x for x in E2M1] if w.kind == "fp4" else IQ4_NL)[w.values.int()]
     elif w.kind == "int4" and w.mins is None:
         numbers -= 8 if w.zeros is None else w.zeros.repeat_interleave(w.group, 1)[:, :depth]
-    whole, scales = numbers.to(torch.int8), w.scales / 2 if w.kind == "fp4" else w.scales
+    whole = numbers.to(torch.int8)
+    scales = w.scales / 2 if w.kind == "fp4" else w.scales
     assert (whole == numbers).all()
-    x, y = x_MK.float().contiguous(), torch.empty(len(x_MK), columns)
+    x = x_MK.float().contiguous()
+    y = torch.empty(len(x_MK), columns)
     mins = 0 if w.mins is None else w.mins.data_ptr()
     _native.int_product_reference(
-        x.data_ptr(), len(x), depth, whole.data_ptr(), columns, w.group, scales.data_ptr(), mins, y.data_ptr()
+        x.data_ptr(),
+        len(x),
+        depth,
+        whole.data_ptr(),
+        columns,
+        w.group,
+        scales.data_ptr(),
+        mins,
+        y.data_ptr(),
     )
     return y.to(x_MK.dtype)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_bits_are_those_of_the_reference_in_any_company(form: str, dtype: torch.dtype, isas: list[str]) -> None:
+def test_bits_are_those_of_the_reference_in_any_company(
+    form: str, dtype: torch.dtype, isas: list[str]
+) -> None:
     torch.manual_seed(7)
     for columns, depth in (100, 512), (17, 256), (40, 304):
         if depth % 256 and (FORMS[form][5] or depth % 16):
@@ -117,7 +137,8 @@ def test_bits_are_those_of_the_reference_in_any_company(form: str, dtype: torch.
 def test_products_are_near_those_of_floats(form: str) -> None:
     """Rounding a row leaves an error below half a step per input, and no other."""
     torch.manual_seed(3)
-    weight, x_MK = weight_of(form, 64, 512, FP32), torch.randn(5, 512)
+    weight = weight_of(form, 64, 512, FP32)
+    x_MK = torch.randn(5, 512)
     w_NK = dequantised(weight).double()
     steps_MK = x_MK.view(5, -1, 32).abs().amax(-1).repeat_interleave(32, 1).double() / 127
     bound = 0.5001 * steps_MK @ w_NK.abs().T + 1e-3
@@ -126,7 +147,8 @@ def test_products_are_near_those_of_floats(form: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible_in_its_row(value: float, isas: list[str]) -> None:
-    weight, x_MK = weight_of("q4_k", 20, 512, FP32), torch.randn(3, 512)
+    weight = weight_of("q4_k", 20, 512, FP32)
+    x_MK = torch.randn(3, 512)
     x_MK[1, 77] = value
     for isa in isas:
         _native.use_isa(isa)
@@ -142,9 +164,15 @@ def test_what_is_not_finite_stays_visible_in_its_row(value: float, isas: list[st
         ("q4_k", {"activations": "float"}, "minima need"),
         ("iq4_nl", {"activations": "float"}, "iq4_nl needs"),
         ("q6_k", {"group": 32}, "5 in groups of 32, or 6 in groups of 16"),
-        ("q8_0", {"supers": (torch.ones(16, 1), None)}, "scales of scales are for integers of 4 to 6"),
+        (
+            "q8_0",
+            {"supers": (torch.ones(16, 1), None)},
+            "scales of scales are for integers of 4 to 6",
+        ),
     ],
 )
-def test_what_integers_cannot_do_is_refused(form: str, change: dict[str, Any], message: str) -> None:
+def test_what_integers_cannot_do_is_refused(
+    form: str, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         NativeLinear(replace(weight_of(form, 16, 256, BF16), **change))

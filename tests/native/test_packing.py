@@ -1,4 +1,6 @@
-"""The bytes of packed weights and their checksum, which files of packed weights rely on (loader/packed_cache.py)."""
+"""The bytes of packed weights and their checksum, which files of packed weights rely on
+(loader/packed_cache.py).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from moeserve.ops.native_layer import LAYOUT, new_room, pack, packing_of
 from moeserve.ops.quantised import Quantised
 
 module: Any = native()
-pytestmark = pytest.mark.skipif(module is None or not module.supported_isas(), reason="needs the native kernels")
+pytestmark = pytest.mark.skipif(
+    module is None or not module.supported_isas(), reason="needs the native kernels"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +33,8 @@ def checksum(data: Tensor) -> int:
 
 def reference_checksum(data: bytes, part: int = 2 << 20) -> int:
     """As csrc/core/checksum.cpp says it, in whole numbers."""
-    odd, most = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    odd = 0x9E3779B97F4A7C15
+    most = (1 << 64) - 1
 
     def mix(total: int, word: int) -> int:
         total ^= word
@@ -49,9 +54,13 @@ def reference_checksum(data: bytes, part: int = 2 << 20) -> int:
     return of(b"".join(one.to_bytes(8, "little") for one in parts))
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, 5 << 20])
+@pytest.mark.parametrize(
+    "size", [0, 1, 7, 8, 63, 64, 65, 1000, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, 5 << 20]
+)
 def test_the_checksum_is_its_definition_on_any_threads(size: int) -> None:
-    data = torch.randint(0, 256, (size + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))[3:]
+    data = torch.randint(
+        0, 256, (size + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
+    )[3:]
     found = set()
     for threads in (1, 2, 5):
         module.set_threads([-1] * threads)
@@ -61,12 +70,16 @@ def test_the_checksum_is_its_definition_on_any_threads(size: int) -> None:
 
 def test_no_bit_changes_without_the_checksum() -> None:
     module.set_threads([-1])
-    data = torch.randint(0, 256, (200,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = torch.randint(
+        0, 256, (200,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     seen = {checksum(data)}
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
         seen.add(checksum(data))
-        for other in range(bit % 64 + 64, 8 * len(data), 64):  # the same bit of another word, where sums may cancel
+        for other in range(
+            bit % 64 + 64, 8 * len(data), 64
+        ):  # the same bit of another word, where sums may cancel
             data[other // 8] ^= 1 << other % 8
             seen.add(checksum(data))
             data[other // 8] ^= 1 << other % 8
@@ -77,7 +90,9 @@ def test_no_bit_changes_without_the_checksum() -> None:
 
 
 def test_another_layout_needs_another_number() -> None:
-    """If this fails and packed bytes are meant to be others now, LAYOUT must be, too: see ops/native_layer.py."""
+    """If this fails and packed bytes are meant to be others now, LAYOUT must be, too: see
+    ops/native_layer.py.
+    """
     w_NK = (torch.arange(19 * 40).view(19, 40) % 251).to(torch.uint8)
     scales = torch.arange(19.0).unsqueeze(1)
     weights = [w_NK.float(), w_NK.bfloat16(), w_NK.half()]
@@ -87,7 +102,9 @@ def test_another_layout_needs_another_number() -> None:
         for zeros in (None, scales.repeat(1, 2))
     ]
     weights += [Quantised("fp4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2))]
-    weights += [Quantised(kind, 32, torch.bfloat16, w_NK, scales.repeat(1, 2)) for kind in ("int8", "fp8")]
+    weights += [
+        Quantised(kind, 32, torch.bfloat16, w_NK, scales.repeat(1, 2)) for kind in ("int8", "fp8")
+    ]
     sums = []
     for weight in weights:
         packing = packing_of(weight)

@@ -1,5 +1,5 @@
-"""Two micro-batches at once, each a thread that multiplies, attends and works on rows with the same pool: bits as
-alone."""
+"""Two micro-batches at once, each a thread that multiplies, attends and works on rows with the same
+pool: bits as alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from moeserve.ops.probe import host_step
 from moeserve.ops.rules import SWIGLU, RouterRule
 
 module: Any = native()
-pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="no native kernels for this machine")
+pytestmark = pytest.mark.skipif(
+    not native_rows.AVAILABLE, reason="no native kernels for this machine"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,28 +31,36 @@ def one_thread_again() -> Iterator[None]:
 
 
 class Layer:
-    """A little of everything, on its own tensors. Steps are large enough for rows to be shared among threads."""
+    """A little of everything, on its own tensors. Steps are large enough for rows to be shared
+    among threads.
+    """
 
     def __init__(self, seed: int) -> None:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
         generator = torch.Generator().manual_seed(seed)
-        self.heads, self.size = 4 + 4 * seed, 16 + 32 * seed
-        self.tokens, self.width = 150 + 33 * seed, self.heads * 16
+        self.heads = 4 + 4 * seed
+        self.size = 16 + 32 * seed
+        self.tokens = 150 + 33 * seed
+        self.width = self.heads * 16
         self.linear = NativeLinear(random(self.width, 500))
         self.router = NativeLinear(random(60, self.width))
         self.x = random(self.tokens, 500)
         self.norm = torch.rand(self.width, generator=generator)
         self.k, self.v = (random(2500 // self.size + 9, self.size, 2, 16) for _ in range(2))
-        self.blocks = torch.randperm(len(self.k), generator=generator)[None, : 2400 // self.size + 1].contiguous()
+        self.blocks = torch.randperm(len(self.k), generator=generator)[
+            None, : 2400 // self.size + 1
+        ].contiguous()
 
     def step(self) -> list[Tensor]:
         x = native_rows.rms_norm(self.linear(self.x), self.norm, 1e-6)
         step = host_step(self.blocks, self.size, [2399 - self.tokens], [0, self.tokens])
         plan = native_layer.plan_attention(*step, HeadShape(self.heads, 2, 16, 16))
         attended = native_layer.attention(x.view(-1, self.heads, 16), self.k, self.v, plan)
-        last = host_step(self.blocks, self.size, [2398], [0, 1])  # its chunks are shared among threads
+        last = host_step(
+            self.blocks, self.size, [2398], [0, 1]
+        )  # its chunks are shared among threads
         plan = native_layer.plan_attention(*last, HeadShape(self.heads, 2, 16, 16))
         alone = native_layer.attention(x[-1:].view(-1, self.heads, 16), self.k, self.v, plan)
         assert torch.equal(alone[0], attended[-1])
@@ -60,7 +70,15 @@ class Layer:
         order, place, _ = native_rows.group_pairs(ids, 60)
         rows = native_rows.rows_of_pairs(added, order, 6)
         out = native_rows.sum_pairs(rows, place, weights, torch.empty_like(added))
-        return [total, added, ids, weights, out, native_rows.act_mul(out, SWIGLU), *native_rows.argmax(logits.float())]
+        return [
+            total,
+            added,
+            ids,
+            weights,
+            out,
+            native_rows.act_mul(out, SWIGLU),
+            *native_rows.argmax(logits.float()),
+        ]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

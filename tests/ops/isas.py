@@ -1,4 +1,6 @@
-"""The native module, if it serves here, and the instruction sets that tests run through by `MODULE.use_isa`."""
+"""The native module, if it serves here, and the instruction sets that tests run through by
+`MODULE.use_isa`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Paged attention against a plain softmax over the real context, and bits that depend on query and context alone."""
+"""Paged attention against a plain softmax over the real context, and bits that depend on query and
+context alone.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from moeserve.ops.probe import host_step
 
 @dataclass
 class Cache:
-    """Random contexts in scattered blocks; every slot that belongs to nobody holds NaN. keys, values: what int8 ones
-    stand for."""
+    """Random contexts in scattered blocks; every slot that belongs to nobody holds NaN. keys,
+    values: what int8 ones stand for."""
 
     k: Tensor
     v: Tensor
@@ -57,12 +59,19 @@ def make_cache(
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // size) for n in lengths]
     free = (torch.randperm(sum(counts) + 3, generator=generator) + 1).tolist()
-    k, v = (to_entries(torch.full((sum(counts) + 4, size, g, width), torch.nan), dtype) for width in (d, v_dim))
+    k, v = (
+        to_entries(torch.full((sum(counts) + 4, size, g, width), torch.nan), dtype)
+        for width in (d, v_dim)
+    )
     v = k[..., :v_dim] if latent else v
-    tables, keys, values = [], [], []
+    tables = []
+    keys = []
+    values = []
     for length, count in zip(lengths, counts, strict=True):
         blocks = [free.pop() for _ in range(count)]
-        own_k, own_v = (to_entries(torch.randn(length, g, x, generator=generator), dtype) for x in (d, v_dim))
+        own_k, own_v = (
+            to_entries(torch.randn(length, g, x, generator=generator), dtype) for x in (d, v_dim)
+        )
         own_v = own_k[..., :v_dim] if latent else own_v
         slots = torch.tensor([blocks[p // size] * size + p % size for p in range(length)])
         k.view(-1, *k.shape[2:])[slots] = own_k
@@ -77,15 +86,24 @@ def query_type(cache_type: torch.dtype) -> torch.dtype:
     return torch.float32 if cache_type == torch.int8 else cache_type
 
 
-def run(cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], rule: Rule) -> list[Tensor]:
+def run(
+    cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], rule: Rule
+) -> list[Tensor]:
     """rows: (context, first position, count); q[context] holds the queries of all its positions."""
     width = max(len(cache.tables[c]) for c, _, _ in rows)
-    blocks = torch.tensor([cache.tables[c] + [0] * (width - len(cache.tables[c])) for c, _, _ in rows])
+    blocks = torch.tensor(
+        [cache.tables[c] + [0] * (width - len(cache.tables[c])) for c, _, _ in rows]
+    )
     counts = [count for _, _, count in rows]
     queries = torch.cat([q[c][s : s + n] for c, s, n in rows])
-    starts, offsets = [s for _, s, _ in rows], [0, *itertools.accumulate(counts)]
-    step = host_step(blocks, cache.block_size, starts, offsets, window=rule.window, chunk=rule.chunk)
-    shape = HeadShape(queries.shape[1], cache.k.shape[2], queries.shape[2], cache.values[0].shape[2])
+    starts = [s for _, s, _ in rows]
+    offsets = [0, *itertools.accumulate(counts)]
+    step = host_step(
+        blocks, cache.block_size, starts, offsets, window=rule.window, chunk=rule.chunk
+    )
+    shape = HeadShape(
+        queries.shape[1], cache.k.shape[2], queries.shape[2], cache.values[0].shape[2]
+    )
     plan = a.plan_attention(*step, shape)
     padded = torch.cat((queries, queries.new_full((3, *queries.shape[1:]), 7)))
     out = a.attention(padded, cache.k, cache.v, plan, sinks_H=rule.sinks_H, soft_cap=rule.soft_cap)
@@ -95,11 +113,13 @@ def run(cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], rule: R
 
 def plain(cache: Cache, context: int, q_THd: Tensor, rule: Rule) -> Tensor:
     """Softmax attention in double precision, query by query."""
-    keys, values = cache.keys[context].double(), cache.values[context].double()
+    keys = cache.keys[context].double()
+    values = cache.values[context].double()
     rows = []
     for position, query in enumerate(q_THd.double()):
         first = rule.first(position)
-        k, v = keys[first : position + 1], values[first : position + 1]
+        k = keys[first : position + 1]
+        v = values[first : position + 1]
         grouped = query.view(k.shape[1], -1, k.shape[2])
         scores = torch.einsum("ghd,tgd->ght", grouped, k)
         if rule.soft_cap:
@@ -128,7 +148,11 @@ CASES = [  # heads, KV heads, widths of keys and values, block size, rule
     (4, 2, 32, 32, 16, Rule(chunk=7)),
     (4, 2, 32, 16, 48, Rule(chunk=64, window=40, sinks_H=SINKS[:4])),
 ]
-LATENT_CASES = [(4, 1, 40, 32, 16, Rule()), (3, 1, 576, 512, 16, Rule()), (16, 1, 72, 64, 48, Rule(window=70))]
+LATENT_CASES = [
+    (4, 1, 40, 32, 16, Rule()),
+    (3, 1, 576, 512, 16, Rule()),
+    (16, 1, 72, 64, 48, Rule(window=70)),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -136,13 +160,18 @@ LATENT_CASES = [(4, 1, 40, 32, 16, Rule()), (3, 1, 576, 512, 16, Rule()), (16, 1
 def test_agrees_with_plain_attention_in_any_packing(
     h: int, g: int, d: int, v: int, size: int, rule: Rule, dtype: torch.dtype
 ) -> None:
-    """Whole contexts at once, then every position again in random company: same bits as the first time."""
-    lengths, latent = [200, 1, 64, 65, 131], (h, g, d, v, size, rule) in LATENT_CASES
+    """Whole contexts at once, then every position again in random company: same bits as the first
+    time.
+    """
+    lengths = [200, 1, 64, 65, 131]
+    latent = (h, g, d, v, size, rule) in LATENT_CASES
     if latent and dtype == torch.int8:
         pytest.skip("a part of an int8 entry has no scale")
     cache = make_cache(lengths, g, d, size, dtype, v_dim=v, latent=latent)
     generator = torch.Generator().manual_seed(9)
-    q = [(torch.randn(n, h, d, generator=generator) * d**-0.5).to(query_type(dtype)) for n in lengths]
+    q = [
+        (torch.randn(n, h, d, generator=generator) * d**-0.5).to(query_type(dtype)) for n in lengths
+    ]
     whole = run(cache, [(c, 0, n) for c, n in enumerate(lengths)], q, rule)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
     for context, found in enumerate(whole):
@@ -156,7 +185,11 @@ def test_agrees_with_plain_attention_in_any_packing(
             rows.append((context, start, int(rng.choice([1, 1, 3, 9, 70]))))
         rows = [(c, s, min(n, lengths[c] - s)) for c, s, n in rows]
         for (context, start, count), found in zip(rows, run(cache, rows, q, rule), strict=True):
-            assert torch.equal(found, whole[context][start : start + count]), (context, start, count)
+            assert torch.equal(found, whole[context][start : start + count]), (
+                context,
+                start,
+                count,
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -167,7 +200,10 @@ def test_bounds_on_work_space_do_not_change_bits(
     """Small bounds split rows, heads and contexts; the largest temporary stays near them."""
     lengths = [700, 90, 300]
     cache = make_cache(lengths, 4, 32, 16, dtype)
-    q = [torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(n)).to(query_type(dtype)) for n in lengths]
+    q = [
+        torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(n)).to(query_type(dtype))
+        for n in lengths
+    ]
     rows = [(0, 600, 100), (1, 89, 1), (2, 299, 1)]
     rule = Rule(sinks_H=torch.randn(8), soft_cap=3.0)
     expected = run(cache, rows, q, rule)
@@ -181,7 +217,10 @@ def test_sixteen_thousand_tokens_of_context() -> None:
     """A decode row and the end of a prompt beside short rows."""
     lengths = [16_384, 40]
     cache = make_cache(lengths, 2, 64, 16, torch.bfloat16)
-    q = [torch.randn(n, 4, 64, generator=torch.Generator().manual_seed(n)).bfloat16() / 8 for n in lengths]
+    q = [
+        torch.randn(n, 4, 64, generator=torch.Generator().manual_seed(n)).bfloat16() / 8
+        for n in lengths
+    ]
     chunk = run(cache, [(0, 16_300, 84), (1, 0, 40)], q, Rule())
     last, short = run(cache, [(0, 16_383, 1), (1, 39, 1)], q, Rule())
     assert torch.equal(last[0], chunk[0][-1])
@@ -193,7 +232,8 @@ def test_sixteen_thousand_tokens_of_context() -> None:
 
 
 def test_bfloat16_scores_keep_more_than_bfloat16() -> None:
-    q, k = torch.randn(2, 8, 64).bfloat16() * 6, torch.randn(2, 128, 64).bfloat16() * 6
+    q = torch.randn(2, 8, 64).bfloat16() * 6
+    k = torch.randn(2, 128, 64).bfloat16() * 6
     exact = q.double() @ k.double().transpose(1, 2)
     assert (a._scores(q, k) - exact).abs().max() / exact.abs().max() < 2e-5
     assert (torch.bmm(q, k.transpose(1, 2)) - exact).abs().max() / exact.abs().max() > 5e-4
@@ -206,6 +246,8 @@ def test_few_padded_sizes() -> None:
 
 
 def test_a_step_without_tokens() -> None:
-    plan = a.plan_attention(*host_step(torch.zeros((0, 1), dtype=torch.int64), 16, [], [0]), HeadShape(4, 2, 16, 16))
+    plan = a.plan_attention(
+        *host_step(torch.zeros((0, 1), dtype=torch.int64), 16, [], [0]), HeadShape(4, 2, 16, 16)
+    )
     cache = torch.zeros(2, 16, 2, 16)
     assert not a.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()

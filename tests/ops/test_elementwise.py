@@ -1,4 +1,6 @@
-"""Norms, rotary, activations, router: the docstrings' examples, slow references, and bits that belong to the row."""
+"""Norms, rotary, activations, router: the docstrings' examples, slow references, and bits that
+belong to the row.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 
 Score = Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"]
 SCORES = get_args(Score)
-ACTIVATIONS = [SWIGLU, Activation(kind="gelu_tanh"), Activation(alpha=1.702, limit=7.0, up_shift=1.0)]
+ACTIVATIONS = [
+    SWIGLU,
+    Activation(kind="gelu_tanh"),
+    Activation(alpha=1.702, limit=7.0, up_shift=1.0),
+]
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -29,17 +35,26 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def test_examples() -> None:
     ones = torch.ones(2)
-    assert e.rms_norm(torch.tensor([[3.0, 4.0]]), ones, 0.0)[0].tolist() == pytest.approx([0.8485, 1.1314], abs=1e-4)
-    normed, total = e.add_rms_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]), ones, 0.0)
+    assert e.rms_norm(torch.tensor([[3.0, 4.0]]), ones, 0.0)[0].tolist() == pytest.approx(
+        [0.8485, 1.1314], abs=1e-4
+    )
+    normed, total = e.add_rms_norm(
+        torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]), ones, 0.0
+    )
     assert total.tolist() == [[3.0, 4.0]]
     assert normed[0].tolist() == pytest.approx([0.8485, 1.1314], abs=1e-4)
     quarter = torch.tensor([0.0]), torch.tensor([1.0])
-    cos, sin = torch.cat((quarter[0], quarter[0]))[None, None], torch.cat((-quarter[1], quarter[1]))[None, None]
+    cos = torch.cat((quarter[0], quarter[0]))[None, None]
+    sin = torch.cat((-quarter[1], quarter[1]))[None, None]
     assert e.rotary(torch.tensor([[[1.0, 0.0]]]), cos, sin)[0, 0].tolist() == [0.0, 1.0]
-    assert e.act_mul(torch.tensor([[1.0, 2.0]]), SWIGLU, 1).item() == pytest.approx(1.4621, abs=1e-4)
+    assert e.act_mul(torch.tensor([[1.0, 2.0]]), SWIGLU, 1).item() == pytest.approx(
+        1.4621, abs=1e-4
+    )
     hostile = torch.tensor([[-3.0, 2.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30]])
     expected = torch.tensor([[0.0, 4.0, 0.0, torch.inf, 0.0, torch.nan, 0.0]])
-    torch.testing.assert_close(e.act_mul(hostile, RELU2, 1), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        e.act_mul(hostile, RELU2, 1), expected, rtol=0, atol=0, equal_nan=True
+    )
     assert list(e.row_pieces(5, 32_768, 2)) == [slice(0, 4), slice(4, 5)]
     ids, weights = e.route(torch.tensor([[0.0, math.log(3), 0.0]]), 2, RouterRule())
     assert ids.tolist() == [[1, 0]]
@@ -54,7 +69,8 @@ def test_rows_of_activations_and_norms_keep_their_bits(
 ) -> None:
     x = torch.randn(1500, 2 * width, generator=torch.Generator().manual_seed(2)).to(dtype)
     weight = torch.rand(2 * width) + 0.5
-    whole, normed = e.act_mul(x, activation, threads), e.rms_norm(x, weight, 1e-6)
+    whole = e.act_mul(x, activation, threads)
+    normed = e.rms_norm(x, weight, 1e-6)
     for first, rows in ((0, 1), (7, 2), (100, 33), (499, 999), (1, 1499)):
         part = slice(first, first + rows)
         assert torch.equal(e.act_mul(x[part], activation, threads), whole[part]), rows
@@ -82,7 +98,9 @@ def test_shares_of_columns_keep_their_bits(function: Callable[[Tensor], Tensor],
 def test_columns_of_activations_keep_their_bits(
     width: int, dtype: torch.dtype, activation: Activation, threads: int
 ) -> None:
-    """However the columns are divided among ranks, none meets torch's scalar code where another division does not."""
+    """However the columns are divided among ranks, none meets torch's scalar code where another
+    division does not.
+    """
     gate, up = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(4)).to(dtype)
     whole = e.act_mul(torch.cat((gate, up), 1), activation, threads)
     for size in (2, 3, 8):
@@ -100,11 +118,14 @@ def test_pieces_split_between_rows(width: int, threads: int) -> None:
         for piece in pieces:
             size = piece.stop - piece.start
             assert (
-                size % min(threads, math.ceil(size * width / e.TORCH_GRAIN)) == 0 or size == 1 < width / e.TORCH_GRAIN
+                size % min(threads, math.ceil(size * width / e.TORCH_GRAIN)) == 0
+                or size == 1 < width / e.TORCH_GRAIN
             )
 
 
-def slow_route(logits: list[float], k: int, score: str, renormalize: bool) -> tuple[list[int], list[float]]:
+def slow_route(
+    logits: list[float], k: int, score: str, renormalize: bool
+) -> tuple[list[int], list[float]]:
     def softmax(values: list[float]) -> list[float]:
         terms = [math.exp(v - max(values)) for v in values]
         return [t / sum(terms) for t in terms]
@@ -121,14 +142,20 @@ def slow_route(logits: list[float], k: int, score: str, renormalize: bool) -> tu
     return ids, [w / sum(weights) for w in weights] if renormalize else weights
 
 
-def slow_sparsemixer(logits: list[float], k: int, renormalize: bool) -> tuple[list[int], list[float]]:
+def slow_sparsemixer(
+    logits: list[float], k: int, renormalize: bool
+) -> tuple[list[int], list[float]]:
     ids: list[int] = []
     weights: list[float] = []
     for _ in range(k):
         left = [i for i in range(len(logits)) if i not in ids]
         best = min(left, key=lambda i: (-logits[i], i))
         peak = logits[best]
-        near = [i for i in left if logits[i] == peak or (peak - logits[i]) / max(abs(logits[i]), peak) <= 0]
+        near = [
+            i
+            for i in left
+            if logits[i] == peak or (peak - logits[i]) / max(abs(logits[i]), peak) <= 0
+        ]
         weights.append(1 / sum(math.exp(logits[i] - peak) for i in near))
         ids.append(best)
     return ids, [w / sum(weights) for w in weights] if renormalize else weights
@@ -153,8 +180,11 @@ def test_router_agrees_with_plain_python(score: Score, renormalize: bool, thread
 
 
 def test_groups_that_are_out_stay_out() -> None:
-    """However negative the biased scores of the best groups are; and ties go to the first group, then expert."""
-    logits, bias = torch.zeros(2, 6), torch.tensor([-8.0, -9.0, -7.0, -9.5, -8.0, -8.0])
+    """However negative the biased scores of the best groups are; and ties go to the first group,
+    then expert.
+    """
+    logits = torch.zeros(2, 6)
+    bias = torch.tensor([-8.0, -9.0, -7.0, -9.5, -8.0, -8.0])
     for group_score, expected in (("max", [2, 3]), ("top2", [4, 5])):
         rule = RouterRule(score="sigmoid", groups=3, kept_groups=1, group_score=group_score)  # type: ignore[arg-type]
         ids, weights = e.route(logits, 2, rule, bias)
@@ -164,7 +194,8 @@ def test_groups_that_are_out_stay_out() -> None:
 
 
 def test_sums_and_scales_of_weights() -> None:
-    logits, scale = torch.zeros(1, 4), torch.tensor([1.0, 3.0, 1.0, 1.0])
+    logits = torch.zeros(1, 4)
+    scale = torch.tensor([1.0, 3.0, 1.0, 1.0])
     for rule, expected in (
         (RouterRule(score="sigmoid"), 0.5),
         (RouterRule(score="sigmoid", scale=2.0), 1.0),
@@ -188,8 +219,10 @@ def test_router_survives_infinities_and_nan(score: Score) -> None:
 
 
 def test_new_keys_and_values_reach_their_cells() -> None:
-    k_cache, v_cache = torch.zeros(4, 8, 2, 16), torch.zeros(4, 8, 2, 16)
-    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    k_cache = torch.zeros(4, 8, 2, 16)
+    v_cache = torch.zeros(4, 8, 2, 16)
+    k = torch.randn(3, 2, 16)
+    v = torch.randn(3, 2, 16)
     e.write_kv(k, v, k_cache, v_cache, torch.tensor([9, 31, 10]))
     assert torch.equal(k_cache[1, 1], k[0])
     assert torch.equal(v_cache[3, 7], v[1])
@@ -200,15 +233,33 @@ def test_new_keys_and_values_reach_their_cells() -> None:
 @pytest.mark.parametrize("v_dim", [None, 16, 40])
 @pytest.mark.parametrize("norm_last", [False, True])
 def test_heads_on_their_way_to_attention(v_dim: int | None, norm_last: bool) -> None:
-    """Norms before or after the rotation, values of another width and normalised, in double precision."""
-    heads, groups, dim, tokens, real = 4, 2, 24, 5, 3
+    """Norms before or after the rotation, values of another width and normalised, in double
+    precision.
+    """
+    heads = 4
+    groups = 2
+    dim = 24
+    tokens = 5
+    real = 3
     v = v_dim or dim
     random = torch.Generator().manual_seed(0)
     qkv = torch.randn(tokens, (heads + groups) * dim + groups * v + 3, generator=random)[:, :-3]
-    norms, angles = torch.rand(heads + groups, dim, generator=random) + 0.5, torch.rand(tokens, 1, dim // 2) * 6
-    cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
-    rule = e.HeadRule(heads, groups, 0.3, 1e-3, norms, v_dim=v_dim, norm_last=norm_last, norm_values=v_dim is not None)
-    k, values = torch.zeros(2, 4, groups, dim), torch.zeros(2, 4, groups, v)
+    norms = torch.rand(heads + groups, dim, generator=random) + 0.5
+    angles = torch.rand(tokens, 1, dim // 2) * 6
+    cos = torch.cat((angles.cos(),) * 2, -1)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)
+    rule = e.HeadRule(
+        heads,
+        groups,
+        0.3,
+        1e-3,
+        norms,
+        v_dim=v_dim,
+        norm_last=norm_last,
+        norm_values=v_dim is not None,
+    )
+    k = torch.zeros(2, 4, groups, dim)
+    values = torch.zeros(2, 4, groups, v)
     slots = torch.tensor([6, 0, 3])
     q = e.qk_norm_rope_cache(qkv, rule, RopeCacheInputs(cos, sin, slots), (k, values))
 
@@ -222,14 +273,20 @@ def test_heads_on_their_way_to_attention(v_dim: int | None, norm_last: bool) -> 
     qk = norm(turn(qk)) * norms if norm_last else turn(norm(qk) * norms)
     own = qkv[:real, (heads + groups) * dim :].double().view(real, groups, v)
     torch.testing.assert_close(q.double(), qk[:, :heads] * 0.3, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(k.view(8, groups, dim)[slots].double(), qk[:real, heads:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        k.view(8, groups, dim)[slots].double(), qk[:real, heads:], rtol=1e-5, atol=1e-6
+    )
     wanted = norm(own) if v_dim else own
-    torch.testing.assert_close(values.view(8, groups, v)[slots].double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        values.view(8, groups, v)[slots].double(), wanted, rtol=1e-5, atol=1e-6
+    )
     assert int((values != 0).any(-1).sum()) == real * groups
 
 
 def test_int8_cells() -> None:
-    x = torch.tensor([[[50.0, -127.0, 0.0, 62.5]], [[0.0, 0.0, 0.0, 0.0]], [[1.0, torch.inf, 0.0, 2.0]]])
+    x = torch.tensor(
+        [[[50.0, -127.0, 0.0, 62.5]], [[0.0, 0.0, 0.0, 0.0]], [[1.0, torch.inf, 0.0, 2.0]]]
+    )
     entries = to_entries(x, torch.int8)
     assert entries.shape == (3, 1, entry_width(4, torch.int8))
     assert from_entries(entries)[0, 0].tolist() == [50, -127, 0, 62]  # halves go to even numbers

@@ -1,5 +1,6 @@
-"""Attention by FlashAttention-3: the adapter over a stand-in that has the package's recorded signature and checks what
-its own host code checks (hopper/flash_api.cpp); and when it is chosen. The package itself runs on Hopper alone."""
+"""Attention by FlashAttention-3: the adapter over a stand-in that has the package's recorded
+signature and checks what its own host code checks (hopper/flash_api.cpp); and when it is chosen.
+The package itself runs on Hopper alone."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """The definition, row by row. What no row owns is as it was allocated."""
     (tokens, heads, d), (pages, size, kv_heads, v_d), rows = q.shape, v_cache.shape, len(page_table)
-    floats, integers = [q, k_cache, v_cache, *([] if qv is None else [qv])], [cache_seqlens, page_table, cu_seqlens_q]
+    floats = [q, k_cache, v_cache, *([] if qv is None else [qv])]
+    integers = [cache_seqlens, page_table, cu_seqlens_q]
     assert q.dtype in (torch.float16, torch.bfloat16)
     assert {x.dtype for x in floats} == {q.dtype}
     assert {x.dtype for x in integers} == {torch.int32}
@@ -119,7 +121,9 @@ def attend(
         if attention_chunk:
             hidden |= keys < queries // attention_chunk * attention_chunk
         probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[first:end] = torch.einsum("htl,lhd->thd", probs, v.masked_fill(hidden.all(0)[:, None, None], 0)).to(q.dtype)
+        out[first:end] = torch.einsum(
+            "htl,lhd->thd", probs, v.masked_fill(hidden.all(0)[:, None, None], 0)
+        ).to(q.dtype)
     return out
 
 
@@ -135,7 +139,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     called.__signature__ = signature  # type: ignore[attr-defined]
     made = SimpleNamespace(**{flash_attention.FUNCTION: called})
-    monkeypatch.setattr(flash_attention, "PACKAGE", "stand_in_for_flash_attn")  # the name itself transformers looks for
+    monkeypatch.setattr(
+        flash_attention, "PACKAGE", "stand_in_for_flash_attn"
+    )  # the name itself transformers looks for
     monkeypatch.setitem(sys.modules, flash_attention.PACKAGE, made)
     monkeypatch.setattr(configs, "_folders", [configs.FOLDER])
     FOUND.clear()
@@ -185,10 +191,15 @@ def test_attention(
         if dim > 256:
             step.share()
         options: Any = {"soft_cap": soft_cap}
-        expected, out = step.expected(**options), torch.full((len(step.q), heads * v_dim), torch.nan, dtype=dtype)
-        got = flash_attention.attention(step.q, step.k, step.v, flash_plan(step, padded=True), out=out, **options)
+        expected = step.expected(**options)
+        out = torch.full((len(step.q), heads * v_dim), torch.nan, dtype=dtype)
+        got = flash_attention.attention(
+            step.q, step.k, step.v, flash_plan(step, padded=True), out=out, **options
+        )
         assert got is out
-        torch.testing.assert_close(got, expected, rtol=2e-2, atol=1e-2 if dtype == torch.bfloat16 else 2e-3)
+        torch.testing.assert_close(
+            got, expected, rtol=2e-2, atol=1e-2 if dtype == torch.bfloat16 else 2e-3
+        )
         assert not got[-2:].any()
         plan = flash_plan(step, padded=False)
         alone = flash_attention.attention(step.q, step.k, step.v, plan, **options)
@@ -197,15 +208,20 @@ def test_attention(
 
 
 def test_parts_of_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as keep the device busy where the longest row is alone, but no more than there is work space for."""
+    """As many as keep the device busy where the longest row is alone, but no more than there is
+    work space for.
+    """
     monkeypatch.setattr(flash_attention, "facts_of", lambda device: H100)
 
     def splits(heads: int, kv_heads: int, dim: int, v_dim: int, rows: int, new: int) -> int:
         shape = AttentionShape(heads, kv_heads, dim, v_dim, 16, torch.bfloat16)
-        blocks, starts = torch.zeros((rows, 9), dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+        blocks = torch.zeros((rows, 9), dtype=torch.int32)
+        starts = torch.zeros(rows, dtype=torch.int32)
         offsets = torch.arange(rows + 1, dtype=torch.int32) * new
         bounds = Bounds(rows, rows * new, new, 9999)
-        return flash_attention.plan_attention(blocks, starts, offsets, shape, bounds, tokens=rows * new).splits
+        return flash_attention.plan_attention(
+            blocks, starts, offsets, shape, bounds, tokens=rows * new
+        ).splits
 
     assert splits(32, 4, 128, 128, 64, 1) == 33
     assert splits(32, 4, 128, 128, 1, 2048) == 1
@@ -221,7 +237,9 @@ def test_nothing_asks_the_device(package: Any, monkeypatch: pytest.MonkeyPatch) 
     asked: list[str] = []
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             asked.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -230,9 +248,15 @@ def test_nothing_asks_the_device(package: Any, monkeypatch: pytest.MonkeyPatch) 
     rows = step.rows()
     monkeypatch.setattr(step, "rows", lambda: rows)
     with Watch():  # type: ignore[no-untyped-call]
-        flash_attention.attention(step.q, step.k, step.v, flash_plan(step, padded=True), out=torch.empty(8, 256).half())
+        flash_attention.attention(
+            step.q, step.k, step.v, flash_plan(step, padded=True), out=torch.empty(8, 256).half()
+        )
     assert any("masked_fill" in name for name in asked)
-    assert not [name for name in asked if "_local_scalar_dense" in name or "nonzero" in name or "index" in name]
+    assert not [
+        name
+        for name in asked
+        if "_local_scalar_dense" in name or "nonzero" in name or "index" in name
+    ]
 
 
 def test_which_heads_fit() -> None:
@@ -278,7 +302,9 @@ def triton_ops(dtype: torch.dtype = torch.float16, exact: bool = False) -> Ops:
     return pick_ops(DEVICE, dtype, "triton", exact=exact)
 
 
-def test_a_table_that_cannot_have_it_says_so(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_cannot_have_it_says_so(
+    as_on_hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked for by name it is not replaced in silence; else all stays as it was."""
     fast = triton_ops()
     for ops, changes, said in (
@@ -288,7 +314,9 @@ def test_a_table_that_cannot_have_it_says_so(as_on_hopper: None, monkeypatch: py
         (fast, {"cache": CacheConfig(block_size=64)}, "behind a context's end in blocks of 64"),
         (fast, {"misfit": "it knows no sinks"}, "it knows no sinks"),
     ):
-        with pytest.raises(ConfigError, match=f"attention_backend=fa3: .*{said}.*choose attention_backend: auto"):
+        with pytest.raises(
+            ConfigError, match=f"attention_backend=fa3: .*{said}.*choose attention_backend: auto"
+        ):
             with_flash_attention(ops, **(NEEDS | changes))
         assert with_flash_attention(ops, **(NEEDS | changes | {"asked": False})) is ops
     assert "attention: fa3" in with_flash_attention(fast, **NEEDS).chosen
@@ -298,18 +326,28 @@ def test_a_table_that_cannot_have_it_says_so(as_on_hopper: None, monkeypatch: py
 
 
 def test_it_runs_where_it_was_measured_to_be_faster(as_on_hopper: None, tmp_path: Path) -> None:
-    """By the tokens of a step's longest row; and never for kernels whose bits must not depend on the batch, which read
-    the same table."""
+    """By the tokens of a step's longest row; and never for kernels whose bits must not depend on
+    the batch, which read the same table."""
     configs.add_folder(tmp_path)
-    shape, latent = AttentionShape(4, 2, 64, 64, 16, torch.float16), AttentionShape(128, 1, 576, 512, 16, torch.float16)
+    shape = AttentionShape(4, 2, 64, 64, 16, torch.float16)
+    latent = AttentionShape(128, 1, 576, 512, 16, torch.float16)
     asked = NEEDS | {"asked": False}
     for kept in (shape, latent):
         sizes = {16: {"num_warps": 4}, 64: flash_attention.WINS, 128: flash_attention.WINS}
-        configs.keep("paged_attention", configs.facts_of(DEVICE).name, shape_of(kept, torch.float16), sizes, tmp_path)
+        configs.keep(
+            "paged_attention",
+            configs.facts_of(DEVICE).name,
+            shape_of(kept, torch.float16),
+            sizes,
+            tmp_path,
+        )
     configs.table.cache_clear()
     wins = [flash_attention.wins(DEVICE, shape, new) for new in (1, 8, 9, 500)]
     assert wins == [False, False, True, True]
-    assert [flash_attention.wins(DEVICE, latent, new) for new in (1, 2)] == [True, False]  # the other was not measured
+    assert [flash_attention.wins(DEVICE, latent, new) for new in (1, 2)] == [
+        True,
+        False,
+    ]  # the other was not measured
     ops = with_flash_attention(triton_ops(), **asked)
     assert "attention: fa3 where `moeserve tune` found" in ops.chosen
     exact = triton_ops(exact=True)
@@ -317,7 +355,9 @@ def test_it_runs_where_it_was_measured_to_be_faster(as_on_hopper: None, tmp_path
     for news, calls in (([1, 20], 1), ([1, 2], 0)):
         step = Step(shape, [40, 0], news)
         group, inputs = host_step(step.blocks, 16, step.starts, np.cumsum([0, *news]).tolist())
-        inputs = replace(inputs, rows_on_device=step.rows(), ids_T=torch.zeros(len(step.q), dtype=torch.int64))
+        inputs = replace(
+            inputs, rows_on_device=step.rows(), ids_T=torch.zeros(len(step.q), dtype=torch.int64)
+        )
         FOUND.clear()
         plan = ops.plan_attention(group, inputs, HEADS)
         found = ops.attention(step.q, step.k, step.v, plan)
@@ -350,11 +390,18 @@ def test_tuning_times_it_beside_ours(package: Any, monkeypatch: pytest.MonkeyPat
     assert {job.rival for job in tuning.attention_jobs(wide, DEVICE)} == {None}
 
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there it may be installed, Triton is not interpreted")
+no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there it may be installed, Triton is not interpreted"
+)
 
 
 def runner_of(path: Path, **settings: Any) -> Driver:
-    usual = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_chunk": 8, "kv_cache_bytes": 1 << 22}
+    usual = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "prefill_chunk": 8,
+        "kv_cache_bytes": 1 << 22,
+    }
     config = config_of(path, **(usual | {"dtype": "float16", "kernels": "triton"} | settings))
     runner = CPUModelRunner(config, read_model_spec(path), path)
     runner.prepare()
@@ -419,13 +466,17 @@ def test_a_whole_model(
         ("qwen3_moe", {"kernels": "torch"}, "needs Triton's kernels, and here serve"),
     ],
 )
-def test_a_model_is_refused(family: str, settings: dict[str, Any], said: str, make_checkpoint: Any) -> None:
+def test_a_model_is_refused(
+    family: str, settings: dict[str, Any], said: str, make_checkpoint: Any
+) -> None:
     with pytest.raises(ConfigError, match=said):
         runner_of(make_checkpoint(family).path, attention_backend="fa3", **settings)
 
 
 @no_gpu
-def test_a_model_is_served_without_it(make_checkpoint: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_is_served_without_it(
+    make_checkpoint: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.DEBUG, "moeserve.ops"):
         runner_of(make_checkpoint("qwen3_moe").path)
     assert "attention by Triton, not fa3: flash_attn_interface cannot be imported" in caplog.text

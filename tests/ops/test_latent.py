@@ -40,7 +40,13 @@ def test_a_layer_is_transformers_own(ops: Ops) -> None:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
     from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
-    heads, nope, rope, rank, v, width, tokens = 5, 24, 16, 40, 32, 72, 90
+    heads = 5
+    nope = 24
+    rope = 16
+    rank = 40
+    v = 32
+    width = 72
+    tokens = 90
     config = DeepseekV3Config(
         hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads, q_lora_rank=None, kv_lora_rank=rank,
         qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v, rope_interleave=False, max_position_embeddings=256,
@@ -57,9 +63,16 @@ def test_a_layer_is_transformers_own(ops: Ops) -> None:
     with torch.no_grad():
         expected = layer(x[None], (cos[:, 0][None], plain_sin[:, 0][None]), mask)[0][0]
         kv_b = layer.kv_b_proj.weight.view(heads, nope + v, rank)
-        up, down = ops.pack_heads(kv_b[:, :nope].transpose(1, 2)), ops.pack_heads(kv_b[:, nope:])
+        up = ops.pack_heads(kv_b[:, :nope].transpose(1, 2))
+        down = ops.pack_heads(kv_b[:, nope:])
         rule = LatentRule(
-            heads, nope, rope, rank, layer.scaling, layer.kv_a_layernorm.variance_epsilon, layer.kv_a_layernorm.weight
+            heads,
+            nope,
+            rope,
+            rank,
+            layer.scaling,
+            layer.kv_a_layernorm.variance_epsilon,
+            layer.kv_a_layernorm.weight,
         )
         cache = torch.full((8, SIZE, 1, rank + rope), torch.nan)
         blocks = torch.tensor([[3, 1, 7, 2, 6, 5]])
@@ -67,7 +80,8 @@ def test_a_layer_is_transformers_own(ops: Ops) -> None:
         parts = []
         for start, end in ((0, 50), (50, 89), (89, 90)):
             plan = ops.plan_attention(
-                *host_step(blocks, SIZE, [start], [0, end - start]), HeadShape(heads, 1, rank + rope, rank)
+                *host_step(blocks, SIZE, [start], [0, end - start]),
+                HeadShape(heads, 1, rank + rope, rank),
             )
             part = slice(start, end)
             q = layer.q_proj(x[part]).view(-1, heads, nope + rope)
@@ -83,7 +97,9 @@ def test_a_layer_is_transformers_own(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "width", "depth"), [(3, 40, 24), (2, 512, 128), (1, 17, 9), (4, 128, 512)])
+@pytest.mark.parametrize(
+    ("heads", "width", "depth"), [(3, 40, 24), (2, 512, 128), (1, 17, 9), (4, 128, 512)]
+)
 def test_products_of_heads(heads: int, width: int, depth: int, dtype: torch.dtype) -> None:
     """Strided rows and results, none at all, and the same bits in any company."""
     for kernels in ("torch", "auto"):
@@ -107,14 +123,19 @@ def test_products_of_heads(heads: int, width: int, depth: int, dtype: torch.dtyp
 @pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
 @pytest.mark.parametrize(("kind", "group"), [("int8", 0), ("int4", 32), ("fp8", 64), ("fp8", 0)])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_native_products_of_quantised_heads_are_those_of_linear_layers(kind: Any, group: int, threads: int) -> None:
-    heads, width, depth = 3, 40, 192
+def test_native_products_of_quantised_heads_are_those_of_linear_layers(
+    kind: Any, group: int, threads: int
+) -> None:
+    heads = 3
+    width = 40
+    depth = 192
     module: Any = native()
     module.set_threads([-1] * threads)
     weight = Quantised.empty(kind, group, False, torch.bfloat16, (heads, width, depth))
     weight.values.copy_(torch.randint(0, 15 if kind == "int4" else 120, weight.shape))
     weight.scales.copy_(random(*weight.scales.shape, seed=3).abs())
-    x, product = random(70, heads, depth, dtype=torch.bfloat16), NativeHeads(weight)
+    x = random(70, heads, depth, dtype=torch.bfloat16)
+    product = NativeHeads(weight)
     whole = product(x)
     for head in range(heads):
         assert torch.equal(whole[:, head], NativeLinear(weight[head])(x[:, head]))
@@ -125,18 +146,32 @@ def test_native_products_of_quantised_heads_are_those_of_linear_layers(kind: Any
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_queries_and_latents(dtype: torch.dtype) -> None:
     """Two of seven rows are padding, which reaches no entry; rows beside NaN keep their bits."""
-    tokens, real, heads, nope, rope, rank = 7, 5, 3, 24, 8, 40
+    tokens = 7
+    real = 5
+    heads = 3
+    nope = 24
+    rope = 8
+    rank = 40
     rule = LatentRule(heads, nope, rope, rank, 0.3, 1e-5, random(rank, seed=2).abs())
-    q, kv = random(tokens, heads * (nope + rope) + 1, dtype=dtype), random(tokens, rank + rope + 9, dtype=dtype)
+    q = random(tokens, heads * (nope + rope) + 1, dtype=dtype)
+    kv = random(tokens, rank + rope + 9, dtype=dtype)
     kv[3, 2] = torch.nan
-    q, kv = q[:, 1:].unflatten(1, (heads, -1)), kv[:, : rank + rope]
+    q = q[:, 1:].unflatten(1, (heads, -1))
+    kv = kv[:, : rank + rope]
     cos, sin = angles(torch.arange(tokens) + 30, rope)
     slots = torch.tensor([17, 3, 40, 0, 39])
     results = []
     for kernels in ("torch", "auto"):
         ops = pick_ops("cpu", dtype, kernels)  # type: ignore[arg-type]
-        cache, out = torch.zeros(4, SIZE, 1, rank + rope, dtype=dtype), torch.full((tokens, heads, 48), 7, dtype=dtype)
-        results.append((ops.latent_rope_cache(q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, out), out, cache))
+        cache = torch.zeros(4, SIZE, 1, rank + rope, dtype=dtype)
+        out = torch.full((tokens, heads, 48), 7, dtype=dtype)
+        results.append(
+            (
+                ops.latent_rope_cache(q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, out),
+                out,
+                cache,
+            )
+        )
         assert (out[..., :rank] == 7).all()
         assert int((cache != 0).any(-1).sum()) == real
         one = torch.zeros_like(cache), torch.full_like(out[4:5], 7)

@@ -25,7 +25,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def test_example() -> None:
-    weight, bias = torch.tensor([[3.0, 4.0]]), torch.tensor([5.0])
+    weight = torch.tensor([[3.0, 4.0]])
+    bias = torch.tensor([5.0])
     for linear in (PlainLinear(weight, bias), PlainLinear(weight, bias, pad=8)):
         assert linear(torch.tensor([[1.0, 2.0]])).tolist() == [[16.0]]
 
@@ -42,7 +43,11 @@ def test_rows_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: int)
         whole = linear(x)
         for rows in (1, 2, 3, 5, 7, 10, 15, 16, 17, 31, 48, 64):
             for first in (0, 11):
-                assert torch.equal(linear(x[first : first + rows]), whole[first : first + rows]), (k, n, rows)
+                assert torch.equal(linear(x[first : first + rows]), whole[first : first + rows]), (
+                    k,
+                    n,
+                    rows,
+                )
         wide = torch.randn(90, 2 * k, generator=generator).to(dtype)
         wide[:, k:] = x
         assert torch.equal(linear(wide[:, k:]), whole)
@@ -51,8 +56,8 @@ def test_rows_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernels", CHOICES)
 def test_columns_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: int) -> None:
-    """What tensor parallelism relies on: a share of the columns, down to one, has the bits of the whole product,
-    though another kernel or padding may serve its size."""
+    """What tensor parallelism relies on: a share of the columns, down to one, has the bits of the
+    whole product, though another kernel or padding may serve its size."""
     ops = ops_of(dtype, kernels)
     generator = torch.Generator().manual_seed(3)
     for k, n in ((32, 64), (96, 301), (200, 48), (520, 256), (1024, 96), (2048, 40)):
@@ -66,12 +71,20 @@ def test_columns_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: i
                 part = slice(start, start + each)
                 share = ops.pack_linear(weight[part].contiguous(), bias[part].contiguous())
                 for rows in (1, 2, 16, 33):
-                    assert torch.equal(share(x[:rows]), whole(x[:rows])[:, part]), (k, n, size, start, rows)
+                    assert torch.equal(share(x[:rows]), whole(x[:rows])[:, part]), (
+                        k,
+                        n,
+                        size,
+                        start,
+                        rows,
+                    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lone_row_keeps_its_bits_however_long_the_sum(dtype: torch.dtype) -> None:
-    """Libraries split long sums for a single row; in bfloat16 few outputs show it, so many are looked at."""
+    """Libraries split long sums for a single row; in bfloat16 few outputs show it, so many are
+    looked at.
+    """
     ops = ops_of(dtype, "torch")
     generator = torch.Generator().manual_seed(2)
     for k, n in ((1280, 256), (2048, 256), (4096, 128)):
@@ -91,7 +104,11 @@ def test_tiny_bfloat16_weights_keep_their_rows_bits() -> None:
         x = torch.randn(6000, k, generator=generator).bfloat16()
         whole = linear(x)
         for rows in (1, 2, 3, 5):
-            assert torch.equal(torch.cat([linear(part) for part in x.split(rows)]), whole), (n, k, rows)
+            assert torch.equal(torch.cat([linear(part) for part in x.split(rows)]), whole), (
+                n,
+                k,
+                rows,
+            )
 
 
 def test_probe_notices_a_product_that_depends_on_the_row_count() -> None:
@@ -112,7 +129,9 @@ def test_probe_of_attention_says_when_bits_differ(
     pick_ops("cpu", torch.float32, "torch")
     assert "depend" not in caplog.text
     softmax = torch.Tensor.softmax
-    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmax(x, dim) * (1 + 1e-6 * (x.shape[1] > 8)))
+    monkeypatch.setattr(
+        torch.Tensor, "softmax", lambda x, dim: softmax(x, dim) * (1 + 1e-6 * (x.shape[1] > 8))
+    )
     assert not probe_attention(torch.float32)
     pick_ops("cpu", torch.float32, "torch")
     assert "bits of attention in torch.float32 depend on the number of rows" in caplog.text
@@ -122,7 +141,9 @@ def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import moeserve.ops.table as table
 
     monkeypatch.setattr(table, "native", lambda: None)
-    monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: pack(torch.ones(1, 1), None).pad == 16)
+    monkeypatch.setattr(
+        table, "probe_linear", lambda pack, dtype: pack(torch.ones(1, 1), None).pad == 16
+    )
     ops = pick_ops("cpu", torch.float32)
     assert "torch (there are no native kernels for this machine), rows in 16s" in ops.chosen
     assert [ops.pad_rows(n) for n in (0, 1, 16, 17)] == [16, 16, 16, 32]
@@ -133,13 +154,18 @@ def test_padded_row_counts() -> None:
     assert padded_rows(3, 8) == 8
     for pad in (1, 8, 32):
         sizes = [padded_rows(n, pad) for n in range(1, 8193)]
-        assert all(n <= size <= max(n + n // 16 + 1, n + 15, n + pad - 1) for n, size in enumerate(sizes, 1))
+        assert all(
+            n <= size <= max(n + n // 16 + 1, n + 15, n + pad - 1)
+            for n, size in enumerate(sizes, 1)
+        )
         assert all(size % pad == 0 for size in sizes)
         assert sizes == sorted(sizes)
         assert len(set(sizes)) < 120
 
 
-def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_when_nothing_is_invariant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     import moeserve.ops.table as table
 
     monkeypatch.setattr(table, "native", lambda: None)
@@ -171,14 +197,18 @@ def test_native_kernels_that_compute_wrongly_do_not_serve(
 
 def test_kernels_are_chosen_for_cpus_only() -> None:
     assert pick_ops("meta", torch.float32).pad_rows(5) == 5
-    with pytest.raises(ConfigError, match="kernels: native is for CPUs; choose kernels: auto on meta"):
+    with pytest.raises(
+        ConfigError, match="kernels: native is for CPUs; choose kernels: auto on meta"
+    ):
         pick_ops("meta", torch.float32, "native")
 
 
 def test_heads_that_native_attention_does_not_know() -> None:
     spec = make_spec(head_dim=12, vocab_size=8, hidden_size=8)
     assert not pick_ops("cpu", torch.float32, obstacle=spec.obstacle).native
-    with pytest.raises(ConfigError, match="Native attention does not know heads of width 12; choose kernels: auto"):
+    with pytest.raises(
+        ConfigError, match="Native attention does not know heads of width 12; choose kernels: auto"
+    ):
         pick_ops("cpu", torch.float32, "native", obstacle=spec.obstacle)
 
 
@@ -187,7 +217,10 @@ def test_the_probe_sees_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     ops_of(torch.float32, "native")
     assert not probe.probe_native(torch.float32)
-    for module, name, what in ((native_rows, "rms_norm", "norms"), (native_layer, "attention", "attention")):
+    for module, name, what in (
+        (native_rows, "rms_norm", "norms"),
+        (native_layer, "attention", "attention"),
+    ):
         function = getattr(module, name)
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *args, _function=function: _function(*args) * 1.01)

@@ -1,4 +1,6 @@
-"""The native core against torch, on every instruction set of this machine, and by itself under sanitizers."""
+"""The native core against torch, on every instruction set of this machine, and by itself under
+sanitizers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,14 @@ def found(y_ND: Tensor, weights_TK: Tensor, isa: str) -> Tensor:
     rows = [y_ND.data_ptr() + n * y_ND.shape[1] * y_ND.element_size() for n in range(len(y_ND))]
     element = getattr(module.Element, str(y_ND.dtype).removeprefix("torch."))
     module.weighted_sum(
-        rows, weights_TK.data_ptr(), tokens, top_k, y_ND.shape[1], element, out.data_ptr(), getattr(module.Isa, isa)
+        rows,
+        weights_TK.data_ptr(),
+        tokens,
+        top_k,
+        y_ND.shape[1],
+        element,
+        out.data_ptr(),
+        getattr(module.Isa, isa),
     )
     return out
 
@@ -64,10 +73,21 @@ def test_weighted_sum_has_the_bits_of_torch(dim: int, dtype: torch.dtype, isa: s
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_value_survives(dtype: torch.dtype, isa: str) -> None:
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 1024)
-    for weight in (1.0, 0.5, 1.0009765625, 65504.0):  # 0.5 and 1 + 2^-10 make ties of denormals and normals
+    every = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(dtype)
+        .view(64, 1024)
+    )
+    for weight in (
+        1.0,
+        0.5,
+        1.0009765625,
+        65504.0,
+    ):  # 0.5 and 1 + 2^-10 make ties of denormals and normals
         weights = torch.full((64, 1), weight)
-        got, want = found(every, weights, isa), expected(every, weights)
+        got = found(every, weights, isa)
+        want = expected(every, weights)
         assert torch.equal(got.isnan(), want.isnan())
         same = ~want.isnan()
         assert torch.equal(got.view(torch.int16)[same], want.view(torch.int16)[same])
@@ -80,7 +100,9 @@ def test_weighted_sum_counts_its_rows() -> None:
         module.weighted_sum([0], 0, 2, 2, 1, module.Element.float32, 0, module.Isa.baseline)
 
 
-def test_without_the_module_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_module_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(name: str) -> None:
         raise ImportError(f"no module {name}")
 
@@ -92,7 +114,9 @@ def test_without_the_module_one_line_says_so(monkeypatch: pytest.MonkeyPatch, ca
             assert native() is None
     finally:
         native.cache_clear()
-    assert [record.getMessage() for record in caplog.records if "compiler" in record.getMessage()] == [
+    assert [
+        record.getMessage() for record in caplog.records if "compiler" in record.getMessage()
+    ] == [
         "native code is not available (no module moeserve._native): slower paths serve; "
         "reinstall moeserve with a C++20 compiler to get it"
     ]
@@ -108,8 +132,14 @@ def test_a_cpu_without_kernels_falls_back_and_one_line_says_so(
         ops = pick_ops("cpu", dtype)
     assert not ops.native
     x = torch.ones(2, 3, dtype=dtype)
-    assert torch.equal(ops.pack_linear(torch.ones(4, 3, dtype=dtype), None)(x), torch.full((2, 4), 3, dtype=dtype))
-    said = [record for record in caplog.records if "no native kernels for this machine" in record.getMessage()]
+    assert torch.equal(
+        ops.pack_linear(torch.ones(4, 3, dtype=dtype), None)(x), torch.full((2, 4), 3, dtype=dtype)
+    )
+    said = [
+        record
+        for record in caplog.records
+        if "no native kernels for this machine" in record.getMessage()
+    ]
     assert len(said) == 1
 
 
@@ -118,7 +148,9 @@ def test_a_cpu_without_kernels_falls_back_and_one_line_says_so(
 def test_torchs_limit_of_instructions_holds_here_too() -> None:
     code = "from moeserve.ops.native import native; print(*native().supported_isas(), native().serving_isa())"
     told = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    found = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True
+    )
     assert found.stdout == "avx2 avx2\n"
 
 
@@ -127,7 +159,10 @@ def test_torchs_limit_of_instructions_holds_here_too() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_core_under_sanitizers(tmp_path: Path) -> None:
     binary = tmp_path / "core_test"
-    sources = [str(ROOT / "tests/ops/core_test.cpp"), *map(str, sorted(ROOT.glob("csrc/core/*.cpp")))]
+    sources = [
+        str(ROOT / "tests/ops/core_test.cpp"),
+        *map(str, sorted(ROOT.glob("csrc/core/*.cpp"))),
+    ]
     flags = ["-std=c++20", "-O1", "-g", "-ffp-contract=off", "-Wno-psabi", f"-I{ROOT / 'csrc'}"]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     subprocess.run(["g++", *flags, *sanitize, *sources, "-o", str(binary)], check=True, timeout=180)

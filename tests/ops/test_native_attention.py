@@ -1,4 +1,6 @@
-"""The native attention: the reference's bits for every shape, company, thread count and instruction set."""
+"""The native attention: the reference's bits for every shape, company, thread count and instruction
+set.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,23 @@ pytestmark = [needs_native, pytest.mark.usefixtures("usual_native")]
 Row = tuple[int, int, int]  # context, first position, count
 
 
-def step(cache: Cache, rows: list[Row], q: list[Tensor], rule: Rule) -> tuple[Tensor, tuple[Any, ...]]:
+def step(
+    cache: Cache, rows: list[Row], q: list[Tensor], rule: Rule
+) -> tuple[Tensor, tuple[Any, ...]]:
     """The step's queries, beside other data and padded by three rows, and what plans take."""
     width = max(len(cache.tables[c]) for c, _, _ in rows)
-    blocks = torch.tensor([cache.tables[c] + [0] * (width - len(cache.tables[c])) for c, _, _ in rows])
+    blocks = torch.tensor(
+        [cache.tables[c] + [0] * (width - len(cache.tables[c])) for c, _, _ in rows]
+    )
     counts = [count for _, _, count in rows]
     queries = torch.cat([q[c][s : s + n] for c, s, n in rows])
     apart = queries.new_full((len(queries) + 3, queries.shape[1] + 1, queries.shape[2]), 7)
     apart[: len(queries), :-1] = queries
-    starts, offsets = [s for _, s, _ in rows], [0, *itertools.accumulate(counts)]
-    shape = HeadShape(queries.shape[1], cache.k.shape[2], queries.shape[2], cache.values[0].shape[2])
+    starts = [s for _, s, _ in rows]
+    offsets = [0, *itertools.accumulate(counts)]
+    shape = HeadShape(
+        queries.shape[1], cache.k.shape[2], queries.shape[2], cache.values[0].shape[2]
+    )
     return apart[:, :-1], (
         *host_step(blocks, cache.block_size, starts, offsets, window=rule.window, chunk=rule.chunk),
         shape,
@@ -42,7 +51,9 @@ def step(cache: Cache, rows: list[Row], q: list[Tensor], rule: Rule) -> tuple[Te
 def run(cache: Cache, rows: list[Row], q: list[Tensor], rule: Rule) -> list[Tensor]:
     queries, args = step(cache, rows, q, rule)
     plan = native_layer.plan_attention(*args)
-    out = native_layer.attention(queries, cache.k, cache.v, plan, sinks_H=rule.sinks_H, soft_cap=rule.soft_cap)
+    out = native_layer.attention(
+        queries, cache.k, cache.v, plan, sinks_H=rule.sinks_H, soft_cap=rule.soft_cap
+    )
     assert not out[plan.num_tokens :].any()
     return list(out[: plan.num_tokens].split([count for _, _, count in rows]))
 
@@ -51,7 +62,8 @@ def reference(cache: Cache, row: Row, q: list[Tensor], rule: Rule) -> Tensor:
     """The result of the scalar specification in fp32 for the first query of a row."""
     queries, args = step(cache, [row], q, rule)
     plan = native_layer.plan_attention(*args)
-    single, kind = queries.float(), MODULE.Type.int8 if cache.k.dtype == torch.int8 else MODULE.Type.float32
+    single = queries.float()
+    kind = MODULE.Type.int8 if cache.k.dtype == torch.int8 else MODULE.Type.float32
     k, v = (x if x.dtype == torch.int8 else x.float().contiguous() for x in (cache.k, cache.v))
     out = torch.empty(queries.shape[1] * plan.shape.v_dim)
     sinks = 0 if rule.sinks_H is None else rule.sinks_H.data_ptr()
@@ -64,7 +76,9 @@ def reference(cache: Cache, row: Row, q: list[Tensor], rule: Rule) -> Tensor:
 
 def make_queries(lengths: list[int], heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(9)
-    return [(torch.randn(n, heads, dim, generator=generator) * 2 * dim**-0.5).to(dtype) for n in lengths]
+    return [
+        (torch.randn(n, heads, dim, generator=generator) * 2 * dim**-0.5).to(dtype) for n in lengths
+    ]
 
 
 def cut(length: int, start: int, count: int) -> tuple[int, int]:
@@ -91,7 +105,11 @@ CASES = [  # heads, KV heads, widths of keys and values, block size, rule
     (4, 2, 16, 24, 48, Rule(chunk=7, sinks_H=SINKS, soft_cap=2.0)),
     (4, 1, 16, 16, 16, Rule(chunk=64, window=40)),
 ]
-LATENT_CASES = [(4, 1, 40, 32, 16, Rule()), (17, 1, 72, 64, 48, Rule(window=70)), (5, 1, 576, 512, 16, Rule())]
+LATENT_CASES = [
+    (4, 1, 40, 32, 16, Rule()),
+    (17, 1, 72, 64, 48, Rule(window=70)),
+    (5, 1, 576, 512, 16, Rule()),
+]
 LATENT_CASES += [(32, 1, 24, 16, 16, Rule())]
 
 
@@ -110,7 +128,9 @@ TYPES = [  # of caches and of queries
 def test_bits_are_the_references_in_any_company(
     h: int, g: int, d: int, v: int, size: int, rule: Rule, isa: str
 ) -> None:
-    """Queries and caches of both types; whole contexts, then parts in random company with 1 to 3 threads."""
+    """Queries and caches of both types; whole contexts, then parts in random company with 1 to 3
+    threads.
+    """
     MODULE.use_isa(isa)
     lengths = [200, 1, 63, 64, 65, 131]
     rng = np.random.default_rng(4)
@@ -133,10 +153,16 @@ def test_bits_are_the_references_in_any_company(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("length", "window"), [(1023, None), (1024, None), (1025, 100), (4097, None), (40_000, None)])
+@pytest.mark.parametrize(
+    ("length", "window"), [(1023, None), (1024, None), (1025, 100), (4097, None), (40_000, None)]
+)
 @pytest.mark.parametrize(
     ("dtype", "q_dtype"),
-    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.int8, torch.bfloat16)],
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.int8, torch.bfloat16),
+    ],
 )
 def test_long_contexts_have_the_bits_of_the_reference(
     length: int, window: int | None, isa: str, dtype: torch.dtype, q_dtype: torch.dtype
@@ -157,7 +183,9 @@ def test_long_contexts_have_the_bits_of_the_reference(
         assert torch.equal(alone, expected)
         assert torch.equal(beside, expected)
         assert torch.equal(end[-1], expected)
-        one_by_one = [run(cache, [(0, p, 1)], q, rule)[0][0] for p in range(length - 70, length - 64)]
+        one_by_one = [
+            run(cache, [(0, p, 1)], q, rule)[0][0] for p in range(length - 70, length - 64)
+        ]
         assert torch.equal(torch.stack(one_by_one), end[:6])
         _, args = step(cache, [(0, length - 1, 1)], q, rule)
         pieces.append(native_layer.plan_attention(*args).pieces.num_pieces)
@@ -170,7 +198,8 @@ def test_long_contexts_have_the_bits_of_the_reference(
 @pytest.mark.parametrize("window", [None, 100])
 def test_one_by_one_in_chunks_and_at_once(window: int | None, dtype: torch.dtype) -> None:
     cache = make_cache([1100], 2, 64, 16, dtype)
-    q, rule = make_queries([1100], 4, 64, torch.bfloat16), Rule(window=window)
+    q = make_queries([1100], 4, 64, torch.bfloat16)
+    rule = Rule(window=window)
     whole = run(cache, [(0, 0, 1100)], q, rule)[0]
     chunks = [run(cache, [(0, s, min(300, 1100 - s))], q, rule)[0] for s in range(0, 1100, 300)]
     assert torch.equal(torch.cat(chunks), whole)
@@ -192,15 +221,21 @@ def test_one_by_one_in_chunks_and_at_once(window: int | None, dtype: torch.dtype
         (Rule(), 1, 576, 512),
     ],
 )
-def test_agrees_with_torch(rule: Rule, g: int, d: int, v: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_agrees_with_torch(
+    rule: Rule, g: int, d: int, v: int, dtype: torch.dtype, tolerance: float
+) -> None:
     lengths = [1, 64, 700, 1500]
     rows = [(0, 0, 1), (1, 63, 1), (2, 400, 300), (3, 1499, 1)]
     cache = make_cache(lengths, g, d, 16, dtype, v_dim=v, latent=g == 1 and dtype != torch.int8)
     q = make_queries(lengths, 4, d, query_type(dtype))
     queries, args = step(cache, rows, q, rule)
     extra: dict[str, Any] = {"sinks_H": rule.sinks_H, "soft_cap": rule.soft_cap}
-    expected = torch_attention.attention(queries, cache.k, cache.v, torch_attention.plan_attention(*args), **extra)
-    found = native_layer.attention(queries, cache.k, cache.v, native_layer.plan_attention(*args), **extra)
+    expected = torch_attention.attention(
+        queries, cache.k, cache.v, torch_attention.plan_attention(*args), **extra
+    )
+    found = native_layer.attention(
+        queries, cache.k, cache.v, native_layer.plan_attention(*args), **extra
+    )
     assert found.dtype == query_type(dtype)
     assert (found.float() - expected.float()).abs().max() < tolerance
 
@@ -221,7 +256,9 @@ def test_soft_cap_and_sinks(isa: str, dtype: torch.dtype) -> None:
     for context, found in ((0, decoded), (1, prefilled[0][-1])):
         scores = torch.einsum("ghd,tgd->ght", q[context][-1].view(2, 2, 40), cache.keys[context])
         scores = torch.cat((5.0 * torch.tanh(scores / 5.0), SINKS.view(2, 2, 1)), -1)
-        expected = torch.einsum("ght,tgd->ghd", scores.softmax(-1)[..., :-1], cache.values[context]).flatten()
+        expected = torch.einsum(
+            "ght,tgd->ghd", scores.softmax(-1)[..., :-1], cache.values[context]
+        ).flatten()
         assert (found - expected).abs().max() < 5e-6
 
 
@@ -230,7 +267,10 @@ def test_addresses_need_no_alignment(dtype: torch.dtype) -> None:
     cache = make_cache([130], 2, 24, 16, dtype)
     q = make_queries([130], 4, 24, torch.bfloat16)
     expected = run(cache, [(0, 0, 130)], q, Rule())[0]
-    shifted = [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in (cache.k, cache.v)]
+    shifted = [
+        torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+        for x in (cache.k, cache.v)
+    ]
     cache.k, cache.v = shifted
     assert torch.equal(run(cache, [(0, 0, 130)], q, Rule())[0], expected)
     assert torch.equal(run(cache, [(0, 129, 1)], q, Rule())[0][0], expected[-1])
@@ -242,14 +282,18 @@ def test_scales_of_any_size(isa: str, q_dtype: torch.dtype) -> None:
     """Zero, tiny and huge keys and values, and one that is not a number."""
     MODULE.use_isa(isa)
     cache = make_cache([200], 2, 24, 16, torch.float32)
-    sizes = torch.tensor([0.0, 1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e37])[torch.arange(200) % 7].view(200, 1, 1)
+    sizes = torch.tensor([0.0, 1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e37])[torch.arange(200) % 7].view(
+        200, 1, 1
+    )
     slots = torch.tensor([cache.tables[0][p // 16] * 16 + p % 16 for p in range(200)])
     cache.k, cache.v = (to_entries(x, torch.int8) for x in (cache.k, cache.v))
     write_kv(cache.keys[0] * sizes, cache.values[0] * sizes.flip(0), cache.k, cache.v, slots)
     q = [x * 1e-3 for x in make_queries([200], 4, 24, q_dtype)]
     found = run(cache, [(0, 0, 200)], q, Rule())[0]
     for position in (0, 5, 150, 199):
-        assert torch.equal(found[position], reference(cache, (0, position, 1), q, Rule()).to(q_dtype)), position
+        assert torch.equal(
+            found[position], reference(cache, (0, position, 1), q, Rule()).to(q_dtype)
+        ), position
     assert found.isfinite().all()
     cache.keys[0][100, 1, 3] = torch.inf
     write_kv(cache.keys[0][100:101], cache.values[0][100:101], cache.k, cache.v, slots[100:101])
@@ -275,7 +319,9 @@ def test_later_values_do_not_reach_earlier_queries() -> None:
 
 
 def test_scores_of_minus_infinity_weigh_nothing() -> None:
-    """A key that overflowed, alone in its tile or chunk as far as the window goes, or the only one there is."""
+    """A key that overflowed, alone in its tile or chunk as far as the window goes, or the only one
+    there is.
+    """
     cache = make_cache([1100], 1, 16, 16, torch.float32)
     q = [x.abs() + 0.1 for x in make_queries([1100], 2, 16, torch.float32)]
     slots = [cache.tables[0][position // 16] * 16 + position % 16 for position in (0, 63, 1023)]
@@ -308,15 +354,23 @@ def test_a_step_without_tokens() -> None:
     assert not native_layer.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()
 
 
-@pytest.mark.parametrize(("h", "threads", "pieces"), [(32, 1, 1), (32, 2, 4), (32, 16, 4), (24, 2, 2), (17, 3, 1)])
+@pytest.mark.parametrize(
+    ("h", "threads", "pieces"), [(32, 1, 1), (32, 2, 4), (32, 16, 4), (24, 2, 2), (17, 3, 1)]
+)
 def test_threads_share_the_heads_of_one_latent(h: int, threads: int, pieces: int) -> None:
     MODULE.set_threads([-1] * threads)
     cache = make_cache([100], 1, 24, 16, torch.float32, v_dim=16, latent=True)
     q = make_queries([100], h, 24, torch.float32)
     _, args = step(cache, [(0, 99, 1)], q, Rule())
     assert native_layer.plan_attention(*args).pieces.num_pieces == pieces
-    assert torch.equal(run(cache, [(0, 99, 1)], q, Rule())[0][0], reference(cache, (0, 99, 1), q, Rule()))
+    assert torch.equal(
+        run(cache, [(0, 99, 1)], q, Rule())[0][0], reference(cache, (0, 99, 1), q, Rule())
+    )
 
 
 def test_head_widths() -> None:
-    assert [width for width in (0, 4, 8, 12, 64, 576, 584) if width in native_layer.HEAD_DIMS] == [8, 64, 576]
+    assert [width for width in (0, 4, 8, 12, 64, 576, 584) if width in native_layer.HEAD_DIMS] == [
+        8,
+        64,
+        576,
+    ]

@@ -1,4 +1,6 @@
-"""Native products: the bits of one chain of fused multiply-adds per output, whatever surrounds a row or a column."""
+"""Native products: the bits of one chain of fused multiply-adds per output, whatever surrounds a
+row or a column.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ QUANTISED = [  # kind, inputs of a group, whether there are zero points
 ]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 module: Any = native()
-pytestmark = pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
+pytestmark = pytest.mark.skipif(
+    module is None or not module.serving_isa(), reason="needs the native kernels"
+)
 
 
 @pytest.fixture(params=module.supported_isas() if module else [])
@@ -52,7 +56,8 @@ def values(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 def chains(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """x W^T by a scalar loop of std::fma, fp32."""
-    x, w = x_MK.float().contiguous(), w_NK.float().contiguous()
+    x = x_MK.float().contiguous()
+    w = w_NK.float().contiguous()
     y = torch.full((x.shape[0], w.shape[0]), torch.nan)
     module.product_reference(x.data_ptr(), *x.shape, w.data_ptr(), w.shape[0], y.data_ptr())
     return y
@@ -65,9 +70,13 @@ def test_example() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (2, 15), (7, 17), (33, 40), (257, 100), (1001, 70)])
-def test_has_the_bits_of_the_reference(k: int, n: int, dtype: torch.dtype, threads: int, isa: str) -> None:
-    weight, bias = values(n, k, seed=k, dtype=dtype), values(n, seed=n, dtype=dtype)
-    linear, biased = NativeLinear(weight), NativeLinear(weight, bias)
+def test_has_the_bits_of_the_reference(
+    k: int, n: int, dtype: torch.dtype, threads: int, isa: str
+) -> None:
+    weight = values(n, k, seed=k, dtype=dtype)
+    bias = values(n, seed=n, dtype=dtype)
+    linear = NativeLinear(weight)
+    biased = NativeLinear(weight, bias)
     x = values(65, k, seed=1, dtype=dtype)
     expected = chains(x, weight)
     for rows in (*range(21), 64, 65):
@@ -79,11 +88,14 @@ def test_has_the_bits_of_the_reference(k: int, n: int, dtype: torch.dtype, threa
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_agrees_with_torch(dtype: torch.dtype, isa: str) -> None:
-    weight, bias = values(96, 512, seed=0, dtype=dtype), values(96, seed=1, dtype=dtype)
+    weight = values(96, 512, seed=0, dtype=dtype)
+    bias = values(96, seed=1, dtype=dtype)
     x = values(30, 512, seed=2, dtype=dtype)
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     eps = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
-    assert (NativeLinear(weight, bias)(x).double() - expected).abs().max() <= eps * expected.abs().max()
+    assert (
+        NativeLinear(weight, bias)(x).double() - expected
+    ).abs().max() <= eps * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,9 +115,11 @@ def test_rows_keep_their_bits_in_any_company(dtype: torch.dtype, threads: int, i
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_denormals_do_not_depend_on_company(dtype: torch.dtype, isa: str) -> None:
     """A few rows of bf16 may be multiplied by other instructions than many."""
-    weight, x = values(40, 300, seed=0).float(), values(20, 300, seed=1).float()
+    weight = values(40, 300, seed=0).float()
+    x = values(20, 300, seed=1).float()
     for of_weight, of_x in ((1.0, 1e-39), (1e-39, 1.0), (2e-19, 2e-20)):
-        linear, rows = NativeLinear((weight * of_weight).to(dtype)), (x * of_x).to(dtype)
+        linear = NativeLinear((weight * of_weight).to(dtype))
+        rows = (x * of_x).to(dtype)
         whole = linear(rows)
         for count, first in itertools.product((1, 4, 5, 13), (0, 7)):
             assert torch.equal(linear(rows[first : first + count]), whole[first : first + count])
@@ -113,7 +127,8 @@ def test_denormals_do_not_depend_on_company(dtype: torch.dtype, isa: str) -> Non
 
 def test_columns_keep_their_bits() -> None:
     """What tensor-parallel ranks rely on."""
-    weight, x = values(301, 200, seed=0, dtype=torch.bfloat16), values(20, 200, seed=1, dtype=torch.bfloat16)
+    weight = values(301, 200, seed=0, dtype=torch.bfloat16)
+    x = values(20, 200, seed=1, dtype=torch.bfloat16)
     whole = NativeLinear(weight)(x)
     for first, end in ((0, 1), (3, 20), (100, 301), (300, 301)):
         assert torch.equal(NativeLinear(weight[first:end])(x), whole[:, first:end])
@@ -121,7 +136,8 @@ def test_columns_keep_their_bits() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_and_odd_addresses(dtype: torch.dtype, isa: str) -> None:
-    weight, x = values(21, 37, seed=0, dtype=dtype), values(9, 37, seed=1, dtype=dtype)
+    weight = values(21, 37, seed=0, dtype=dtype)
+    x = values(9, 37, seed=1, dtype=dtype)
     expected = NativeLinear(weight)(x)
     wide = torch.full((9, 80), torch.nan, dtype=dtype)
     wide[:, 41:78] = x
@@ -134,12 +150,17 @@ def test_strides_and_odd_addresses(dtype: torch.dtype, isa: str) -> None:
 
 
 def test_special_values_pass_through(isa: str) -> None:
-    """Infinities, denormals and signed zeros, in an odd last input too, which has no partner in its pair."""
+    """Infinities, denormals and signed zeros, in an odd last input too, which has no partner in its
+    pair.
+    """
     for dtype in DTYPES:
         tiny = torch.finfo(dtype).tiny
-        weight = torch.tensor([[1.0, -tiny, tiny], [torch.inf, 1.0, 0.0], [-0.0, -0.0, -0.0]], dtype=dtype)
+        weight = torch.tensor(
+            [[1.0, -tiny, tiny], [torch.inf, 1.0, 0.0], [-0.0, -0.0, -0.0]], dtype=dtype
+        )
         x = torch.tensor([[tiny, tiny, -tiny], [1.0, 2.0, 3.0], [0.0, torch.nan, 1.0]], dtype=dtype)
-        got, expected = NativeLinear(weight)(x), chains(x, weight).to(dtype)
+        got = NativeLinear(weight)(x)
+        expected = chains(x, weight).to(dtype)
         assert torch.equal(got.isnan(), expected.isnan())
         assert torch.equal(got.nan_to_num(), expected.nan_to_num())
         assert torch.equal(got[~got.isnan()].signbit(), expected[~got.isnan()].signbit())
@@ -151,7 +172,9 @@ def test_refuses_other_dtypes(dtype: torch.dtype) -> None:
         NativeLinear(torch.ones(16, 16).to(dtype))
 
 
-def quantised(kind: str, n: int, k: int, group: int, zeros: bool) -> tuple[Any, Tensor, Tensor, Tensor]:
+def quantised(
+    kind: str, n: int, k: int, group: int, zeros: bool
+) -> tuple[Any, Tensor, Tensor, Tensor]:
     """(packing, packed bytes, the weights [n, k] as the chains see them, scales [n, groups])."""
     generator = torch.Generator().manual_seed(k)
     low, high = (0, 16) if kind in ("int4", "fp4") else (-128, 128)
@@ -176,7 +199,9 @@ def quantised(kind: str, n: int, k: int, group: int, zeros: bool) -> tuple[Any, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "group", "zeros"), QUANTISED)
-def test_quantised_weights(kind: str, group: int, zeros: bool, dtype: torch.dtype, threads: int, isa: str) -> None:
+def test_quantised_weights(
+    kind: str, group: int, zeros: bool, dtype: torch.dtype, threads: int, isa: str
+) -> None:
     """The chain times the column's scale, or a chain per group, scaled sums added in order."""
     for k, n in ((200, 40), (321, 17)):
         packing, packed, weights, scales = quantised(kind, n, k, group, zeros)
@@ -189,11 +214,27 @@ def test_quantised_weights(kind: str, group: int, zeros: bool, dtype: torch.dtyp
             expected = (chain * scales[:, g].double() + expected).float().double()
         for rows in (1, 2, 3, 6, 7, 13, 50):
             y = torch.full((rows, n), torch.nan, dtype=dtype)
-            module.linear(TYPES[dtype], packing, packed.data_ptr(), 0, x.data_ptr(), k, rows, y.data_ptr())
+            module.linear(
+                TYPES[dtype], packing, packed.data_ptr(), 0, x.data_ptr(), k, rows, y.data_ptr()
+            )
             error = (y.double() - expected[:rows].to(dtype).double()).abs()
-            assert error.max() <= {torch.float32: 1e-6, torch.float16: 1e-3}.get(dtype, 8e-3) * expected.abs().max()
+            assert (
+                error.max()
+                <= {torch.float32: 1e-6, torch.float16: 1e-3}.get(dtype, 8e-3)
+                * expected.abs().max()
+            )
             assert (error == 0).float().mean() > 0.999
             if rows > 1:
-                alone, last = torch.empty(1, n, dtype=dtype), x[rows - 1 :]
-                module.linear(TYPES[dtype], packing, packed.data_ptr(), 0, last.data_ptr(), k, 1, alone.data_ptr())
+                alone = torch.empty(1, n, dtype=dtype)
+                last = x[rows - 1 :]
+                module.linear(
+                    TYPES[dtype],
+                    packing,
+                    packed.data_ptr(),
+                    0,
+                    last.data_ptr(),
+                    k,
+                    1,
+                    alone.data_ptr(),
+                )
                 assert torch.equal(alone[0], y[-1])

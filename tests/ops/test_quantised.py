@@ -28,9 +28,13 @@ def test_example() -> None:
     assert got.scales.tolist() == [[1.0], [0.0]]
 
 
-@pytest.mark.parametrize(("inputs", "group"), [(32, 32), (96, 32), (64, 64), (192, 64), (128, 128), (640, 128)])
+@pytest.mark.parametrize(
+    ("inputs", "group"), [(32, 32), (96, 32), (64, 64), (192, 64), (128, 128), (640, 128)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_int4_is_within_half_a_step_except_opposite_the_peak(inputs: int, group: int, dtype: torch.dtype) -> None:
+def test_int4_is_within_half_a_step_except_opposite_the_peak(
+    inputs: int, group: int, dtype: torch.dtype
+) -> None:
     weight = torch.randn(50, inputs, generator=torch.Generator().manual_seed(inputs)).to(dtype)
     got = quantised(weight, "int4")
     assert (got.group, got.scales.shape, got.zeros) == (group, (50, inputs // group), None)
@@ -39,7 +43,9 @@ def test_int4_is_within_half_a_step_except_opposite_the_peak(inputs: int, group:
     peaks = weight.float().unflatten(-1, (-1, group)).abs()
     steps = peaks.amax(-1, keepdim=True) / 8
     assert (error <= steps * 1.0001).all()
-    assert (error[peaks < 7.4 * steps] <= 0.5001 * steps.expand_as(error)[peaks < 7.4 * steps]).all()
+    assert (
+        error[peaks < 7.4 * steps] <= 0.5001 * steps.expand_as(error)[peaks < 7.4 * steps]
+    ).all()
     at_peak = error.where(peaks == 8 * steps, torch.inf).amin(-1, keepdim=True)
     assert (at_peak <= 1e-6 * steps).all()  # what matters most is exact
 
@@ -56,10 +62,16 @@ def test_int8_is_within_half_a_step(inputs: int) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_rows_keep_their_bits_in_any_company(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(3, 40, 64, generator=torch.Generator().manual_seed(0))
-    weight[0, :, 3], weight[0, :, 9] = 5.0, -5.0  # a tie of signs
+    # a tie of signs
+    weight[0, :, 3] = 5.0
+    weight[0, :, 9] = -5.0
     whole = quantised(weight, kind)
     monkeypatch.setattr("moeserve.ops.quantised.PART", 100)
-    for got in (quantised(weight, kind)[1], quantised(weight[1], kind), quantised(weight[1:], kind)[0]):
+    for got in (
+        quantised(weight, kind)[1],
+        quantised(weight[1], kind),
+        quantised(weight[1:], kind)[0],
+    ):
         assert all(torch.equal(a, b) for a, b in zip(got.parts, whole[1].parts, strict=True))
     one = quantised(weight[0, 7:8], kind)
     assert all(torch.equal(a, b) for a, b in zip(one.parts, whole[0, 7:8].parts, strict=True))

@@ -1,5 +1,6 @@
-"""Recurrent layers' kernels: the reference is the recurrence, and chunks of any sizes have its bits; native ones are
-close to it, and have the same bits on every instruction set and any number of threads.
+"""Recurrent layers' kernels: the reference is the recurrence, and chunks of any sizes have its
+bits; native ones are close to it, and have the same bits on every instruction set and any number of
+threads.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from .isas import ISAS, MODULE, needs_native
 pytestmark = pytest.mark.usefixtures("usual_native")
 IMPLEMENTATIONS = [recurrence, pytest.param(native_recurrence, marks=needs_native)]
 LENGTHS = 37, 16, 5  # of requests: three tiles, one that is full, one that is not
-CHUNKS = [(64,), (1,), (16,), (5, 11, 1, 20), (17, 3)]  # tokens of each request in a step, over and over
+CHUNKS = [
+    (64,),
+    (1,),
+    (16,),
+    (5, 11, 1, 20),
+    (17, 3),
+]  # tokens of each request in a step, over and over
 
 
 @dataclass(frozen=True)
@@ -51,18 +58,30 @@ def values(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def inputs_of(shape: Shape, length: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def inputs_of(
+    shape: Shape, length: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Returns q, k, v, log decay and beta of a request."""
     k = F.normalize(values(length, shape.groups, shape.d, seed=seed), dim=2)
     decay = -F.softplus(values(length, shape.heads, shape.decays, seed=seed + 1))
     beta = values(length, shape.heads, seed=seed + 2).sigmoid() if shape.delta else None
-    q, v = (values(length, *of, seed=seed + 3) for of in ((shape.groups, shape.d), (shape.heads, shape.v)))
+    q, v = (
+        values(length, *of, seed=seed + 3)
+        for of in ((shape.groups, shape.d), (shape.heads, shape.v))
+    )
     return q, k, v, decay, beta
 
 
-def cached(num_blocks: int, size: int, *, rows: Sequence[int], tiles: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns a cache of the tokens and one of the borders of tiles, full of NaN but for the null block."""
-    both = torch.full((num_blocks, size, *rows), torch.nan), torch.full((num_blocks, size // TILE, *tiles), torch.nan)
+def cached(
+    num_blocks: int, size: int, *, rows: Sequence[int], tiles: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Returns a cache of the tokens and one of the borders of tiles, full of NaN but for the null
+    block.
+    """
+    both = (
+        torch.full((num_blocks, size, *rows), torch.nan),
+        torch.full((num_blocks, size // TILE, *tiles), torch.nan),
+    )
     for cache in both:
         cache[0] = 0
     return both
@@ -70,16 +89,22 @@ def cached(num_blocks: int, size: int, *, rows: Sequence[int], tiles: Sequence[i
 
 def caches_of(shape: Shape, num_blocks: int) -> tuple[Tensor, ...]:
     """Returns the caches of states, k, u and s."""
-    size, h = shape.block_size, shape.heads
+    size = shape.block_size
+    h = shape.heads
     k, states = cached(num_blocks, size, rows=(shape.groups, shape.d), tiles=(h, shape.d * shape.v))
-    u, s = (cached(num_blocks, size, rows=(h, width), tiles=(1,))[0] for width in (shape.v, shape.decays))
+    u, s = (
+        cached(num_blocks, size, rows=(h, width), tiles=(1,))[0]
+        for width in (shape.v, shape.decays)
+    )
     return states, k, u, s
 
 
 def tables(lengths: Sequence[int], size: int, null: Sequence[int] = ()) -> Tensor:
     """Returns block tables of requests; those of `null` have null blocks."""
     width = max(-(-length // size) for length in lengths)
-    blocks = (1 + torch.randperm(len(lengths) * width, generator=torch.Generator().manual_seed(0))).view(-1, width)
+    blocks = (
+        1 + torch.randperm(len(lengths) * width, generator=torch.Generator().manual_seed(0))
+    ).view(-1, width)
     blocks[list(null)] = 0
     return blocks
 
@@ -88,7 +113,10 @@ def steps(lengths: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[list[
     """Yields the starts and lengths of all requests' parts in each step."""
     starts = [0] * len(lengths)
     for i in range(1000):
-        counts = [min(chunks[i % len(chunks)], length - start) for start, length in zip(starts, lengths, strict=True)]
+        counts = [
+            min(chunks[i % len(chunks)], length - start)
+            for start, length in zip(starts, lengths, strict=True)
+        ]
         if not any(counts):
             return
         yield list(starts), counts
@@ -96,10 +124,19 @@ def steps(lengths: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[list[
 
 
 def run(
-    kernels: Any, shape: Shape, lengths: Sequence[int], chunks: Sequence[int], padding: int = 0, **more: Any
+    kernels: Any,
+    shape: Shape,
+    lengths: Sequence[int],
+    chunks: Sequence[int],
+    padding: int = 0,
+    **more: Any,
 ) -> list[Tensor]:
-    """Returns each request's o [T, H, v] and then the caches, computed in steps. twice: each step runs again."""
-    inputs = [inputs_of(shape, length, 10 * i + more.get("seed", 0)) for i, length in enumerate(lengths)]
+    """Returns each request's o [T, H, v] and then the caches, computed in steps. twice: each step
+    runs again.
+    """
+    inputs = [
+        inputs_of(shape, length, 10 * i + more.get("seed", 0)) for i, length in enumerate(lengths)
+    ]
     for request, token in more.get("spoilt", ()):
         inputs[request][2][token] = torch.nan
     blocks = tables(lengths, shape.block_size, more.get("null", ()))
@@ -113,7 +150,10 @@ def run(
             for part, x in zip(parts, request, strict=True):
                 if x is not None:
                     part.append(x[start : start + count])
-        args = [F.pad(torch.cat(part), (*[0] * (2 * part[0].dim() - 1), padding)) if part else None for part in parts]
+        args = [
+            F.pad(torch.cat(part), (*[0] * (2 * part[0].dim() - 1), padding)) if part else None
+            for part in parts
+        ]
         for _ in range(1 + more.get("twice", False)):
             o_THv = kernels.recurrence(*args, caches, plan)
         assert not o_THv[offsets[-1] :].any()
@@ -123,14 +163,17 @@ def run(
 
 
 def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def sequential(shape: Shape, length: int, seed: int) -> Tensor:
     """The recurrence as it is written, in double precision."""
     *first, beta = inputs_of(shape, length, seed)
     q, k, v, decay = (x.double() for x in first)
-    serve, out = shape.heads // shape.groups, []
+    serve = shape.heads // shape.groups
+    out = []
     state = torch.zeros(shape.heads, shape.d, shape.v, dtype=torch.float64)
     for t in range(length):
         q_Hd, k_Hd = (x[t].repeat_interleave(serve, 0) for x in (q, k))
@@ -157,11 +200,15 @@ def test_it_is_the_recurrence(kernels: Any, shape: Shape) -> None:
 @by_shape
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_chunks_padding_and_running_again_change_no_bit(kernels: Any, shape: Shape) -> None:
-    """Neither of results nor of caches; null blocks stay as they are, and requests with them get the same results."""
+    """Neither of results nor of caches; null blocks stay as they are, and requests with them get
+    the same results.
+    """
     whole = run(kernels, shape, LENGTHS, (64,))
     assert not any(cache[0].any() for cache in whole[3:])
     for chunks in CHUNKS[1:] if kernels is native_recurrence else CHUNKS[3:]:
-        assert equal(run(kernels, shape, LENGTHS, chunks, padding=3, twice=chunks == (17, 3)), whole), chunks
+        assert equal(
+            run(kernels, shape, LENGTHS, chunks, padding=3, twice=chunks == (17, 3)), whole
+        ), chunks
     uncached = run(kernels, shape, LENGTHS, (64,), null=(0, 2))
     assert equal(uncached[:3], whole[:3])
     assert not any(cache[0].any() for cache in uncached[3:])
@@ -173,7 +220,8 @@ def test_chunks_padding_and_running_again_change_no_bit(kernels: Any, shape: Sha
 @by_shape
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_nan_stays_in_its_request_and_after_its_token(kernels: Any, shape: Shape) -> None:
-    good, spoilt = run(kernels, shape, LENGTHS, (20,)), run(kernels, shape, LENGTHS, (20,), spoilt=[(0, 18)])
+    good = run(kernels, shape, LENGTHS, (20,))
+    spoilt = run(kernels, shape, LENGTHS, (20,), spoilt=[(0, 18)])
     assert equal(spoilt[1:3], good[1:3])
     assert equal([spoilt[0][:18]], [good[0][:18]])
     assert spoilt[0][18:].isnan().any(2).any(1).all()
@@ -211,7 +259,9 @@ def test_inputs_may_be_parts_of_wider_rows_and_expanded() -> None:
         return padded[:, 2:-3].view(x.shape)
 
     caches = [caches_of(shape, 3) for _ in range(2)]
-    strided = native_recurrence.recurrence(wide(q), wide(k), wide(v), decay, wide(beta), caches[0], plan)
+    strided = native_recurrence.recurrence(
+        wide(q), wide(k), wide(v), decay, wide(beta), caches[0], plan
+    )
     plain = native_recurrence.recurrence(q, k, v, decay.contiguous(), beta, caches[1], plan)
     assert equal([strided, *caches[0]], [plain, *caches[1]])
 
@@ -237,16 +287,29 @@ CONVS = [
 
 
 def convolve(
-    kernels: Any, conv: Conv, lengths: Sequence[int], chunks: Sequence[int], padding: int = 0, **more: Any
+    kernels: Any,
+    conv: Conv,
+    lengths: Sequence[int],
+    chunks: Sequence[int],
+    padding: int = 0,
+    **more: Any,
 ) -> list[Tensor]:
     """Returns each request's results and then both caches, computed in steps from strided rows."""
-    weight, bias = values(conv.channels, conv.inputs, seed=1), values(conv.channels, seed=2) if conv.bias else None
-    x = [values(length, conv.channels, seed=5 + i).to(conv.dtype) for i, length in enumerate(lengths)]
+    weight = values(conv.channels, conv.inputs, seed=1)
+    bias = values(conv.channels, seed=2) if conv.bias else None
+    x = [
+        values(length, conv.channels, seed=5 + i).to(conv.dtype) for i, length in enumerate(lengths)
+    ]
     for request, token in more.get("spoilt", ()):
         x[request][token] = torch.nan
     blocks = tables(lengths, conv.block_size, more.get("null", ()))
     channels = conv.channels
-    caches = cached(int(blocks.max()) + 1, conv.block_size, rows=(1, channels), tiles=(conv.inputs - 1, channels))
+    caches = cached(
+        int(blocks.max()) + 1,
+        conv.block_size,
+        rows=(1, channels),
+        tiles=(conv.inputs - 1, channels),
+    )
     out: list[list[Tensor]] = [[] for _ in lengths]
     for starts, counts in steps(lengths, chunks):
         offsets = [0, *torch.tensor(counts).cumsum(0).tolist()]
@@ -266,9 +329,12 @@ def convolve(
 @pytest.mark.parametrize("conv", CONVS)
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_convolutions(kernels: Any, conv: Conv) -> None:
-    """They are torch's; chunks, padding, null blocks and a second run change no bit; NaN stays in its request."""
+    """They are torch's; chunks, padding, null blocks and a second run change no bit; NaN stays in
+    its request.
+    """
     whole = convolve(kernels, conv, LENGTHS, (64,))
-    weight, bias = values(conv.channels, conv.inputs, seed=1), values(conv.channels, seed=2) if conv.bias else None
+    weight = values(conv.channels, conv.inputs, seed=1)
+    bias = values(conv.channels, seed=2) if conv.bias else None
     for i, length in enumerate(LENGTHS):
         x_CT = values(length, conv.channels, seed=5 + i).to(conv.dtype).double().T
         y = F.conv1d(
@@ -277,18 +343,23 @@ def test_convolutions(kernels: Any, conv: Conv) -> None:
         ).T  # fmt: skip
         assert close(whole[i], F.silu(y) if conv.silu else y)
     for chunks in CHUNKS[1:]:
-        assert equal(convolve(kernels, conv, LENGTHS, chunks, padding=2, twice=chunks == (17, 3)), whole), chunks
+        assert equal(
+            convolve(kernels, conv, LENGTHS, chunks, padding=2, twice=chunks == (17, 3)), whole
+        ), chunks
     assert equal(convolve(kernels, conv, LENGTHS, (64,), null=(0, 1, 2))[:3], whole[:3])
     spoilt = convolve(kernels, conv, LENGTHS, (20,), spoilt=[(0, 18)])
     assert equal(spoilt[1:3], whole[1:3])
     assert equal([spoilt[0][:18]], [whole[0][:18]])
-    assert torch.equal(spoilt[0].isnan().any(1).nonzero()[:, 0], torch.arange(18, min(37, 18 + conv.inputs)))
+    assert torch.equal(
+        spoilt[0].isnan().any(1).nonzero()[:, 0], torch.arange(18, min(37, 18 + conv.inputs))
+    )
 
 
 @needs_native
 @pytest.mark.parametrize("conv", CONVS)
 def test_native_convolutions_on_any_instruction_set_and_threads(conv: Conv) -> None:
-    conv, found = replace(conv, channels=conv.channels + 4096), []
+    conv = replace(conv, channels=conv.channels + 4096)
+    found = []
     for isa in ISAS:
         MODULE.use_isa(isa)
         for threads in (1, 2, 3):

@@ -1,5 +1,6 @@
-"""Gated delta nets and Mamba-2 in one native call: close to the layers of separate steps in plain torch, and the same
-bits in chunks, in company, beside padding, on every instruction set and any number of threads.
+"""Gated delta nets and Mamba-2 in one native call: close to the layers of separate steps in plain
+torch, and the same bits in chunks, in company, beside padding, on every instruction set and any
+number of threads.
 """
 
 from __future__ import annotations
@@ -27,18 +28,26 @@ from .isas import ISAS, MODULE, needs_native
 from .test_recurrence import CHUNKS, LENGTHS, cached, equal, steps, tables, values
 
 pytestmark = [needs_native, pytest.mark.usefixtures("usual_native")]
-WIDTH, SIZE = 24, 32
+WIDTH = 24
+SIZE = 32
 KINDS: dict[str, GatedDelta | Mamba2] = {
-    "gated delta": GatedDelta(num_k_heads=2, num_v_heads=4, k_dim=19, v_dim=40, conv=4, by_head=False),
-    "one group": Mamba2(num_heads=3, num_groups=1, state_dim=24, head_dim=17, conv=4, time_limit=(0.0, float("inf"))),
-    "two groups": Mamba2(num_heads=4, num_groups=2, state_dim=16, head_dim=32, conv=3, time_limit=(0.3, 0.9)),
+    "gated delta": GatedDelta(
+        num_k_heads=2, num_v_heads=4, k_dim=19, v_dim=40, conv=4, by_head=False
+    ),
+    "one group": Mamba2(
+        num_heads=3, num_groups=1, state_dim=24, head_dim=17, conv=4, time_limit=(0.0, float("inf"))
+    ),
+    "two groups": Mamba2(
+        num_heads=4, num_groups=2, state_dim=16, head_dim=32, conv=3, time_limit=(0.3, 0.9)
+    ),
 }
 by_kind = pytest.mark.parametrize("kind", KINDS)
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def layer(kind: str, ops: Ops, **other: Tensor) -> GatedDeltaLayer | Mamba2Layer:
-    """A layer with the same weights whatever the operations; some of its heads decay by e^-50 and more in a token.
+    """A layer with the same weights whatever the operations; some of its heads decay by e^-50 and
+    more in a token.
 
     other: parameters in place of the usual ones.
     """
@@ -49,11 +58,15 @@ def layer(kind: str, ops: Ops, **other: Tensor) -> GatedDeltaLayer | Mamba2Layer
 
     if isinstance(spec, GatedDelta):
         _, heads, qk, v = spec.local(1)
-        channels, columns, norm = qk + v, qk + 2 * v, spec.v_dim
+        channels = qk + v
+        columns = qk + 2 * v
+        norm = spec.v_dim
         own = {"gates": weight(2 * heads, WIDTH, 2)}
     else:
         _, heads, v, shared = spec.local(1)
-        channels, columns, norm = v + 2 * shared, 2 * (v + shared) + heads, v
+        channels = v + 2 * shared
+        columns = 2 * (v + shared) + heads
+        norm = v
         own = {"conv_bias": values(channels, seed=7), "skip": values(heads, seed=8)}
     params: dict[str, Any] = own | {
         "in": weight(columns, WIDTH, 1), "conv": values(channels, spec.conv, seed=3)[:, None],
@@ -71,7 +84,9 @@ def layer(kind: str, ops: Ops, **other: Tensor) -> GatedDeltaLayer | Mamba2Layer
 def caches_of(kind: str, num_blocks: int) -> tuple[Tensor, ...]:
     """The caches of a layer's convolution and recurrence, full of NaN but for the null block."""
     parts = [
-        cached(num_blocks, SIZE, rows=(tensor.heads, tensor.width), tiles=(tensor.heads, tensor.width))[tensor.per_tile]
+        cached(
+            num_blocks, SIZE, rows=(tensor.heads, tensor.width), tiles=(tensor.heads, tensor.width)
+        )[tensor.per_tile]
         for tensor in KINDS[kind].cache(1)
     ]
     assert [part.shape[1] for part in parts[:3]] == [SIZE, SIZE // TILE, SIZE // TILE]
@@ -87,11 +102,14 @@ def run(
     spoilt: a token of the first request that is NaN. first: the seed of the first request.
     """
     block = layer(kind, ops)
-    x = [values(length, WIDTH, seed=20 + first + i).to(ops.dtype) for i, length in enumerate(lengths)]
+    x = [
+        values(length, WIDTH, seed=20 + first + i).to(ops.dtype) for i, length in enumerate(lengths)
+    ]
     if spoilt is not None:
         x[0][spoilt] = torch.nan
     blocks = tables(lengths, SIZE)
-    caches, out = caches_of(kind, int(blocks.max()) + 1), [list[Tensor]() for _ in lengths]
+    caches = caches_of(kind, int(blocks.max()) + 1)
+    out = [list[Tensor]() for _ in lengths]
     for starts, counts in steps(lengths, chunks):
         offsets = [0, *torch.tensor(counts).cumsum(0).tolist()]
         plan = ops.plan_tiles(*host_step(blocks, SIZE, starts, offsets))
@@ -108,11 +126,14 @@ def run(
 @by_kind
 @by_dtype
 def test_it_is_the_layer_of_separate_steps(kind: str, dtype: torch.dtype) -> None:
-    ours, theirs = (run(kind, pick_ops("cpu", dtype, name), LENGTHS, (64,)) for name in ("native", "torch"))
+    ours, theirs = (
+        run(kind, pick_ops("cpu", dtype, name), LENGTHS, (64,)) for name in ("native", "torch")
+    )
     tolerance = 1e-5 if dtype is torch.float32 else 0.02
     for mine, reference in zip(ours, theirs, strict=True):
         assert torch.equal(mine.isnan(), reference.isnan())
-        mine, reference = mine.nan_to_num().double(), reference.nan_to_num().double()
+        mine = mine.nan_to_num().double()
+        reference = reference.nan_to_num().double()
         assert (mine - reference).abs().max() <= tolerance * reference.abs().max()
 
 
@@ -133,7 +154,9 @@ def test_bits_depend_on_the_request_alone(kind: str, dtype: torch.dtype) -> None
 
 @by_kind
 def test_bits_are_those_of_any_instruction_set_and_threads(kind: str) -> None:
-    lengths, found = [200, *LENGTHS], list[list[Tensor]]()  # enough for threads to share
+    # enough for threads to share
+    lengths = [200, *LENGTHS]
+    found = list[list[Tensor]]()
     ops = pick_ops("cpu", torch.float32, "native")
     for isa in ISAS:
         if "bf16" in isa:
@@ -147,8 +170,11 @@ def test_bits_are_those_of_any_instruction_set_and_threads(kind: str) -> None:
 
 @by_kind
 def test_bits_are_those_of_any_number_of_threads_where_all_steps_are_shared(kind: str) -> None:
-    """Of so many tokens that threads share the small steps too: gates of time, norms of queries and keys."""
-    lengths, ops = [4500, 40, 1], pick_ops("cpu", torch.float32, "native")
+    """Of so many tokens that threads share the small steps too: gates of time, norms of queries and
+    keys.
+    """
+    lengths = [4500, 40, 1]
+    ops = pick_ops("cpu", torch.float32, "native")
     expected = run(kind, ops, lengths, (128,))
     MODULE.set_threads([-1] * 3)
     assert equal(run(kind, ops, lengths, (5000,), padding=300), expected)
@@ -157,12 +183,14 @@ def test_bits_are_those_of_any_number_of_threads_where_all_steps_are_shared(kind
 @by_kind
 def test_what_does_not_fit_is_not_read(kind: str) -> None:
     ops = pick_ops("cpu", torch.float32, "native")
-    block, caches = layer(kind, ops), caches_of(kind, 3)
+    block = layer(kind, ops)
+    caches = caches_of(kind, 3)
     plan = ops.plan_tiles(*host_step(tables([5], SIZE), SIZE, [0], [0, 5]))
     for shape in ((4, WIDTH), (5, WIDTH - 1)):  # fewer rows than tokens; narrower than the weights
         with pytest.raises(AssertionError):
             block(torch.zeros(shape), plan, caches, 0)
-    channels, columns = len(block.conv_CK), block.inputs.matrix.columns
+    channels = len(block.conv_CK)
+    columns = block.inputs.matrix.columns
     for name, misfit in (
         ("in", torch.zeros(columns - 1, WIDTH)),
         ("conv", torch.zeros(channels, 1, TILE + 2)),  # K is at most 17
@@ -174,8 +202,11 @@ def test_what_does_not_fit_is_not_read(kind: str) -> None:
 
 @by_kind
 def test_small_numbers_stay_what_they_are_for_others(kind: str) -> None:
-    """Threads that took numbers below the smallest normal one as 0 in a recurrence do so nowhere else."""
-    ops, small = pick_ops("cpu", torch.float32, "native"), torch.full((512, 1024), 1e-40)
+    """Threads that took numbers below the smallest normal one as 0 in a recurrence do so nowhere
+    else.
+    """
+    ops = pick_ops("cpu", torch.float32, "native")
+    small = torch.full((512, 1024), 1e-40)
     for threads in (1, 3):
         MODULE.set_threads([-1] * threads)
         run(kind, ops, [200], (200,))

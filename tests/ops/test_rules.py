@@ -17,7 +17,12 @@ from moeserve.ops.rules import SWIGLU, Activation, RouterRule
         ({"groups": 4, "kept_groups": 5}, 16, 2, "keep 5 of 4 equal groups"),
         ({"groups": 4, "kept_groups": 0}, 16, 2, "keep 0 of 4 equal groups"),
         ({"groups": 4, "kept_groups": 2}, 4, 2, "groups of 1 experts have no best 2 scores"),
-        ({"groups": 4, "kept_groups": 2}, 16, 9, "cannot choose 9 experts: 2 of 4 groups of 16 remain"),
+        (
+            {"groups": 4, "kept_groups": 2},
+            16,
+            9,
+            "cannot choose 9 experts: 2 of 4 groups of 16 remain",
+        ),
         ({}, 4, 5, "cannot choose 5 experts"),
         ({}, 4, 0, "cannot choose 0 experts"),
         ({"on_input": True}, 4, 2, "the input of one expert per token, not of 2"),

@@ -1,5 +1,6 @@
-"""The selective scan: against a scan in float64, in any chunks, over blocks, null blocks and hostile values; the native
-one is close to the reference, and has the same bits on every instruction set and any number of threads.
+"""The selective scan: against a scan in float64, in any chunks, over blocks, null blocks and
+hostile values; the native one is close to the reference, and has the same bits on every instruction
+set and any number of threads.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from .isas import ISAS, MODULE, needs_native
 
 pytestmark = pytest.mark.usefixtures("usual_native")
 REFERENCE = SimpleNamespace(
-    plan_tiles=recurrence.plan_tiles, causal_conv=recurrence.causal_conv, selective_scan=selective_scan
+    plan_tiles=recurrence.plan_tiles,
+    causal_conv=recurrence.causal_conv,
+    selective_scan=selective_scan,
 )
 by_kernels = pytest.mark.parametrize(
-    "kernels", [REFERENCE, pytest.param(native_recurrence, marks=needs_native)], ids=["reference", "native"]
+    "kernels",
+    [REFERENCE, pytest.param(native_recurrence, marks=needs_native)],
+    ids=["reference", "native"],
 )
-BLOCK, CHANNELS, STATE = 32, 40, 3  # 40 channels: no multiple of a vector
+# 40 channels: no multiple of a vector
+BLOCK = 32
+CHANNELS = 40
+STATE = 3
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # x, dt, B, C of tokens
 
 
@@ -44,7 +52,12 @@ SKIP_C = torch.linspace(-1, 1, CHANNELS)
 
 def caches_of(blocks: int = 8) -> Caches:
     """Caches full of NaN, which nothing may read."""
-    rows = ((BLOCK // TILE, STATE, CHANNELS), (BLOCK, 1, CHANNELS), (BLOCK, 1, CHANNELS), (BLOCK, 1, STATE))
+    rows = (
+        (BLOCK // TILE, STATE, CHANNELS),
+        (BLOCK, 1, CHANNELS),
+        (BLOCK, 1, CHANNELS),
+        (BLOCK, 1, STATE),
+    )
     return tuple(torch.full((blocks, *shape), torch.nan) for shape in rows)
 
 
@@ -55,26 +68,42 @@ def step_of(rows: list[tuple[int, int, list[int]]]) -> tuple[GroupInputs, StepIn
     none = torch.zeros(0, dtype=torch.int64)
     group = GroupInputs(none, torch.tensor([blocks for _, _, blocks in rows]), BLOCK, None)
     return group, StepInputs(
-        none, none, (group,), none, offsets, np.array([s for s, _, _ in rows], np.int32), (none, none)
+        none,
+        none,
+        (group,),
+        none,
+        offsets,
+        np.array([s for s, _, _ in rows], np.int32),
+        (none, none),
     )
 
 
 def scan(kernels: Any, inputs: Inputs, caches: Caches, *rows: tuple[int, int, list[int]]) -> Tensor:
     x, dt, b, c = inputs
-    y: Tensor = kernels.selective_scan(x, dt, A_NC, b, c, SKIP_C, caches, kernels.plan_tiles(*step_of(list(rows))))
+    y: Tensor = kernels.selective_scan(
+        x, dt, A_NC, b, c, SKIP_C, caches, kernels.plan_tiles(*step_of(list(rows)))
+    )
     return y
 
 
-def in_chunks(kernels: Any, inputs: Inputs, caches: Caches, chunk: int, blocks: list[int]) -> Tensor:
+def in_chunks(
+    kernels: Any, inputs: Inputs, caches: Caches, chunk: int, blocks: list[int]
+) -> Tensor:
     parts = zip(*(part.split(chunk) for part in inputs), strict=True)
-    return torch.cat([scan(kernels, part, caches, (i * chunk, len(part[0]), blocks)) for i, part in enumerate(parts)])
+    return torch.cat(
+        [
+            scan(kernels, part, caches, (i * chunk, len(part[0]), blocks))
+            for i, part in enumerate(parts)
+        ]
+    )
 
 
 @by_kernels
 def test_equals_a_scan_in_float64(kernels: Any) -> None:
     inputs = inputs_of(70)
     found = in_chunks(kernels, inputs, caches_of(), 70, [3, 1, 5])
-    state, expected = torch.zeros(STATE, CHANNELS).double(), []
+    state = torch.zeros(STATE, CHANNELS).double()
+    expected = []
     for x, dt, b, c in zip(*(part.double() for part in inputs), strict=True):
         state = (dt * A_NC).exp() * state + dt * b[:, None] * x
         expected.append((c[:, None] * state).sum(0) + SKIP_C * x)
@@ -91,13 +120,17 @@ def test_chunks_do_not_matter(kernels: Any, chunk: int) -> None:
 
 @by_kernels
 def test_company_and_padding_do_not_matter_and_steps_may_run_again(kernels: Any) -> None:
-    inputs, others = inputs_of(20), inputs_of(37, seed=1)
+    inputs = inputs_of(20)
+    others = inputs_of(37, seed=1)
     expected = in_chunks(kernels, inputs, caches_of(), 20, [1])
     caches = caches_of()
     scan(kernels, tuple(part[:9] for part in inputs), caches, (0, 9, [2, 0]))  # type: ignore[arg-type]
     padding = inputs_of(5, seed=2)
     padding[0][:] = torch.nan
-    both = tuple(torch.cat((mine[9:], other, pad)) for mine, other, pad in zip(inputs, others, padding, strict=True))
+    both = tuple(
+        torch.cat((mine[9:], other, pad))
+        for mine, other, pad in zip(inputs, others, padding, strict=True)
+    )
     for _ in range(2):
         found = scan(kernels, both, caches, (9, 11, [2, 0]), (0, 37, [4, 3]))  # type: ignore[arg-type]
         assert torch.equal(found[:11], expected[9:])
@@ -106,7 +139,9 @@ def test_company_and_padding_do_not_matter_and_steps_may_run_again(kernels: Any)
 
 @by_kernels
 def test_null_blocks_are_neither_read_nor_written(kernels: Any) -> None:
-    """As a prefill leaves behind only what is needed: the states of all tiles but the last ones go on by hand."""
+    """As a prefill leaves behind only what is needed: the states of all tiles but the last ones go
+    on by hand.
+    """
     inputs = inputs_of(70)
     caches = caches_of()
     found = in_chunks(kernels, inputs, caches, 70, [0, 0, 5])
@@ -117,9 +152,12 @@ def test_null_blocks_are_neither_read_nor_written(kernels: Any) -> None:
 @by_kernels
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, -0.0, 1e38])
 def test_hostile_values_stay_in_their_channel(kernels: Any, value: float) -> None:
-    inputs, hostile = inputs_of(40), inputs_of(40)
+    inputs = inputs_of(40)
+    hostile = inputs_of(40)
     hostile[0][3, 7] = value
-    found, expected = (in_chunks(kernels, each, caches_of(), 11, [1, 2]) for each in (hostile, inputs))
+    found, expected = (
+        in_chunks(kernels, each, caches_of(), 11, [1, 2]) for each in (hostile, inputs)
+    )
     others = torch.arange(CHANNELS) != 7
     assert torch.equal(found[:, others], expected[:, others])
     assert torch.equal(found[:3], expected[:3])
@@ -131,7 +169,8 @@ def test_a_share_of_the_channels_has_the_same_bits(kernels: Any, share: int) -> 
     """Also those of the convolution, whose SiLU torch computes otherwise at the end of a row."""
     x, dt, b, c = inputs_of(40)
     plan = kernels.plan_tiles(*step_of([(0, 40, [1, 2])]))
-    weight, kept = torch.randn(CHANNELS, 4, generator=torch.Generator().manual_seed(3)), slice(0, share)
+    weight = torch.randn(CHANNELS, 4, generator=torch.Generator().manual_seed(3))
+    kept = slice(0, share)
 
     def run(part: slice) -> Tensor:
         width = len(SKIP_C[part])
@@ -148,12 +187,18 @@ def test_a_share_of_the_channels_has_the_same_bits(kernels: Any, share: int) -> 
 @needs_native
 def test_native_bits_are_those_of_any_instruction_set_and_threads() -> None:
     """And near to the reference's; subnormal numbers are zeros to it."""
-    state, width = 5, 8300  # so that threads share channels
+    # so that threads share channels
+    state = 5
+    width = 8300
     random = torch.Generator().manual_seed(5)
     x, dt = (torch.randn(70, width, generator=random) for _ in range(2))
     b, c = (torch.randn(70, state, generator=random) for _ in range(2))
-    a, skip = -torch.rand(state, width, generator=random) * 90, torch.randn(width, generator=random)
-    x[3, 7], x[5, 8], x[2, 9], dt[3, 10] = torch.nan, torch.inf, 1e-42, torch.inf
+    a = -torch.rand(state, width, generator=random) * 90
+    skip = torch.randn(width, generator=random)
+    x[3, 7] = torch.nan
+    x[5, 8] = torch.inf
+    x[2, 9] = 1e-42
+    dt[3, 10] = torch.inf
 
     def run(kernels: Any) -> list[Tensor]:
         caches = tuple(torch.zeros(8, *shape) for shape in (
@@ -163,10 +208,15 @@ def test_native_bits_are_those_of_any_instruction_set_and_threads() -> None:
         for start, stop in ((0, 40), (40, 41), (41, 70)):
             plan = kernels.plan_tiles(*step_of([(start, stop - start, [3, 1, 5])]))
             part = slice(start, stop)
-            found.append(kernels.selective_scan(x[part], dt[part].abs(), a, b[part], c[part], skip, caches, plan))
+            found.append(
+                kernels.selective_scan(
+                    x[part], dt[part].abs(), a, b[part], c[part], skip, caches, plan
+                )
+            )
         return [torch.cat(found), *caches]
 
-    expected, found = run(REFERENCE), []
+    expected = run(REFERENCE)
+    found = []
     for isa in ISAS:
         MODULE.use_isa(isa)
         for threads in (1, 2, 3):
@@ -176,4 +226,6 @@ def test_native_bits_are_those_of_any_instruction_set_and_threads() -> None:
                 assert torch.equal(ours.nan_to_num(7e7), theirs.nan_to_num(7e7)), (isa, threads)
     for ours, theirs in zip(found[0], expected, strict=True):
         assert torch.equal(ours.isfinite(), theirs.isfinite())
-        torch.testing.assert_close(ours.nan_to_num(0, 0, 0), theirs.nan_to_num(0, 0, 0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours.nan_to_num(0, 0, 0), theirs.nan_to_num(0, 0, 0), rtol=1e-5, atol=1e-5
+        )

@@ -41,12 +41,16 @@ MODEL: dict[str, Any] = {
 }
 
 
-def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None, mixers: tuple[Mixer, ...] = ()) -> torch.Tensor:
-    """What a model with random weights makes of one request's first tokens; every other layer has experts. mixers: of
-    further layers."""
+def hidden(
+    ops: Ops, layers: int, tokens: int, cut: Cut | None = None, mixers: tuple[Mixer, ...] = ()
+) -> torch.Tensor:
+    """What a model with random weights makes of one request's first tokens; every other layer has
+    experts. mixers: of further layers."""
     moe_layers = tuple(i % 2 == 0 for i in range(layers))
     spec = spec_of(**MODEL, num_layers=layers, moe_layers=moe_layers)
-    spec = replace(spec, layers=(*spec.layers, *(replace(spec.layers[1], mixer=mixer) for mixer in mixers)))
+    spec = replace(
+        spec, layers=(*spec.layers, *(replace(spec.layers[1], mixer=mixer) for mixer in mixers))
+    )
     generator = torch.Generator().manual_seed(0)
     params = {
         param.name: torch.randn(param.shape, generator=generator) * 0.15 + ("norm" in param.name)
@@ -55,11 +59,13 @@ def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None, mixers: t
     model = build_decoder(spec, params, ops)
     groups = groups_of(spec.kv_rules, 16)
     kv = KVCache(groups, spec, 4, 0, torch.float32, CPU, num_states=4)
-    starts_R, offsets_R1 = np.zeros(1, np.int32), np.array([0, tokens], np.int32)
+    starts_R = np.zeros(1, np.int32)
+    offsets_R1 = np.array([0, tokens], np.int32)
     step = StepInputs(
         ids_T=torch.arange(tokens) % 50,
         positions_T=torch.arange(tokens),
-        groups=(GroupInputs(torch.arange(tokens) + 16, torch.tensor([[1, 2]]), 16, None),) * len(groups),
+        groups=(GroupInputs(torch.arange(tokens) + 16, torch.tensor([[1, 2]]), 16, None),)
+        * len(groups),
         sample_N=torch.tensor([tokens - 1]),
         offsets_R1=offsets_R1,
         starts_R=starts_R,
@@ -72,7 +78,9 @@ def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None, mixers: t
 
 @pytest.mark.full("graphs")
 @pytest.mark.timeout(240)
-def test_layers_share_traces_and_results_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_traces_and_results_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     torch._dynamo.reset()
     counters.clear()
@@ -93,13 +101,17 @@ def test_layers_share_traces_and_results_stay(tmp_path: Path, monkeypatch: pytes
     assert counters["inductor"]["fxgraph_cache_miss"] == misses, "compiled again"
 
 
-def test_no_trace_looks_into_what_cuts_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each recording brings a function of its own, and its warm-up another: compiled into the layers, they would be
-    compiled anew for each, while the stream is captured."""
+def test_no_trace_looks_into_what_cuts_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each recording brings a function of its own, and its warm-up another: compiled into the
+    layers, they would be compiled anew for each, while the stream is captured."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     torch._dynamo.reset()
     compiled = traced(pick_ops(CPU, torch.float32, "torch"))
-    compiled = replace(compiled, trace=partial(torch.compile, dynamic=True, backend="eager"))  # traces, no code
+    compiled = replace(
+        compiled, trace=partial(torch.compile, dynamic=True, backend="eager")
+    )  # traces, no code
     calls: list[str] = []
 
     def cut_of(name: str) -> Cut:
@@ -118,14 +130,18 @@ def test_no_trace_looks_into_what_cuts_a_recording(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.full("graphs")
 @pytest.mark.parametrize(
-    "mixer", [KimiDelta(num_heads=1, head_dim=8, conv=4), Mamba1(channels=20, state=4, rank=3, conv=4)]
+    "mixer",
+    [KimiDelta(num_heads=1, head_dim=8, conv=4), Mamba1(channels=20, state=4, rank=3, conv=4)],
 )
-def test_no_trace_looks_into_recurrences(mixer: Mixer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trace_looks_into_recurrences(
+    mixer: Mixer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their loops over the tiles of one step are those of no other."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     torch._dynamo.reset()
     counters.clear()
-    plain, graphs = pick_ops(CPU, torch.float32, "torch"), []
+    plain = pick_ops(CPU, torch.float32, "torch")
+    graphs = []
     compiled = replace(traced(plain), trace=partial(torch.compile, dynamic=True, backend="eager"))
     for tokens in (7, 20, 13, 18):
         expected = hidden(plain, 2, tokens, mixers=(mixer,))

@@ -1,4 +1,6 @@
-"""When the Triton kernels serve, and what is said when they cannot. Their results: tests/kernels, tests/models."""
+"""When the Triton kernels serve, and what is said when they cannot. Their results: tests/kernels,
+tests/models.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from moeserve.ops.triton_ops import pack_exact, pack_fast
 from tests.kernels.device import DEVICE
 from tests.specs import make_spec
 
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there the kernels are not interpreted"
+)
 
 
 @needs_no_gpu
 def test_interpreted_kernels_are_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_ops("cpu", torch.float32, "triton").triton
-    with pytest.raises(ConfigError, match="computes bfloat16 products wrongly; choose kernels: auto"):
+    with pytest.raises(
+        ConfigError, match="computes bfloat16 products wrongly; choose kernels: auto"
+    ):
         pick_ops("cpu", torch.bfloat16, "triton")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="need a GPU"):
@@ -31,7 +37,10 @@ def test_on_cuda_triton_serves_where_it_can(monkeypatch: pytest.MonkeyPatch) -> 
     """The table is picked before anything is on the device."""
     fast, exact = (
         pick_ops(
-            "cuda", torch.bfloat16, obstacle=make_spec(head_dim=128, vocab_size=8, hidden_size=8).obstacle, exact=exact
+            "cuda",
+            torch.bfloat16,
+            obstacle=make_spec(head_dim=128, vocab_size=8, hidden_size=8).obstacle,
+            exact=exact,
         )
         for exact in (False, True)
     )
@@ -45,7 +54,9 @@ def test_on_cuda_triton_serves_where_it_can(monkeypatch: pytest.MonkeyPatch) -> 
         pick_ops("cuda", torch.bfloat16, "triton", obstacle=odd)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not pick_ops("cuda", torch.bfloat16).exact
-    with pytest.raises(ConfigError, match=r"determinism=batch needs the Triton kernels on cuda: there is no triton"):
+    with pytest.raises(
+        ConfigError, match=r"determinism=batch needs the Triton kernels on cuda: there is no triton"
+    ):
         pick_ops("cuda", torch.bfloat16, exact=True)
 
 
@@ -54,14 +65,16 @@ def test_a_part_of_a_larger_weight_is_copied() -> None:
     large = torch.randn(8, 16)
     part = pack_exact(large[:4], None)
     assert part.keywords["w_NK"].untyped_storage().nbytes() == 4 * 16 * 4  # type: ignore[attr-defined]
-    torch.testing.assert_close(part(torch.ones(3, 16)), large[:4].sum(1).expand(3, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        part(torch.ones(3, 16)), large[:4].sum(1).expand(3, -1), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_quantised_weight_is_a_product_of_one_slot() -> None:
     """As its example, for any number of rows, strided ones too; and with either table of kernels."""
-    quantised = Quantised("int8", 0, torch.float32, torch.ones(1, 64, dtype=torch.int8), torch.full((1, 1), 0.25)).each(
-        lambda part: part.to(DEVICE)
-    )
+    quantised = Quantised(
+        "int8", 0, torch.float32, torch.ones(1, 64, dtype=torch.int8), torch.full((1, 1), 0.25)
+    ).each(lambda part: part.to(DEVICE))
     x = torch.ones(40, 128, device=DEVICE)[:, :64]
     for pack in (pack_exact, pack_fast):
         product = pack(quantised, torch.full((1,), 5.0, device=DEVICE))

@@ -29,7 +29,14 @@ from moeserve.plan.roofline import NOTHING, Shape
 from tests.plan.test_simulator import LIMITS
 
 UNFITTED = Calibration(
-    model="Model", dp=1, tp=1, limits=asdict(LIMITS), terms={}, delay_s=0.0, num_samples=0, error=0.0
+    model="Model",
+    dp=1,
+    tp=1,
+    limits=asdict(LIMITS),
+    terms={},
+    delay_s=0.0,
+    num_samples=0,
+    error=0.0,
 )
 
 
@@ -43,7 +50,8 @@ def samples(number: int) -> list[StepSample]:
     found = []
     for _ in range(number):
         rows = rng.randint(1, 64)
-        tokens, reads = rows + rng.choice((0, 0, 100, 300)), rows * rng.uniform(16, 500)
+        tokens = rows + rng.choice((0, 0, 100, 300))
+        reads = rows * rng.uniform(16, 500)
         took_s = seconds(tokens, rows, reads, reads) * rng.uniform(0.97, 1.03)
         found.append(StepSample(tokens, rows, reads, reads, 0, 0, took_s, took_s + 1e-4))
     return found
@@ -62,7 +70,9 @@ def test_what_passes_between_two_steps_grows_with_requests_and_prompts() -> None
     for i, plain in enumerate(samples(600)):
         device_s = seconds(plain.tokens, plain.rows, plain.reads, plain.pairs)
         gap_s = 50e-6 + 10e-6 * plain.rows + 200e-6 * (plain.tokens > plain.rows)
-        late_s = 800e-6 if i % 10 == 0 else -800e-6 if i % 10 == 1 else 0.0  # a late result, and what follows it
+        late_s = (
+            800e-6 if i % 10 == 0 else -800e-6 if i % 10 == 1 else 0.0
+        )  # a late result, and what follows it
         period_s = None if i % 7 == 0 else device_s + gap_s + late_s
         found.append(msgspec.structs.replace(plain, device_s=device_s, period_s=period_s))
     terms = fit(found, UNFITTED).terms
@@ -73,7 +83,9 @@ def test_what_passes_between_two_steps_grows_with_requests_and_prompts() -> None
 
 def test_a_step_behind_a_prompt_takes_longer() -> None:
     found = [
-        msgspec.structs.replace(s, behind=i % 3 == 0, device_s=s.device_s + 3e-4 * (i % 3 == 0), period_s=None)
+        msgspec.structs.replace(
+            s, behind=i % 3 == 0, device_s=s.device_s + 3e-4 * (i % 3 == 0), period_s=None
+        )
         for i, s in enumerate(samples(600))
     ]
     cost = MeasuredCost(fit(found, UNFITTED))
@@ -86,19 +98,28 @@ def test_a_step_behind_a_prompt_takes_longer() -> None:
 
 def test_an_engine_beside_idle_ones_is_faster() -> None:
     found = [
-        msgspec.structs.replace(s, others=busy * 8, busy=busy, device_s=s.device_s + 5e-4 * busy, period_s=None)
+        msgspec.structs.replace(
+            s, others=busy * 8, busy=busy, device_s=s.device_s + 5e-4 * busy, period_s=None
+        )
         for i, s in enumerate(samples(600))
         for busy in [i % 2]
     ]
     cost = MeasuredCost(fit(found, UNFITTED))
-    at_work, idle = Shape(8, 8, 8, (900.0,), (900.0,)), Shape(0, 0, 0, (0.0,), (0.0,))
-    assert cost.seconds([at_work] * 2) == pytest.approx(cost.seconds([at_work, idle]) + 5e-4, rel=0.1)
+    at_work = Shape(8, 8, 8, (900.0,), (900.0,))
+    idle = Shape(0, 0, 0, (0.0,), (0.0,))
+    assert cost.seconds([at_work] * 2) == pytest.approx(
+        cost.seconds([at_work, idle]) + 5e-4, rel=0.1
+    )
 
 
 def test_steps_spread_as_measured_ones_did() -> None:
-    """Every fifth result came late and the next one early: so they do in simulation, in pairs, with the same mean."""
+    """Every fifth result came late and the next one early: so they do in simulation, in pairs, with
+    the same mean.
+    """
     ratios = (1.8, 0.2, 1.0, 1.0, 1.0)
-    found = [StepSample(8, 8, 2000.0, 2000.0, 0, 0, 2e-3, 2e-3 * ratios[i % 5]) for i in range(2000)]
+    found = [
+        StepSample(8, 8, 2000.0, 2000.0, 0, 0, 2e-3, 2e-3 * ratios[i % 5]) for i in range(2000)
+    ]
     first, again = (MeasuredCost(fit(found, UNFITTED)) for _ in range(2))
     shape = [Shape(8, 8, 8, (2000.0,), (2000.0,))]
     times = np.array([first.seconds(shape) for _ in range(2000)])
@@ -114,7 +135,9 @@ def test_interrupted_steps_do_not_count() -> None:
     interrupted = [msgspec.structs.replace(s, device_s=1.0, period_s=1.0001) for s in samples(10)]
     clean, disturbed = (fit(samples(600) + more, UNFITTED) for more in ([], interrupted))
     shape = [Shape(48, 48, 48, (10_000.0,), (10_000.0,))]
-    assert MeasuredCost(disturbed).seconds(shape) == pytest.approx(MeasuredCost(clean).seconds(shape), rel=0.03)
+    assert MeasuredCost(disturbed).seconds(shape) == pytest.approx(
+        MeasuredCost(clean).seconds(shape), rel=0.03
+    )
 
 
 def test_no_term_is_negative() -> None:
@@ -131,8 +154,13 @@ def test_tokens_lie_between_knots() -> None:
 
 def test_the_engine_with_most_tokens_decides() -> None:
     cost = MeasuredCost(fit(samples(600), UNFITTED))
-    large, small = Shape(300, 10, 10, (900.0,), (900.0,)), Shape(4, 4, 4, (90.0,), (90.0,))
-    assert cost.seconds([small, large]) >= cost.seconds([large, NOTHING]) > cost.seconds([small, NOTHING])
+    large = Shape(300, 10, 10, (900.0,), (900.0,))
+    small = Shape(4, 4, 4, (90.0,), (90.0,))
+    assert (
+        cost.seconds([small, large])
+        >= cost.seconds([large, NOTHING])
+        > cost.seconds([small, NOTHING])
+    )
 
 
 def test_a_file_holds_all(tmp_path: Path) -> None:

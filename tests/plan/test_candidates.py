@@ -30,21 +30,27 @@ def config(**settings: Any) -> Config:
     return config_of("model", max_model_len=4096, **{"max_num_batched_tokens": 2048, **settings})
 
 
-def layouts(spec: ModelSpec, gpus: str, asked: Config | None = None) -> dict[tuple[int, int, str], Candidate]:
+def layouts(
+    spec: ModelSpec, gpus: str, asked: Config | None = None
+) -> dict[tuple[int, int, str], Candidate]:
     found = candidates(spec, asked or config(), read_gpus(gpus))
     return {(c.config.parallel.dp, c.config.parallel.tp, c.config.parallel.ep): c for c in found}
 
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_every_released_model_has_a_layout(name: str, tmp_path: Path) -> None:
-    """All weights are there once: those of the fewest ranks that share everything add up to the model's."""
+    """All weights are there once: those of the fewest ranks that share everything add up to the
+    model's.
+    """
     spec = spec_of(name, tmp_path)
     found = {key: c for key, c in layouts(spec, "8x8xB200").items() if not c.refused}
     assert found
     for candidate in found.values():
         assert candidate.cost is not None
         weights = candidate.cost.weights
-        each = max(1, candidate.config.parallel.num_ranks if candidate.config.parallel.ep == "on" else 1)
+        each = max(
+            1, candidate.config.parallel.num_ranks if candidate.config.parallel.ep == "on" else 1
+        )
         assert weights.local_experts == -(-spec.num_experts // each)
         assert candidate.cost.seconds([_decoding(candidate)] * candidate.config.parallel.dp) > 0
     one = next(iter(layouts(spec, "1xB200").values()))
@@ -64,8 +70,12 @@ def _decoding(candidate: Candidate) -> Any:
 
 
 def test_layouts_are_those_that_the_engine_runs(tmp_path: Path) -> None:
-    """Ranks of an engine share 32 heads and lie on one machine; weights in whole do not fit beside each other."""
-    assert set(layouts(QWEN3_30B, "2x8xH100")) == {(16 // tp, tp, ep) for tp in (1, 2, 4, 8) for ep in ("on", "off")}
+    """Ranks of an engine share 32 heads and lie on one machine; weights in whole do not fit beside
+    each other.
+    """
+    assert set(layouts(QWEN3_30B, "2x8xH100")) == {
+        (16 // tp, tp, ep) for tp in (1, 2, 4, 8) for ep in ("on", "off")
+    }
     found = layouts(spec_of("DeepSeek-V3.1", tmp_path), "4x8xH200")
     assert {key for key, c in found.items() if not c.refused} == {
         (32, 1, "on"),
@@ -94,14 +104,21 @@ def test_more_requests_take_longer_until_too_many_come() -> None:
 
 def test_goals_bound_the_rate() -> None:
     candidate = layouts(QWEN3_30B, "H200")[1, 1, "on"]
-    free, bound = (candidate.capacity(Workload(1.0, 1000, 200, itl_s=itl_s)) for itl_s in (math.inf, 0.02))
+    free, bound = (
+        candidate.capacity(Workload(1.0, 1000, 200, itl_s=itl_s)) for itl_s in (math.inf, 0.02)
+    )
     assert 0 < bound < free
     assert candidate.capacity(Workload(1.0, 1000, 200, itl_s=1e-6)) == 0.0
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
-    [("8", "is not like"), ("2x8x", "is not like"), ("8xH300", "did you mean h"), ("0xH100", "1 to 1024")],
+    [
+        ("8", "is not like"),
+        ("2x8x", "is not like"),
+        ("8xH300", "did you mean h"),
+        ("0xH100", "1 to 1024"),
+    ],
 )
 def test_bad_clusters(text: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
@@ -112,4 +129,8 @@ def test_bad_clusters(text: str, match: str) -> None:
 
 def test_clusters() -> None:
     found = [read_gpus(text) for text in ("2x8xH100", "8xh200", "B200")]
-    assert [(c.nodes, c.per_node, c.device.name) for c in found] == [(2, 8, "H100"), (1, 8, "H200"), (1, 1, "B200")]
+    assert [(c.nodes, c.per_node, c.device.name) for c in found] == [
+        (2, 8, "H100"),
+        (1, 8, "H200"),
+        (1, 1, "B200"),
+    ]

@@ -38,14 +38,22 @@ class ByEverything:
     def seconds(self, shapes: Sequence[Shape]) -> float:
         self.seen.append(shapes)
         return sum(
-            1 + s.tokens / 7 + s.rows / 11 + s.samples / 13 + sum(s.reads) / 1700 + sum(s.pairs) / 9000 for s in shapes
+            1
+            + s.tokens / 7
+            + s.rows / 11
+            + s.samples / 13
+            + sum(s.reads) / 1700
+            + sum(s.pairs) / 9000
+            for s in shapes
         )
 
     def host_seconds(self, shape: Shape) -> float:
         return shape.rows / 100
 
 
-def both(trace: RequestTrace, limits: Limits, dp: int, together: bool) -> tuple[Simulation, Simulation]:
+def both(
+    trace: RequestTrace, limits: Limits, dp: int, together: bool
+) -> tuple[Simulation, Simulation]:
     """Runs the trace both ways, which have to agree in everything."""
     costs = ByEverything(), ByEverything()
     counted, planned = (
@@ -55,7 +63,9 @@ def both(trace: RequestTrace, limits: Limits, dp: int, together: bool) -> tuple[
     assert costs[0].seen == costs[1].seen
     assert asdict(counted.steps) == asdict(planned.steps)
     for name in ("first_s", "last_s", "done", "tokens", "gaps"):
-        np.testing.assert_array_equal(getattr(counted.clients, name), getattr(planned.clients, name), name)
+        np.testing.assert_array_equal(
+            getattr(counted.clients, name), getattr(planned.clients, name), name
+        )
     assert counted.clients.done.all()
     return counted, planned
 
@@ -63,13 +73,27 @@ def both(trace: RequestTrace, limits: Limits, dp: int, together: bool) -> tuple[
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("dp", "together"), [(1, True), (3, True), (3, False)])
 def test_counted_steps_are_those_of_the_scheduler(seed: int, dp: int, together: bool) -> None:
-    """Prompts in chunks, of one token, answers of one token, more than fits into a step, all slots in use, pauses."""
-    rng, at_s, arrivals = random.Random(seed), 0.0, []
+    """Prompts in chunks, of one token, answers of one token, more than fits into a step, all slots
+    in use, pauses.
+    """
+    rng = random.Random(seed)
+    at_s = 0.0
+    arrivals = []
     for _ in range(150):
-        at_s += rng.choice((0.0, 0.0, rng.expovariate(dp / 9), 200.0 if rng.random() < 0.05 else 1.0))
-        arrivals.append(Arrival(at_s, rng.choice((1, rng.randint(1, 80), 17)), rng.choice((1, rng.randint(1, 40), 4))))
+        at_s += rng.choice(
+            (0.0, 0.0, rng.expovariate(dp / 9), 200.0 if rng.random() < 0.05 else 1.0)
+        )
+        arrivals.append(
+            Arrival(
+                at_s,
+                rng.choice((1, rng.randint(1, 80), 17)),
+                rng.choice((1, rng.randint(1, 40), 4)),
+            )
+        )
     depth = rng.choice((1, 2, 3))
-    limits = replace(LIMITS, depth=depth, prefill_chunk=rng.choice((16, 24)), watermark_blocks=rng.choice((0, 9)))
+    limits = replace(
+        LIMITS, depth=depth, prefill_chunk=rng.choice((16, 24)), watermark_blocks=rng.choice((0, 9))
+    )
     both(RequestTrace(arrivals), limits, dp, together)
 
 

@@ -20,10 +20,14 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/planning.md").read_text("utf-8")
 
 
-def test_the_page_shows_the_layouts_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_layouts_that_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = candidates(QWEN3_30B, config_of("model", max_model_len=5120), read_gpus("1xH100"))
     load = Workload(1.5, 2000, 500, 1.0, 0.05)
-    rated = sorted(((c.capacity(load), c) for c in found if not c.refused), key=lambda pair: -pair[0])
+    rated = sorted(
+        ((c.capacity(load), c) for c in found if not c.refused), key=lambda pair: -pair[0]
+    )
     _print_layouts(rated, load)
     assert capsys.readouterr().out.strip() in PAGE
 
@@ -45,5 +49,11 @@ def test_the_page_shows_the_published_rows() -> None:
     for row in results["rows"]:
         fitted = " (fitted)" if row["fitted"] else ""
         error = f"{100 * row['error']:+.1f}{fitted}"
-        assert f"| {row['what']} | {row['published']:g} | {row['predicted']:g} | {error} | {row['source']} |" in PAGE
-    assert f"{100 * results['median_error']:.1f} per cent, the worst {100 * results['worst_error']:.1f}" in PAGE
+        assert (
+            f"| {row['what']} | {row['published']:g} | {row['predicted']:g} | {error} | {row['source']} |"
+            in PAGE
+        )
+    assert (
+        f"{100 * results['median_error']:.1f} per cent, the worst {100 * results['worst_error']:.1f}"
+        in PAGE
+    )

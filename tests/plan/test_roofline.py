@@ -35,7 +35,9 @@ def roofline(device: Any = PLAIN, **settings: Any) -> Roofline:
 def plan(*rows: tuple[int, int, bool]) -> Any:
     starts, counts, samples = zip(*rows, strict=True)
     return SimpleNamespace(
-        starts_R=np.array(starts, np.int32), counts_R=np.array(counts, np.int32), samples_R=np.array(samples)
+        starts_R=np.array(starts, np.int32),
+        counts_R=np.array(counts, np.int32),
+        samples_R=np.array(samples),
     )
 
 
@@ -45,7 +47,9 @@ def test_a_plan_is_counted() -> None:
 
 
 def test_counts_of_long_contexts_do_not_overflow() -> None:
-    assert shape_of(plan((1_000_000, 8192, True)), (None,)).pairs[0] == 8192 * (1_000_000 + 8193 / 2)
+    assert shape_of(plan((1_000_000, 8192, True)), (None,)).pairs[0] == 8192 * (
+        1_000_000 + 8193 / 2
+    )
 
 
 def test_weights_are_those_of_the_published_model() -> None:
@@ -53,7 +57,9 @@ def test_weights_are_those_of_the_published_model() -> None:
     assert weights.total_bytes == pytest.approx(61.06e9, rel=1e-3)
     assert weights.expert == 3 * 2048 * 768
     assert rank_weights(QWEN3_30B, config_of("model", dp=8)).local_experts == 16
-    assert rank_weights(QWEN3_30B, config_of("model", dp=8, redundant_experts=8)).local_experts == 17
+    assert (
+        rank_weights(QWEN3_30B, config_of("model", dp=8, redundant_experts=8)).local_experts == 17
+    )
     assert rank_weights(QWEN3_30B, config_of("model", dp=8, ep="off")).local_experts == 128
 
 
@@ -65,7 +71,9 @@ def test_tensor_parallel_ranks_share_the_dense_layers() -> None:
 
 
 def test_terms_are_bytes_and_operations() -> None:
-    """One token that sees 1,000 positions: every weight but seven eighths... of the experts is read once."""
+    """One token that sees 1,000 positions: every weight but seven eighths... of the experts is read
+    once.
+    """
     cost = roofline()
     terms = cost.terms([Shape(1, 1, 1, (1000.0,), (1000.0,))])
     assert terms["attention"] == pytest.approx(max(1000 * 98_304, 48 * 1000 * 2 * 32 * 256))
@@ -86,13 +94,18 @@ def test_distinct_experts_follow_the_number_of_tokens() -> None:
 
 
 def test_redundant_experts_even_out_a_skewed_load() -> None:
-    skewed, replicated = (ExpertShares(256, 8, 32, redundant, 1.0).imbalance for redundant in (0, 32))
+    skewed, replicated = (
+        ExpertShares(256, 8, 32, redundant, 1.0).imbalance for redundant in (0, 32)
+    )
     assert 1.0 <= replicated < skewed
 
 
 def test_rows_that_travel_farther_take_longer() -> None:
     shape = Shape(128, 128, 128, (128e3,), (128e3,))
-    seconds = [roofline(DEVICES["h100"], dp=dp, dbo="off").terms([shape] * dp)["all2all"] for dp in (8, 16, 32, 64)]
+    seconds = [
+        roofline(DEVICES["h100"], dp=dp, dbo="off").terms([shape] * dp)["all2all"]
+        for dp in (8, 16, 32, 64)
+    ]
     assert seconds == sorted(seconds)
     assert seconds[0] > 0
 
@@ -100,5 +113,8 @@ def test_rows_that_travel_farther_take_longer() -> None:
 def test_micro_batches_are_taken_only_where_they_save_time() -> None:
     many, few = (Shape(n, n, n, (n * 1e3,), (n * 1e3,)) for n in (4096, 8))
     for shape in (many, few):
-        auto, off = (roofline(DEVICES["h100"], dp=32, dbo=dbo).seconds([shape] * 32) for dbo in ("auto", "off"))
+        auto, off = (
+            roofline(DEVICES["h100"], dp=32, dbo=dbo).seconds([shape] * 32)
+            for dbo in ("auto", "off")
+        )
         assert (auto < 0.97 * off) if shape is many else (auto == off)

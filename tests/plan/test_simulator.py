@@ -46,21 +46,27 @@ class EverySecond:
 
 def batch_of(plan: StepPlan) -> Batch:
     rows = zip(plan.slots_R, plan.starts_R, plan.counts_R, plan.samples_R, strict=True)
-    return tuple((int(slot), int(start), int(count), bool(samples)) for slot, start, count, samples in rows)
+    return tuple(
+        (int(slot), int(start), int(count), bool(samples)) for slot, start, count, samples in rows
+    )
 
 
 def simulated(trace: RequestTrace, **options: Any) -> tuple[Simulation, list[Batch]]:
     batches: list[Batch] = []
     cost = options.pop("cost", EverySecond())
     limits = options.pop("limits", LIMITS)
-    simulation = Simulation(limits, GROUPS, cost, observe=lambda rank, plan: batches.append(batch_of(plan)), **options)
+    simulation = Simulation(
+        limits, GROUPS, cost, observe=lambda rank, plan: batches.append(batch_of(plan)), **options
+    )
     simulation.run(trace)
     return simulation, batches
 
 
 def submit(rid: int, arrival: Arrival) -> Submit:
     sampling = TokenSampling(seed=0, max_tokens=arrival.output)
-    return Submit(rid=rid, tokens=prompt_of(rid, arrival), num_prompt=arrival.input, sampling=sampling)
+    return Submit(
+        rid=rid, tokens=prompt_of(rid, arrival), num_prompt=arrival.input, sampling=sampling
+    )
 
 
 class RecordingRunner(NullRunner):
@@ -69,7 +75,9 @@ class RecordingRunner(NullRunner):
     def __init__(self, inbox: Inbox[EngineIn], coming: dict[int, list[Submit]], last: int) -> None:
         super().__init__()
         self.batches: list[Batch] = []
-        self._inbox, self._coming, self._last = inbox, coming, last
+        self._inbox = inbox
+        self._coming = coming
+        self._last = last
 
     def start(self, plan: StepPlan) -> NullHandle:
         for message in self._coming.pop(len(self.batches), ()):
@@ -81,9 +89,19 @@ class RecordingRunner(NullRunner):
 
 
 def test_batches_are_those_of_the_real_engine() -> None:
-    """Chunked prompts, shared beginnings, full slots, full blocks, and requests that come while others run."""
-    first = [Arrival(0.0, 40, 12, (7,)), Arrival(0.0, 21, 30), Arrival(0.0, 40, 5, (7,)), Arrival(0.0, 3, 25)]
-    later = {5: [Arrival(4.5, 30, 20, (7,)), Arrival(4.5, 9, 9)], 9: [Arrival(8.5, 12, 16), Arrival(8.5, 40, 3, (7,))]}
+    """Chunked prompts, shared beginnings, full slots, full blocks, and requests that come while
+    others run.
+    """
+    first = [
+        Arrival(0.0, 40, 12, (7,)),
+        Arrival(0.0, 21, 30),
+        Arrival(0.0, 40, 5, (7,)),
+        Arrival(0.0, 3, 25),
+    ]
+    later = {
+        5: [Arrival(4.5, 30, 20, (7,)), Arrival(4.5, 9, 9)],
+        9: [Arrival(8.5, 12, 16), Arrival(8.5, 40, 3, (7,))],
+    }
     order = [*first, *(arrival for arrivals in later.values() for arrival in arrivals)]
     messages = [submit(rid, arrival) for rid, arrival in enumerate(order)]
     inbox: Inbox[EngineIn] = Inbox("engine", limit=100)
@@ -92,7 +110,8 @@ def test_batches_are_those_of_the_real_engine() -> None:
     runner = RecordingRunner(inbox, {5: messages[4:6], 9: messages[6:]}, last=10)
     asyncio.run(EngineCore(Scheduler(LIMITS, GROUPS), runner, inbox, lambda out: None).run())
 
-    # Plan n is made while step n - 1 begins, a second after the plan before it, but for the first two.
+    # Plan n is made while step n - 1 begins, a second after the plan before it, but for the first
+    # two.
     simulation, batches = simulated(RequestTrace(order))
     assert batches == runner.batches
     assert simulation.steps.preempted > 0
@@ -147,7 +166,8 @@ def test_the_slowest_engine_holds_up_the_others() -> None:
 
 def test_what_can_never_fit_is_refused_and_counted() -> None:
     simulation, _ = simulated(
-        RequestTrace([Arrival(0.0, 120, 50), Arrival(0.0, 4, 4)]), limits=replace(LIMITS, num_blocks=12)
+        RequestTrace([Arrival(0.0, 120, 50), Arrival(0.0, 4, 4)]),
+        limits=replace(LIMITS, num_blocks=12),
     )
     assert simulation.steps.refused == {"does_not_fit": 1}
     assert simulation.clients.done.tolist() == [False, True]

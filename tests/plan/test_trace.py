@@ -13,7 +13,9 @@ from moeserve.plan.trace import Arrival, RequestTrace, prompt_of, read_trace, sy
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
     return path
 
 
@@ -60,11 +62,20 @@ def test_sharegpt_needs_times(tmp_path: Path) -> None:
         ("{", "line 2"),
         ("[1]", "line 2 is not a JSON object"),
         ('{"a": 1}', "line 2: expected Mooncake's .* got the keys a"),
-        ('{"timestamp": 1, "input_length": -1, "output_length": 2}', "input_length must be .* got -1"),
+        (
+            '{"timestamp": 1, "input_length": -1, "output_length": 2}',
+            "input_length must be .* got -1",
+        ),
         ('{"timestamp": 1, "input_length": 1}', "output_length must be .* got None"),
         ('{"timestamp": 1, "input_length": 1e12, "output_length": 2}', "at most"),
-        ('{"timestamp": 1, "input_length": 1, "output_length": 2, "hash_ids": "x"}', "list of integers"),
-        ('{"time": 3, "route": "/", "prompt_tokens": 1, "completion_tokens": 1}', "is not like 2026"),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 2, "hash_ids": "x"}',
+            "list of integers",
+        ),
+        (
+            '{"time": 3, "route": "/", "prompt_tokens": 1, "completion_tokens": 1}',
+            "is not like 2026",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, match: str) -> None:
@@ -84,7 +95,9 @@ def test_no_file_and_no_requests(tmp_path: Path) -> None:
 
 def test_synthetic_lengths_spread_around_the_mean() -> None:
     trace = synthetic([0.1 * i for i in range(500)], 100, 10, 0.5)
-    assert all(50 <= arrival.input <= 150 and 5 <= arrival.output <= 15 for arrival in trace.arrivals)
+    assert all(
+        50 <= arrival.input <= 150 and 5 <= arrival.output <= 15 for arrival in trace.arrivals
+    )
     assert np.mean([arrival.input for arrival in trace.arrivals]) == pytest.approx(100, rel=0.05)
     assert trace == synthetic([0.1 * i for i in range(500)], 100, 10, 0.5)
     assert prompt_of(1, trace.arrivals[0])[:64] != prompt_of(2, trace.arrivals[0])[:64]

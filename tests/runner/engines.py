@@ -1,4 +1,6 @@
-"""Engines of one group as threads of one process: real runners of a real checkpoint, stepped by hand in lockstep."""
+"""Engines of one group as threads of one process: real runners of a real checkpoint, stepped by
+hand in lockstep.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,15 @@ NOTHING = np.zeros(0, dtype=np.int32)
 
 
 def runner_of(path: Path, world: World, grouped: bool = True, **settings: Any) -> CPUModelRunner:
-    values = {"max_num_seqs": 8, "kv_cache_bytes": 1 << 22, "threads": 1, "max_num_batched_tokens": 256}
-    return CPUModelRunner(config_of(path, **(values | settings)), read_model_spec(path), path, world, grouped=grouped)
+    values = {
+        "max_num_seqs": 8,
+        "kv_cache_bytes": 1 << 22,
+        "threads": 1,
+        "max_num_batched_tokens": 256,
+    }
+    return CPUModelRunner(
+        config_of(path, **(values | settings)), read_model_spec(path), path, world, grouped=grouped
+    )
 
 
 def alone(path: Path, **settings: Any) -> Driver:
@@ -55,7 +64,9 @@ class Group:
     """`size` engines of one rank each."""
 
     def __init__(self, path: Path, size: int, directory: Path, **settings: Any) -> None:
-        worlds = [World(rank=rank, size=size, ranks_on_host=size, host_rank=rank) for rank in range(size)]
+        worlds = [
+            World(rank=rank, size=size, ranks_on_host=size, host_rank=rank) for rank in range(size)
+        ]
         self.engines = [Engine(runner_of(path, world, **settings)) for world in worlds]
         self.epoch = 0
         self.step = 0
@@ -67,9 +78,10 @@ class Group:
         return self
 
     async def join(self, placement: PlacementTable | None = None, size: int | None = None) -> None:
-        """The next epoch, with this placement or the one that was loaded; of `size` engines, the first ones, some of
-        which may not come."""
-        self.epoch, self.step = self.epoch + 1, 0
+        """The next epoch, with this placement or the one that was loaded; of `size` engines, the
+        first ones, some of which may not come."""
+        self.epoch = self.epoch + 1
+        self.step = 0
         folder = self._directory / f"epoch-{self.epoch}"
         folder.mkdir()
         store = f"127.0.0.1:{free_port()}"
@@ -92,7 +104,9 @@ class Group:
     async def leave(self) -> None:
         await asyncio.gather(*(engine.runner.leave() for engine in self.engines))
 
-    def plans(self, work: Sequence[Chunks], *, two_ubatches: bool = False, trace: bool = False) -> list[StepPlan]:
+    def plans(
+        self, work: Sequence[Chunks], *, two_ubatches: bool = False, trace: bool = False
+    ) -> list[StepPlan]:
         """Each engine's plan of one step, on which all agree; no chunks: it has no tokens."""
         drafts = [
             engine.driver.plan(chunks) if chunks else empty_plan(len(engine.model.groups))
@@ -100,21 +114,29 @@ class Group:
         ]
         return self.agree(drafts, two_ubatches=two_ubatches, trace=trace)
 
-    def agree(self, drafts: Sequence[StepPlan], *, two_ubatches: bool = False, trace: bool = False) -> list[StepPlan]:
+    def agree(
+        self, drafts: Sequence[StepPlan], *, two_ubatches: bool = False, trace: bool = False
+    ) -> list[StepPlan]:
         splits = [draft.num_tokens // 2 if two_ubatches else 0 for draft in drafts]
-        most = max(max(split_at, draft.num_tokens - split_at) for draft, split_at in zip(drafts, splits, strict=True))
+        most = max(
+            max(split_at, draft.num_tokens - split_at)
+            for draft, split_at in zip(drafts, splits, strict=True)
+        )
         placed = min(engine.runner.placed for engine in self.engines)
         ubatches = 2 if two_ubatches else 1
         agreed = Agreed(self.step, ubatches, (most, most if two_ubatches else 0), placed, trace)
         self.step += 1
         return [
-            replace(draft, agreed=agreed, split_at=split_at) for draft, split_at in zip(drafts, splits, strict=True)
+            replace(draft, agreed=agreed, split_at=split_at)
+            for draft, split_at in zip(drafts, splits, strict=True)
         ]
 
     async def run(self, *work: Chunks, **options: bool) -> list[StepResult]:
         """One step of all engines."""
         plans = self.plans(work, **options)
-        handles = [engine.runner.start(plan) for engine, plan in zip(self.engines, plans, strict=True)]
+        handles = [
+            engine.runner.start(plan) for engine, plan in zip(self.engines, plans, strict=True)
+        ]
         results = list(await asyncio.gather(*(handle.result() for handle in handles)))
         for engine, chunks, plan, result in zip(self.engines, work, plans, results, strict=True):
             if chunks:

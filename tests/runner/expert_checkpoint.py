@@ -12,7 +12,9 @@ from torch import Tensor
 from moeserve.models.spec import ModelSpec
 from tests.specs import make_spec
 
-E, D, I = 8, 32, 24  # noqa: E741
+E = 8
+D = 32
+I = 24  # noqa: E741
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,7 +35,9 @@ SPEC = spec_of()
 def write_experts(
     folder: Path, dtype: torch.dtype, fused: bool, *, seed: int = 0, poison: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Writes model.safetensors; returns what is in it: w13 [L, E, 2I, D], w2 [L, E, D, I] of the two MoE layers."""
+    """Writes model.safetensors; returns what is in it: w13 [L, E, 2I, D], w2 [L, E, D, I] of the
+    two MoE layers.
+    """
     make = torch.Generator().manual_seed(seed)
     w13 = (torch.randn(2, E, 2 * I, D, generator=make) * 0.3).to(dtype)
     w2 = (torch.randn(2, E, D, I, generator=make) * 0.3).to(dtype)
@@ -43,7 +47,10 @@ def write_experts(
     for index, layer in enumerate((1, 3)):
         prefix = f"model.layers.{layer}.mlp.experts."
         if fused:
-            tensors |= {prefix + "gate_up_proj": w13[index].clone(), prefix + "down_proj": w2[index].clone()}
+            tensors |= {
+                prefix + "gate_up_proj": w13[index].clone(),
+                prefix + "down_proj": w2[index].clone(),
+            }
             continue
         for expert in range(E):
             gate, up = w13[index, expert].chunk(2)

@@ -1,7 +1,7 @@
 """All ranks of a group in this process, on a checkpoint of experts.
 
-A step asks every rank for its number, and gives the least of them to each; rows are computed with the very weights that
-lie in the ranks' slots.
+A step asks every rank for its number, and gives the least of them to each; rows are computed with
+the very weights that lie in the ranks' slots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from moeserve.ops.table import Ops, pick_ops
 from moeserve.runner.experts import ExpertStore, Read
 from tests.runner.expert_checkpoint import SPEC, D, E
 
-L, K = 2, 3
+L = 2
+K = 3
 OPS: dict[torch.dtype, Ops] = {}
 
 
@@ -56,20 +57,30 @@ class Rank:
 class Group:
     """`ranks` ranks that hold the experts of the checkpoint in `folder` as `placement` says."""
 
-    def __init__(self, folder: Path, placement: Placement, dtype: torch.dtype = torch.float32) -> None:
-        self.folder, self.dtype, self.ops = folder, dtype, ops_of(dtype)
+    def __init__(
+        self, folder: Path, placement: Placement, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.folder = folder
+        self.dtype = dtype
+        self.ops = ops_of(dtype)
         self.files: list[ExpertFiles] = []
         self.ranks = [self.rank(rank, placement) for rank in range(placement.num_ranks)]
         make = torch.Generator().manual_seed(5)
         self.x = torch.randn(L, 9, D, generator=make).to(dtype)
-        ids = torch.stack([torch.randperm(E, generator=make)[:K] for _ in range(9 * L)]).to(torch.int32)
-        self.routing = [Routing(part, torch.rand(9, K, generator=make)) for part in ids.view(L, 9, K)]
+        ids = torch.stack([torch.randperm(E, generator=make)[:K] for _ in range(9 * L)]).to(
+            torch.int32
+        )
+        self.routing = [
+            Routing(part, torch.rand(9, K, generator=make)) for part in ids.view(L, 9, K)
+        ]
 
     def reader(self) -> ExpertFiles:
         checkpoint = open_checkpoint(self.folder)
         names = checkpoint.tensors.keys()
         self.files.append(
-            ExpertFiles(checkpoint, lambda layer, e: expert_load_plan(SPEC, names, layer, [e]), self.dtype)
+            ExpertFiles(
+                checkpoint, lambda layer, e: expert_load_plan(SPEC, names, layer, [e]), self.dtype
+            )
         )
         return self.files[-1]
 
@@ -78,23 +89,39 @@ class Group:
         layers = []
         for layer in range(L):
             ones = [files.read(layer, expert) for expert in placement.local(layer, rank)]
-            weights = ExpertWeights(torch.stack([w13 for w13, _ in ones]), torch.stack([w2 for _, w2 in ones]))
+            weights = ExpertWeights(
+                torch.stack([w13 for w13, _ in ones]), torch.stack([w2 for _, w2 in ones])
+            )
             kernel = ReferenceExperts(self.ops)
             router: Any = no_router
             all2all = LocalAll2All(placement.experts_per_rank)
-            layers.append(MoELayer(router, all2all, kernel, kernel.pack(weights), LogicalToPhysical(placement, layer)))
+            layers.append(
+                MoELayer(
+                    router,
+                    all2all,
+                    kernel,
+                    kernel.pack(weights),
+                    LogicalToPhysical(placement, layer),
+                )
+            )
         made = Rank(ExpertStore(layers, read or files.read, rank, placement), layers)
         made.store.on_placed = made.notices.append
         return made
 
     def outputs(self) -> Tensor:
-        """What the layers give for the test's rows, computed in the slots where the ranks' maps say they are."""
+        """What the layers give for the test's rows, computed in the slots where the ranks' maps say
+        they are.
+        """
         out = torch.empty_like(self.x)
         for layer in range(L):
             slots = [rank.layers[layer].to_physical(self.routing[layer]) for rank in self.ranks]
-            assert all(torch.equal(one.ids_TK, slots[0].ids_TK) for one in slots), "ranks disagree about the slots"
+            assert all(torch.equal(one.ids_TK, slots[0].ids_TK) for one in slots), (
+                "ranks disagree about the slots"
+            )
             packed = [one for rank in self.ranks for one in rank.layers[layer].packed]
-            kernel, ubatch, all2all = ReferenceExperts(self.ops), UBatch(), LocalAll2All(len(packed))
+            kernel = ReferenceExperts(self.ops)
+            ubatch = UBatch()
+            all2all = LocalAll2All(len(packed))
             ticket = all2all.dispatch(self.x[layer], slots[0], ubatch).wait()
             y = torch.empty_like(ticket.inbound.x)
             kernel.run(ticket.inbound, packed, y)
@@ -133,4 +160,9 @@ def shuffled(like: Placement, version: int, seed: int) -> Placement:
     rng = np.random.default_rng(seed)
     slots = like.experts_LS.shape[1]
     rows = [np.concatenate((np.arange(E), rng.integers(0, E, slots - E))) for _ in range(L)]
-    return Placement(version, like.num_ranks, E, np.stack([rng.permutation(row) for row in rows]).astype(np.int32))
+    return Placement(
+        version,
+        like.num_ranks,
+        E,
+        np.stack([rng.permutation(row) for row in rows]).astype(np.int32),
+    )

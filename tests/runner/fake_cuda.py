@@ -1,7 +1,9 @@
-"""CUDA's streams, events and graphs on a CPU: everything is computed at once, but what no event puts in order fails.
+"""CUDA's streams, events and graphs on a CPU: everything is computed at once, but what no event
+puts in order fails.
 
-Freed memory is given to the next tensor on the stream that it came from, as torch's allocator does: freeing what
-another stream may still use fails as well. As in torch, each thread has a current stream of its own.
+Freed memory is given to the next tensor on the stream that it came from, as torch's allocator does:
+freeing what another stream may still use fails as well. As in torch, each thread has a current
+stream of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-ASKS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
+ASKS = (
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+)
 
 
 class Hazard(AssertionError):
@@ -30,12 +43,13 @@ class Unjoined(Hazard, RuntimeError):
 
 
 class Stream:
-    """done: how many accesses of each stream lie behind what comes here next. now_ms: when that can begin; every access
-    takes `pace_ms`."""
+    """done: how many accesses of each stream lie behind what comes here next. now_ms: when that can
+    begin; every access takes `pace_ms`."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.done: dict[Stream, int] = {self: 0}
-        self.now_ms, self.pace_ms = 0.0, 1.0
+        self.now_ms = 0.0
+        self.pace_ms = 1.0
 
     def wait_event(self, event: Event) -> None:
         _merge(self.done, event.done)
@@ -43,7 +57,8 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         event = Event()
-        event.done, event.at_ms = dict(other.done), other.now_ms
+        event.done = dict(other.done)
+        event.at_ms = other.now_ms
         self.wait_event(event)
 
 
@@ -56,7 +71,8 @@ class Event:
 
     def record(self) -> None:
         here = self.cuda.current_stream()
-        self.done, self.at_ms = dict(here.done), here.now_ms
+        self.done = dict(here.done)
+        self.at_ms = here.now_ms
 
     def synchronize(self) -> None:
         if self.cuda.tape is not None:
@@ -85,7 +101,9 @@ class Pool:
 
 
 class Graph:
-    """What torch was asked to do, to be done again with results in the same places. Until then they are not there."""
+    """What torch was asked to do, to be done again with results in the same places. Until then they
+    are not there.
+    """
 
     cuda: FakeCuda
 
@@ -97,19 +115,28 @@ class Graph:
         here = self.cuda.current_stream()
         assert here is not self.cuda.default, "captures on the default stream"
         here.done[here] += 1
-        self.cuda.tape, self.cuda.capturing, self.cuda.begun = [], self, (here, here.done[here])
+        self.cuda.tape = []
+        self.cuda.capturing = self
+        self.cuda.begun = (here, here.done[here])
         self.cuda.captured = {}
 
     def capture_end(self) -> None:
         assert self.cuda.tape is not None
-        self.tape, self.cuda.tape = self.cuda.tape, None
+        self.tape = self.cuda.tape
+        self.cuda.tape = None
         self.cuda.capturing = None
         done = self.cuda.current_stream().done
         if any(done.get(stream, 0) < when for stream, when in self.cuda.captured.items()):
             raise Unjoined("a capture ends before it has waited for all of its streams")
         for _, _, _, places in self.tape:
             for place in places:
-                place.fill_(torch.nan if place.is_floating_point() else 255 if place.itemsize == 1 else -(1 << 30))
+                place.fill_(
+                    torch.nan
+                    if place.is_floating_point()
+                    else 255
+                    if place.itemsize == 1
+                    else -(1 << 30)
+                )
 
     def replay(self) -> None:
         for func, args, kwargs, places in self.tape:
@@ -141,19 +168,25 @@ class _Watch(TorchDispatchMode):
 
 
 class FakeCuda:
-    """What `torch.cuda` offers. Every access to a tensor's memory is watched in threads that are `watching`."""
+    """What `torch.cuda` offers. Every access to a tensor's memory is watched in threads that are
+    `watching`.
+    """
 
     device = "cpu"
 
     def __init__(self) -> None:
         self.default = Stream()
         self._thread = _Thread(self.default)
-        self.host: dict[Stream, int] = {}  # what the host has waited for, and so all that it launches from now on
+        self.host: dict[
+            Stream, int
+        ] = {}  # what the host has waited for, and so all that it launches from now on
         self.tape: list[tuple[Any, Any, Any, Sequence[Tensor]]] | None = None
         self.capturing: Graph | None = None
         self.begun = self.default, 0  # where the capture began
         self.captured: dict[Stream, int] = {}  # the last access of each stream while it lasts
-        self.kept: dict[int, torch.UntypedStorage] = {}  # so that no address is used again unnoticed
+        self.kept: dict[
+            int, torch.UntypedStorage
+        ] = {}  # so that no address is used again unnoticed
         self.made: dict[int, Stream] = {}  # where memory is given to anew
         self.written: dict[int, tuple[Stream, int]] = {}
         self.read: dict[int, dict[Stream, int]] = {}
@@ -228,9 +261,17 @@ class FakeCuda:
         for argument, value in [*named, *named_too]:
             for tensor in tree_leaves(value):
                 if isinstance(tensor, Tensor):
-                    into = changed if argument.alias_info is not None and argument.alias_info.is_write else used
+                    into = (
+                        changed
+                        if argument.alias_info is not None and argument.alias_info.is_write
+                        else used
+                    )
                     into.add(self._memory(tensor))
-        places = [t for t in tree_leaves(result) if isinstance(t, Tensor) and self._memory(t) not in changed | used]
+        places = [
+            t
+            for t in tree_leaves(result)
+            if isinstance(t, Tensor) and self._memory(t) not in changed | used
+        ]
         if self.peak_bytes is not None:
             self.peak_bytes = max(self.peak_bytes, self.memory_allocated())
         if places or changed:  # others only look at the same memory in another way
@@ -290,7 +331,10 @@ class FakeCuda:
             if here.done.get(stream, 0) < when:
                 raise Hazard(f"{name} does not wait for what another stream writes")
         for memory in changed:
-            if any(here.done.get(stream, 0) < when for stream, when in self.read.get(memory, {}).items()):
+            if any(
+                here.done.get(stream, 0) < when
+                for stream, when in self.read.get(memory, {}).items()
+            ):
                 raise Hazard(f"{name} overwrites what another stream may still read")
         for memory in new:
             self.made[memory] = here

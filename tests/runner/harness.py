@@ -1,4 +1,6 @@
-"""A tiny model whose logits depend on every K/V entry of a request's history, and a naive driver that makes plans."""
+"""A tiny model whose logits depend on every K/V entry of a request's history, and a naive driver
+that makes plans.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ def spec_of(**changes: Any) -> ModelSpec:
 
 
 class HistoryModel:
-    """Writes each token id into its K entry of every layer. A token's hidden state is a digest of what the block
-    tables say its history is, in float64 carried as four 16-bit numbers; logits are a random row picked by it."""
+    """Writes each token id into its K entry of every layer. A token's hidden state is a digest of
+    what the block tables say its history is, in float64 carried as four 16-bit numbers; logits are
+    a random row picked by it."""
 
     moe_layers = ()
     not_recorded = "not all kernels that serve can be recorded"
@@ -65,7 +68,8 @@ class HistoryModel:
                 step.ids_T.float().view(-1, 1, 1).expand(-1, *k.shape[2:]).to(k.dtype),
             )
             for row, start in enumerate(step.starts_R.tolist()):
-                begin, end = step.offsets_R1[row], step.offsets_R1[row + 1]
+                begin = step.offsets_R1[row]
+                end = step.offsets_R1[row + 1]
                 context = k[group.blocks_RN[row]].reshape(-1, *k.shape[2:])[:, 0, 0]
                 for token in range(begin, end):
                     position = start + token - begin
@@ -91,8 +95,12 @@ class FakeRunner(CPUModelRunner):
         return 0
 
 
-def fake_runner(spec: ModelSpec | None = None, cls: type[ModelRunnerBase] = FakeRunner, **settings: Any) -> Any:
-    config: Config = config_of(None, **({"max_num_seqs": 8, "block_size": 4, "kv_cache_bytes": 1 << 16} | settings))
+def fake_runner(
+    spec: ModelSpec | None = None, cls: type[ModelRunnerBase] = FakeRunner, **settings: Any
+) -> Any:
+    config: Config = config_of(
+        None, **({"max_num_seqs": 8, "block_size": 4, "kv_cache_bytes": 1 << 16} | settings)
+    )
     runner = cls(config, spec or spec_of(), Path(os.devnull))
     runner.prepare()
     return runner
@@ -143,9 +151,12 @@ class Driver:
         """A new request, or one that was preempted and comes back."""
         tokens = np.array(request.prompt + request.output, dtype=np.int32)
         request.slot = self.free_slots.pop(0)
-        request.num_computed, request.num_known = 0, len(tokens)
+        request.num_computed = 0
+        request.num_known = len(tokens)
         request.blocks = [[] for _ in self.runner.groups]
-        self.new_requests.append(NewRequest(request.slot, tokens, len(request.prompt), request.sampling))
+        self.new_requests.append(
+            NewRequest(request.slot, tokens, len(request.prompt), request.sampling)
+        )
         return request
 
     def remove(self, request: Request) -> None:
@@ -155,22 +166,33 @@ class Driver:
 
     def plan(self, chunks: Sequence[tuple[Request, int]]) -> StepPlan:
         size = self.runner.config.cache.block_size
-        rows, diffs = [], [([], [], []) for _ in self.runner.groups]
+        rows = []
+        diffs = [([], [], []) for _ in self.runner.groups]
         for request, chunk in chunks:
             count = min(chunk, request.num_known - request.num_computed)
             assert count > 0
-            rows.append((request.slot, request.num_computed, count, request.num_computed + count == request.num_known))
+            rows.append(
+                (
+                    request.slot,
+                    request.num_computed,
+                    count,
+                    request.num_computed + count == request.num_known,
+                )
+            )
             for group in range(len(diffs)):
                 held = request.blocks[group]
                 while len(held) * size < request.num_computed + count:
-                    for column, value in zip(diffs[group], (request.slot, len(held), self.free_blocks[0]), strict=True):
+                    for column, value in zip(
+                        diffs[group], (request.slot, len(held), self.free_blocks[0]), strict=True
+                    ):
                         column.append(value)
                     held.append(self.free_blocks.pop(0))
             request.num_computed += count
             request.num_known += rows[-1][3]
         self.step += 1
         columns = np.array(rows, dtype=np.int32).reshape(-1, 4).T
-        new_requests, self.new_requests = tuple(self.new_requests), []
+        new_requests = tuple(self.new_requests)
+        self.new_requests = []
         return StepPlan(
             step=self.step,
             slots_R=columns[0],
@@ -181,9 +203,13 @@ class Driver:
             new_requests=new_requests,
         )
 
-    def update_from_output(self, chunks: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
+    def update_from_output(
+        self, chunks: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult
+    ) -> None:
         assert result.step == plan.step
-        sampling = [request for (request, _), samples in zip(chunks, plan.samples_R, strict=True) if samples]
+        sampling = [
+            request for (request, _), samples in zip(chunks, plan.samples_R, strict=True) if samples
+        ]
         assert len(sampling) == len(result.tokens_N)
         for i, (request, token) in enumerate(zip(sampling, result.tokens_N.tolist(), strict=True)):
             request.output.append(token)

@@ -1,4 +1,6 @@
-"""On real model families: a request's tokens and logit bits depend on nothing but the request and the model."""
+"""On real model families: a request's tokens and logit bits depend on nothing but the request and
+the model.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,13 @@ MODELS = {"llama": DENSE, "qwen3_moe": MOE, "windows": WINDOWED}
 SAMPLINGS = {
     "greedy": TokenSampling(seed=1, max_tokens=99, temperature=0.0),
     "random": TokenSampling(
-        seed=2, max_tokens=99, temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.2
+        seed=2,
+        max_tokens=99,
+        temperature=0.9,
+        top_k=50,
+        top_p=0.95,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
     ),
 }
 
@@ -70,17 +78,27 @@ def random_model(runner: ModelRunnerBase) -> Any:
 
     params = {param.name: weights(param) for param in load_plan(runner.spec, ()).params}
     exact = device.exact
-    ops = pick_ops(runner.device, runner.dtype, device.kernels, obstacle=runner.spec.obstacle, exact=exact)
+    ops = pick_ops(
+        runner.device, runner.dtype, device.kernels, obstacle=runner.spec.obstacle, exact=exact
+    )
     return build_decoder(runner.spec, params, ops)
 
 
 def driver_of(
-    model: str, dtype: str, cls: type[ModelRunnerBase] = RandomWeights, mixers: Sequence[Mixer] = (), **settings: Any
+    model: str,
+    dtype: str,
+    cls: type[ModelRunnerBase] = RandomWeights,
+    mixers: Sequence[Mixer] = (),
+    **settings: Any,
 ) -> Driver:
     """mixers: of the layers in front of the model's own."""
-    config = config_of(None, dtype=dtype, max_num_seqs=65, kv_cache_bytes=1 << 24, block_size=16, **settings)
+    config = config_of(
+        None, dtype=dtype, max_num_seqs=65, kv_cache_bytes=1 << 24, block_size=16, **settings
+    )
     spec = spec_of(**MODELS[model])
-    spec = replace(spec, layers=(*(replace(spec.layers[0], mixer=mixer) for mixer in mixers), *spec.layers))
+    spec = replace(
+        spec, layers=(*(replace(spec.layers[0], mixer=mixer) for mixer in mixers), *spec.layers)
+    )
     runner = cls(config, spec, Path())
     runner.prepare()
     return Driver(runner)
@@ -96,8 +114,8 @@ def alone(model: str, dtype: str, sampling: str) -> Request:
 
 @dataclass(frozen=True)
 class Crowd:
-    """Circumstances that must not matter: other requests, tokens per step, steps in flight, blocks that others have
-    used before, and being thrown out after that many tokens."""
+    """Circumstances that must not matter: other requests, tokens per step, steps in flight, blocks
+    that others have used before, and being thrown out after that many tokens."""
 
     others: int
     chunk: int
@@ -171,7 +189,9 @@ def in_company(model: str, dtype: str, sampling: str, crowd: Crowd) -> Request:
         ("windows", "float32"),
     ],
 )
-def test_circumstances_do_not_change_a_bit(model: str, dtype: str, crowd: Crowd, sampling: str) -> None:
+def test_circumstances_do_not_change_a_bit(
+    model: str, dtype: str, crowd: Crowd, sampling: str
+) -> None:
     expected = alone(model, dtype, sampling)
     needle = in_company(model, dtype, sampling, crowd)
     assert needle.output[:NUM_TOKENS] == expected.output

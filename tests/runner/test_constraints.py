@@ -1,5 +1,5 @@
-"""Grammars of an engine's slots: masks beside forward passes, drafts, endings, errors, slots that change hands; and
-masks on logits."""
+"""Grammars of an engine's slots: masks beside forward passes, drafts, endings, errors, slots that
+change hands; and masks on logits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ PERSON = GrammarSpec(
     json.dumps(
         {
             "type": "object",
-            "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}, "sex": {"enum": ["f", "m"]}},
+            "properties": {
+                "age": {"type": "integer", "minimum": 0, "maximum": 99},
+                "sex": {"enum": ["f", "m"]},
+            },
             "required": ["age", "sex"],
             "additionalProperties": False,
         }
@@ -65,9 +68,13 @@ def constraints() -> Iterator[Constraints]:
     made.close()
 
 
-def take(constraints: Constraints, slot: int, spec: GrammarSpec | None, answer: list[int] | None = None) -> None:
+def take(
+    constraints: Constraints, slot: int, spec: GrammarSpec | None, answer: list[int] | None = None
+) -> None:
     tokens = np.array([*range(PROMPT), *(answer or [])], np.int32)
-    constraints.add(NewRequest(slot, tokens, PROMPT, TokenSampling(seed=0, max_tokens=99, grammar=spec)))
+    constraints.add(
+        NewRequest(slot, tokens, PROMPT, TokenSampling(seed=0, max_tokens=99, grammar=spec))
+    )
 
 
 def begin(constraints: Constraints, rows: dict[int, tuple[int, list[int]]]) -> StepMasks:
@@ -79,7 +86,9 @@ def begin(constraints: Constraints, rows: dict[int, tuple[int, list[int]]]) -> S
 
 
 def allowed(bits_W: Any) -> list[int]:
-    return np.flatnonzero(np.unpackbits(np.ascontiguousarray(bits_W).view(np.uint8), bitorder="little")).tolist()
+    return np.flatnonzero(
+        np.unpackbits(np.ascontiguousarray(bits_W).view(np.uint8), bitorder="little")
+    ).tolist()
 
 
 def test_requests_without_a_grammar_cost_nothing(constraints: Constraints) -> None:
@@ -110,8 +119,8 @@ def test_rows_among_others_and_their_drafts(constraints: Constraints) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_and_repeated_steps_change_nothing(constraints: Constraints, seed: int) -> None:
-    """One slot goes token by token, the other by drafts, right and wrong; its steps run twice now and then, and its
-    request comes back with what it has."""
+    """One slot goes token by token, the other by drafts, right and wrong; its steps run twice now
+    and then, and its request comes back with what it has."""
     rng = random.Random(seed)
     spec = rng.choice([PERSON, WORDS, GrammarSpec("choice", '["yes", "no", "yes, of course"]')])
     take(constraints, 0, spec)
@@ -136,7 +145,10 @@ def test_drafts_and_repeated_steps_change_nothing(constraints: Constraints, seed
         for _ in range(rng.choice([1, 1, 2])):
             step = begin(constraints, {1: (at, drafts)})
             found = [allowed(bits) for bits in step.result().bits_CW]
-        kept = [*text[at : at + right], *(text[at + right : at + right + 1] or [rng.randrange(VOCAB)])]
+        kept = [
+            *text[at : at + right],
+            *(text[at + right : at + right + 1] or [rng.randrange(VOCAB)]),
+        ]
         for i in range(min(len(kept), len(text) - at)):
             assert found[i] == rows[at + i]
         accepted = step.accept([kept])
@@ -177,14 +189,18 @@ def test_a_step_that_will_never_be_accepted_holds_nobody_up(constraints: Constra
     constraints.close()
 
 
-def test_nobody_waits_for_tokens_of_a_request_that_failed_in_sampling(constraints: Constraints) -> None:
+def test_nobody_waits_for_tokens_of_a_request_that_failed_in_sampling(
+    constraints: Constraints,
+) -> None:
     for slot in range(2):
         take(constraints, slot, GrammarSpec("choice", '["no", "yes"]'))
     letter = ids("n")
     first = begin(constraints, {0: (0, []), 1: (0, [])})
     second = begin(constraints, {0: (len(letter), []), 1: (len(letter), [])})
     for _ in range(2):
-        assert first.accept([[], letter]) == Accepted({}, {})  # again: as if another rank had to run it again
+        assert first.accept([[], letter]) == Accepted(
+            {}, {}
+        )  # again: as if another rank had to run it again
     bits_CW = second.masks.result(5).bits_CW
     assert (bits_CW[0] == -1).all()
     assert allowed(bits_CW[1]) == ids("o")
@@ -204,7 +220,9 @@ def test_a_lost_step_ends_the_one_that_waits_for_it(constraints: Constraints) ->
             behind.masks.result(5)
     again = begin(constraints, {0: (0, [])})
     assert again.accept([letter]) == Accepted({}, {})
-    assert allowed(begin(constraints, {0: (len(letter), [])}).masks.result(5).bits_CW[0]) == ids("o")
+    assert allowed(begin(constraints, {0: (len(letter), [])}).masks.result(5).bits_CW[0]) == ids(
+        "o"
+    )
 
 
 def test_a_slot_that_changes_hands_while_a_step_is_in_flight(constraints: Constraints) -> None:
@@ -283,10 +301,13 @@ def test_a_plan_with_a_grammar_travels(constraints: Constraints) -> None:
     assert decode_plan(encode_plan(plan)).new_requests[0].sampling == sampling
 
 
-# ---- masks on logits ----------------------------------------------------------------------------------------
+# ---- masks on logits
+# ----------------------------------------------------------------------------------------
 
 
-def random_masks(rng: np.random.Generator, rows: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def random_masks(
+    rng: np.random.Generator, rows: int, count: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
     bits = rng.integers(-(2**31), 2**31, (count, -(-width // 32)), dtype=np.int64).astype(np.int32)
     bits[rng.random(bits.shape) < 0.3] = 0
     bits[rng.random(bits.shape) < 0.3] = -1
@@ -297,7 +318,8 @@ def random_masks(rng: np.random.Generator, rows: int, count: int, width: int) ->
 def test_bitmasks(width: int) -> None:
     rng = np.random.default_rng(width)
     x = torch.from_numpy(rng.normal(0, 1, (5, width + 3)).astype(np.float32))
-    x[0, 0], x[1, 0] = torch.nan, -torch.inf
+    x[0, 0] = torch.nan
+    x[1, 0] = -torch.inf
     rows, bits = random_masks(rng, 5, 3, width)
     expected = x.numpy().copy()
     for row, words in zip(rows, bits, strict=True):
@@ -310,13 +332,16 @@ def test_bitmasks(width: int) -> None:
         function(found[:, :width], torch.from_numpy(rows), torch.from_numpy(bits))
         np.testing.assert_array_equal(found.numpy(), expected)
     found = x.to(DEVICE)
-    triton_bitmask(found[:, :width], torch.from_numpy(rows).to(DEVICE), torch.from_numpy(bits).to(DEVICE))
+    triton_bitmask(
+        found[:, :width], torch.from_numpy(rows).to(DEVICE), torch.from_numpy(bits).to(DEVICE)
+    )
     np.testing.assert_array_equal(found.cpu().numpy(), expected)
 
 
 def test_bitmask_rows_are_checked() -> None:
     if native_rows.AVAILABLE:
-        x, bits = torch.zeros(2, 40), torch.zeros(1, 2, dtype=torch.int32)
+        x = torch.zeros(2, 40)
+        bits = torch.zeros(1, 2, dtype=torch.int32)
         for row in (2, -1):
             with pytest.raises(IndexError):
                 native_rows.apply_bitmask(x, torch.tensor([row]), bits)
@@ -326,7 +351,14 @@ def test_bitmask_rows_are_checked() -> None:
 
 @pytest.mark.full("aot")
 def test_bitmask_compiles_for_hopper() -> None:
-    types = {"x_ptr": "*fp32", "rows_ptr": "*i64", "bits_ptr": "*i32", "stride": "i32", "width": "i32", "words": "i32"}
+    types = {
+        "x_ptr": "*fp32",
+        "rows_ptr": "*i64",
+        "bits_ptr": "*i32",
+        "stride": "i32",
+        "width": "i32",
+        "words": "i32",
+    }
     (report,) = compile_all([Case("sampling:bitmask_kernel", types, {"BLOCK": 4096})])
     assert report.stack_bytes == 0, report
 
@@ -348,7 +380,11 @@ def test_masked_rows_are_rows_with_allowed_ids(kind: Any, vocab: int) -> None:
     sampler = sampler_of(vocab, kind=kind)
     twin = sampler_of(vocab, kind=kind)
     for slot in range(12):
-        asked = {"temperature": [0.0, 0.7, 1.3][slot % 3], "top_k": [0, 5][slot % 2], "top_p": [1.0, 0.8][slot // 6]}
+        asked = {
+            "temperature": [0.0, 0.7, 1.3][slot % 3],
+            "top_k": [0, 5][slot % 2],
+            "top_p": [1.0, 0.8][slot // 6],
+        }
         asked |= {"logprobs": 2, "repetition_penalty": [1.0, 1.5][slot % 2]}
         asked |= {"logit_bias": {1: 2.0}} if slot % 4 else {}
         add(sampler, slot, [1, 2, 3], 2, grammar=PERSON if slot < 8 else None, **asked)
@@ -356,7 +392,8 @@ def test_masked_rows_are_rows_with_allowed_ids(kind: Any, vocab: int) -> None:
         add(twin, slot, [1, 2, 3], 2, allowed_ids=fits, **asked)
     order = rng.permutation(12)
     places = np.argsort(order)[:8]
-    slots, at = order.astype(np.int64), np.full(12, 3)
+    slots = order.astype(np.int64)
+    at = np.full(12, 3)
     shuffled = logits[torch.from_numpy(order)]
     raw = shuffled.clone()
     found = sampler.sample(shuffled, slots, at, Masks(places, masks.bits_CW))
@@ -371,14 +408,23 @@ def test_masked_rows_are_rows_with_allowed_ids(kind: Any, vocab: int) -> None:
 
 def test_masked_rows_by_triton() -> None:
     rng = np.random.default_rng(0)
-    vocab, count = 600, 9
+    vocab = 600
+    count = 9
     samplers = pair(vocab)
     for slot in range(count):
         asked = {"seed": slot, "temperature": [0.0, 1.0][slot % 2], "top_k": [0, 7][slot % 3 == 0]}
-        add_both(samplers, slot, np.array([1, 2], np.int32), 1, grammar=PERSON if slot < 5 else None, **asked)
+        add_both(
+            samplers,
+            slot,
+            np.array([1, 2], np.int32),
+            1,
+            grammar=PERSON if slot < 5 else None,
+            **asked,
+        )
     masks = spec_rows(vocab, 5, rng)
     logits = torch.from_numpy(rng.normal(0, 2, (count, vocab)).astype(np.float32))
-    slots, at = np.arange(count), np.full(count, 2)
+    slots = np.arange(count)
+    at = np.full(count, 2)
     plain, by_triton = sample_both(samplers, logits, slots, at, masks)
     assert by_triton.tokens_S.tolist() == plain.tokens_S.tolist()
     for row in range(5):
@@ -387,14 +433,18 @@ def test_masked_rows_by_triton() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mask_and_rules_that_leave_nothing(kind: Any) -> None:
-    """min_tokens and a grammar that allows only the end; allowed ids that the grammar does not allow."""
+    """min_tokens and a grammar that allows only the end; allowed ids that the grammar does not
+    allow.
+    """
     sampler = sampler_of(70, kind=kind)
     add(sampler, 0, [1, 2], 2, grammar=PERSON, min_tokens=4, stop_ids=(5,), temperature=0.0)
     add(sampler, 1, [1, 2], 2, grammar=PERSON, allowed_ids=(7, 8))
     add(sampler, 2, [1, 2], 2, grammar=PERSON, stop_ids=(5,))
     bits = np.zeros((3, 3), np.int32)
     bits[:, 0] = 1 << 5
-    found = sampler.sample(torch.randn(3, 70), np.arange(3), np.full(3, 2), Masks(np.arange(3), bits))
+    found = sampler.sample(
+        torch.randn(3, 70), np.arange(3), np.full(3, 2), Masks(np.arange(3), bits)
+    )
     assert found.status_S.tolist() == [Status.NOTHING_ALLOWED, Status.NOTHING_ALLOWED, Status.FINE]
     assert found.tokens_S.tolist() == [0, 0, 5]
     assert "grammar" in Status.MESSAGES[Status.NOTHING_ALLOWED]

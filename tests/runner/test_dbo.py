@@ -1,4 +1,6 @@
-"""The overlap policy against simulated engines: it finds what pays, follows changes, and loses little elsewhere."""
+"""The overlap policy against simulated engines: it finds what pays, follows changes, and loses
+little elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,26 @@ def plan_of(step: int, counts: list[int]) -> StepPlan:
 
 class Sim:
     """Engines that share every step. A step takes compute + wait in one micro-batch, and in two
-    max(compute * (1 + overhead), wait), all per token; noise as a share. The next step is planned before the last one
-    is noted, as in the engine.
+    max(compute * (1 + overhead), wait), all per token; noise as a share. The next step is planned
+    before the last one is noted, as in the engine.
 
-    recording: recorded steps, in which nobody times transfers. The first of each number of tokens and micro-batches
-    takes so many times as long.
+    recording: recorded steps, in which nobody times transfers. The first of each number of tokens
+    and micro-batches takes so many times as long.
     """
 
     def __init__(
-        self, wait: float, overhead: float, engines: int = 1, noise: float = 0.0, recording: float = 0.0
+        self,
+        wait: float,
+        overhead: float,
+        engines: int = 1,
+        noise: float = 0.0,
+        recording: float = 0.0,
     ) -> None:
-        self.wait, self.overhead, self.noise = wait, overhead, noise
-        self.recording, self.recorded = recording, set[tuple[int, int]]()
+        self.wait = wait
+        self.overhead = overhead
+        self.noise = noise
+        self.recording = recording
+        self.recorded = set[tuple[int, int]]()
         self.policies = [OverlapPolicy("auto") for _ in range(engines)]
         self.rng = np.random.default_rng(0)
         self.ubatches: list[int] = []
@@ -39,24 +49,43 @@ class Sim:
 
     def run(self, steps: int, counts: list[int]) -> float:
         """Time taken, as a multiple of what one micro-batch would have taken."""
-        tokens, base_us, took_us = sum(counts), 0.0, 0.0
+        tokens = sum(counts)
+        base_us = 0.0
+        took_us = 0.0
         for _ in range(steps):
             plan = plan_of(len(self.ubatches), counts)
             votes = [policy.ubatches_ok(plan) for policy in self.policies]
             ubatches = 2 if all(votes) else 1
-            one, two = 100 + self.wait, max(100 * (1 + self.overhead), self.wait)
-            us = tokens * (two if ubatches == 2 else one) * (1 + self.noise * self.rng.standard_normal())
+            one = 100 + self.wait
+            two = max(100 * (1 + self.overhead), self.wait)
+            us = (
+                tokens
+                * (two if ubatches == 2 else one)
+                * (1 + self.noise * self.rng.standard_normal())
+            )
             if self.recording and (tokens, ubatches) not in self.recorded:
                 self.recorded.add((tokens, ubatches))
                 us *= self.recording
             exposed = tokens * (self.wait if ubatches == 1 else max(0, self.wait - 100))
-            times = {} if self.recording else {"comm_us": 1 + int(exposed), "exposed_comm_us": int(exposed)}
+            times = (
+                {}
+                if self.recording
+                else {"comm_us": 1 + int(exposed), "exposed_comm_us": int(exposed)}
+            )
             result = StepResult(plan.step, np.zeros(0, np.int32), device_us=int(us), **times)
-            agreed = Agreed(plan.step, ubatches, (tokens, 0) if ubatches == 1 else (tokens // 2, tokens - tokens // 2))
-            late, self._late = self._late, []
+            agreed = Agreed(
+                plan.step,
+                ubatches,
+                (tokens, 0) if ubatches == 1 else (tokens // 2, tokens - tokens // 2),
+            )
+            late = self._late
+            self._late = []
             for policy, earlier, outcome in late:
                 policy.note(earlier, outcome)
-            self._late = [(policy, dataclasses.replace(plan, agreed=agreed), result) for policy in self.policies]
+            self._late = [
+                (policy, dataclasses.replace(plan, agreed=agreed), result)
+                for policy in self.policies
+            ]
             self.ubatches.append(ubatches)
             base_us += tokens * one
             took_us += us
@@ -75,7 +104,9 @@ def test_it_finds_what_pays(counts: list[int], engines: int, noise: float) -> No
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize(("wait", "overhead"), [(0, 0.05), (2, 0.3), (10, 0.2), (30, 0.31), (30, 1.0), (5, 3.0)])
+@pytest.mark.parametrize(
+    ("wait", "overhead"), [(0, 0.05), (2, 0.3), (10, 0.2), (30, 0.31), (30, 1.0), (5, 3.0)]
+)
 def test_it_loses_little_where_it_does_not_pay(wait: float, overhead: float, noise: float) -> None:
     sim = Sim(wait, overhead, noise=noise)
     assert sim.run(1000, [1] * 32) < 1.02
@@ -88,7 +119,9 @@ def test_it_loses_little_where_it_does_not_pay(wait: float, overhead: float, noi
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("engines", [1, 4])
 def test_it_finds_what_pays_in_recorded_steps(engines: int, noise: float) -> None:
-    """Each of four sizes in turn, all of which cost about the same per token, is recorded when it is met."""
+    """Each of four sizes in turn, all of which cost about the same per token, is recorded when it
+    is met.
+    """
     sim = Sim(wait=60, overhead=0.1, engines=engines, noise=noise, recording=30)
     for tokens in (60, 61, 62, 63):
         sim.run(25, [1] * tokens)
@@ -98,7 +131,9 @@ def test_it_finds_what_pays_in_recorded_steps(engines: int, noise: float) -> Non
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("overhead", [0.05, 0.3, 3.0])
 def test_it_loses_little_in_recorded_steps(overhead: float, noise: float) -> None:
-    """Nothing says that no transfer is waited for, so the other way is tried, within the same budget."""
+    """Nothing says that no transfer is waited for, so the other way is tried, within the same
+    budget.
+    """
     sim = Sim(0, overhead, noise=noise, recording=30)
     sim.run(3, [1] * 32)
     trial = (30 + TRIAL) * (1 + overhead) / 2000
@@ -136,8 +171,8 @@ def test_it_follows_a_change() -> None:
 
 
 def test_phases_and_sizes_are_apart() -> None:
-    """Prefill learns to use two micro-batches; a decode with as many tokens, and a smaller prefill, know nothing of
-    it."""
+    """Prefill learns to use two micro-batches; a decode with as many tokens, and a smaller prefill,
+    know nothing of it."""
     sim = Sim(wait=60, overhead=0.1)
     sim.run(100, [64])
     policy = sim.policies[0]
@@ -150,7 +185,9 @@ def test_one_unwilling_engine_costs_the_others_nothing() -> None:
     sim = Sim(wait=60, overhead=0.1, engines=2)
     sim.policies[1] = OverlapPolicy("off")
     assert sim.run(300, [512]) == pytest.approx(1.0)
-    sim.policies[1] = OverlapPolicy("auto")  # a willing one takes its place: the first one has budget left to try
+    sim.policies[1] = OverlapPolicy(
+        "auto"
+    )  # a willing one takes its place: the first one has budget left to try
     for policy in sim.policies:
         policy.restart(2)
     sim.run(100, [512])
@@ -160,12 +197,15 @@ def test_one_unwilling_engine_costs_the_others_nothing() -> None:
 def test_trials_stay_in_their_budget() -> None:
     sim = Sim(wait=30, overhead=2.0)
     sim.run(2000, [128])
-    one, two = 130, 300
+    one = 130
+    two = 300
     lost = sim.ubatches.count(2) * (two - one)
     assert TRIAL * (two - one) <= lost <= BUDGET * 2000 * one + (TRIAL + 2) * (two - one)
 
 
-@pytest.mark.parametrize(("mode", "tokens", "none"), [("on", True, True), ("off", False, False), ("auto", False, True)])
+@pytest.mark.parametrize(
+    ("mode", "tokens", "none"), [("on", True, True), ("off", False, False), ("auto", False, True)]
+)
 def test_modes(mode: str, tokens: bool, none: bool) -> None:
     policy = OverlapPolicy(mode)  # type: ignore[arg-type]
     for step in range(40):

@@ -45,7 +45,9 @@ def test_importing_and_making_the_gpu_runner_does_not_touch_cuda() -> None:
         "GPUModelRunner(config_of(None), spec_of(), Path());"
         "assert not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=50)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=50
+    )
 
 
 def test_threads_are_set_in_the_runners_own_thread() -> None:
@@ -73,7 +75,9 @@ def test_ranks_of_a_host_share_its_cores(caplog: pytest.LogCaptureFixture) -> No
     assert torch.get_num_threads() == 2
 
 
-def test_the_runners_thread_and_those_it_starts_stay_on_the_ranks_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runners_thread_and_those_it_starts_stay_on_the_ranks_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = min(os.sched_getaffinity(0))
     monkeypatch.setattr("moeserve.runner.cpu.place", lambda *found: ({here}, 1))
     with ThreadPoolExecutor(1) as pool:  # not this thread
@@ -94,14 +98,20 @@ def test_memory_is_shared_among_the_ranks_of_a_host() -> None:
     assert 0 < budgets[1] <= budgets[0] / 3
 
 
-def test_what_others_take_of_a_shared_device_does_not_count_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks on a GPU of 140: this one has 30, the other one 60 or nothing yet; alone, all that is taken counts."""
+def test_what_others_take_of_a_shared_device_does_not_count_as_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks on a GPU of 140: this one has 30, the other one 60 or nothing yet; alone, all that
+    is taken counts.
+    """
     facts = {"memory_allocated": 30, "memory_reserved": 32}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     budgets = {}
     for sharers, taken in ((2, 92), (2, 32), (1, 92)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, taken=taken: (140 - taken, 140))
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device, taken=taken: (140 - taken, 140)
+        )
         runner = GPUModelRunner(config_of(None), spec_of(), Path())
         runner.device = torch.device("cuda", 0)
         runner.properties = DeviceProperties("fake", runner._memory, own=True, sharers=sharers)
@@ -115,11 +125,17 @@ def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
     (tmp_path / "membership").write_text("0::/a\n")
     assert allowed_cores(tmp_path, tmp_path / "membership") == 1
     (tmp_path / "a" / "cpu.max").write_text("max 100000\n")
-    assert allowed_cores(tmp_path, tmp_path / "membership") == allowed_cores(tmp_path, tmp_path / "missing") >= 1
+    assert (
+        allowed_cores(tmp_path, tmp_path / "membership")
+        == allowed_cores(tmp_path, tmp_path / "missing")
+        >= 1
+    )
 
 
 def test_what_is_meant_for_gpus_is_refused_on_cpus() -> None:
-    with pytest.raises(ConfigError, match=r"comm_sms=24 .* runs on CPUs: leave it out, or use --device cuda"):
+    with pytest.raises(
+        ConfigError, match=r"comm_sms=24 .* runs on CPUs: leave it out, or use --device cuda"
+    ):
         make_runner(config_of(None, comm_sms=24, device="cpu"), spec_of(), Path())
     for wrong in (0, 133):
         with pytest.raises(ConfigError, match=f"comm_sms: must be from 1 to 132, got {wrong}"):
@@ -130,28 +146,42 @@ def test_what_cuda_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="block_size=192 must divide 512 on CUDA"):
         make_runner(config_of(None, block_size=192), spec_of(), Path())
-    for settings in ({"determinism": "batch"}, {"kv_cache_dtype": "int8"}, {"kernels": "torch", "block_size": 192}):
+    for settings in (
+        {"determinism": "batch"},
+        {"kv_cache_dtype": "int8"},
+        {"kernels": "torch", "block_size": 192},
+    ):
         assert type(make_runner(config_of(None, **settings), spec_of(), Path())) is GPUModelRunner
     assert factory.SPLIT == SPLIT
     with pytest.raises(ConfigError, match="tp=2: this build of torch has no NCCL"):
         make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
-    with pytest.raises(ConfigError, match=r"compile with determinism=full: .* leave one of them out"):
+    with pytest.raises(
+        ConfigError, match=r"compile with determinism=full: .* leave one of them out"
+    ):
         make_runner(config_of(None, compile=True, determinism="full"), spec_of(), Path())
     with pytest.raises(ConfigError, match="compile is for CUDA"):
         make_runner(config_of(None, compile=True, device="cpu"), spec_of(), Path())
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
-        ConfigError, match="one GPU per rank, and 2 ranks share 1 here; use fewer ranks, or --device cpu"
+        ConfigError,
+        match="one GPU per rank, and 2 ranks share 1 here; use fewer ranks, or --device cpu",
     ):
         make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     runner = make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
     assert type(runner.tp) is DeviceTensor
-    assert type(make_runner(config_of(None, determinism="batch", device="cpu"), spec_of(), Path())) is CPUModelRunner
+    assert (
+        type(make_runner(config_of(None, determinism="batch", device="cpu"), spec_of(), Path()))
+        is CPUModelRunner
+    )
 
 
 def test_tokens_per_step_leave_room_for_prompts_beside_all_who_decode() -> None:
-    for asked, expected in (({}, 512), ({"max_num_seqs": 1000}, 1256), ({"max_num_batched_tokens": 64}, 64)):
+    for asked, expected in (
+        ({}, 512),
+        ({"max_num_seqs": 1000}, 1256),
+        ({"max_num_batched_tokens": 64}, 64),
+    ):
         config = with_step_tokens(config_of("demo", **asked), CPUModelRunner.busy_tokens)
         assert step_tokens(config) == chunk_tokens(config) == expected

@@ -1,4 +1,6 @@
-"""Draft models and EAGLE-3 heads: drafts against plain loops over whole sequences, and drafters that do not fit."""
+"""Draft models and EAGLE-3 heads: drafts against plain loops over whole sequences, and drafters
+that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,18 @@ class DraftingRunner(CPUModelRunner):
 
 
 def driver_of(
-    path: Path, speculate: str, world: World = ONE, link: TensorParallel | None = None, **settings: Any
+    path: Path,
+    speculate: str,
+    world: World = ONE,
+    link: TensorParallel | None = None,
+    **settings: Any,
 ) -> DraftingDriver:
-    values = {"max_num_seqs": 4, "kv_cache_bytes": 1 << 22, "threads": 1, "max_num_batched_tokens": 256}
+    values = {
+        "max_num_seqs": 4,
+        "kv_cache_bytes": 1 << 22,
+        "threads": 1,
+        "max_num_batched_tokens": 256,
+    }
     config = config_of(path, **(values | settings), speculate=speculate)
     runner = DraftingRunner(config, read_model_spec(path), path, world)
     if link is not None:
@@ -79,7 +90,8 @@ def test_a_draft_model_that_is_the_target_guesses_every_token(
     driver.run([(request, 40)])
     driver.run([(request, 35)])
     for _ in range(12):
-        guessed, known = driver.runner.drafts(request), len(request.output)
+        guessed = driver.runner.drafts(request)
+        known = len(request.output)
         driver.run([(request, DRAFTED)])
         assert request.output[known : known + K] == guessed
         assert len(request.output) == known + DRAFTED
@@ -98,29 +110,46 @@ def logits_of(reference: Any, tokens: list[int]) -> Tensor:
         return reference(torch.tensor([tokens])).logits[0]
 
 
-def naive_model(reference: Any, tokens: list[int], choose: Callable[[Tensor, int], int]) -> list[int]:
+def naive_model(
+    reference: Any, tokens: list[int], choose: Callable[[Tensor, int], int]
+) -> list[int]:
     for _ in range(K):
         tokens = [*tokens, choose(logits_of(reference, tokens)[-1:], len(tokens))]
     return tokens[-K:]
 
 
 def naive_eagle(
-    head: Reference, target: Any, taps: tuple[int, ...], tokens: list[int], choose: Callable[[Tensor, int], int]
+    head: Reference,
+    target: Any,
+    taps: tuple[int, ...],
+    tokens: list[int],
+    choose: Callable[[Tensor, int], int],
 ) -> list[int]:
     with torch.no_grad():
         streams = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         hidden = head.combine(torch.cat([streams[tap][0] for tap in taps], 1))
         for _ in range(K):
             logits, stream = head.forward(torch.tensor(tokens[1:]), hidden)
-            tokens, hidden = [*tokens, choose(logits[-1:], len(tokens))], torch.cat((hidden, stream[-1:]))
+            tokens = [*tokens, choose(logits[-1:], len(tokens))]
+            hidden = torch.cat((hidden, stream[-1:]))
     return tokens[-K:]
 
 
 def check(driver: DraftingDriver, naive: Callable[..., list[int]], temperature: float) -> None:
     """Two requests, prompts in chunks, then rows with right and wrong drafts."""
     runner = driver.runner
-    a, b = (driver.add(Request(p, greedy(temperature=temperature, seed=3))) for p in (PROMPT, PROMPT[:9]))
-    for chunk, other in ((31, 9), (1, 1), (43, DRAFTED), (DRAFTED, 1), (1, DRAFTED), (DRAFTED, DRAFTED)):
+    a, b = (
+        driver.add(Request(p, greedy(temperature=temperature, seed=3)))
+        for p in (PROMPT, PROMPT[:9])
+    )
+    for chunk, other in (
+        (31, 9),
+        (1, 1),
+        (43, DRAFTED),
+        (DRAFTED, 1),
+        (1, DRAFTED),
+        (DRAFTED, DRAFTED),
+    ):
         driver.run([(b, other), (a, chunk)])
         for request in (a, b):
             if request.output:
@@ -135,7 +164,9 @@ def check(driver: DraftingDriver, naive: Callable[..., list[int]], temperature: 
 @pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
-def test_drafts_of_a_dense_model(family: str, temperature: float, make_checkpoint: Any, dense: Any) -> None:
+def test_drafts_of_a_dense_model(
+    family: str, temperature: float, make_checkpoint: Any, dense: Any
+) -> None:
     driver = driver_of(make_checkpoint(family).path, f"model:{dense.path}")
     check(driver, lambda *given: naive_model(dense.reference, *given), temperature)
 
@@ -154,30 +185,49 @@ def test_drafts_of_an_eagle_head(
 
 
 @pytest.mark.parametrize("kind", ["model", "eagle"])
-def test_tensor_parallel_ranks_have_the_whole_drafter(kind: str, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_have_the_whole_drafter(
+    kind: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
     """Its three heads cannot be shared by two ranks."""
-    small = make_checkpoint("qwen3", hidden_size=48, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1)
+    small = make_checkpoint(
+        "qwen3", hidden_size=48, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1
+    )
     write_eagle3(tmp_path, num_attention_heads=3, num_key_value_heads=1)
-    target, board = make_checkpoint("qwen3_moe").path, Board(2)
+    target = make_checkpoint("qwen3_moe").path
+    board = Board(2)
     speculate = f"{kind}:{small.path if kind == 'model' else tmp_path}:{K}"
 
     def guess(driver: DraftingDriver) -> list[int]:
-        requests = [driver.add(Request(PROMPT[:n], greedy(temperature=0.5, seed=n))) for n in (40, 23)]
+        requests = [
+            driver.add(Request(PROMPT[:n], greedy(temperature=0.5, seed=n))) for n in (40, 23)
+        ]
         for chunk in (17, 23, DRAFTED, DRAFTED):
             driver.run([(request, chunk) for request in requests])
-        return [token for request in requests for token in request.output + driver.runner.drafts(request)]
+        return [
+            token
+            for request in requests
+            for token in request.output + driver.runner.drafts(request)
+        ]
 
     def rank(number: int) -> list[int]:
-        return guess(driver_of(target, speculate, World(number, 2, 2, ep=False), BoardTensor(number, board), tp=2))
+        return guess(
+            driver_of(
+                target, speculate, World(number, 2, 2, ep=False), BoardTensor(number, board), tp=2
+            )
+        )
 
     alone = guess(driver_of(target, speculate))
     assert together([lambda: rank(0), lambda: rank(1)]) == [alone, alone]
 
 
 @pytest.mark.parametrize("kind", ["model", "eagle"])
-def test_memory_stays_below_the_bound(kind: str, make_checkpoint: Any, dense: Any, tmp_path: Path) -> None:
+def test_memory_stays_below_the_bound(
+    kind: str, make_checkpoint: Any, dense: Any, tmp_path: Path
+) -> None:
     write_eagle3(tmp_path)
-    driver = driver_of(make_checkpoint("qwen3_moe").path, f"{kind}:{dense.path if kind == 'model' else tmp_path}")
+    driver = driver_of(
+        make_checkpoint("qwen3_moe").path, f"{kind}:{dense.path if kind == 'model' else tmp_path}"
+    )
     request = driver.add(Request(PROMPT * 3, greedy()))
     plan = driver.plan([(request, 225)])
     bound = driver.runner.profile_run()
@@ -186,12 +236,19 @@ def test_memory_stays_below_the_bound(kind: str, make_checkpoint: Any, dense: An
 
 @pytest.mark.full("models", keep=1)
 @pytest.mark.parametrize("kind", ["eagle", "itself", "dense"])
-def test_drafts_change_no_token(kind: str, make_checkpoint: Any, dense: Any, tmp_path: Path) -> None:
+def test_drafts_change_no_token(
+    kind: str, make_checkpoint: Any, dense: Any, tmp_path: Path
+) -> None:
     """With every sampling parameter, preemptions, prefix hits and stops in the middle of drafts."""
     target = make_checkpoint("qwen3_moe").path
     write_eagle3(tmp_path)
-    paths = {"itself": f"model:{target}", "dense": f"model:{dense.path}", "eagle": f"eagle:{tmp_path}"}
-    plain, other = runner_of(target), runner_of(target, speculate=f"{paths[kind]}:{K}")
+    paths = {
+        "itself": f"model:{target}",
+        "dense": f"model:{dense.path}",
+        "eagle": f"eagle:{tmp_path}",
+    }
+    plain = runner_of(target)
+    other = runner_of(target, speculate=f"{paths[kind]}:{K}")
     submits = submits_of(plain.spec.vocab_size, 9)
     expected, *none = serve(plain, submits)
     found, verified, right = serve(other, submits)
@@ -202,8 +259,12 @@ def test_drafts_change_no_token(kind: str, make_checkpoint: Any, dense: Any, tmp
         assert right > 0.95 * verified
 
 
-@pytest.mark.parametrize(("speculate", "num_drafts"), [("mtp:2", 2), ("auto", 3), ("auto:mtp:3", 3)])
-def test_a_head_of_the_model_guesses_where_it_is_named(speculate: str, num_drafts: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("speculate", "num_drafts"), [("mtp:2", 2), ("auto", 3), ("auto:mtp:3", 3)]
+)
+def test_a_head_of_the_model_guesses_where_it_is_named(
+    speculate: str, num_drafts: int, tmp_path: Path
+) -> None:
     runner = driver_of(write_mtp_checkpoint("qwen3_moe", tmp_path).path, speculate).runner
     assert isinstance(runner.proposer, ModelProposer)
     assert runner.proposer.num_drafts == runner.limits.num_drafts == num_drafts
@@ -220,7 +281,9 @@ def copy_with(path: Path, to: Path, **changes: Any) -> Path:
 def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Path) -> None:
     target = make_checkpoint("qwen3_moe").path
 
-    def refuse(speculate: str, message: str, error: type[ConfigError] = ConfigError, path: Path = target) -> None:
+    def refuse(
+        speculate: str, message: str, error: type[ConfigError] = ConfigError, path: Path = target
+    ) -> None:
         with pytest.raises(error, match=message):
             with_drafter(read_model_spec(path), path, SpeculationSpec.parse(speculate))
 
@@ -229,7 +292,10 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
         refuse(f"{kind}:{tmp_path}", "config.json is missing", CheckpointError)
     windows = make_checkpoint("mixtral", sliding_window=40).path
     refuse(f"model:{dense.path}", "no layer with full attention", path=windows)
-    refuse(f"model:{make_checkpoint('qwen3_next').path}", "recurrent layers, whose states cannot be taken back")
+    refuse(
+        f"model:{make_checkpoint('qwen3_next').path}",
+        "recurrent layers, whose states cannot be taken back",
+    )
     refuse(f"eagle:{dense.path}", "supported: Eagle3DraftModel, Eagle3Llama", CheckpointError)
     wider = copy_with(dense.path, tmp_path / "wider", vocab_size=257)
     refuse(f"model:{wider}", "draft model's vocab_size is 257, and the served model's is 256")
@@ -242,8 +308,16 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
     ("theirs", "ours", "message"),
     [
         ({"vocab": {"a": 0, "b": 1}}, {"vocab": {"a": 0, "b": 1}}, ""),
-        ({"vocab": {"a": 0}}, {"vocab": [["a", -1.0], ["b", -2.0]]}, "token 1 is 'b', and that is no token for"),
-        ({"vocab": {"a": 0, "b": 1}}, {"vocab": {"b": 0, "a": 1}}, "token 0 is 'a', and that is 1 for the other"),
+        (
+            {"vocab": {"a": 0}},
+            {"vocab": [["a", -1.0], ["b", -2.0]]},
+            "token 1 is 'b', and that is no token for",
+        ),
+        (
+            {"vocab": {"a": 0, "b": 1}},
+            {"vocab": {"b": 0, "a": 1}},
+            "token 0 is 'a', and that is 1 for the other",
+        ),
         ({"vocab": ["a"]}, {"vocab": {"a": 0}}, "its vocabulary cannot be read"),
         ({"vocab": None}, {"vocab": {"a": 0}}, "its vocabulary cannot be read"),
     ],
@@ -251,10 +325,13 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
 def test_tokenizers_are_compared(
     theirs: Any, ours: Any, message: str, make_checkpoint: Any, dense: Any, tmp_path: Path
 ) -> None:
-    draft, target = copy_with(dense.path, tmp_path / "draft"), copy_with(make_checkpoint("llama").path, tmp_path / "t")
+    draft = copy_with(dense.path, tmp_path / "draft")
+    target = copy_with(make_checkpoint("llama").path, tmp_path / "t")
     added = [{"id": 5, "content": "<eos>", "special": True}]
     (draft / "tokenizer.json").write_text(json.dumps({"model": theirs, "added_tokens": added}))
-    (target / "tokenizer.json").write_text(json.dumps({"model": ours, "added_tokens": added, "version": "1.0"}))
+    (target / "tokenizer.json").write_text(
+        json.dumps({"model": ours, "added_tokens": added, "version": "1.0"})
+    )
     speculation = SpeculationSpec.parse(f"model:{draft}")
     if message:
         with pytest.raises(ConfigError, match=message):

@@ -1,6 +1,6 @@
-"""Two ranks, engines or one engine's, whose rows travel by `cuda_ipc` or NCCL, recorded and not, give one rank's bits.
-Kernels are interpreted, device memory is the host's, NCCL is Gloo, and ranks are threads: the interpreter serves one of
-them at a time."""
+"""Two ranks, engines or one engine's, whose rows travel by `cuda_ipc` or NCCL, recorded and not,
+give one rank's bits. Kernels are interpreted, device memory is the host's, NCCL is Gloo, and ranks
+are threads: the interpreter serves one of them at a time."""
 
 from __future__ import annotations
 
@@ -74,10 +74,13 @@ class Rank(CPUModelRunner):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.world.tp_size > 1:
-            self.tp = DeviceTensor(self.world.tp_rank, self.world.tp_size, len(self.ubatches.ubatches))
+            self.tp = DeviceTensor(
+                self.world.tp_rank, self.world.tp_size, len(self.ubatches.ubatches)
+            )
 
     def load_model(self, progress: Progress) -> None:
-        spec, placement = self.spec, self.placement
+        spec = self.spec
+        placement = self.placement
         assert placement is not None
         plan = load_plan(spec, (), self.world, placement)
         params = {param.name: torch.empty(param.shape) for param in plan.params}
@@ -106,7 +109,9 @@ class Rank(CPUModelRunner):
             max_tokens=self.max_tokens, experts_per_rank=self.placement.experts_per_rank, comm_sms=1,
             wire=wire_of("auto", self.dtype),
         )  # fmt: skip
-        backend: Any = NcclAll2All(facts) if self.kind == "nccl" else CudaIpcAll2All(facts, *host_symmetric())
+        backend: Any = (
+            NcclAll2All(facts) if self.kind == "nccl" else CudaIpcAll2All(facts, *host_symmetric())
+        )
         backend.caps = replace(backend.caps, devices=frozenset({"cpu"}))
         return shard._replace(backends=[backend])
 
@@ -121,7 +126,8 @@ def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from tests.comm import host_memory
     from tests.kernels.interpreted import ordered_dots
 
-    lock, call = threading.RLock(), GridExecutor.__call__
+    lock = threading.RLock()
+    call = GridExecutor.__call__
 
     def locked(*args: Any, **kwargs: Any) -> Any:
         with lock:
@@ -135,7 +141,8 @@ def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def driver_of(world: World, graphs: str, dbo: str = "off") -> Driver:
     ranks = {"dp": world.size // world.tp_size, "tp": world.tp_size}
-    spec, config = spec_of(**SPEC), config_of(None, graphs=graphs, dbo=dbo, **ranks, **SETTINGS)
+    spec = spec_of(**SPEC)
+    config = config_of(None, graphs=graphs, dbo=dbo, **ranks, **SETTINGS)
     placement = first_placement(config, spec, world)
     runner = Rank(config, spec, Path(), world, placement)
     runner.prepare()
@@ -158,7 +165,8 @@ def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number:
         agreed = Agreed(number, most_tokens=(max(plan.num_tokens for plan in plans), 0))
     else:
         plans = [replace(plan, split_at=(plan.num_tokens + 1) // 2) for plan in plans]
-        first, second = max(plan.split_at for plan in plans), max(plan.num_tokens - plan.split_at for plan in plans)
+        first = max(plan.split_at for plan in plans)
+        second = max(plan.num_tokens - plan.split_at for plan in plans)
         agreed = Agreed(number, 2, (first, second))
 
     def run(driver: Driver, plan: StepPlan) -> Callable[[], StepResult]:
@@ -173,16 +181,22 @@ def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
 @pytest.mark.parametrize(
-    ("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off"), ("full", "on")]
+    ("graphs", "dbo"),
+    [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off"), ("full", "on")],
 )
 def test_two_ranks_give_the_bits_of_one(
     graphs: str, dbo: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Rank, "kind", kind)
     expected = alone()
-    drivers = [driver_of(World(rank=rank, size=2, ranks_on_host=2, host_rank=rank), graphs, dbo) for rank in range(2)]
+    drivers = [
+        driver_of(World(rank=rank, size=2, ranks_on_host=2, host_rank=rank), graphs, dbo)
+        for rank in range(2)
+    ]
     members = members_of(2, str(tmp_path))
-    together([lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)])  # type: ignore[misc]
+    together(
+        [lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)]
+    )  # type: ignore[misc]
     (left, right), (a, b, c) = drivers, [Request(list(prompt), greedy()) for prompt in PROMPTS]
     for driver, request in ((left, a), (right, b), (left, c)):
         driver.add(request)
@@ -215,32 +229,56 @@ def test_ranks_that_round_steps_in_other_ways_do_not_serve_together(
     """As on machines with Triton and without: they would make room for other numbers of tokens."""
     monkeypatch.setattr(Rank, "kind", "nccl")
     worlds = [World(rank=rank, size=2, ranks_on_host=2, host_rank=rank) for rank in range(2)]
-    drivers = [driver_of(world, graphs) for world, graphs in zip(worlds, ("full", "off"), strict=True)]
+    drivers = [
+        driver_of(world, graphs) for world, graphs in zip(worlds, ("full", "off"), strict=True)
+    ]
     members = members_of(2, str(tmp_path))
-    with pytest.raises(ConfigError, match=r"4 sizes of recorded steps .none without Triton. up to 8.*same packages"):
-        together([lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)])  # type: ignore[misc]
+    with pytest.raises(
+        ConfigError, match=r"4 sizes of recorded steps .none without Triton. up to 8.*same packages"
+    ):
+        together(
+            [lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)]
+        )  # type: ignore[misc]
     for driver in drivers:
         driver.runner.close()
 
 
-STEPS = [[(0, 4), (1, 2)], [(0, 2), (2, 4), (1, 1)], [(0, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)], [(0, 1), (1, 1)]]
+STEPS = [
+    [(0, 4), (1, 2)],
+    [(0, 2), (2, 4), (1, 1)],
+    [(0, 1), (2, 1)],
+    [(2, 1), (0, 1), (1, 1)],
+    [(0, 1), (1, 1)],
+]
 
 
 @pytest.mark.full("graphs", keep=1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["nccl", "cuda_ipc"])
 @pytest.mark.parametrize("graphs", ["off", "full", "piecewise"])
-def test_two_ranks_of_an_engine(kind: str, graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_of_an_engine(
+    kind: str, graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They share each step's tokens out, in a recorded one the padding as well."""
     monkeypatch.setattr(Rank, "kind", kind)
     expected = alone()
-    worlds = [World(rank=rank, size=2, tp_size=2, ranks_on_host=2, host_rank=rank) for rank in range(2)]
+    worlds = [
+        World(rank=rank, size=2, tp_size=2, ranks_on_host=2, host_rank=rank) for rank in range(2)
+    ]
     drivers = [driver_of(world, graphs) for world in worlds]
     members = members_of(2, str(tmp_path), tp_size=2)
-    together([lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)])  # type: ignore[misc]
-    requests = [[driver.add(Request(list(prompt), greedy())) for prompt in PROMPTS] for driver in drivers]
+    together(
+        [lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)]
+    )  # type: ignore[misc]
+    requests = [
+        [driver.add(Request(list(prompt), greedy())) for prompt in PROMPTS] for driver in drivers
+    ]
     for number, chunks in enumerate([*STEPS, [(2, 1)]]):
-        step(drivers, [[(mine[index], chunk) for index, chunk in chunks] for mine in requests], number)
+        step(
+            drivers,
+            [[(mine[index], chunk) for index, chunk in chunks] for mine in requests],
+            number,
+        )
     for mine in requests:
         for request, same in zip(mine, expected, strict=True):
             assert request.output == same.output

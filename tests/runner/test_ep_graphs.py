@@ -28,17 +28,26 @@ class Facts:
 
 
 def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
-    rows, nothing = np.arange(len(counts), dtype=np.int32), np.zeros(0, dtype=np.int32)
+    rows = np.arange(len(counts), dtype=np.int32)
+    nothing = np.zeros(0, dtype=np.int32)
     diffs = (BlockDiff(nothing, nothing, nothing),)
     return StepPlan(
-        0, rows, rows, np.array(counts, dtype=np.int32), np.ones(len(counts), np.bool_), diffs, agreed=agreed
+        0,
+        rows,
+        rows,
+        np.array(counts, dtype=np.int32),
+        np.ones(len(counts), np.bool_),
+        diffs,
+        agreed=agreed,
     )
 
 
 def graphs_of(facts: Facts, asked: str = "auto") -> GroupGraphs:
     nothing: Any = Nothing()
     graphs = GroupGraphs(nothing, nothing, nothing, [UBatch()], common_sizes(asked, LIMITS), facts)
-    assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))) is None, "the first one warms kernels"
+    assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))) is None, (
+        "the first one warms kernels"
+    )
     return graphs
 
 
@@ -54,7 +63,10 @@ def test_a_step_has_the_size_of_the_rank_with_most_tokens() -> None:
         ((1, 7), 2000, None, 0),
     ):
         shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
-        assert ((shape.mode, shape.num_tokens) if shape else (None, 0)) == (mode, tokens), (counts, most)
+        assert ((shape.mode, shape.num_tokens) if shape else (None, 0)) == (mode, tokens), (
+            counts,
+            most,
+        )
 
 
 def test_what_cannot_be_replayed_runs_as_it_is() -> None:
@@ -69,7 +81,13 @@ def test_what_cannot_be_replayed_runs_as_it_is() -> None:
 
 def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> None:
     graphs = graphs_of(Facts())
-    for tokens, most, size, room in ((1, 1, 2, 1), (3, 2, 4, 2), (9, 5, 16, 8), (9, 30, 64, 32), (17, 9, 24, 16)):
+    for tokens, most, size, room in (
+        (1, 1, 2, 1),
+        (3, 2, 4, 2),
+        (9, 5, 16, 8),
+        (9, 30, 64, 32),
+        (17, 9, 24, 16),
+    ):
         shape = graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most - 1))))
         assert shape is not None
         assert (shape.mode, shape.num_tokens, shape.room) == (Mode.FULL, size, room)
@@ -77,7 +95,10 @@ def test_two_micro_batches_are_halves_and_all_ranks_make_room_for_the_same() -> 
     for most in range(1, 513):
         for tokens in {1, most, 2 * most - 1, 2 * most}:
             shape = graphs.shape(plan(*(1,) * tokens, agreed=Agreed(1, 2, (most, most))))
-            assert (shape is not None) == (tokens <= 288), (most, tokens)  # the largest size of FULL
+            assert (shape is not None) == (tokens <= 288), (
+                most,
+                tokens,
+            )  # the largest size of FULL
             if shape is not None:
                 assert tokens <= shape.num_tokens <= 288
                 assert shape.split_at <= shape.room == graphs.round_up(most)
@@ -90,7 +111,8 @@ def test_the_number_of_recordings_is_bounded(seqs: int, tokens: int) -> None:
     limits = replace(LIMITS, max_num_seqs=seqs, max_num_batched_tokens=tokens)
     graphs = graphs_of(Facts())
     graphs.sizes = common_sizes("auto", limits)
-    one, two = set[Any](), set[Any]()
+    one = set[Any]()
+    two = set[Any]()
     for most in range(1, min(tokens, 512) + 1):
         for counts in ((1,), (2,), (1,) * most):
             one.add(graphs.shape(plan(*counts, agreed=Agreed(1, 1, (most, 0)))))
@@ -113,7 +135,8 @@ def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
 
 def test_recordings_go_with_the_group_and_the_placement() -> None:
     facts = Facts()
-    graphs, step = graphs_of(facts), plan(1, agreed=Agreed(1, most_tokens=(1, 0)))
+    graphs = graphs_of(facts)
+    step = plan(1, agreed=Agreed(1, most_tokens=(1, 0)))
     for place in ((1, 0), (2, 0), (2, 3)):
         if facts.place != place:
             facts.place = place
@@ -125,9 +148,14 @@ def test_recordings_go_with_the_group_and_the_placement() -> None:
         graphs._recordings[shape] = None  # type: ignore[assignment]
 
 
-def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router of a recorded step learns the number of tokens from the device, by a kernel of its own."""
-    real, on_device = triton_ops.route, []
+def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The router of a recorded step learns the number of tokens from the device, by a kernel of its
+    own.
+    """
+    real = triton_ops.route
+    on_device = []
 
     def route(*args: Any) -> Any:
         on_device.append(isinstance(args[-1], torch.Tensor))
@@ -135,7 +163,9 @@ def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(monkeypatch: py
 
     monkeypatch.setattr(triton_ops, "route", route)
     monkeypatch.setattr(FusedMoELayer, "not_recorded", None)
-    runner = ByTriton(config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True)
+    runner = ByTriton(
+        config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True
+    )
     runner.prepare()
     assert isinstance(runner.graphs, GroupGraphs)
     assert not runner.graphs._recordings

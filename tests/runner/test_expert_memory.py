@@ -1,4 +1,6 @@
-"""Runners with a part of the experts in memory: the bits of those with all, a bounded start, and clear errors."""
+"""Runners with a part of the experts in memory: the bits of those with all, a bounded start, and
+clear errors.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_tokens_and_logits_are_those_of_experts_in_memory(
     memory = least(path, **settings)
     first = run(path, **settings, expert_memory=memory)
     same(first, expected)
-    hits, misses, _, read = map(sum, zip(*(result.expert_cache for result in first.results), strict=True))
+    hits, misses, _, read = map(
+        sum, zip(*(result.expert_cache for result in first.results), strict=True)
+    )
     assert hits
     assert misses
     assert read
@@ -60,14 +64,18 @@ def test_tokens_and_logits_are_those_of_experts_in_memory(
 def test_a_file_of_a_start_with_all_experts_serves_too(
     make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, settings = make_checkpoint("qwen3_moe").path, {"packed_cache": str(tmp_path / "cache")}
+    path = make_checkpoint("qwen3_moe").path
+    settings = {"packed_cache": str(tmp_path / "cache")}
     expected = run(path, **settings)
     monkeypatch.setattr(Reader, "read", refuse)
     same(run(path, **settings, expert_memory=SMALL), expected)
 
 
-def test_a_damaged_file_is_packed_anew(make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, settings = make_checkpoint("qwen3_moe").path, {"packed_cache": str(tmp_path), "expert_memory": SMALL}
+def test_a_damaged_file_is_packed_anew(
+    make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    settings = {"packed_cache": str(tmp_path), "expert_memory": SMALL}
     expected = run(path, **settings)
     (file,) = tmp_path.iterdir()
     with file.open("r+b") as data:
@@ -86,20 +94,35 @@ def test_a_file_cut_short_while_serving_ends_the_engine(
     make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_checkpoint("qwen3_moe", num_hidden_layers=4).path
-    settings = {"packed_cache": str(tmp_path), "expert_memory": SMALL, "skip_tokenizer_init": True, "threads": 1}
+    settings = {
+        "packed_cache": str(tmp_path),
+        "expert_memory": SMALL,
+        "skip_tokenizer_init": True,
+        "threads": 1,
+    }
     with LLM(path, max_model_len=128, **settings) as llm:
         (file,) = tmp_path.iterdir()
         os.truncate(file, 1 << 20)
         with pytest.raises(EngineLost):
-            llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=20))
-    assert re.search(rf"expert \d+ of MoE layer \d+ cannot be read from {file}.*start again.*ends at byte", caplog.text)
+            llm.generate(
+                [{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=20)
+            )
+    assert re.search(
+        rf"expert \d+ of MoE layer \d+ cannot be read from {file}.*start again.*ends at byte",
+        caplog.text,
+    )
 
 
-def test_a_full_disk_is_said_before_anything_is_served(make_checkpoint: Any, tmp_path: Path) -> None:
-    path, limits = make_checkpoint("qwen3_moe").path, resource.getrlimit(resource.RLIMIT_FSIZE)
+def test_a_full_disk_is_said_before_anything_is_served(
+    make_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 5000, limits[1]))
     try:
-        with pytest.raises(ConfigError, match=r"cannot be written: .*make room.*packed_cache name another folder"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be written: .*make room.*packed_cache name another folder"
+        ):
             run(path, packed_cache=str(tmp_path), expert_memory=SMALL)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -120,7 +143,9 @@ def test_a_full_disk_is_said_before_anything_is_served(make_checkpoint: Any, tmp
         ({"expert_memory": 0}, "at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: Any, words: str, make_checkpoint: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(
+    settings: Any, words: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
     values = {"packed_cache": str(tmp_path), "expert_memory": SMALL} | settings
     with pytest.raises(ConfigError, match=words):
         alone(make_checkpoint("qwen3_moe").path, **values)
@@ -130,7 +155,8 @@ def test_models_without_experts_and_experts_that_move_are_refused(make_checkpoin
     with pytest.raises(ConfigError, match="this model has no experts"):
         alone(make_checkpoint("llama").path, expert_memory=SMALL)
     path = make_checkpoint("qwen3_moe").path
-    config, spec = config_of(path, expert_memory=SMALL), read_model_spec(path)
+    config = config_of(path, expert_memory=SMALL)
+    spec = read_model_spec(path)
     with pytest.raises(ConfigError, match="use --ep off"):
         CPUModelRunner(config, spec, path, World(0, 2), grouped=True)
     CPUModelRunner(config, spec, path, World(0, 2, ep=False), grouped=True)
@@ -156,7 +182,9 @@ def test_no_start_holds_all_experts(tmp_path: Path) -> None:
         "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 64,
         "num_experts_per_tok": 2, "moe_intermediate_size": 512, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    model, experts = tmp_path / "model", 8 * 64 * 3 * 512 * 512 * 2  # 768 MiB
+    # 768 MiB
+    model = tmp_path / "model"
+    experts = 8 * 64 * 3 * 512 * 512 * 2
     model.mkdir()
     (model / "config.json").write_bytes(msgspec.json.encode(config))
     peaks = []

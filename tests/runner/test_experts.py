@@ -1,4 +1,6 @@
-"""Experts on the move: no bit changes, all ranks change a layer between the same two steps, and faults harm nothing."""
+"""Experts on the move: no bit changes, all ranks change a layer between the same two steps, and
+faults harm nothing.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,11 @@ def test_no_bit_changes_while_experts_move(tmp_path: Path, fused: bool, dtype: t
         for number, rank in enumerate(group.ranks):
             assert rank.store.version == version
             for layer in range(L):
-                for (one13, one2), expert in zip(rank.layers[layer].packed, target.local(layer, number), strict=True):
-                    eye13, eye2 = torch.eye(D, dtype=dtype), torch.eye(w2.shape[3], dtype=dtype)
+                for (one13, one2), expert in zip(
+                    rank.layers[layer].packed, target.local(layer, number), strict=True
+                ):
+                    eye13 = torch.eye(D, dtype=dtype)
+                    eye2 = torch.eye(w2.shape[3], dtype=dtype)
                     assert torch.equal(one13(eye13).T, w13[layer, expert].to(dtype))
                     assert torch.equal(one2(eye2).T, w2[layer, expert].to(dtype))
         assert sum(n.moved_bytes for n in notices) % (w13[0, 0].numel() + w2[0, 0].numel()) == 0
@@ -97,11 +102,15 @@ def test_a_slot_lets_go_of_the_weights_that_left_it(group: Group) -> None:
     rank = group.ranks[0]
 
     def tensor(linear: Any) -> Tensor:
-        found: Tensor = getattr(linear, "weight", None) if hasattr(linear, "weight") else linear.packed
+        found: Tensor = (
+            getattr(linear, "weight", None) if hasattr(linear, "weight") else linear.packed
+        )
         return found
 
     old = [weakref.ref(tensor(linear)) for one in rank.layers[0].packed for linear in one]
-    mirrored = Placement.initial(L, E, 2, redundant=2).experts_LS[:, ::-1].copy()  # nothing stays on its rank
+    mirrored = (
+        Placement.initial(L, E, 2, redundant=2).experts_LS[:, ::-1].copy()
+    )  # nothing stays on its rank
     group.prepare(Placement(1, 2, E, mirrored))
     group.until_placed()
     kept = set(mirrored[0, :5].tolist()) & {0, 1, 2, 3, 4}
@@ -130,7 +139,9 @@ def test_one_rank_that_cannot_read_ends_it_for_all(
     group: Group, good_reads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Placement.initial(L, E, 2, redundant=2)
-    swapped = Placement(1, 2, E, np.roll(start.experts_LS, 5, axis=1))  # each rank gets what the other one had
+    swapped = Placement(
+        1, 2, E, np.roll(start.experts_LS, 5, axis=1)
+    )  # each rank gets what the other one had
     before = group.outputs()
     healthy = group.ranks[1].store._read
     group.ranks[1].store._read = failing(healthy, good_reads)
@@ -148,7 +159,9 @@ def test_one_rank_that_cannot_read_ends_it_for_all(
     assert notices[0].error == "another rank gave it up"
     assert torch.equal(group.outputs(), before)
     mixed = start.with_layers(swapped, layers, 1)
-    assert [rank.store._local for rank in group.ranks] == [[mixed.local(i, r) for i in range(L)] for r in range(2)]
+    assert [rank.store._local for rank in group.ranks] == [
+        [mixed.local(i, r) for i in range(L)] for r in range(2)
+    ]
     assert {rank.store.version for rank in group.ranks} == {1}
     group.ranks[1].store._read = healthy  # the disk is back
     group.prepare(shuffled(start, 2, seed=1))
@@ -186,7 +199,11 @@ def test_placements_wait_for_their_turn(group: Group) -> None:
         (lambda t: {**t, "experts": bytes(len(t["experts"]))}, "lacks expert 1"),
         (lambda t: {**t, "num_ranks": 5, "experts_per_rank": 2}, "only a Join changes that"),
         (
-            lambda t: {**t, "num_experts": 7, "experts": np.tile(np.arange(10) % 7, L).astype("<i4").tobytes()},
+            lambda t: {
+                **t,
+                "num_experts": 7,
+                "experts": np.tile(np.arange(10) % 7, L).astype("<i4").tobytes(),
+            },
             "this model",
         ),
     ],
@@ -225,12 +242,15 @@ def test_a_decision_is_carried_out_once_however_often_it_comes(group: Group) -> 
 
 
 def test_ranks_learn_by_steps_alone_that_layers_differ(group: Group) -> None:
-    """Not when they hear of a placement, which each does at a time of its own: recorded steps depend on it."""
+    """Not when they hear of a placement, which each does at a time of its own: recorded steps
+    depend on it.
+    """
 
     def mixed() -> set[bool]:
         return {rank.store.mixed for rank in group.ranks}
 
-    start, seen = Placement.initial(L, E, 2, redundant=2), set()
+    start = Placement.initial(L, E, 2, redundant=2)
+    seen = set()
     for version, heard in enumerate((group.ranks, group.ranks[:1]), start=1):
         target = shuffled(start, version, seed=version)
         for rank in heard:
@@ -266,7 +286,11 @@ def test_load_all_goes_anywhere_from_anywhere(tmp_path: Path) -> None:
         for number in range(len(group.ranks), ranks):
             group.ranks.append(group.rank(number, current))
         assert torch.equal(group.outputs(), before)
-        assert all(len(layer.packed) == current.experts_per_rank for rank in group.ranks for layer in rank.layers)
+        assert all(
+            len(layer.packed) == current.experts_per_rank
+            for rank in group.ranks
+            for layer in rank.layers
+        )
         assert {rank.store.placed for rank in group.ranks} == {version * (L + 1) + L}
     renumbered = group.ranks[::-1]
     for number, rank in enumerate(renumbered):
@@ -292,7 +316,13 @@ def test_kernels_that_keep_all_experts_in_one_tensor(group: Group, dtype: torch.
     start = Placement.initial(L, E, 2, redundant=2)
     router: Any = no_router
     layers = [
-        MoELayer(router, LocalAll2All(5), kernel, packed(start.local(i, 0), i), LogicalToPhysical(start, i))
+        MoELayer(
+            router,
+            LocalAll2All(5),
+            kernel,
+            packed(start.local(i, 0), i),
+            LogicalToPhysical(start, i),
+        )
         for i in range(L)
     ]
 
@@ -329,7 +359,9 @@ def test_load_all_of_a_broken_checkpoint_can_be_tried_again(group: Group) -> Non
         group.ranks[0].store.load_all(Placement.initial(L + 1, E, 2).to_table())
 
 
-def test_closing_does_not_wait_for_what_is_on_its_way(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_what_is_on_its_way(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experts, "BYTES_PER_S", 1.0)  # years
     store = group.ranks[0].store
     store.prepare(shuffled(Placement.initial(L, E, 2, redundant=2), 1, seed=1).to_table())
@@ -342,7 +374,8 @@ def test_closing_does_not_wait_for_what_is_on_its_way(group: Group, monkeypatch:
 
 def test_the_background_keeps_to_its_share() -> None:
     work = Pace(threading.Event(), share=0.2, bytes_per_s=1e12)
-    used_s, began_s = time.thread_time(), time.monotonic()
+    used_s = time.thread_time()
+    began_s = time.monotonic()
     while time.thread_time() - used_s < 0.05:
         work(0)
         sum(range(20_000))

@@ -26,8 +26,9 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Chaos:
-    """Places reach ranks at different times, votes are two steps old when they are carried out, ranks carry them out
-    in any order, disks fail and recover, groups are formed anew in the middle."""
+    """Places reach ranks at different times, votes are two steps old when they are carried out,
+    ranks carry them out in any order, disks fail and recover, groups are formed anew in the middle.
+    """
 
     def __init__(self, group: Group, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -65,7 +66,9 @@ class Chaos:
             rank.store.commit(agreed)
 
     def join(self) -> None:
-        """One rank is a step ahead when the group breaks; afterwards plans of the old epoch are run again."""
+        """One rank is a step ahead when the group breaks; afterwards plans of the old epoch are run
+        again.
+        """
         self.joins += 1
         ahead, *others = self.chance.sample(self.group.ranks, len(self.group.ranks))
         ahead.store.commit(self.votes[0])

@@ -43,7 +43,9 @@ def test_the_lowest_id_wins_an_argmax(width: int, threads: int, argmax: Argmax) 
     peak, index = argmax(x)
     expected = [int(np.argmax(row)) for row in x.numpy()]  # numpy: first maximum, NaN largest
     assert index.tolist() == expected
-    assert torch.equal(peak.nan_to_num(7.5), x.gather(1, index.unsqueeze(1)).squeeze(1).nan_to_num(7.5))
+    assert torch.equal(
+        peak.nan_to_num(7.5), x.gather(1, index.unsqueeze(1)).squeeze(1).nan_to_num(7.5)
+    )
     for row in range(5):
         assert argmax(x[row : row + 1])[1].item() == expected[row]
 

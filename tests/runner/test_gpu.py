@@ -1,4 +1,6 @@
-"""The runner with the Triton kernels: interpreted where there is no GPU, and what only a GPU can show."""
+"""The runner with the Triton kernels: interpreted where there is no GPU, and what only a GPU can
+show.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def answer(driver: Driver, prompt: list[int], num_tokens: int) -> Request:
     return request
 
 
-def same_answer(cls: type[ModelRunnerBase], model: str, num_tokens: int, **settings: Any) -> Request:
+def same_answer(
+    cls: type[ModelRunnerBase], model: str, num_tokens: int, **settings: Any
+) -> Request:
     """Greedy tokens, and logits nearly, of a runner with Triton's kernels and of one with torch's."""
     prompt = PROMPT[:20]
     found = answer(driver_of(model, "float32", cls, **settings), prompt, num_tokens)
@@ -71,7 +75,9 @@ def logprobs_of(result: StepResult) -> list[Logprobs]:
 @pytest.mark.full("graphs")
 @pytest.mark.skipif(HAS_GPU, reason="there the kernels are not interpreted")
 def test_all_that_a_step_answers() -> None:
-    """Tokens, their logprobs and the prompt's, and loads, which the device counts, of two requests in one step."""
+    """Tokens, their logprobs and the prompt's, and loads, which the device counts, of two requests
+    in one step.
+    """
     answers = []
     for kernels in ("triton", "torch"):
         driver = driver_of("qwen3_moe", "float32", kernels=kernels)
@@ -91,10 +97,14 @@ def test_all_that_a_step_answers() -> None:
 
 
 @pytest.mark.parametrize("dbo", ["off", "auto"])
-def test_graphs_of_small_steps_by_nccl_are_in_the_memory_plan(dbo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_small_steps_by_nccl_are_in_the_memory_plan(
+    dbo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(GPUModelRunner, "_measured", lambda runner: (0, 0))
     config = config_of(None, dbo=dbo, dp=2, kernels="torch")
-    runner = OnGPU(config, spec_of(**SPEC | {"hidden_size": 2048}), Path(), World(0, 2, ranks_on_host=2))
+    runner = OnGPU(
+        config, spec_of(**SPEC | {"hidden_size": 2048}), Path(), World(0, 2, ranks_on_host=2)
+    )
     runner.device = torch.device("cuda")
     caps = NcclAll2All(facts_of(runner.dtype, hidden_size=2048)).caps
     found = []
@@ -110,22 +120,32 @@ def test_on_a_gpu(model: str) -> None:
     same_answer(OnGPU, model, 8, kernels="triton", determinism="batch")
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=gpu) for dtype in ("float32", "bfloat16")]
+)
 def test_bits_on_a_gpu(dtype: str) -> None:
     """determinism=batch: alone, in chunks and in company."""
     expected = answer(driver_of("qwen3_moe", dtype, OnGPU, determinism="batch"), PROMPT, 8)
     driver = driver_of("qwen3_moe", dtype, OnGPU, determinism="batch")
     rng = np.random.default_rng(3)
-    others = [driver.add(Request(rng.integers(0, 200, 60).tolist(), SAMPLINGS["random"])) for _ in range(30)]
+    others = [
+        driver.add(Request(rng.integers(0, 200, 60).tolist(), SAMPLINGS["random"]))
+        for _ in range(30)
+    ]
     needle = driver.add(Request(list(PROMPT), SAMPLINGS["greedy"]))
     while len(needle.output) < 8:
-        rows = [(needle, int(rng.integers(1, 40))), *((one, int(rng.integers(1, 30))) for one in others)]
+        rows = [
+            (needle, int(rng.integers(1, 40))),
+            *((one, int(rng.integers(1, 30))) for one in others),
+        ]
         driver.run([rows[i] for i in rng.permutation(len(rows)).tolist()])
     assert needle.output[:8] == expected.output
     assert all(map(torch.equal, needle.logits, expected.logits))
 
 
-@pytest.mark.parametrize("model", [pytest.param(model, marks=gpu) for model in ("llama", "qwen3_moe")])
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=gpu) for model in ("llama", "qwen3_moe")]
+)
 def test_no_step_waits_for_the_gpu(model: str) -> None:
     driver = driver_of(model, "bfloat16", OnGPU)
     requests = [driver.add(Request(list(PROMPT), SAMPLINGS["greedy"])) for _ in range(4)]

@@ -1,5 +1,5 @@
-"""Graphs: which step is replayed in which shape, that replays change no bit, and that nothing is used too early or
-too late."""
+"""Graphs: which step is replayed in which shape, that replays change no bit, and that nothing is
+used too early or too late."""
 
 from __future__ import annotations
 
@@ -62,20 +62,27 @@ SPEC: dict[str, Any] = {
     "windows": (None, 12),
     "max_position": 64,
 }
-SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "kv_cache_bytes": 1 << 20}
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "kv_cache_bytes": 1 << 20,
+}
 
 
 OnHere: Any = GPUModelRunner if torch.cuda.is_available() else CPUModelRunner
 
 
 class ByTriton(OnHere):  # type: ignore[misc]
-    """CUDA's graphs where there is a GPU, else the stand-in with interpreted kernels. Token 0, which padding is, makes
-    everything NaN that it reaches, and so does the null block. The first layer's weights are int8."""
+    """CUDA's graphs where there is a GPU, else the stand-in with interpreted kernels. Token 0,
+    which padding is, makes everything NaN that it reaches, and so does the null block. The first
+    layer's weights are int8."""
 
     def load_model(self, progress: Progress) -> None:
         generator = torch.Generator().manual_seed(0)
         params: dict[str, Any] = {
-            param.name: (torch.randn(param.shape, generator=generator) * 0.2 + ("norm" in param.name)).to(self.device)
+            param.name: (
+                torch.randn(param.shape, generator=generator) * 0.2 + ("norm" in param.name)
+            ).to(self.device)
             for param in load_plan(self.spec, ()).params
         }
         params["embed"][0] = torch.nan
@@ -84,11 +91,14 @@ class ByTriton(OnHere):  # type: ignore[misc]
                 params[name], rounding = quantisation_of(params[name], "int8", name)
                 for job in rounding:
                     job()
-        self.model = build_decoder(self.spec, params, pick_ops(self.device, self.dtype, "triton", exact=True))
+        self.model = build_decoder(
+            self.spec, params, pick_ops(self.device, self.dtype, "triton", exact=True)
+        )
 
     def warm_up(self) -> None:
         for cache in self.kv.layers:
-            cache[0][0], cache[1][0] = torch.nan, torch.nan
+            cache[0][0] = torch.nan
+            cache[1][0] = torch.nan
 
 
 def by_triton(graphs: str, spec: ModelSpec | None = None) -> Driver:
@@ -103,7 +113,8 @@ def serve(driver: Driver) -> list[Request]:
     never = {"logit_bias": {0: -100.0}}
     sampling = TokenSampling(seed=2, max_tokens=99, temperature=0.9, top_k=20, **never)
     a, b, c, d = requests = [
-        Request(rng.integers(1, VOCAB, n).tolist(), sampling if n % 2 else greedy(**never)) for n in (9, 3, 12, 1)
+        Request(rng.integers(1, VOCAB, n).tolist(), sampling if n % 2 else greedy(**never))
+        for n in (9, 3, 12, 1)
     ]
     driver.add(a)
     driver.run([(a, 7)])
@@ -137,8 +148,12 @@ def eager() -> list[Request]:
 
 @pytest.mark.full("graphs", keep=1)
 @pytest.mark.parametrize("graphs", ["full", "piecewise"])
-def test_replays_change_no_bit(graphs: str, eager: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each size is recorded when it is met: the first steps of a size are its recording's warm-up, too."""
+def test_replays_change_no_bit(
+    graphs: str, eager: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each size is recorded when it is met: the first steps of a size are its recording's warm-up,
+    too.
+    """
     monkeypatch.setattr(GraphManager, "capture", lambda manager: None)
     driver = by_triton(graphs)
     assert_same(serve(driver), eager)
@@ -154,7 +169,8 @@ def serve_tiles(driver: Driver) -> list[Request]:
     """Requests that cross a tile's border in a chunk, between two, and decoding."""
     rng = np.random.default_rng(3)
     a, b, c = requests = [
-        Request(rng.integers(1, VOCAB, n).tolist(), greedy(logit_bias={0: -100.0})) for n in (31, 16, 3)
+        Request(rng.integers(1, VOCAB, n).tolist(), greedy(logit_bias={0: -100.0}))
+        for n in (31, 16, 3)
     ]
     for request in requests:
         driver.add(request)
@@ -181,9 +197,12 @@ def serve_tiles(driver: Driver) -> list[Request]:
     ],
     ids=["gated_delta", "mamba1", "selects"],
 )
-def test_replays_of_other_layers(mixer: Mixer, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels find the tiles of a step, and its queries' rows, on the device; padding leaves no state behind. In a
-    recorded step every query selects, in others those that see more than 6 tokens."""
+def test_replays_of_other_layers(
+    mixer: Mixer, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels find the tiles of a step, and its queries' rows, on the device; padding leaves no
+    state behind. In a recorded step every query selects, in others those that see more than 6
+    tokens."""
     monkeypatch.setattr(GraphManager, "capture", lambda manager: None)
     attention, other = spec_of(**SPEC).layers
     spec = replace(spec_of(**SPEC), layers=(attention, replace(other, mixer=mixer)))
@@ -194,7 +213,12 @@ def test_replays_of_other_layers(mixer: Mixer, graphs: str, monkeypatch: pytest.
 
 
 LIMITS = Limits(
-    max_num_seqs=300, max_num_batched_tokens=2048, prefill_chunk=2048, max_model_len=64, block_size=16, num_blocks=9
+    max_num_seqs=300,
+    max_num_batched_tokens=2048,
+    prefill_chunk=2048,
+    max_model_len=64,
+    block_size=16,
+    num_blocks=9,
 )
 
 
@@ -240,7 +264,11 @@ def test_every_step_gets_the_smallest_shape_that_holds_it() -> None:
             if uniform == 1 and fits_full:
                 assert alone == both.dispatch(*here)
                 assert alone is not None
-                assert (alone.mode, alone.num_tokens, alone.num_reqs) == (Mode.FULL, fits_full, fits_full)
+                assert (alone.mode, alone.num_tokens, alone.num_reqs) == (
+                    Mode.FULL,
+                    fits_full,
+                    fits_full,
+                )
             else:
                 assert alone is None
                 assert both.dispatch(*here) == piecewise.dispatch(*here)
@@ -261,9 +289,11 @@ def test_common_sizes_are_recorded_at_start_and_the_largest_first() -> None:
 
 
 class Exact:
-    """Sums of whole numbers by torch, which the fake device sees: attention adds up what the cache has of a context.
+    """Sums of whole numbers by torch, which the fake device sees: attention adds up what the cache
+    has of a context.
 
-    Nothing of a step may be read from the host but its rows' bounds, and nothing asked of the device."""
+    Nothing of a step may be read from the host but its rows' bounds, and nothing asked of the
+    device."""
 
     not_recorded = None
     moe_layers = ()
@@ -275,7 +305,9 @@ class Exact:
 
     def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         x = self.embed.index_select(0, step.ids_T) + step.positions_T[:, None]
-        is_live = torch.ones(len(x)) if step.live is None else (torch.arange(len(x)) < step.live).float()
+        is_live = (
+            torch.ones(len(x)) if step.live is None else (torch.arange(len(x)) < step.live).float()
+        )
         for index, cache in enumerate(kv):
             group = step.groups[index % len(step.groups)]
             cache[0].view(-1, 2).index_copy_(0, group.slot_mapping_T, x[:, :2])
@@ -297,7 +329,9 @@ class Exact:
             context_TL = k[blocks_TN].flatten(1)[:, ::2]
             is_seen_TL = torch.arange(context_TL.shape[1])[None] <= sees_T[:, None]
             out.zero_()
-            out[: len(sees_T)] = q.flatten(1)[: len(sees_T)] + torch.where(is_seen_TL, context_TL, 0).sum(1)[:, None]
+            out[: len(sees_T)] = (
+                q.flatten(1)[: len(sees_T)] + torch.where(is_seen_TL, context_TL, 0).sum(1)[:, None]
+            )
 
         if step.cut is not None:
             return step.cut(q, partial(self.planned, step, group, plan), attend, q[0].numel())
@@ -305,7 +339,9 @@ class Exact:
         attend(q, plan(step), out)
         return out
 
-    def planned(self, recorded: StepInputs, group: int, plan: Callable[[StepInputs], Any], now: StepInputs) -> Any:
+    def planned(
+        self, recorded: StepInputs, group: int, plan: Callable[[StepInputs], Any], now: StepInputs
+    ) -> Any:
         assert now is not recorded
         return plan(now)
 
@@ -324,7 +360,8 @@ class ExactOnCPU(CPUModelRunner):
 
 
 class ExactOnFake(GPUModelRunner):
-    load_model, profile_run = ExactOnCPU.load_model, ExactOnCPU.profile_run
+    load_model = ExactOnCPU.load_model
+    profile_run = ExactOnCPU.profile_run
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")
@@ -337,18 +374,24 @@ class ExactOnFake(GPUModelRunner):
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """The device is CPU memory; kernels that it would not see run as their references."""
 
-    def fill(table: Tensor, blocks: Tensor, size: int, step: StepWords, words: Tensor, out: StepArrays) -> None:
+    def fill(
+        table: Tensor, blocks: Tensor, size: int, step: StepWords, words: Tensor, out: StepArrays
+    ) -> None:
         assert torch.equal(words, torch.from_numpy(step.words))
         step_reference(table, blocks, size, step, out)
 
-    def reference_sampler(vocab: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool) -> Sampler:
+    def reference_sampler(
+        vocab: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool
+    ) -> Sampler:
         return ReferenceSampler(vocab, tables, upload)
 
     monkeypatch.setattr(base, "make_sampler", reference_sampler)
     fake = FakeCuda()
     for module in (gpu, recorder):
         monkeypatch.setattr(module, "torch", FakeTorch(fake))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.record_stream(tensor, stream))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: fake.record_stream(tensor, stream)
+    )
     monkeypatch.setattr(triton_inputs, "fill_step", fill)
     monkeypatch.setattr(triton_inputs, "write", write_reference)
     with fake.watching():
@@ -357,10 +400,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 def serve_ahead(driver: Driver) -> list[Request]:
     """Two steps are in flight at a time."""
-    a, b, c = requests = [driver.add(Request(prompt, greedy())) for prompt in ([5, 6, 7], list(range(20)), [9])]
+    a, b, c = requests = [
+        driver.add(Request(prompt, greedy())) for prompt in ([5, 6, 7], list(range(20)), [9])
+    ]
     in_flight: list[Any] = []
     steps: list[list[tuple[Request, int]]] = [[(a, 3), (b, 12)], [(c, 1), (b, 8), (a, 1)]]
-    steps += [[(a, 1), (b, 1), (c, 1)], [(c, 1), (a, 1), (b, 1)], [(b, 1)], [(b, 1), (a, 1)], [(a, 1), (b, 1), (c, 1)]]
+    steps += [
+        [(a, 1), (b, 1), (c, 1)],
+        [(c, 1), (a, 1), (b, 1)],
+        [(b, 1)],
+        [(b, 1), (a, 1)],
+        [(a, 1), (b, 1), (c, 1)],
+    ]
     for chunks in steps:
         plan = driver.plan(chunks)
         in_flight.append((chunks, plan, driver.runner.launch(plan)))
@@ -372,21 +423,31 @@ def serve_ahead(driver: Driver) -> list[Request]:
 
 
 @pytest.mark.parametrize("graphs", ["full", "piecewise", "auto"])
-def test_on_a_device_that_notices_what_is_too_early_or_too_late(graphs: str, cuda: FakeCuda) -> None:
-    settings = {"spec": spec_of(windows=(None, None)), "block_size": 16, "max_num_batched_tokens": 20}
+def test_on_a_device_that_notices_what_is_too_early_or_too_late(
+    graphs: str, cuda: FakeCuda
+) -> None:
+    settings = {
+        "spec": spec_of(windows=(None, None)),
+        "block_size": 16,
+        "max_num_batched_tokens": 20,
+    }
     expected = serve_ahead(Driver(fake_runner(cls=ExactOnCPU, **settings)))
     driver = Driver(fake_runner(cls=ExactOnFake, graphs=graphs, **settings))
     assert_same(serve_ahead(driver), expected)
     assert len(driver.runner.graphs._recordings) >= 4
 
 
-def test_the_fake_device_notices_each_of_them(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fake_device_notices_each_of_them(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.ones(2)
     recording = recorder.CudaRecorder(torch.device("cpu")).record(lambda pause: (x * 2,))
     (y,) = recording.results
     assert y.isnan().all()  # recorded, not computed
     recording.replay()
-    other, written, copied = cuda.Stream(), cuda.Event(), cuda.Event()
+    other = cuda.Stream()
+    written = cuda.Event()
+    copied = cuda.Event()
     with cuda.stream(other):
         with pytest.raises(Hazard, match="does not wait for what another stream writes"):
             y.clone()
@@ -429,7 +490,9 @@ def test_the_largest_step_is_run_to_measure_it(cuda: FakeCuda) -> None:
     class Measured(ExactOnFake):
         profile_run = GPUModelRunner.profile_run
 
-    runner = Measured(config_of(None, **SETTINGS), spec_of(vocab_size=5000, max_position=64), Path())
+    runner = Measured(
+        config_of(None, **SETTINGS), spec_of(vocab_size=5000, max_position=64), Path()
+    )
     runner.load(lambda phase, percent: None)
     runs: list[int] = []
     runner.on_logits = lambda plan, logits_SV: runs.append(int(plan.counts_R.sum()))
@@ -443,7 +506,9 @@ def test_the_largest_step_is_run_to_measure_it(cuda: FakeCuda) -> None:
     assert serve_ahead(Driver(runner))
 
 
-def test_a_missing_wait_in_the_runner_is_noticed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_in_the_runner_is_noticed(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"spec": spec_of(), "block_size": 16, "cls": ExactOnFake, "graphs": "full"}
     monkeypatch.setattr(cuda.Stream, "wait_event", lambda stream, event: None)
     with pytest.raises(Hazard):
@@ -452,7 +517,10 @@ def test_a_missing_wait_in_the_runner_is_noticed(cuda: FakeCuda, monkeypatch: py
 
 @pytest.mark.parametrize("change", [{}, {"not_recorded": "rows are counted on the host"}])
 def test_where_graphs_cannot_be_steps_run_without(
-    change: dict[str, Any], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    change: dict[str, Any],
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name, value in change.items():
         monkeypatch.setattr(Exact, name, value)

@@ -1,5 +1,5 @@
-"""Engines that step together: the bits of one rank, whatever joins, idles, is lost, moves or runs in two
-micro-batches."""
+"""Engines that step together: the bits of one rank, whatever joins, idles, is lost, moves or runs
+in two micro-batches."""
 
 from __future__ import annotations
 
@@ -31,9 +31,19 @@ from tests.runner.harness import Driver, Request, fake_runner, greedy
 
 BACKENDS = ["torch"] + ["shm"] * (native() is not None)
 FAST = BACKENDS[-1]
-PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in ((1, 40), (2, 23))]
+PROMPTS = [
+    np.random.default_rng(seed).integers(0, 256, length).tolist()
+    for seed, length in ((1, 40), (2, 23))
+]
 SAMPLINGS = [
-    TokenSampling(seed=5, max_tokens=99, temperature=0.9, top_k=40, repetition_penalty=1.2, presence_penalty=0.3),
+    TokenSampling(
+        seed=5,
+        max_tokens=99,
+        temperature=0.9,
+        top_k=40,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+    ),
     TokenSampling(seed=6, max_tokens=99, temperature=0.0, logprobs=3, bad_seqs=((7, 8),)),
 ]
 NUM_TOKENS = 6
@@ -85,7 +95,9 @@ def same(ours: Request, theirs: Request) -> None:
     assert len(ours.output) >= 1
     for a, b in zip(ours.logits, theirs.logits, strict=False):
         assert torch.equal(a, b)
-    mine, others = ([r.logprobs[x.slot] for r in x.results if x.slot in r.logprobs] for x in (ours, theirs))
+    mine, others = (
+        [r.logprobs[x.slot] for r in x.results if x.slot in r.logprobs] for x in (ours, theirs)
+    )
     assert mine == others[: len(mine)]
 
 
@@ -93,11 +105,15 @@ async def finish(group: Group, first: Request, second: Request, **options: bool)
     """Until both have all tokens; who is done first idles."""
     requests = first, second
     while any(len(request.output) < NUM_TOKENS for request in requests):
-        await group.run(*([(r, 16)] if len(r.output) < NUM_TOKENS else [] for r in requests), **options)
+        await group.run(
+            *([(r, 16)] if len(r.output) < NUM_TOKENS else [] for r in requests), **options
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_a_group_computes_the_bits_of_one_rank(backend: str, group: Open, expected: list[Request]) -> None:
+async def test_a_group_computes_the_bits_of_one_rank(
+    backend: str, group: Open, expected: list[Request]
+) -> None:
     async with group(all2all=backend) as engines:
         first = engines.engines[0].driver.add(request_of(0))
         for _ in range(2):  # the other engine idles, but its experts work
@@ -121,12 +137,19 @@ async def test_four_ranks_and_rounds_of_few_tokens(group: Open, expected: list[R
         same(first, expected[0])
 
 
-async def test_two_ubatches_change_no_bit_and_are_measured(group: Open, expected: list[Request]) -> None:
+async def test_two_ubatches_change_no_bit_and_are_measured(
+    group: Open, expected: list[Request]
+) -> None:
     async with group(dbo="on") as engines:
         first, second = (engines.engines[i].driver.add(request_of(i)) for i in range(2))
         busy, _ = await engines.run([(first, 16)], [(second, 16)], two_ubatches=True, trace=True)
         assert busy.exposed_comm_us <= busy.comm_us
-        assert {event.track for event in busy.events} >= {"micro-batch 0", "micro-batch 1", "transfer 0", "transfer 1"}
+        assert {event.track for event in busy.events} >= {
+            "micro-batch 0",
+            "micro-batch 1",
+            "transfer 0",
+            "transfer 1",
+        }
         (busy, _) = await engines.run([(first, 16)], [(second, 16)], two_ubatches=True)
         assert busy.events == ()
         while len(first.output) < 3:
@@ -135,7 +158,9 @@ async def test_two_ubatches_change_no_bit_and_are_measured(group: Open, expected
         same(second, expected[1])
 
 
-async def test_a_step_that_loses_a_peer_runs_again_after_the_next_join(group: Open, expected: list[Request]) -> None:
+async def test_a_step_that_loses_a_peer_runs_again_after_the_next_join(
+    group: Open, expected: list[Request]
+) -> None:
     """With a second one in flight behind it, and a request that begins in it."""
     async with group() as engines:
         here, there = engines.engines
@@ -158,7 +183,8 @@ async def test_a_step_that_loses_a_peer_runs_again_after_the_next_join(group: Op
         await engines.join()
         for plan, work in zip(plans, (chunks, chunks_2), strict=True):
             ours, theirs = engines.agree([plan, engines.plans([[], []])[1]])
-            handle, other = here.runner.start(ours), there.runner.start(theirs)
+            handle = here.runner.start(ours)
+            other = there.runner.start(theirs)
             here.driver.update_from_output(work, plan, await handle.result())
             await other.result()
         await while_short(engines, first, second)
@@ -256,7 +282,10 @@ async def test_experts_move_while_requests_run(group: Open, expected: list[Reque
             assert asyncio.get_running_loop().time() < deadline
             await engines.run([], [])
             await asyncio.sleep(0.01)
-        assert all(engine.placed[0].version == 1 and not engine.placed[0].error for engine in engines.engines)
+        assert all(
+            engine.placed[0].version == 1 and not engine.placed[0].error
+            for engine in engines.engines
+        )
         assert [engine.runner.placed for engine in engines.engines] > before
         second = engines.engines[1].driver.add(request_of(1))
         await finish(engines, first, second)
@@ -275,7 +304,9 @@ async def test_a_join_brings_another_placement(group: Open, expected: list[Reque
         same(second, expected[1])
 
 
-async def test_a_group_of_one_grows_and_shrinks(path: Path, tmp_path: Path, expected: list[Request]) -> None:
+async def test_a_group_of_one_grows_and_shrinks(
+    path: Path, tmp_path: Path, expected: list[Request]
+) -> None:
     """The request's engine is alone, then the first of two, then alone again."""
     one = Group(path, 1, tmp_path, all2all=FAST)
     await one.prepare()
@@ -284,7 +315,9 @@ async def test_a_group_of_one_grows_and_shrinks(path: Path, tmp_path: Path, expe
     await one.run([(first, 16)])
     assert one.engines[0].model.placement is not None
     layers, experts = one.engines[0].model.placement.experts_LS.shape
-    newcomer = Engine(runner_of(path, World(rank=1, size=2, ranks_on_host=2, host_rank=1), all2all=FAST))
+    newcomer = Engine(
+        runner_of(path, World(rank=1, size=2, ranks_on_host=2, host_rank=1), all2all=FAST)
+    )
     await newcomer.prepare()
     one.engines.append(newcomer)
     await one.engines[0].runner.leave()
@@ -339,7 +372,8 @@ class OneWorker:
 
 
 async def test_ranks_of_an_engine_that_sample_different_tokens_are_the_end() -> None:
-    runner, team = fake_runner(), OneWorker()
+    runner = fake_runner()
+    team = OneWorker()
     grouped = GroupedRunner(runner, team)  # type: ignore[arg-type]
     grouped._lost = None
     driver = Driver(runner)
@@ -363,10 +397,13 @@ async def test_ranks_of_an_engine_that_sample_different_tokens_are_the_end() -> 
 
 
 class Again:
-    """A team of one worker that now and then runs a step twice, as if the first time another rank was lost."""
+    """A team of one worker that now and then runs a step twice, as if the first time another rank
+    was lost.
+    """
 
     def __init__(self, runner: Any) -> None:
-        self.runner, self.rng = runner, random.Random(0)
+        self.runner = runner
+        self.rng = random.Random(0)
 
     def ask(self, what: Run) -> list[Future[CommandDone]]:
         plan = decode_plan(what.plan)
@@ -381,7 +418,9 @@ class Again:
 
 
 @pytest.mark.parametrize("speculate", ["ngram:4", "suffix:6"])
-async def test_ranks_verify_the_leaders_drafts_wherever_their_own_proposers_are(path: Path, speculate: str) -> None:
+async def test_ranks_verify_the_leaders_drafts_wherever_their_own_proposers_are(
+    path: Path, speculate: str
+) -> None:
     leader, other = (runner_of(path, World(), grouped=False, speculate=speculate) for _ in range(2))
     for runner in leader, other:
         runner.prepare()
@@ -390,7 +429,9 @@ async def test_ranks_verify_the_leaders_drafts_wherever_their_own_proposers_are(
     scheduler = Scheduler(leader.limits, leader.groups)
     for rid in range(3):
         sampling = TokenSampling(seed=rid, max_tokens=90, allowed_ids=(5, 6))
-        scheduler.submit(Submit(rid=rid, tokens=np.full(9, 5, "<i4").tobytes(), num_prompt=9, sampling=sampling))
+        scheduler.submit(
+            Submit(rid=rid, tokens=np.full(9, 5, "<i4").tobytes(), num_prompt=9, sampling=sampling)
+        )
     right = 0
     while scheduler.has_work:
         plan = scheduler.plan()

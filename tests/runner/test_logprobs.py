@@ -31,7 +31,9 @@ def check(row: Logprobs, logits: torch.Tensor, chosen: int, n: int) -> None:
     np.testing.assert_allclose(row.values, values, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("sampling", [greedy(logprobs=3), TokenSampling(seed=1, max_tokens=9, top_k=4, logprobs=0)])
+@pytest.mark.parametrize(
+    "sampling", [greedy(logprobs=3), TokenSampling(seed=1, max_tokens=9, top_k=4, logprobs=0)]
+)
 def test_they_describe_the_raw_logits_of_each_token(sampling: TokenSampling) -> None:
     driver = Driver(fake_runner())
     request = driver.add(Request(list(PROMPT), sampling))
@@ -49,13 +51,17 @@ def test_they_describe_the_raw_logits_of_each_token(sampling: TokenSampling) -> 
 def test_digests_are_of_the_raw_logits_of_requests_that_want_them_on_one_rank() -> None:
     driver = Driver(fake_runner())
     changed = {"repetition_penalty": 1.3, "logit_bias": {5: 2.0}, "receipt": True}
-    with_both, only = (driver.add(Request(list(PROMPT), greedy(**changed, logprobs=n))) for n in (1, None))
+    with_both, only = (
+        driver.add(Request(list(PROMPT), greedy(**changed, logprobs=n))) for n in (1, None)
+    )
     silent = driver.add(Request([1, 2], greedy(logprobs=2)))
     for _ in range(4):
         driver.run([(only, 99), (silent, 99), (with_both, 99)])
     for request in (with_both, only):
         for result, logits in zip(request.results, request.logits, strict=True):
-            assert result.digests[request.slot] == [hashlib.sha256(logits.numpy().tobytes()).digest()]
+            assert result.digests[request.slot] == [
+                hashlib.sha256(logits.numpy().tobytes()).digest()
+            ]
     assert not any(silent.slot in result.digests for result in silent.results)
     assert all(only.slot not in result.logprobs for result in only.results)
     driver.runner.sampler.digests = False  # another rank of the same engine
@@ -66,7 +72,9 @@ def test_digests_are_of_the_raw_logits_of_requests_that_want_them_on_one_rank() 
 
 @pytest.mark.parametrize("rows_at_once", [2, 1 << 20])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
-def test_prompt_logprobs_cross_chunk_borders(chunk: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_cross_chunk_borders(
+    chunk: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logprobs, "PROMPT_ELEMENTS", rows_at_once * VOCAB)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows_at_once * VOCAB)
     driver = Driver(fake_runner())
@@ -103,7 +111,9 @@ def test_equally_likely_tokens_come_in_order_of_their_ids() -> None:
     assert row.rank == 6
 
 
-def test_prompt_logits_that_are_not_finite_fail_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logits_that_are_not_finite_fail_that_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(fake_runner())
     bad = driver.add(Request(list(PROMPT), greedy(prompt_logprobs=1)))
     good = driver.add(Request([1, 2, 3], greedy(prompt_logprobs=1)))
@@ -123,7 +133,11 @@ def test_prompt_logits_that_are_not_finite_fail_that_request(monkeypatch: pytest
 
 @pytest.mark.parametrize("width", [3, 64, 200, 1300, 9001])
 def test_ties_go_to_the_lowest_ids_however_many_are_asked_for(width: int) -> None:
-    x = torch.randint(-3, 3, (7, width), generator=torch.Generator().manual_seed(width)).float().log_softmax(-1)
+    x = (
+        torch.randint(-3, 3, (7, width), generator=torch.Generator().manual_seed(width))
+        .float()
+        .log_softmax(-1)
+    )
     x[0] = 0.0
     x[1, ::2] = -0.0
     x[2, 1:] = float("-inf")

@@ -1,4 +1,6 @@
-"""Lookup proposers guess what a rescan of all tokens would, whatever the portions in which tokens come."""
+"""Lookup proposers guess what a rescan of all tokens would, whatever the portions in which tokens
+come.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ GREEDY = TokenSampling(seed=0, max_tokens=1)
 TOKENS = st.one_of(
     st.lists(st.integers(0, 2), min_size=1, max_size=60),
     st.lists(st.sampled_from([0, 1, 2, 3, 151_935, 2**31 - 1]), min_size=1, max_size=60),
-    st.builds(lambda one, times: one * times, st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 8)),
+    st.builds(
+        lambda one, times: one * times,
+        st.lists(st.integers(0, 9), min_size=1, max_size=9),
+        st.integers(1, 8),
+    ),
 )
 
 
@@ -43,7 +49,9 @@ def request(slot: int, tokens: Sequence[int]) -> NewRequest:
 
 
 def rescan(tokens: list[int]) -> tuple[int, int]:
-    """(position behind the latest earlier occurrence of the longest n-gram at the end, length of the match)."""
+    """(position behind the latest earlier occurrence of the longest n-gram at the end, length of
+    the match).
+    """
     for n in range(MAX_TOKENS, MIN_TOKENS - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[-n:] and len(tokens) > n:
@@ -82,7 +90,8 @@ def test_ngrams_as_by_rescans(tokens: list[int], most_recent: int, data: st.Data
         proposer.add(request(0, tokens[::-1]))
         proposer.add(request(1, tokens[:end]))
         while end < len(tokens):
-            start, end = end, min(end + data.draw(st.integers(1, K + 1)), len(tokens))
+            start = end
+            end = min(end + data.draw(st.integers(1, K + 1)), len(tokens))
             guess = proposer.guess(1, i32(tokens[start:end]))
             proposer.guess(0, i32([7]))
             assert list(guess) == naive_guess(tokens[:end], num_first, K)
@@ -115,11 +124,16 @@ def test_short_matches_stop_to_count_where_they_mislead_and_count_again() -> Non
     proposer = NgramProposer(1, K, host_upload)
     proposer.add(request(0, prompt))
     guesses = 0
-    for at in rng.permutation(398).tolist():  # each pair occurred before, and something else followed
+    for at in rng.permutation(
+        398
+    ).tolist():  # each pair occurred before, and something else followed
         triple = (prompt[at], prompt[at + 1], 1000 + at)
         guesses += sum(bool(len(proposer.guess(0, i32([token])))) for token in triple)
     assert guesses == 0
-    accepted = [list(proposer.guess(0, i32([token]))) == prompt[i + 1 : i + 1 + K] for i, token in enumerate(prompt)]
+    accepted = [
+        list(proposer.guess(0, i32([token]))) == prompt[i + 1 : i + 1 + K]
+        for i, token in enumerate(prompt)
+    ]
     assert sum(accepted) > 300
 
 
@@ -139,8 +153,11 @@ RUNS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=12)
 
 
 @given(RUNS, st.lists(st.integers(0, 2), max_size=12), st.integers(1, 9))
-def test_the_ring_finds_what_a_rescan_finds(runs: list[list[int]], tokens: list[int], count: int) -> None:
-    ring, history = AnswerRing(1 << 12), []
+def test_the_ring_finds_what_a_rescan_finds(
+    runs: list[list[int]], tokens: list[int], count: int
+) -> None:
+    ring = AnswerRing(1 << 12)
+    history = []
     for run in runs:
         ring.extend(run)
         history += [*run, -1]
@@ -149,9 +166,12 @@ def test_the_ring_finds_what_a_rescan_finds(runs: list[list[int]], tokens: list[
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=MIN_LENGTH, max_size=12))
-def test_a_full_ring_finds_only_what_is_still_there(runs: list[list[int]], tokens: list[int]) -> None:
+def test_a_full_ring_finds_only_what_is_still_there(
+    runs: list[list[int]], tokens: list[int]
+) -> None:
     """Buckets are shared here, so it may find less than there is."""
-    ring, history = AnswerRing(32), []
+    ring = AnswerRing(32)
+    history = []
     for run in runs:
         ring.extend(run)
         history += [*run, -1]
@@ -164,7 +184,11 @@ def naive_vote(found: list[tuple[int, list[int]]], acceptance: Acceptance, k: in
     drafts: list[int] = []
     probability = 1.0
     while len(drafts) < k:
-        agree = [(n, rest) for n, rest in found if rest[: len(drafts)] == drafts and len(rest) > len(drafts)]
+        agree = [
+            (n, rest)
+            for n, rest in found
+            if rest[: len(drafts)] == drafts and len(rest) > len(drafts)
+        ]
         if not agree:
             break
         votes = {rest[len(drafts)]: 0 for _, rest in agree}
@@ -181,7 +205,8 @@ def naive_vote(found: list[tuple[int, list[int]]], acceptance: Acceptance, k: in
 
 @given(RUNS, TOKENS, st.integers(0, 9))
 def test_suffixes_vote_as_by_a_rescan(runs: list[list[int]], tokens: list[int], last: int) -> None:
-    proposer, history = SuffixProposer(2, K, host_upload, num_recent=1 << 12), []
+    proposer = SuffixProposer(2, K, host_upload, num_recent=1 << 12)
+    history = []
     for answer in runs:
         proposer.add(request(0, [7]))
         proposer.guess(0, i32(answer))
@@ -202,7 +227,8 @@ def test_an_answer_helps_the_next_request_and_is_forgotten_in_the_end() -> None:
 
     def accepted(proposer: SuffixProposer, slot: int, prompt: list[int]) -> int:
         proposer.add(request(slot, prompt))
-        guess, right = [], 0
+        guess = []
+        right = 0
         for token in answer.tolist():
             right += list(guess[:1]) == [token]
             guess = list(proposer.guess(slot, i32([token])))

@@ -50,7 +50,9 @@ def plan(
         (100, 10, 90, 200, 0),
     ],
 )
-def test_the_budget_is_what_is_left(limit: int, used: int, free: int, workspace: int, expected: int) -> None:
+def test_the_budget_is_what_is_left(
+    limit: int, used: int, free: int, workspace: int, expected: int
+) -> None:
     assert kv_budget(MemoryFacts(limit, used, free), 0.9, workspace) == expected
 
 
@@ -71,7 +73,9 @@ def test_ranks_of_one_host_share_its_memory() -> None:
 
 def test_weights_that_cannot_fit_are_refused_before_loading() -> None:
     check_weights_fit(100, MemoryFacts(200, 0, 100))
-    with pytest.raises(DoesNotFit, match=r"this process loads take 2.00 MiB and 1.00 MiB of memory are free"):
+    with pytest.raises(
+        DoesNotFit, match=r"this process loads take 2.00 MiB and 1.00 MiB of memory are free"
+    ):
         check_weights_fit(2 << 20, MemoryFacts(4 << 20, 0, 1 << 20))
 
 
@@ -101,7 +105,9 @@ def test_the_models_context_is_reduced_to_what_fits_and_said_so() -> None:
 
 
 def test_a_context_that_was_asked_for_is_refused_with_the_one_that_fits() -> None:
-    with pytest.raises(DoesNotFit, match=r"max_model_len=4096 needs .* max_model_len=784 would fit"):
+    with pytest.raises(
+        DoesNotFit, match=r"max_model_len=4096 needs .* max_model_len=784 would fit"
+    ):
         plan(50_500, 8192, max_model_len=4096)
     assert plan(50_500, 8192, max_model_len=784)[0].max_model_len == 784
     with pytest.raises(DoesNotFit, match="max_model_len=784 would fit"):
@@ -139,7 +145,9 @@ def test_whatever_is_promised_fits_beside_null_block_and_watermark(
     usable = limits.num_blocks - 1 - limits.watermark_blocks
     assert limits.num_blocks * 1000 <= budget
     assert blocks_for(groups, limits.max_model_len, 256) <= usable
-    assert limits.max_model_len == 4096 or blocks_for(groups, limits.max_model_len + 1, 256) > usable
+    assert (
+        limits.max_model_len == 4096 or blocks_for(groups, limits.max_model_len + 1, 256) > usable
+    )
 
 
 def test_a_window_group_needs_no_more_than_window_and_chunk() -> None:
@@ -157,8 +165,20 @@ def write_cgroup(root: Path, path: str, **files: str) -> None:
 
 
 def test_the_smallest_control_group_limit_counts(tmp_path: Path) -> None:
-    write_cgroup(tmp_path, "a", memory__max=f"{2 * GIB}\n", memory__current=f"{GIB}\n", memory__stat="file 7\n")
-    write_cgroup(tmp_path, "a/b", memory__max="max\n", memory__current=f"{GIB}\n", memory__stat="inactive_file 1\n")
+    write_cgroup(
+        tmp_path,
+        "a",
+        memory__max=f"{2 * GIB}\n",
+        memory__current=f"{GIB}\n",
+        memory__stat="file 7\n",
+    )
+    write_cgroup(
+        tmp_path,
+        "a/b",
+        memory__max="max\n",
+        memory__current=f"{GIB}\n",
+        memory__stat="inactive_file 1\n",
+    )
     (tmp_path / "membership").write_text("0::/a/b\n")
     facts = host_memory(tmp_path, tmp_path / "membership")
     assert (facts.limit, facts.free) == (2 * GIB, GIB)
@@ -167,7 +187,13 @@ def test_the_smallest_control_group_limit_counts(tmp_path: Path) -> None:
 
 
 def test_control_groups_version_1_are_read_too(tmp_path: Path) -> None:
-    write_cgroup(tmp_path, "memory/x", memory__limit_in_bytes=f"{GIB}", memory__usage_in_bytes="1000", memory__stat="")
+    write_cgroup(
+        tmp_path,
+        "memory/x",
+        memory__limit_in_bytes=f"{GIB}",
+        memory__usage_in_bytes="1000",
+        memory__stat="",
+    )
     (tmp_path / "membership").write_text("5:cpu,memory:/x\n4:pids:/x\n")
     facts = host_memory(tmp_path, tmp_path / "membership")
     assert (facts.limit, facts.free) == (GIB, GIB - 1000)
@@ -192,13 +218,17 @@ def test_block_bytes_are_what_the_cache_allocates() -> None:
 
 def test_kv_memory_is_taken_only_where_it_is_touched() -> None:
     before = host_memory().used
-    cache = KVCache(FULL, spec_of(num_kv_heads=8, head_dim=128), 20_000, 0, torch.float32, torch.device("cpu"))
+    cache = KVCache(
+        FULL, spec_of(num_kv_heads=8, head_dim=128), 20_000, 0, torch.float32, torch.device("cpu")
+    )
     assert cache.layers[0][0].nbytes > GIB
     cache.layers[0][0][5] = 1.0
     assert host_memory().used - before < GIB // 8
 
 
-def test_locked_host_memory_is_what_was_asked_for_or_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_host_memory_is_what_was_asked_for_or_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     registered: list[tuple[int, int]] = []
 
     def register(address: int, size: int, flags: int) -> int:

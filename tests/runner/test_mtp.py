@@ -47,22 +47,26 @@ PROMPT = torch.randint(0, 250, (75,), generator=torch.Generator().manual_seed(1)
 
 
 class DraftingRunner(CPUModelRunner):
-    """Lets a head guess behind every step, and keeps what it computed in the last one. native: in one call, of which
-    nothing can be kept."""
+    """Lets a head guess behind every step, and keeps what it computed in the last one. native: in
+    one call, of which nothing can be kept."""
 
     native = False
 
     def load_model(self, progress: Progress) -> None:
         super().load_model(progress)
         parts = self.model, self.config, self.asked, self.shard(), self.properties.memory()
-        self.head = load_drafter(self.spec, self.model_dir, SpeculationSpec.parse(f"mtp:{K}"), *parts).model
+        self.head = load_drafter(
+            self.spec, self.model_dir, SpeculationSpec.parse(f"mtp:{K}"), *parts
+        ).model
         self.hidden: list[Tensor] = []
 
     def initialize_kv_cache(self) -> None:
         super().initialize_kv_cache()
         drafter = Drafter(self.head, self.kv.draft_layers, self.spec.draft_rules, takes_hidden=True)
         parts = self.groups, self.tables, self.sampler
-        one_call = native_head(self.head, drafter.caches, drafter.rules, *parts) if self.native else None
+        one_call = (
+            native_head(self.head, drafter.caches, drafter.rules, *parts) if self.native else None
+        )
         assert not self.native or one_call is not None
         self.proposer = ModelProposer(K, drafter, *parts, self.upload, one_call)
         forward = self.head.forward
@@ -93,9 +97,13 @@ class DraftingDriver(Driver):
         plan = replace(super().plan(chunks), propose=True)
         if not self.drafting:
             return plan
-        return replace(plan, num_drafts_R=np.array([K * (chunk == DRAFTED) for _, chunk in chunks], np.int32))
+        return replace(
+            plan, num_drafts_R=np.array([K * (chunk == DRAFTED) for _, chunk in chunks], np.int32)
+        )
 
-    def update_from_output(self, chunks: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
+    def update_from_output(
+        self, chunks: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult
+    ) -> None:
         tokens = iter(result.tokens_N.tolist())
         counts = iter(np.ones(len(chunks), int) if result.counts_S is None else result.counts_S)
         for (request, _), samples in zip(chunks, plan.samples_R, strict=True):
@@ -112,7 +120,12 @@ def runner_of(
     kind: type[DraftingRunner] = DraftingRunner,
     **settings: Any,
 ) -> DraftingRunner:
-    values = {"max_num_seqs": 4, "kv_cache_bytes": 1 << 22, "threads": 1, "max_num_batched_tokens": 256}
+    values = {
+        "max_num_seqs": 4,
+        "kv_cache_bytes": 1 << 22,
+        "threads": 1,
+        "max_num_batched_tokens": 256,
+    }
     config = config_of(path, **(values | settings))
     runner = kind(config, with_mtp(read_model_spec(path)), path, world)
     if ranks is not None:
@@ -129,10 +142,15 @@ def driver_of(path: Path, *args: Any, **settings: Any) -> DraftingDriver:
     return DraftingDriver(runner_of(path, *args, **settings))
 
 
-def naive(head: Head, tokens: Sequence[int], choose: Callable[[Tensor, int], int]) -> tuple[Tensor, list[int]]:
-    """Hidden states of the head at all tokens but the last, and K drafts behind it. choose(logits, position)."""
+def naive(
+    head: Head, tokens: Sequence[int], choose: Callable[[Tensor, int], int]
+) -> tuple[Tensor, list[int]]:
+    """Hidden states of the head at all tokens but the last, and K drafts behind it. choose(logits,
+    position).
+    """
     inputs = head.inputs(tokens[1:], head.target_hidden(tokens[:-1]))
-    first, drafts = head.hidden(inputs), list[int]()
+    first = head.hidden(inputs)
+    drafts = list[int]()
     hidden = first
     for position in range(len(tokens), len(tokens) + K):
         drafts.append(choose(head.logits(hidden[-1:]), position))
@@ -157,7 +175,9 @@ def check_drafts(head: Head, driver: DraftingDriver, request: Request) -> Tensor
     """Compares a request's drafts with the plain loop's; returns the head's hidden states."""
 
     def choose(logits: Tensor, position: int) -> int:
-        return int(driver.runner.sampler.draft(logits, np.array([request.slot]), np.array([position])))
+        return int(
+            driver.runner.sampler.draft(logits, np.array([request.slot]), np.array([position]))
+        )
 
     hidden, drafts = naive(head, request.prompt + request.output, choose)
     assert driver.runner.drafts(request) == drafts
@@ -173,7 +193,10 @@ def test_hidden_states_and_drafts_are_those_of_a_plain_loop(
 ) -> None:
     head = make_head(name)
     driver = driver_of(head.path)
-    request, other = (driver.add(Request(p, greedy(temperature=temperature, seed=3))) for p in (PROMPT, PROMPT[:9]))
+    request, other = (
+        driver.add(Request(p, greedy(temperature=temperature, seed=3)))
+        for p in (PROMPT, PROMPT[:9])
+    )
     hidden: list[Tensor] = []
     for chunk in (31, 1, 43, 1, 1):
         result = driver.run([(other, 1), (request, chunk)])
@@ -215,22 +238,37 @@ def test_right_and_wrong_drafts_leave_what_later_drafts_need(
 @pytest.mark.skipif(not AVAILABLE, reason="no native code")
 @pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize(
-    "settings", [{}, {"graphs": "full"}, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}, {"threads": 2}], ids=str
+    "settings",
+    [{}, {"graphs": "full"}, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}, {"threads": 2}],
+    ids=str,
 )
 def test_one_native_call_guesses_the_same(settings: Any, make_head: Callable[[str], Head]) -> None:
-    """Behind prompts in parts, right and wrong drafts and steps that ask for none, up to the end of the context; a
-    request with a filter is not for the call, nor are then the others of its step."""
+    """Behind prompts in parts, right and wrong drafts and steps that ask for none, up to the end of
+    the context; a request with a filter is not for the call, nor are then the others of its step.
+    """
     kinds = (NativeRunner, {"kernels": "native"}), (DraftingRunner, {})
     one, other = (
         driver_of(make_head("qwen3_moe").path, kind=kind, max_model_len=100, **(settings | more))
         for kind, more in kinds
     )
     sampling = greedy(temperature=0.8, seed=3), greedy(), greedy(temperature=0.5, seed=1, top_k=5)
-    pairs = [[driver.add(Request(PROMPT[: 75 - i], how)) for driver in (one, other)] for i, how in enumerate(sampling)]
-    chunks = [(50, 1, 0), (25, 73, 0), *[(DRAFTED, DRAFTED, 0)] * 5, (0, DRAFTED, 73), (1, 1, 1), (DRAFTED, 1, 0)]
+    pairs = [
+        [driver.add(Request(PROMPT[: 75 - i], how)) for driver in (one, other)]
+        for i, how in enumerate(sampling)
+    ]
+    chunks = [
+        (50, 1, 0),
+        (25, 73, 0),
+        *[(DRAFTED, DRAFTED, 0)] * 5,
+        (0, DRAFTED, 73),
+        (1, 1, 1),
+        (DRAFTED, 1, 0),
+    ]
     for chunk in chunks:
         for i, driver in enumerate((one, other)):
-            driver.run([(pair[i], count) for pair, count in zip(pairs, chunk, strict=True) if count])
+            driver.run(
+                [(pair[i], count) for pair, count in zip(pairs, chunk, strict=True) if count]
+            )
         for (mine, theirs), count in zip(pairs, chunk, strict=True):
             if count and mine.output:
                 assert mine.output == theirs.output
@@ -273,7 +311,9 @@ def test_a_plan_that_asks_for_no_drafts_keeps_the_cache(make_head: Callable[[str
     check_drafts(head, driver, request)
 
 
-def test_a_plan_that_is_launched_again_has_the_same_drafts(make_head: Callable[[str], Head]) -> None:
+def test_a_plan_that_is_launched_again_has_the_same_drafts(
+    make_head: Callable[[str], Head],
+) -> None:
     head = make_head("qwen3_moe")
     driver = driver_of(head.path)
     request = driver.add(Request(PROMPT, greedy()))
@@ -286,7 +326,8 @@ def test_a_plan_that_is_launched_again_has_the_same_drafts(make_head: Callable[[
 
 
 def test_an_idle_runner_keeps_nothing_of_a_step(make_head: Callable[[str], Head]) -> None:
-    driver, read = driver_of(make_head("qwen3_moe").path), []
+    driver = driver_of(make_head("qwen3_moe").path)
+    read = []
     launch = driver.runner.proposer.launch
 
     def seen(step: Verified) -> None:
@@ -303,8 +344,14 @@ def test_an_idle_runner_keeps_nothing_of_a_step(make_head: Callable[[str], Head]
 def test_drafts_change_no_token(name: str, make_head: Callable[[str], Head]) -> None:
     """Under the scheduler, with prefix cache, preemption and requests that start over."""
     head = make_head(name)
-    settings = {"max_num_seqs": 5, "kv_cache_bytes": 1 << 23, "max_num_batched_tokens": 64, "max_model_len": 256}
-    submits, runner = submits_of(256, 14), runner_of(head.path, **settings)
+    settings = {
+        "max_num_seqs": 5,
+        "kv_cache_bytes": 1 << 23,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+    }
+    submits = submits_of(256, 14)
+    runner = runner_of(head.path, **settings)
     answers, verified, right = serve(runner, submits)
     assert verified == 0
     runner.limits = replace(runner.limits, num_drafts=K)
@@ -317,14 +364,23 @@ def test_drafts_change_no_token(name: str, make_head: Callable[[str], Head]) -> 
 @pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mimo_v2_flash"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensor_parallel_ranks_guess_alike(name: str, dtype: str, make_head: Callable[[str], Head]) -> None:
-    head, board = make_head(name), Board(2)
+def test_tensor_parallel_ranks_guess_alike(
+    name: str, dtype: str, make_head: Callable[[str], Head]
+) -> None:
+    head = make_head(name)
+    board = Board(2)
 
     def guess(driver: DraftingDriver) -> list[int]:
-        requests = [driver.add(Request(PROMPT[:n], greedy(temperature=0.5, seed=n))) for n in (40, 23)]
+        requests = [
+            driver.add(Request(PROMPT[:n], greedy(temperature=0.5, seed=n))) for n in (40, 23)
+        ]
         for chunk in (17, 23, DRAFTED, DRAFTED):
             driver.run([(request, chunk) for request in requests])
-        return [token for request in requests for token in request.output + driver.runner.drafts(request)]
+        return [
+            token
+            for request in requests
+            for token in request.output + driver.runner.drafts(request)
+        ]
 
     def rank(number: int) -> list[int]:
         world = World(number, 2, 2, ep=False)
@@ -339,7 +395,10 @@ def test_caches_of_the_head_are_in_the_blocks_with_full_attention() -> None:
     drafting = replace(spec, draft_layers=(spec.layers[0], spec.layers[1]))
     groups = groups_of(drafting.kv_rules, 4, len(drafting.draft_layers))
     assert [group.layers for group in groups] == [(0, 2), (1, 3, 4)]
-    sizes = [block_bytes(g, s, torch.float32) for s, g in ((spec, groups_of(spec.kv_rules, 4)), (drafting, groups))]
+    sizes = [
+        block_bytes(g, s, torch.float32)
+        for s, g in ((spec, groups_of(spec.kv_rules, 4)), (drafting, groups))
+    ]
     assert sizes[1] * 2 == sizes[0] * 3  # two places are there already
     kv = KVCache(groups, drafting, 3, 2, torch.float32, torch.device("cpu"))
     assert (len(kv.layers), len(kv.draft_layers)) == (3, 2)
@@ -368,15 +427,21 @@ def test_interpreted_triton_kernels(name: str, make_head: Callable[[str], Head])
     check_drafts(make_head(name), driver, request)
 
 
-@pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str)
-def test_a_head_of_narrow_weights_or_entries_guesses(settings: Any, make_head: Callable[[str], Head]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str
+)
+def test_a_head_of_narrow_weights_or_entries_guesses(
+    settings: Any, make_head: Callable[[str], Head]
+) -> None:
     driver = driver_of(make_head("glm4_moe").path, **settings)
     request = driver.add(Request(PROMPT, greedy()))
     driver.run([(request, 75)])
     assert len(set(driver.runner.drafts(request))) > 1
 
 
-def test_a_checkpoint_without_a_head_is_refused(make_head: Callable[[str], Head], make_checkpoint: Any) -> None:
+def test_a_checkpoint_without_a_head_is_refused(
+    make_head: Callable[[str], Head], make_checkpoint: Any
+) -> None:
     with pytest.raises(ConfigError, match="has no head for multi-token prediction"):
         driver_of(make_checkpoint("qwen3_moe").path)
     with pytest.raises(CheckpointError, match=r"model.layers.3.enorm.weight.*shape"):

@@ -1,5 +1,6 @@
-"""Rows travel by NCCL inside a recording: on devices that notice what is too early or too late, on what the host waits,
-and whether ranks call different collectives. NCCL is tests/comm/fake_nccl.py, ranks are threads."""
+"""Rows travel by NCCL inside a recording: on devices that notice what is too early or too late, on
+what the host waits, and whether ranks call different collectives. NCCL is tests/comm/fake_nccl.py,
+ranks are threads."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.moe.contract.test_contract import Batch, alone, batch, same_bits
 from tests.runner.expert_checkpoint import spec_of
 from tests.runner.fake_cuda import Devices, FakeTorch, Hazard, refuse_to_wait
 
-ROOM, LAYERS = 6, 2
+ROOM = 6
+LAYERS = 2
 DTYPE = torch.bfloat16
 
 
@@ -44,7 +46,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
         monkeypatch.setattr(module, "torch", FakeTorch(both))
     monkeypatch.setattr(backends, "comm_stream", lambda device: CudaStream(torch.device("cuda", 0)))
     monkeypatch.setattr(native_rows, "AVAILABLE", False)  # nobody could watch it
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: both.record_stream(tensor, stream))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: both.record_stream(tensor, stream)
+    )
     return both
 
 
@@ -60,9 +64,11 @@ class Rank:
     """Two layers over the rows in fixed buffers; the second has the sums of the first as rows."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.ubatch = rank, UBatch()
+        self.rank = rank
+        self.ubatch = UBatch()
         self.backend = NcclAll2All(facts_of(DTYPE))
-        self.x, self.ids = torch.zeros(ROOM, 24, dtype=DTYPE), torch.full((ROOM, TOP_K), -1, dtype=torch.int32)
+        self.x = torch.zeros(ROOM, 24, dtype=DTYPE)
+        self.ids = torch.full((ROOM, TOP_K), -1, dtype=torch.int32)
         self.weights = torch.zeros(ROOM, TOP_K)
         self.recording: Recording | None = None
 
@@ -80,7 +86,11 @@ class Rank:
             return self.forward(x, routing).clone()
         rows = slice(0, len(x))
         self.ids.fill_(-1)
-        for buffer, values in ((self.x, x), (self.ids, routing.ids_TK), (self.weights, routing.weights_TK)):
+        for buffer, values in (
+            (self.x, x),
+            (self.ids, routing.ids_TK),
+            (self.weights, routing.weights_TK),
+        ):
             buffer[rows].copy_(values)
         if self.recording is None:
             whole = Routing(self.ids, self.weights)
@@ -91,12 +101,16 @@ class Rank:
 
 
 def parts_of(step: int) -> list[Batch]:
-    """Up to ROOM tokens of each rank, one of them without any now and then; rows to nobody among them."""
+    """Up to ROOM tokens of each rank, one of them without any now and then; rows to nobody among
+    them.
+    """
     rng = np.random.default_rng(step)
     found = []
     for rank in range(2):
         tokens = 0 if step == 3 and rank == 1 else int(rng.integers(1, ROOM + 1))
-        ids = np.array([rng.permutation(2 * LOCAL)[:TOP_K] for _ in range(tokens)], int).reshape(tokens, TOP_K)
+        ids = np.array([rng.permutation(2 * LOCAL)[:TOP_K] for _ in range(tokens)], int).reshape(
+            tokens, TOP_K
+        )
         found.append(batch(np.where(rng.random(ids.shape) < 0.2, -1, ids), DTYPE, 10 * step + rank))
     return found
 
@@ -109,7 +123,10 @@ def expected(part: Batch) -> Tensor:
 
 
 def serve(
-    devices: Devices, directory: Path, ways: Sequence[tuple[bool, bool]], most_recorded: int | None = None
+    devices: Devices,
+    directory: Path,
+    ways: Sequence[tuple[bool, bool]],
+    most_recorded: int | None = None,
 ) -> None:
     members = members_of(2, str(directory), deadline_s=5.0)
     ranks: list[Rank] = [Rank(rank) for rank in range(2)]
@@ -144,10 +161,14 @@ def serve(
             rank.backend.leave()
 
 
-BOTH, LEFT, NONE = (True, True), (True, False), (False, False)
+BOTH = (True, True)
+LEFT = (True, False)
+NONE = (False, False)
 
 
-def test_ranks_that_replay_and_ranks_that_do_not_give_the_bits_of_one(devices: Devices, tmp_path: Path) -> None:
+def test_ranks_that_replay_and_ranks_that_do_not_give_the_bits_of_one(
+    devices: Devices, tmp_path: Path
+) -> None:
     serve(devices, tmp_path, [NONE, LEFT, BOTH, LEFT, BOTH, NONE, BOTH])
     assert {called.split(" of ")[0] for called in fake_nccl.Group.called.values()} == {
         "_allgather_base",
@@ -157,14 +178,17 @@ def test_ranks_that_replay_and_ranks_that_do_not_give_the_bits_of_one(devices: D
 
 
 def test_what_the_largest_small_step_takes_is_in_the_plan(devices: Devices, tmp_path: Path) -> None:
-    members, facts = members_of(2, str(tmp_path)), facts_of(DTYPE, hidden_size=2048, max_tokens=1000)
+    members = members_of(2, str(tmp_path))
+    facts = facts_of(DTYPE, hidden_size=2048, max_tokens=1000)
 
     def work(rank: int) -> int:
-        backend, ubatch = NcclAll2All(facts), UBatch()
+        backend = NcclAll2All(facts)
+        ubatch = UBatch()
         with devices.on(rank), torch.inference_mode():
             backend.join(members[rank], LOCAL, 1)
             tokens = ubatch.most_tokens = backend.caps.most_recorded or 0
-            x, ids_N = torch.ones(tokens, 2048, dtype=DTYPE), torch.arange(tokens * TOP_K, dtype=torch.int32)
+            x = torch.ones(tokens, 2048, dtype=DTYPE)
+            ids_N = torch.arange(tokens * TOP_K, dtype=torch.int32)
             routing = Routing(ids_N.view(tokens, -1) % (2 * LOCAL), torch.ones(tokens, TOP_K))
             out_TD = torch.empty_like(x)
             before = devices.memory_allocated()
@@ -182,7 +206,9 @@ def test_what_the_largest_small_step_takes_is_in_the_plan(devices: Devices, tmp_
         assert 4 * SMALL_BYTES < taken <= planned - without
 
 
-def test_steps_whose_rows_the_host_counts_cannot_be_recorded(devices: Devices, tmp_path: Path) -> None:
+def test_steps_whose_rows_the_host_counts_cannot_be_recorded(
+    devices: Devices, tmp_path: Path
+) -> None:
     serve(devices, tmp_path, [NONE, NONE], ROOM - 1)
     (tmp_path / "again").mkdir()
     with pytest.raises(Hazard, match="asks the device while a graph is captured"):

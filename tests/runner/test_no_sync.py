@@ -1,4 +1,6 @@
-"""No step on CUDA asks the device for a value: the runner for GPUs over interpreted kernels, where asking fails."""
+"""No step on CUDA asks the device for a value: the runner for GPUs over interpreted kernels, where
+asking fails.
+"""
 
 from __future__ import annotations
 
@@ -75,12 +77,16 @@ class OnHere(GPUModelRunner):
 
 
 class Guard:
-    """While `armed`, asking a tensor for its values fails, but in what stands for the device or fills its buffers."""
+    """While `armed`, asking a tensor for its values fails, but in what stands for the device or
+    fills its buffers.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.armed = False
         for name in ASKS:
-            monkeypatch.setattr(torch.Tensor, name, self._refusing(name, getattr(torch.Tensor, name)))
+            monkeypatch.setattr(
+                torch.Tensor, name, self._refusing(name, getattr(torch.Tensor, name))
+            )
         for owner, name in ((GridExecutor, "__call__"), (RingUpload, "__call__")):
             monkeypatch.setattr(owner, name, self._disarmed(getattr(owner, name)))
 
@@ -94,7 +100,8 @@ class Guard:
 
     def _disarmed(self, call: Any) -> Any:
         def calls(*args: Any, **kwargs: Any) -> Any:
-            armed, self.armed = self.armed, False
+            armed = self.armed
+            self.armed = False
             try:
                 return call(*args, **kwargs)
             finally:
@@ -120,11 +127,19 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     ids=["windows", "llama", "states", "selects"],
 )
 def test_no_step_asks_the_device(model: str, mixers: list[Mixer], guard: Guard) -> None:
-    driver = driver_of(model, "float32", OnHere, mixers, kernels="triton", determinism="batch", graphs="off")
-    requests = [driver.add(Request([5 + i, 6, 7, 8], sampling)) for i, sampling in enumerate(MANY_WAYS)]
+    driver = driver_of(
+        model, "float32", OnHere, mixers, kernels="triton", determinism="batch", graphs="off"
+    )
+    requests = [
+        driver.add(Request([5 + i, 6, 7, 8], sampling)) for i, sampling in enumerate(MANY_WAYS)
+    ]
     newcomer = Request([9] * 12, MANY_WAYS[0])
     a, b, c, d = requests
-    steps: list[list[tuple[Request, int]]] = [[(a, 4)], [(b, 3), (c, 4), (d, 2)], [(a, 1), (d, 2), (b, 1), (c, 1)]]
+    steps: list[list[tuple[Request, int]]] = [
+        [(a, 4)],
+        [(b, 3), (c, 4), (d, 2)],
+        [(a, 1), (d, 2), (b, 1), (c, 1)],
+    ]
     steps += [[(a, 1), (b, 1), (c, 1), (d, 1)], [(newcomer, 12), (a, 1)]]
     for chunks in steps:
         if newcomer is chunks[0][0]:
@@ -140,7 +155,9 @@ def test_no_step_asks_the_device(model: str, mixers: list[Mixer], guard: Guard) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there test_gpu.py asks the driver")
 def test_a_step_that_only_serves_others_has_a_result(guard: Guard) -> None:
     """Its loads, all zero, are on the device as those of any step are."""
-    runner = driver_of("qwen3_moe", "float32", OnHere, kernels="triton", determinism="batch", graphs="off").runner
+    runner = driver_of(
+        "qwen3_moe", "float32", OnHere, kernels="triton", determinism="batch", graphs="off"
+    ).runner
     nothing = dummy_plan(len(runner.groups), 0, [])
     guard.armed = True
     collect = runner.launch(replace(nothing, agreed=Agreed(1, most_tokens=(5, 0))))
@@ -154,7 +171,13 @@ def test_a_step_that_only_serves_others_has_a_result(guard: Guard) -> None:
 def test_the_guard_notices(guard: Guard) -> None:
     guard.armed = True
     x = torch.ones(2)
-    for ask in (lambda: x[0].item(), lambda: bool(x[0]), lambda: x.numpy(), lambda: np.asarray(x), lambda: x.tolist()):
+    for ask in (
+        lambda: x[0].item(),
+        lambda: bool(x[0]),
+        lambda: x.numpy(),
+        lambda: np.asarray(x),
+        lambda: x.tolist(),
+    ):
         with pytest.raises(Waits):
             ask()
     with pytest.raises(Waits):

@@ -39,7 +39,8 @@ def test_seed_position_and_token_all_change_the_noise() -> None:
 def test_it_is_gumbel_noise() -> None:
     gumbel = noise.Gumbel(65_536, CPU)
     values = gumbel(*keys([11] * 8, list(range(8)))).flatten().double()
-    # Compared with the distribution function exp(-exp(-x)) at 200 points; 3 / sqrt(n) is far out for Kolmogorov.
+    # Compared with the distribution function exp(-exp(-x)) at 200 points; 3 / sqrt(n) is far out
+    # for Kolmogorov.
     ordered = values.sort().values
     uniform = torch.exp(-torch.exp(-ordered))
     expected = (torch.arange(len(ordered), dtype=torch.float64) + 0.5) / len(ordered)

@@ -1,4 +1,6 @@
-"""Runners that start from packed weights on disk: the bits of those that do not, wherever experts go later."""
+"""Runners that start from packed weights on disk: the bits of those that do not, wherever experts
+go later.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_a_second_start_reads_nothing_and_computes_the_same(
     case: str, make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = case if case in ("int8", "int4") else "none"
-    name = {"int4": "qwen3_moe", "int8": "qwen2_moe"}.get(asked, "qwen2_moe" if case.startswith("stored") else case)
+    name = {"int4": "qwen3_moe", "int8": "qwen2_moe"}.get(
+        asked, "qwen2_moe" if case.startswith("stored") else case
+    )
     if "fp4" in case:
         name = "qwen3_moe"  # all of whose layers have multiples of 32 inputs
     path = make_checkpoint(name, tie_word_embeddings=name == "granite_moe").path
@@ -76,7 +80,9 @@ def test_a_second_start_reads_nothing_and_computes_the_same(
 
 
 async def test_experts_move_after_a_start_from_a_file(make_checkpoint: Any, tmp_path: Path) -> None:
-    """To other ranks' mapped memory, which stays the process's own: the next start finds what the first one had."""
+    """To other ranks' mapped memory, which stays the process's own: the next start finds what the
+    first one had.
+    """
     path = make_checkpoint("qwen3_moe").path
     expected = run(path)
     folder = tmp_path / "cache"
@@ -109,16 +115,22 @@ async def test_experts_move_after_a_start_from_a_file(make_checkpoint: Any, tmp_
 
 def reversed_table(table: PlacementTable) -> PlacementTable:
     """Every slot gets another expert."""
-    experts = np.frombuffer(table.experts, np.int32).reshape(-1, table.num_ranks * table.experts_per_rank)[:, ::-1]
+    experts = np.frombuffer(table.experts, np.int32).reshape(
+        -1, table.num_ranks * table.experts_per_rank
+    )[:, ::-1]
     return msgspec.structs.replace(table, version=table.version + 1, experts=experts.tobytes())
 
 
 def test_mapped_weights_leave_less_memory_for_kv_blocks(
     make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "host_memory", lambda: MemoryFacts(limit=1 << 40, used=0, free=1 << 32))
+    monkeypatch.setattr(
+        cpu, "host_memory", lambda: MemoryFacts(limit=1 << 40, used=0, free=1 << 32)
+    )
     path = make_checkpoint("llama").path
-    config, budgets, mapped = config_of(path, packed_cache=str(tmp_path)), [], []
+    config = config_of(path, packed_cache=str(tmp_path))
+    budgets = []
+    mapped = []
     for _ in range(2):
         runner = CPUModelRunner(config, read_model_spec(path), path)
         budgets.append(runner.load(lambda phase, percent: None))
@@ -128,13 +140,19 @@ def test_mapped_weights_leave_less_memory_for_kv_blocks(
     assert abs(budgets[0] - budgets[1] - 0.9 * mapped[1]) < 2
 
 
-def test_an_engine_that_comes_when_experts_have_moved_leaves_no_file(make_checkpoint: Any, tmp_path: Path) -> None:
-    path, world = make_checkpoint("qwen3_moe").path, World(1, 2, ranks_on_host=2)
-    config, spec = config_of(path, packed_cache=str(tmp_path)), read_model_spec(path)
+def test_an_engine_that_comes_when_experts_have_moved_leaves_no_file(
+    make_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    world = World(1, 2, ranks_on_host=2)
+    config = config_of(path, packed_cache=str(tmp_path))
+    spec = read_model_spec(path)
     first = Placement.initial(2, 8, 2)
     for version, num_files in ((1, 0), (0, 1)):
         placement = Placement(version, 2, 8, first.experts_LS)
-        CPUModelRunner(config, spec, path, world, placement, grouped=True).load(lambda phase, percent: None)
+        CPUModelRunner(config, spec, path, world, placement, grouped=True).load(
+            lambda phase, percent: None
+        )
         written()
         assert len(list(tmp_path.iterdir())) == num_files
 
@@ -142,7 +160,9 @@ def test_an_engine_that_comes_when_experts_have_moved_leaves_no_file(make_checkp
 def test_through_the_front_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer() -> list[int]:
         with LLM("demo", threads=1, max_model_len=64, packed_cache=str(tmp_path)) as llm:
-            (out,) = llm.generate(["Once upon"], SamplingParams(temperature=0.9, seed=4, max_tokens=16))
+            (out,) = llm.generate(
+                ["Once upon"], SamplingParams(temperature=0.9, seed=4, max_tokens=16)
+            )
             written()
             return list(out.outputs[0].token_ids)
 
@@ -156,7 +176,9 @@ def test_other_kernels_refuse(make_checkpoint: Any, tmp_path: Path) -> None:
     path = make_checkpoint("llama").path
     config = config_of(path, kernels="torch", packed_cache=str(tmp_path))
     runner = CPUModelRunner(config, read_model_spec(path), path)
-    with pytest.raises(ConfigError, match=r"packed_cache needs the native kernels .*; use no packed_cache, or"):
+    with pytest.raises(
+        ConfigError, match=r"packed_cache needs the native kernels .*; use no packed_cache, or"
+    ):
         runner.load(lambda phase, percent: None)
     assert not list(tmp_path.iterdir())
 

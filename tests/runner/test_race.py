@@ -14,7 +14,9 @@ from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.native import race
 from moeserve.runner.sampling.sampler import row_keys
 
-pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="no native kernels for this machine")
+pytestmark = pytest.mark.skipif(
+    not native_rows.AVAILABLE, reason="no native kernels for this machine"
+)
 
 
 def keys(rows: int) -> tuple[Tensor, Tensor]:
@@ -31,7 +33,9 @@ def test_winners(spread: float, in_blocks: bool) -> None:
     x = torch.randn(60, width, generator=generator) * spread
     x[:, ::7] = -math.inf
     x -= x.amax(dim=-1, keepdim=True)
-    blocks = torch.stack([torch.randperm(93, generator=generator)[:10].sort().values for _ in range(60)])
+    blocks = torch.stack(
+        [torch.randperm(93, generator=generator)[:10].sort().values for _ in range(60)]
+    )
     arguments = (*keys(60), blocks if in_blocks else None)
     assert torch.equal(race(gumbel, x, *arguments), (x + gumbel(*arguments)).argmax(dim=1))
 

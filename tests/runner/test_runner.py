@@ -1,4 +1,6 @@
-"""The runner's steps, driven by hand-made plans over a model that checks every K/V host block it reads."""
+"""The runner's steps, driven by hand-made plans over a model that checks every K/V host block it
+reads.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def test_neighbours_and_depth_do_not_matter(name: str, depth: int) -> None:
     rng = np.random.default_rng(depth)
     samplings = list(SAMPLINGS.values())
     others = [
-        driver.add(Request(rng.integers(0, VOCAB, 3 + i).tolist(), samplings[i % len(samplings)])) for i in range(5)
+        driver.add(Request(rng.integers(0, VOCAB, 3 + i).tolist(), samplings[i % len(samplings)]))
+        for i in range(5)
     ]
     request = driver.add(Request(list(PROMPT), SAMPLINGS[name]))
     in_flight: list[tuple[Any, StepPlan, Any]] = []
@@ -93,11 +96,22 @@ def test_a_cached_prefix_gives_the_same_bits() -> None:
     # Two whole blocks are shared; the driver hands them over as a scheduler's cache hit would.
     shared = first.blocks[0][:2]
     plan_blocks = [(second.slot, i, block) for i, block in enumerate(shared)]
-    second.blocks, second.num_computed = [list(shared)], 8
+    second.blocks = [list(shared)]
+    second.num_computed = 8
     plan = driver.plan([(second, 100)])
     columns = np.array(plan_blocks, dtype=np.int32).T
-    diff = type(plan.diffs[0])(*(np.concatenate(p) for p in zip(columns, _columns(plan), strict=True)))
-    plan = StepPlan(plan.step, plan.slots_R, plan.starts_R, plan.counts_R, plan.samples_R, (diff,), plan.new_requests)
+    diff = type(plan.diffs[0])(
+        *(np.concatenate(p) for p in zip(columns, _columns(plan), strict=True))
+    )
+    plan = StepPlan(
+        plan.step,
+        plan.slots_R,
+        plan.starts_R,
+        plan.counts_R,
+        plan.samples_R,
+        (diff,),
+        plan.new_requests,
+    )
     driver.update_from_output([(second, 100)], plan, driver.runner.execute(plan))
     assert driver.generate(second, 12) == reference.output
 
@@ -128,10 +142,16 @@ def test_blocks_return_from_the_store() -> None:
     old = request.blocks[0][:2]
     new = [driver.free_blocks.pop(0), driver.free_blocks.pop(0)]
     kv = driver.runner.kv
-    stores = tuple(BlockMove(block, host_block) for block, host_block in zip(old, (3, 0), strict=True))
-    loads = tuple(BlockMove(block, host_block) for block, host_block in zip(new, (3, 0), strict=True))
+    stores = tuple(
+        BlockMove(block, host_block) for block, host_block in zip(old, (3, 0), strict=True)
+    )
+    loads = tuple(
+        BlockMove(block, host_block) for block, host_block in zip(new, (3, 0), strict=True)
+    )
     nothing = np.zeros(0, dtype=np.int32)
-    moves = StepPlan(99, nothing, nothing, nothing, nothing.astype(bool), (), stores=stores, loads=loads)
+    moves = StepPlan(
+        99, nothing, nothing, nothing, nothing.astype(bool), (), stores=stores, loads=loads
+    )
     assert driver.runner.execute(moves).tokens_N.tolist() == []
     for layer in kv.layers:
         assert torch.equal(layer[0][new], layer[0][old])
@@ -162,7 +182,10 @@ class RingRunner(FakeRunner):
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_device_that_copies_its_inputs_gives_the_same_tokens(name: str) -> None:
     driver = Driver(fake_runner(cls=RingRunner))
-    assert driver.generate(driver.add(Request(list(PROMPT), SAMPLINGS[name])), 12) == alone(name).output
+    assert (
+        driver.generate(driver.add(Request(list(PROMPT), SAMPLINGS[name])), 12)
+        == alone(name).output
+    )
 
 
 def test_tokens_outside_the_vocabulary_fail_that_request_alone() -> None:
@@ -176,12 +199,18 @@ def test_tokens_outside_the_vocabulary_fail_that_request_alone() -> None:
     assert str(VOCAB + 5) in result.failed[rules.slot]
     assert good.output == alone("greedy").output[:1]
     driver.remove(bad)
-    assert driver.generate(driver.add(Request(list(PROMPT), greedy())), 12) == alone("greedy").output
+    assert (
+        driver.generate(driver.add(Request(list(PROMPT), greedy())), 12) == alone("greedy").output
+    )
 
 
-def test_logits_that_are_not_finite_fail_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_not_finite_fail_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(fake_runner())
-    requests = [driver.add(Request(list(PROMPT), s)) for s in (greedy(), greedy(), *SAMPLINGS.values())]
+    requests = [
+        driver.add(Request(list(PROMPT), s)) for s in (greedy(), greedy(), *SAMPLINGS.values())
+    ]
     plain = driver.runner.model.logits
 
     def with_nan(hidden_SD: torch.Tensor) -> torch.Tensor:

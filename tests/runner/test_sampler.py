@@ -28,22 +28,30 @@ MAX_LEN = 32
 KINDS = [NativeSampler, ReferenceSampler] if native_rows.AVAILABLE else [ReferenceSampler]
 
 
-def sampler_of(vocab: int, slots: int = 64, kind: type[ReferenceSampler] = KINDS[0]) -> ReferenceSampler:
+def sampler_of(
+    vocab: int, slots: int = 64, kind: type[ReferenceSampler] = KINDS[0]
+) -> ReferenceSampler:
     upload = host_upload
     tables = Tables(slots, MAX_LEN, (KVGroup(KVRule(), 16, (0,)),), CPU, upload)
     return kind(vocab, tables, upload)
 
 
-def add(sampler: Sampler, slot: int, tokens: list[int], num_prompt: int | None = None, **sampling: Any) -> None:
+def add(
+    sampler: Sampler, slot: int, tokens: list[int], num_prompt: int | None = None, **sampling: Any
+) -> None:
     history = np.array(tokens, dtype=np.int32)
     asked = TokenSampling(**({"seed": slot, "max_tokens": 9} | sampling))
-    new_requests = NewRequest(slot, history, len(tokens) if num_prompt is None else num_prompt, asked)
+    new_requests = NewRequest(
+        slot, history, len(tokens) if num_prompt is None else num_prompt, asked
+    )
     assert sampler.add(new_requests) is None
     sampler._tables.add(slot, history)
     sampler._tables.apply()
 
 
-def sample(sampler: Sampler, logits: Tensor, slots: list[int], positions: list[int] | int) -> Sampled:
+def sample(
+    sampler: Sampler, logits: Tensor, slots: list[int], positions: list[int] | int
+) -> Sampled:
     at = np.full(len(slots), positions) if isinstance(positions, int) else np.array(positions)
     return sampler.sample(logits, np.array(slots, dtype=np.int64), at.astype(np.int64))
 
@@ -66,14 +74,18 @@ def random_sampling(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
         "presence_penalty": sometimes(float(rng.uniform(-1, 1)), 0.0),
         "logit_bias": sometimes({int(t): float(rng.normal()) for t in tokens[:3]}, None),
         "allowed_ids": sometimes(tuple(tokens[: vocab // 2].tolist()), None),
-        "bad_seqs": sometimes(((int(tokens[4]),), tuple(rng.integers(0, 5, 2).tolist()), (1, 2, 3)), ()),
+        "bad_seqs": sometimes(
+            ((int(tokens[4]),), tuple(rng.integers(0, 5, 2).tolist()), (1, 2, 3)), ()
+        ),
         "min_tokens": sometimes(4, 0),
         "stop_ids": tuple(tokens[5:8].tolist()),
     }
 
 
 def naive_scores(logits: Tensor, history: list[int], num_prompt: int, p: TokenSampling) -> Tensor:
-    """What is left of one row's logits before noise, float64, one rule after the other as they are defined."""
+    """What is left of one row's logits before noise, float64, one rule after the other as they are
+    defined.
+    """
     x = logits.double().tolist()
     for token in range(len(x)):
         if p.allowed_ids is not None and token not in p.allowed_ids:
@@ -82,11 +94,16 @@ def naive_scores(logits: Tensor, history: list[int], num_prompt: int, p: TokenSa
         if len(history) - num_prompt < p.min_tokens and token in p.stop_ids:
             x[token] = NEG_INF
         if token in history:
-            x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+            x[token] = (
+                x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+            )
         count = history[num_prompt:].count(token)
         x[token] -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
     for bad in p.bad_seqs:
-        if history[len(history) - len(bad) + 1 :] == list(bad[:-1]) and len(history) >= len(bad) - 1:
+        if (
+            history[len(history) - len(bad) + 1 :] == list(bad[:-1])
+            and len(history) >= len(bad) - 1
+        ):
             x[bad[-1]] = NEG_INF
     scores = torch.tensor(x, dtype=torch.float64)
     return scores if p.temperature == 0 else naive_filters(scores, p)
@@ -112,12 +129,15 @@ def test_every_mixture_agrees_with_the_naive_sampler(
     seed: int, kind: type[ReferenceSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(seed)
-    vocab, rows = 50, 24
+    vocab = 50
+    rows = 24
     monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 640)
     sampler = sampler_of(vocab, kind=kind)
     gumbel = noise.Gumbel(vocab, CPU)
     logits = torch.from_numpy(rng.normal(0, 2, (rows, vocab)).astype(np.float32))
-    slots, positions, expected = rng.permutation(64)[:rows].tolist(), [], []
+    slots = rng.permutation(64)[:rows].tolist()
+    positions = []
+    expected = []
     for slot, row in zip(slots, logits, strict=True):
         history = rng.integers(0, 6, rng.integers(1, 12)).tolist()
         num_prompt = int(rng.integers(1, len(history) + 1))
@@ -132,7 +152,10 @@ def test_every_mixture_agrees_with_the_naive_sampler(
         expected.append(int(scores.argmax()) if scores.max() > NEG_INF else None)
     sampled = sample(sampler, logits, slots, positions)
     status = sampled.status_S.tolist()
-    got = [t if s == Status.FINE else None for t, s in zip(sampled.tokens_S.tolist(), status, strict=True)]
+    got = [
+        t if s == Status.FINE else None
+        for t, s in zip(sampled.tokens_S.tolist(), status, strict=True)
+    ]
     assert got == expected
 
 
@@ -158,9 +181,12 @@ def test_a_rows_token_depends_on_nothing_but_the_row(vocab: int) -> None:
 
 
 def test_the_short_way_draws_what_the_long_way_draws() -> None:
-    """The native sampler narrows wide rows with a cut; rows whose cut is too wide or tied go the long way."""
+    """The native sampler narrows wide rows with a cut; rows whose cut is too wide or tied go the
+    long way.
+    """
     rng = np.random.default_rng(4)
-    vocab, rows = 20_000, 40
+    vocab = 20_000
+    rows = 40
     logits = torch.from_numpy(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
     logits[5:10] = logits[5:10].round()
     logits[10] = 1.0
@@ -176,9 +202,13 @@ def test_the_short_way_draws_what_the_long_way_draws() -> None:
         for sampler in (short, long):
             add(sampler, slot, [1, 2], 1, temperature=0.7, **sampling)
     for position in range(2, 12):
-        one, other = (sample(sampler, logits, list(range(rows)), position) for sampler in (short, long))
+        one, other = (
+            sample(sampler, logits, list(range(rows)), position) for sampler in (short, long)
+        )
         assert torch.equal(one.tokens_S, other.tokens_S)
-        assert one.status_S.tolist() == [Status.NOT_FINITE if i == 11 else Status.FINE for i in range(rows)]
+        assert one.status_S.tolist() == [
+            Status.NOT_FINITE if i == 11 else Status.FINE for i in range(rows)
+        ]
         few = sample(short, logits[7:23:3], list(range(7, 23, 3)), position)
         assert torch.equal(few.tokens_S, one.tokens_S[7:23:3])
 
@@ -193,7 +223,8 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_draws_follow_the_distribution(case: int) -> None:
-    vocab, draws = 20, 4096
+    vocab = 20
+    draws = 4096
     sampling = CASES[case]
     sampler = sampler_of(vocab, slots=draws)
     generator = torch.Generator().manual_seed(case)
@@ -249,7 +280,11 @@ def test_a_row_where_everything_is_forbidden_fails_alone() -> None:
     add(sampler, 1, [1], temperature=1.0, allowed_ids=(4,), bad_seqs=((4,),), top_p=0.5, top_k=3)
     add(sampler, 2, [1], temperature=1.0, allowed_ids=(4,), top_p=0.5)
     sampled = sample(sampler, torch.randn(3, 10), [0, 1, 2], 1)
-    assert sampled.status_S.tolist() == [Status.NOTHING_ALLOWED, Status.NOTHING_ALLOWED, Status.FINE]
+    assert sampled.status_S.tolist() == [
+        Status.NOTHING_ALLOWED,
+        Status.NOTHING_ALLOWED,
+        Status.FINE,
+    ]
     assert sampled.tokens_S.tolist() == [0, 0, 4]
 
 
@@ -260,7 +295,16 @@ def test_an_exception_in_one_requests_sampling_is_its_own(
     sampler = sampler_of(64)
     logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     for slot in range(4):
-        add(sampler, slot, [1, 2], 1, temperature=temperature, frequency_penalty=0.5, min_tokens=5, logprobs=slot)
+        add(
+            sampler,
+            slot,
+            [1, 2],
+            1,
+            temperature=temperature,
+            frequency_penalty=0.5,
+            min_tokens=5,
+            logprobs=slot,
+        )
     expected = sample(sampler, logits, [0, 1, 2, 3], 2)
     broken = sampler._rules[2]
     monkeypatch.setitem(sampler._rules, 2, _Broken(broken))

@@ -1,4 +1,6 @@
-"""Drafts, right and wrong ones, change no token and no bit of a logprob: real models under the real scheduler."""
+"""Drafts, right and wrong ones, change no token and no bit of a logprob: real models under the real
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,13 @@ class Answer:
 class Knowing(LookupProposer):
     """Knows the right answers, and errs in a quarter of its guesses."""
 
-    def __init__(self, slots: int, answers: dict[tuple[int, ...], list[int]], vocab_size: int) -> None:
+    def __init__(
+        self, slots: int, answers: dict[tuple[int, ...], list[int]], vocab_size: int
+    ) -> None:
         super().__init__(slots, NUM_DRAFTS, host_upload)
-        self.answers, self.vocab_size, self.rng = answers, vocab_size, random.Random(1)
+        self.answers = answers
+        self.vocab_size = vocab_size
+        self.rng = random.Random(1)
         self.known: dict[int, list[int]] = {}
         self.prompt: dict[int, tuple[int, ...]] = {}
 
@@ -59,18 +65,29 @@ class Knowing(LookupProposer):
         known += tokens.tolist()
         right = self.answers[self.prompt[slot]]
         drafts = right[len(known) :][: self.rng.randint(0, NUM_DRAFTS)]
-        return [t if self.rng.random() < 0.75 else self.rng.randrange(self.vocab_size) for t in drafts]
+        return [
+            t if self.rng.random() < 0.75 else self.rng.randrange(self.vocab_size) for t in drafts
+        ]
 
 
 def runner_of(path: Path, **settings: Any) -> CPUModelRunner:
-    values = {"max_num_seqs": 5, "kv_cache_bytes": 1 << 23, "max_num_batched_tokens": 64, "max_model_len": 256}
+    values = {
+        "max_num_seqs": 5,
+        "kv_cache_bytes": 1 << 23,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+    }
     runner = CPUModelRunner(config_of(path, **(values | settings)), read_model_spec(path), path)
     runner.prepare()
     return runner
 
 
-def serve(runner: Any, submits: Sequence[Submit], num_blocks: int | None = None) -> tuple[list[Answer], int, int]:
-    """Runs all requests, two steps deep. Returns the answers and how many drafts were verified and right."""
+def serve(
+    runner: Any, submits: Sequence[Submit], num_blocks: int | None = None
+) -> tuple[list[Answer], int, int]:
+    """Runs all requests, two steps deep. Returns the answers and how many drafts were verified and
+    right.
+    """
     limits = runner.limits
     scheduler = Scheduler(limits, runner.groups, eos_ids=(EOS,), vocab_size=runner.spec.vocab_size)
     answers = {msg.rid: Answer() for msg in submits}
@@ -88,8 +105,10 @@ def serve(runner: Any, submits: Sequence[Submit], num_blocks: int | None = None)
             continue
         output = scheduler.update_from_output(*in_flight.popleft())
         assert output.record is not None
-        verified, right = verified + sum(output.record.num_drafts), right + sum(output.record.num_accepted)
-        rids, tokens = np.frombuffer(output.rids, "<i8").tolist(), np.frombuffer(output.tokens, "<i4").tolist()
+        verified = verified + sum(output.record.num_drafts)
+        right = right + sum(output.record.num_accepted)
+        rids = np.frombuffer(output.rids, "<i8").tolist()
+        tokens = np.frombuffer(output.tokens, "<i4").tolist()
         assert all(kept <= min(num, rids.count(rid)) for rid, (num, kept) in output.drafts.items())
         for rid, token, finish in zip(rids, tokens, output.finish, strict=True):
             answer = answers[rid]
@@ -110,23 +129,39 @@ def submits_of(vocab_size: int, count: int) -> list[Submit]:
         {"temperature": 0.0, "logprobs": 3},
         {"temperature": 1.0, "logprobs": 0, "stop_ids": (EOS, 30, 31)},
         {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},
-        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+        {
+            "temperature": 1.0,
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.5,
+            "presence_penalty": 0.5,
+        },
         {"temperature": 1.2, "stop_ids": tuple(range(20)), "min_tokens": 12, "prompt_logprobs": 1},
-        {"temperature": 0.9, "logit_bias": {9: 3.0, 10: -5.0}, "bad_seqs": ((9,), (11, 12), (50,)), "logprobs": 1},
+        {
+            "temperature": 0.9,
+            "logit_bias": {9: 3.0, 10: -5.0},
+            "bad_seqs": ((9,), (11, 12), (50,)),
+            "logprobs": 1,
+        },
         {"temperature": 1.0, "allowed_ids": tuple(range(20, 60)), "speculate": False},
     ]
     submits = []
     for rid in range(count):
-        prompt = np.concatenate((stem[: rng.integers(0, 71)], rng.integers(20, vocab_size, rng.integers(1, 9))))
+        prompt = np.concatenate(
+            (stem[: rng.integers(0, 71)], rng.integers(20, vocab_size, rng.integers(1, 9)))
+        )
         values = {"seed": rid, "max_tokens": int(rng.integers(1, 50)), "stop_ids": (EOS,)}
         values |= samplings[rid % len(samplings)]
         values["max_tokens"] = max(values["max_tokens"], values.get("min_tokens", 0) + 1)
         tokens = prompt.astype("<i4").tobytes()
-        submits.append(Submit(rid=rid, tokens=tokens, num_prompt=len(prompt), sampling=TokenSampling(**values)))
+        submits.append(
+            Submit(rid=rid, tokens=tokens, num_prompt=len(prompt), sampling=TokenSampling(**values))
+        )
     return submits
 
 
-def knowing(runner: CPUModelRunner, submits: Sequence[Submit], answers: Sequence[Answer]) -> Knowing:
+def knowing(
+    runner: CPUModelRunner, submits: Sequence[Submit], answers: Sequence[Answer]
+) -> Knowing:
     known = {
         (*np.frombuffer(msg.tokens, "<i4").tolist(), msg.sampling.seed): answer.tokens
         for msg, answer in zip(submits, answers, strict=True)
@@ -143,7 +178,8 @@ def speculate(runner: Any, proposer: Any) -> None:
 @pytest.mark.parametrize("family", FEW)
 def test_drafts_change_nothing(make_checkpoint: Callable[..., Checkpoint], family: str) -> None:
     path = make_checkpoint(family).path
-    plain, other = runner_of(path), runner_of(path)
+    plain = runner_of(path)
+    other = runner_of(path)
     submits = submits_of(plain.spec.vocab_size, 14)
     expected, *none = serve(plain, submits)
     assert none == [0, 0]
@@ -153,17 +189,24 @@ def test_drafts_change_nothing(make_checkpoint: Callable[..., Checkpoint], famil
     assert verified > right > verified // 3
 
 
-@pytest.mark.parametrize("settings", [{"kv_cache_bytes": 320_000}, {"max_num_seqs": 1}, {"max_num_batched_tokens": 8}])
-def test_short_of_room(make_checkpoint: Callable[..., Checkpoint], settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"kv_cache_bytes": 320_000}, {"max_num_seqs": 1}, {"max_num_batched_tokens": 8}]
+)
+def test_short_of_room(
+    make_checkpoint: Callable[..., Checkpoint], settings: dict[str, Any]
+) -> None:
     path = make_checkpoint("qwen3_moe").path
-    plain, other = runner_of(path), runner_of(path, **settings)
+    plain = runner_of(path)
+    other = runner_of(path, **settings)
     submits = submits_of(plain.spec.vocab_size, 20)
     expected, *_ = serve(plain, submits)
     speculate(other, knowing(other, submits, expected))
     assert serve(other, submits)[0] == expected
 
 
-def test_a_failure_behind_a_right_draft_comes_at_its_place(make_checkpoint: Callable[..., Checkpoint]) -> None:
+def test_a_failure_behind_a_right_draft_comes_at_its_place(
+    make_checkpoint: Callable[..., Checkpoint],
+) -> None:
     """A request whose logits break at its tenth token has its first nine, with drafts as without."""
     path = make_checkpoint("llama").path
 
@@ -172,7 +215,9 @@ def test_a_failure_behind_a_right_draft_comes_at_its_place(make_checkpoint: Call
             ends = plan.starts_R + plan.counts_R
             drafts = np.zeros_like(ends) if plan.num_drafts_R is None else plan.num_drafts_R
             row = 0
-            for end, k, samples in zip(ends.tolist(), drafts.tolist(), plan.samples_R.tolist(), strict=True):
+            for end, k, samples in zip(
+                ends.tolist(), drafts.tolist(), plan.samples_R.tolist(), strict=True
+            ):
                 for at in range(end - k, end + 1) if samples else ():
                     if at == 5 + 9:
                         logits_NV[row] = float("nan")
@@ -183,7 +228,12 @@ def test_a_failure_behind_a_right_draft_comes_at_its_place(make_checkpoint: Call
 
     tokens = np.arange(30, 35, dtype="<i4").tobytes()
     submits = [
-        Submit(rid=rid, tokens=tokens, num_prompt=5, sampling=TokenSampling(seed=rid, max_tokens=30, temperature=1.0))
+        Submit(
+            rid=rid,
+            tokens=tokens,
+            num_prompt=5,
+            sampling=TokenSampling(seed=rid, max_tokens=30, temperature=1.0),
+        )
         for rid in range(3)
     ]
     whole, *_ = serve(runner_of(path), submits)
@@ -204,7 +254,9 @@ def test_accepted_tokens_are_counted() -> None:
     for _ in range(50):
         drafts = rng.integers(0, 5, rng.integers(1, 6)).astype(np.int32)
         drafts[0] = max(drafts[0], 1)
-        right_N, at, expected = rng.random(int((drafts + 1).sum())) < 0.7, 0, []
+        right_N = rng.random(int((drafts + 1).sum())) < 0.7
+        at = 0
+        expected = []
         for k in drafts.tolist():
             expected.append(1 + next((i for i in range(k) if not right_N[at + i]), k))
             at += k + 1
@@ -214,7 +266,9 @@ def test_accepted_tokens_are_counted() -> None:
 @pytest.mark.full("graphs", keep=1)
 @pytest.mark.parametrize("graphs", ["full", "piecewise"])
 def test_steps_with_drafts_in_graphs(graphs: str) -> None:
-    """Interpreted kernels; token 0, which is drafted now and then, makes NaN of whatever its place reaches."""
+    """Interpreted kernels; token 0, which is drafted now and then, makes NaN of whatever its place
+    reaches.
+    """
     from tests.kernels.interpreted import ordered_dots
     from tests.runner.test_graphs import by_triton
 
@@ -225,7 +279,9 @@ def test_steps_with_drafts_in_graphs(graphs: str) -> None:
         sampling = TokenSampling(
             seed=rid, max_tokens=9, temperature=0.9 * (rid % 2), logit_bias={0: -100.0}, logprobs=1
         )
-        submits.append(Submit(rid=rid, tokens=tokens.tobytes(), num_prompt=len(tokens), sampling=sampling))
+        submits.append(
+            Submit(rid=rid, tokens=tokens.tobytes(), num_prompt=len(tokens), sampling=sampling)
+        )
     with ordered_dots():
         expected, *_ = serve(by_triton("off").runner, submits)
         other = by_triton(graphs).runner

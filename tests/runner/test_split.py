@@ -17,9 +17,13 @@ def random_step(rng: np.random.Generator) -> StepInputs:
     total = int(counts.sum())
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     starts = rng.integers(0, 50, len(counts)).astype(np.int32)
-    positions = np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+    positions = np.concatenate(
+        [start + np.arange(count) for start, count in zip(starts, counts, strict=True)]
+    )
     groups = tuple(
-        GroupInputs(torch.randint(0, 999, (total,)), torch.randint(1, 99, (len(counts), 3)), 16, window)
+        GroupInputs(
+            torch.randint(0, 999, (total,)), torch.randint(1, 99, (len(counts), 3)), 16, window
+        )
         for window in (None, 8)
     )
     return StepInputs(
@@ -41,7 +45,12 @@ def by_token(step: StepInputs) -> list[tuple[Any, ...]]:
             position = start + token - int(step.offsets_R1[row])
             assert position == int(step.positions_T[token])
             groups = [
-                (int(group.slot_mapping_T[token]), group.blocks_RN[row].tolist(), group.block_size, group.window)
+                (
+                    int(group.slot_mapping_T[token]),
+                    group.blocks_RN[row].tolist(),
+                    group.block_size,
+                    group.window,
+                )
                 for group in step.groups
             ]
             tokens.append((int(step.ids_T[token]), position, groups))
@@ -61,7 +70,9 @@ def test_split_loses_nothing() -> None:
                 assert len(part.starts_R) == len(part.offsets_R1) - 1
                 assert (np.diff(part.offsets_R1) > 0).all(), "a row without tokens"
                 on_device = [(x.dtype, x.tolist()) for x in part.rows_on_device]
-                assert on_device == [(torch.int32, x.tolist()) for x in (part.starts_R, part.offsets_R1)]
+                assert on_device == [
+                    (torch.int32, x.tolist()) for x in (part.starts_R, part.offsets_R1)
+                ]
                 assert all(len(group.blocks_RN) == len(part.starts_R) for group in part.groups)
         assert 0 <= best_split(np.diff(step.offsets_R1)) < len(step.ids_T)
 
@@ -71,7 +82,10 @@ def test_padding_is_split_as_well() -> None:
     for tokens in range(1, 8):
         for real in range(tokens + 1):
             here = np.arange(tokens + 1, dtype=np.int32)
-            on_device = torch.arange(100, 100 + tokens, dtype=torch.int32), torch.from_numpy(here).clamp(max=real)
+            on_device = (
+                torch.arange(100, 100 + tokens, dtype=torch.int32),
+                torch.from_numpy(here).clamp(max=real),
+            )
             whole = StepInputs(
                 torch.arange(tokens), torch.arange(tokens), (), torch.arange(0), here, here[:-1] + 99, on_device,
                 live=torch.tensor([real], dtype=torch.int32),

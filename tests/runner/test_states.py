@@ -1,4 +1,6 @@
-"""Room for states of recurrent layers, their blocks beside those with an entry per token, and what they rule out."""
+"""Room for states of recurrent layers, their blocks beside those with an entry per token, and what
+they rule out.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def recurrent(*layers: bool) -> ModelSpec:
     spec = spec_of(num_layers=len(layers))
     mixer = GatedDelta(num_k_heads=2, num_v_heads=4, k_dim=4, v_dim=8, conv=4, by_head=True)
     both = zip(spec.layers, layers, strict=True)
-    return replace(spec, layers=tuple(replace(layer, mixer=mixer) if is_one else layer for layer, is_one in both))
+    return replace(
+        spec,
+        layers=tuple(replace(layer, mixer=mixer) if is_one else layer for layer, is_one in both),
+    )
 
 
 def test_a_model_without_states_keeps_its_budget() -> None:
@@ -40,7 +45,9 @@ def test_a_model_without_states_keeps_its_budget() -> None:
 
 
 @pytest.mark.parametrize("fill", [False, True])
-def test_a_shared_host_keeps_what_requests_can_use_and_an_own_device_fills_its_share(fill: bool) -> None:
+def test_a_shared_host_keeps_what_requests_can_use_and_an_own_device_fills_its_share(
+    fill: bool,
+) -> None:
     room = state_room(config(), STATE, 10**8, fill=fill)
     useful = 8 * (STATES_HELD + 4096 // 16) + 1
     assert room.num_states == (50_000 if fill else useful)
@@ -49,25 +56,34 @@ def test_a_shared_host_keeps_what_requests_can_use_and_an_own_device_fills_its_s
 
 
 @pytest.mark.parametrize(
-    ("budget", "running", "states"), [(6_000, 1, 3), (10_000, 2, 5), (33_999, 7, 16), (34_000, 8, 17)]
+    ("budget", "running", "states"),
+    [(6_000, 1, 3), (10_000, 2, 5), (33_999, 7, 16), (34_000, 8, 17)],
 )
-def test_fewer_requests_run_where_the_states_of_all_do_not_fit(budget: int, running: int, states: int) -> None:
+def test_fewer_requests_run_where_the_states_of_all_do_not_fit(
+    budget: int, running: int, states: int
+) -> None:
     room = state_room(config(), STATE, budget, fill=True)
     assert (room.config.scheduler.max_num_seqs, room.num_states) == (running, states)
     assert room.num_states >= STATES_HELD * running + 1
     assert room.notes == (
-        (f"max_num_seqs reduced from 8 to {running}: the states of more requests do not fit",) if running < 8 else ()
+        (f"max_num_seqs reduced from 8 to {running}: the states of more requests do not fit",)
+        if running < 8
+        else ()
     )
 
 
 @pytest.mark.parametrize("asked", [{}, {"kv_cache_bytes": 5_999}])
 def test_no_room_for_one_request_is_refused_with_what_to_raise(asked: dict[str, int]) -> None:
-    with pytest.raises(DoesNotFit, match=r"1,000 bytes a block, a request needs 2, and 2,999 .*--kv-cache-bytes"):
+    with pytest.raises(
+        DoesNotFit, match=r"1,000 bytes a block, a request needs 2, and 2,999 .*--kv-cache-bytes"
+    ):
         state_room(config(**asked), STATE, 5_999 if not asked else 10**6, fill=False)
 
 
 def test_bytes_that_were_asked_for_are_shared_too() -> None:
-    room = state_room(config(kv_cache_bytes=100_000, host_store_bytes=10_999), STATE, 10**8, fill=False)
+    room = state_room(
+        config(kv_cache_bytes=100_000, host_store_bytes=10_999), STATE, 10**8, fill=False
+    )
     assert room.num_states == 50
     assert room.config.cache.kv_cache_bytes == 50_000
     assert (room.num_stored, room.config.cache.host_store_bytes) == (5, 5_999)
@@ -77,14 +93,18 @@ def test_bytes_that_were_asked_for_are_shared_too() -> None:
 def test_blocks_are_whole_tiles_and_some_layer_has_entries_per_token() -> None:
     check_block_size(config(block_size=8), recurrent(False))
     check_block_size(config(block_size=32), recurrent(True, False))
-    with pytest.raises(ConfigError, match=r"block_size=8: the recurrent layers of Fake .* tiles of 16"):
+    with pytest.raises(
+        ConfigError, match=r"block_size=8: the recurrent layers of Fake .* tiles of 16"
+    ):
         check_block_size(config(block_size=8), recurrent(True, False))
     with pytest.raises(ConfigError, match="every layer is recurrent"):
         check_block_size(config(), recurrent(True, True))
 
 
 def cache_of(dtype: torch.dtype) -> tuple[KVCache, int, int]:
-    """Blocks and states of a model of two recurrent layers and one with entries; bytes of a block of either pool."""
+    """Blocks and states of a model of two recurrent layers and one with entries; bytes of a block
+    of either pool.
+    """
     spec = recurrent(True, False, True)
     groups = groups_of(spec.kv_rules, 32)
     made = KVCache(groups, spec, 10, 4, dtype, CPU, num_states=6, num_state_entries=3)
@@ -106,7 +126,9 @@ def test_moves_of_either_pool_leave_the_other_alone() -> None:
     cache, _, _ = cache_of(torch.float32)
     for layer in cache.layers:
         for tensor in layer:
-            tensor.copy_(torch.arange(len(tensor)).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor))
+            tensor.copy_(
+                torch.arange(len(tensor)).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor)
+            )
     cache.move([BlockMove(3, 1), BlockMove(5, 1, 1)], [])
     cache.move([], [BlockMove(4, 1), BlockMove(2, 1, 1)])
     assert [int(tensor[4].unique()) for tensor in cache.layers[1]] == [3, 3]

@@ -1,6 +1,5 @@
-"""Two micro-batches that compute on one stream while rows travel on another: on a device that notices what no event
-puts in
-order, and memory that is given away too early."""
+"""Two micro-batches that compute on one stream while rows travel on another: on a device that
+notices what no event puts in order, and memory that is given away too early."""
 
 from __future__ import annotations
 
@@ -38,7 +37,10 @@ from tests.moe.contract.backends import facts_of
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
 from tests.runner.harness import Driver, Request, fake_runner, greedy
 
-LAYERS, EXPERTS, TOP_K, WIDTH = 3, 4, 2, 8
+LAYERS = 3
+EXPERTS = 4
+TOP_K = 2
+WIDTH = 8
 STARTS, OFFSETS = np.array([0, 4, 0], np.int32), np.array([0, 5, 6, 12], np.int32)
 
 
@@ -64,7 +66,9 @@ class Travelling(LocalAll2All):
         ticket.use()
         home_PD = torch.empty_like(y)
         launched = self.comm.launch(lambda: home_PD.copy_(y))
-        return _Pending(launched, lambda y: weighted_sum_plainly(y, ticket.private, ticket.routing, out_TD))
+        return _Pending(
+            launched, lambda y: weighted_sum_plainly(y, ticket.private, ticket.routing, out_TD)
+        )
 
 
 @dataclass
@@ -90,7 +94,9 @@ class Scaled:
 
 
 class Model:
-    """Each layer writes a row per token and adds what all tokens before have written, then its experts."""
+    """Each layer writes a row per token and adds what all tokens before have written, then its
+    experts.
+    """
 
     def __init__(self, cuda: FakeCuda, backend: Any) -> None:
         self.cuda = cuda
@@ -155,10 +161,13 @@ def run(
     ids, positions = (torch.arange(12).to(cuda.device) * factor % 50 for factor in (3, 1))
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
     step = StepInputs(ids, positions, (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
-    model, runner = Model(cuda, backend_of()), UBatchRunner(1 if split_at is None else 2)
+    model = Model(cuda, backend_of())
+    runner = UBatchRunner(1 if split_at is None else 2)
     runner.take_transfers = comm_stream("cuda").take_transfers
     agreed = None if split_at is None else Agreed(0, 2, (split_at, 12 - split_at))
-    outs, meters, stream = [], [], cuda.Stream()
+    outs = []
+    meters = []
+    stream = cuda.Stream()
     stream.wait_stream(cuda.current_stream())
     try:
         with cuda.stream(stream), torch.inference_mode():
@@ -176,7 +185,9 @@ def run(
 
 @pytest.mark.parametrize("backend", [Travelling, by_nccl])
 @pytest.mark.parametrize("split_at", [1, 5, 6, 11])
-def test_two_ubatches_on_two_streams_give_the_bits_of_one(split_at: int, backend: Any, cuda: FakeCuda) -> None:
+def test_two_ubatches_on_two_streams_give_the_bits_of_one(
+    split_at: int, backend: Any, cuda: FakeCuda
+) -> None:
     expected, _ = run(cuda, None)
     found, _ = run(cuda, split_at, backend)
     assert all(map(torch.equal, found, expected))
@@ -184,11 +195,17 @@ def test_two_ubatches_on_two_streams_give_the_bits_of_one(split_at: int, backend
 
 
 def recorded(cuda: FakeCuda) -> tuple[Tensor, Tensor]:
-    """What two micro-batches compute as they are, and what they compute when a recording of both is replayed."""
+    """What two micro-batches compute as they are, and what they compute when a recording of both is
+    replayed.
+    """
     ids = torch.arange(12) * 3 % 50
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
-    step = StepInputs(ids, torch.arange(12), (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
-    model, runner, agreed = Model(cuda, Travelling()), UBatchRunner(2), Agreed(0, 2, (6, 6))
+    step = StepInputs(
+        ids, torch.arange(12), (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device
+    )
+    model = Model(cuda, Travelling())
+    runner = UBatchRunner(2)
+    agreed = Agreed(0, 2, (6, 6))
     runner.take_transfers = comm_stream("cuda").take_transfers
     kv = [(torch.zeros(12, WIDTH),) for _ in range(LAYERS)]
     try:
@@ -213,8 +230,11 @@ def test_two_ubatches_are_recorded_as_they_are(cuda: FakeCuda) -> None:
 
 
 def begins_too_early(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
-    comm, original = streams._cuda_stream(0)._stream, cuda.Stream.wait_event
-    patch.setattr(cuda.Stream, "wait_event", lambda s, event: None if s is comm else original(s, event))
+    comm = streams._cuda_stream(0)._stream
+    original = cuda.Stream.wait_event
+    patch.setattr(
+        cuda.Stream, "wait_event", lambda s, event: None if s is comm else original(s, event)
+    )
 
 
 def is_not_waited_for(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
@@ -277,14 +297,18 @@ def test_whatever_is_left_out_of_a_recording_is_noticed(
 
 
 def test_rows_travel_while_the_other_ubatch_computes(cuda: FakeCuda) -> None:
-    """The device's own times: an operation takes 1 ms, and a transfer about as long as a micro-batch's part of a
-    layer."""
+    """The device's own times: an operation takes 1 ms, and a transfer about as long as a
+    micro-batch's part of a layer."""
     streams._cuda_stream(0)._stream.pace_ms = 10.0  # type: ignore[attr-defined]
     found = []
     for split_at in (None, 6):
         _, meters = run(cuda, split_at)
-        assert [(meter.comm_us, meter.exposed_us) for meter in meters] == [(0, 0)] * 3, "the host cannot tell"
-        assert [len(meter.transfers) for meter in meters] == [2 * LAYERS * (1 if split_at is None else 2)] * 3
+        assert [(meter.comm_us, meter.exposed_us) for meter in meters] == [(0, 0)] * 3, (
+            "the host cannot tell"
+        )
+        assert [len(meter.transfers) for meter in meters] == [
+            2 * LAYERS * (1 if split_at is None else 2)
+        ] * 3
         found.append(meters[1].times_us())
     (one_us, exposed_us), (_, hidden_us) = found
     assert one_us > exposed_us > 0.8 * one_us, "all but what the shared expert hides"
@@ -309,7 +333,9 @@ def test_a_transfer_that_nobody_waits_for_keeps_what_it_uses(cuda: FakeCuda) -> 
 
 
 def test_a_transfer_of_others_is_timed_by_the_wait_for_it(cuda: FakeCuda) -> None:
-    comm, theirs, over = comm_stream("cuda"), cuda.Stream(), cuda.Event()
+    comm = comm_stream("cuda")
+    theirs = cuda.Stream()
+    over = cuda.Event()
     theirs.pace_ms = 7.0
     transfer = comm.watch()
     with cuda.stream(theirs):
@@ -355,8 +381,12 @@ class RealCuda:
     """A GPU as `run` uses it."""
 
     device = "cuda"
-    Event, Stream = torch.cuda.Event, torch.cuda.Stream
-    stream, current_stream = staticmethod(torch.cuda.stream), staticmethod(torch.cuda.current_stream)
+    Event = torch.cuda.Event
+    Stream = torch.cuda.Stream
+    stream, current_stream = (
+        staticmethod(torch.cuda.stream),
+        staticmethod(torch.cuda.current_stream),
+    )
     watching = staticmethod(contextlib.nullcontext)
 
 
@@ -367,7 +397,11 @@ def test_on_a_gpu(backend: Any) -> None:
     cuda: Any = RealCuda()
     expected, _ = run(cuda, None)
     found, meters = run(cuda, 6, backend)
-    for one, other in zip(found, expected, strict=True):  # torch's own sums depend on the number of rows there
+    for one, other in zip(
+        found, expected, strict=True
+    ):  # torch's own sums depend on the number of rows there
         torch.testing.assert_close(one, other)
-    assert all(exposed_us <= took_us for took_us, exposed_us in (meter.times_us() for meter in meters))
+    assert all(
+        exposed_us <= took_us for took_us, exposed_us in (meter.times_us() for meter in meters)
+    )
     assert min(meter.times_us()[0] for meter in meters) > 0

@@ -24,11 +24,14 @@ def diff(*entries: tuple[int, int, int]) -> BlockDiff:
     return BlockDiff(columns[0], columns[1], columns[2])
 
 
-@pytest.mark.parametrize("upload", [host_upload, RingUpload(CPU, 3, pinned=False)], ids=["host", "ring"])
+@pytest.mark.parametrize(
+    "upload", [host_upload, RingUpload(CPU, 3, pinned=False)], ids=["host", "ring"]
+)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_writes_match_a_naive_table(upload: Upload, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    slots, max_len = 6, 30
+    slots = 6
+    max_len = 30
     tables = Tables(slots, max_len, GROUPS, CPU, upload)
     tokens = np.zeros((slots, max_len + 1), dtype=np.int32)
     blocks = [np.zeros((slots, 8), dtype=np.int32) for _ in GROUPS]
@@ -42,7 +45,10 @@ def test_random_writes_match_a_naive_table(upload: Upload, seed: int) -> None:
             for table in blocks:
                 table[slot] = 0
         for group, table in enumerate(blocks):
-            entries = {(int(rng.integers(slots)), int(rng.integers(8))): int(rng.integers(1, 99)) for _ in range(5)}
+            entries = {
+                (int(rng.integers(slots)), int(rng.integers(8))): int(rng.integers(1, 99))
+                for _ in range(5)
+            }
             tables.update(group, diff(*((s, i, b) for (s, i), b in entries.items())))
             for (s, i), b in entries.items():
                 table[s, i] = b
@@ -55,7 +61,9 @@ def test_random_writes_match_a_naive_table(upload: Upload, seed: int) -> None:
         for s in chosen.tolist():
             lengths[s] = min(lengths[s] + 1, max_len)
         for slot in range(slots):
-            np.testing.assert_array_equal(tables.tokens[slot, : lengths[slot]], tokens[slot, : lengths[slot]])
+            np.testing.assert_array_equal(
+                tables.tokens[slot, : lengths[slot]], tokens[slot, : lengths[slot]]
+            )
         for view, table in zip(tables.blocks, blocks, strict=True):
             np.testing.assert_array_equal(view, table)
 
@@ -71,7 +79,9 @@ def test_a_new_occupant_finds_no_blocks_of_the_last_one() -> None:
 
 
 def test_of_several_writes_to_one_place_only_the_last_is_sent() -> None:
-    offsets, values = _last_writes(np.array([5, 6, 5, 6, 1]), np.array([1, 2, 3, 4, 9], dtype=np.int32))
+    offsets, values = _last_writes(
+        np.array([5, 6, 5, 6, 1]), np.array([1, 2, 3, 4, 9], dtype=np.int32)
+    )
     assert dict(zip(offsets.tolist(), values.tolist(), strict=True)) == {1: 9, 5: 3, 6: 4}
 
 
@@ -85,7 +95,11 @@ def test_ring_sections_survive_later_uploads_and_growth() -> None:
     rng = np.random.default_rng(0)
     kept = []
     for size in (3, 70_000, 1, 0, 5):
-        arrays = [rng.integers(0, 9, size).astype(np.int32), rng.random((size, 2)).astype(np.float32), np.arange(size)]
+        arrays = [
+            rng.integers(0, 9, size).astype(np.int32),
+            rng.random((size, 2)).astype(np.float32),
+            np.arange(size),
+        ]
         kept.append((arrays, ring(*arrays)))
     for arrays, tensors in kept:
         for array, tensor in zip(arrays, tensors, strict=True):
@@ -94,7 +108,9 @@ def test_ring_sections_survive_later_uploads_and_growth() -> None:
 
 
 def test_sampling_of_an_added_request_does_not_touch_the_tables() -> None:
-    new_requests = NewRequest(0, np.array([1, 2], dtype=np.int32), 2, TokenSampling(seed=1, max_tokens=1))
+    new_requests = NewRequest(
+        0, np.array([1, 2], dtype=np.int32), 2, TokenSampling(seed=1, max_tokens=1)
+    )
     tables = Tables(1, 4, GROUPS[:1], CPU, host_upload)
     tables.add(new_requests.slot, new_requests.tokens)
     assert tables.tokens[0].tolist() == [0] * 5, "staged only"

@@ -71,15 +71,19 @@ async def test_plans_run_in_order_in_one_thread(device_is_async: bool) -> None:
     assert scripted.launched == list(range(50))
     assert len(scripted.threads) == 1
     runner.close()
-    # The one that waits for the device enters, too: else it would wait for this step on the process's first device.
-    assert {*scripted.entered} == scripted.threads | ({"step results"} if device_is_async else set())
+    # The one that waits for the device enters, too: else it would wait for this step on the
+    # process's first device.
+    assert {*scripted.entered} == scripted.threads | (
+        {"step results"} if device_is_async else set()
+    )
 
 
 async def test_start_returns_while_a_step_runs() -> None:
     scripted = Scripted()
     gate = scripted.launch_gate[0] = threading.Event()
     runner = ThreadedRunner(scripted)
-    first, second = runner.start(plan(0)), runner.start(plan(1))
+    first = runner.start(plan(0))
+    second = runner.start(plan(1))
     waits = asyncio.create_task(second.result())
     await asyncio.sleep(0)
     assert not waits.done()
@@ -93,7 +97,8 @@ async def test_an_asynchronous_device_gets_its_next_step_before_the_last_is_coll
     scripted = Scripted(device_is_async=True)
     gate = scripted.collect_gate[0] = threading.Event()
     runner = ThreadedRunner(scripted)
-    first, second = runner.start(plan(0)), runner.start(plan(1))
+    first = runner.start(plan(0))
+    second = runner.start(plan(1))
     await runner.call(lambda: None)  # behind both launches
     assert scripted.launched == [0, 1]
     gate.set()
@@ -118,12 +123,15 @@ async def test_a_failed_step_fails_all_behind_it_with_its_cause() -> None:
 
 
 @pytest.mark.parametrize("device_is_async", [False, True])
-async def test_a_result_does_not_wait_for_guesses_whose_failure_is_the_next_steps(device_is_async: bool) -> None:
+async def test_a_result_does_not_wait_for_guesses_whose_failure_is_the_next_steps(
+    device_is_async: bool,
+) -> None:
     scripted = Scripted(device_is_async=device_is_async)
     scripted.proposes.clear()
     scripted.propose_fails = True
     runner = ThreadedRunner(scripted)
-    first, second = runner.start(plan(0)), runner.start(plan(1))
+    first = runner.start(plan(0))
+    second = runner.start(plan(1))
     assert (await first.result()).step == 0
     scripted.proposes.set()
     with pytest.raises(EngineDied, match="step 0 failed before: ValueError: no guess"):

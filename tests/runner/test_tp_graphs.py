@@ -1,5 +1,6 @@
-"""Ranks of an engine replay what they recorded, gathers and all: on devices that notice what is too early or too late,
-and whether ranks gather different things. NCCL is tests/comm/fake_nccl.py, ranks are threads."""
+"""Ranks of an engine replay what they recorded, gathers and all: on devices that notice what is too
+early or too late, and whether ranks gather different things. NCCL is tests/comm/fake_nccl.py, ranks
+are threads."""
 
 from __future__ import annotations
 
@@ -65,10 +66,14 @@ class HalvesOnFake(ExactOnFake):
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
-    def fill(table: Tensor, blocks: Tensor, size: int, step: StepWords, words: Tensor, out: StepArrays) -> None:
+    def fill(
+        table: Tensor, blocks: Tensor, size: int, step: StepWords, words: Tensor, out: StepArrays
+    ) -> None:
         step_reference(table, blocks, size, step, out)
 
-    def reference_sampler(vocab: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool) -> Sampler:
+    def reference_sampler(
+        vocab: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool
+    ) -> Sampler:
         return ReferenceSampler(vocab, tables, upload)
 
     both = Devices(2)
@@ -77,7 +82,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     monkeypatch.setattr(base, "make_sampler", reference_sampler)
     for module in (gpu, recorder):
         monkeypatch.setattr(module, "torch", FakeTorch(both))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: both.record_stream(tensor, stream))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: both.record_stream(tensor, stream)
+    )
     monkeypatch.setattr(triton_inputs, "fill_step", fill)
     monkeypatch.setattr(triton_inputs, "write", write_reference)
     return both
@@ -94,7 +101,9 @@ class Engine:
 
     def prepared(self, rank: int, graphs: str) -> Driver:
         world = World(rank, 2, tp_size=2, ranks_on_host=2, host_rank=rank)
-        runner = HalvesOnFake(config_of(None, graphs=graphs, **SETTINGS), SPEC, Path(os.devnull), world)
+        runner = HalvesOnFake(
+            config_of(None, graphs=graphs, **SETTINGS), SPEC, Path(os.devnull), world
+        )
         with self.devices.on(rank):
             runner.prepare()
         return Driver(runner)
@@ -111,13 +120,19 @@ class Engine:
 
     def serve(self) -> list[list[Request]]:
         prompts = ([5, 6, 7], list(range(20)), [9])
-        requests = [[driver.add(Request(list(p), greedy())) for p in prompts] for driver in self.drivers]
+        requests = [
+            [driver.add(Request(list(p), greedy())) for p in prompts] for driver in self.drivers
+        ]
         for step in STEPS:
             self.step(requests, step)
         return requests
 
     def step(self, requests: list[list[Request]], step: Sequence[tuple[int, int]]) -> None:
-        self.each(lambda rank: self.drivers[rank].run([(requests[rank][index], chunk) for index, chunk in step]))
+        self.each(
+            lambda rank: self.drivers[rank].run(
+                [(requests[rank][index], chunk) for index, chunk in step]
+            )
+        )
 
 
 STEPS: list[list[tuple[int, int]]] = [
@@ -216,14 +231,18 @@ def gather(tp: DeviceTensor, mine: Tensor, out: Tensor) -> None:
         (differs, r"collective \d+ is .* on one rank and .* on another"),
     ],
 )
-def test_what_a_capture_forbids_is_noticed(wrong: Any, why: str, devices: Devices, tmp_path: Path) -> None:
+def test_what_a_capture_forbids_is_noticed(
+    wrong: Any, why: str, devices: Devices, tmp_path: Path
+) -> None:
     """The stand-in refuses each, and lets the gather as it is pass."""
     members = members_of(2, str(tmp_path), tp_size=2, deadline_s=5.0)
 
     def work(rank: int) -> Callable[[], None]:
         def run() -> None:
-            tp, x = DeviceTensor(rank, 2), torch.full((2, 3), float(rank))
-            mine, out = x.view(-1).view(torch.uint8), torch.zeros(48, dtype=torch.uint8)
+            tp = DeviceTensor(rank, 2)
+            x = torch.full((2, 3), float(rank))
+            mine = x.view(-1).view(torch.uint8)
+            out = torch.zeros(48, dtype=torch.uint8)
             tp.join(members[rank])
             with devices.on(rank):
                 for gathers in (gather, wrong):
@@ -232,7 +251,9 @@ def test_what_a_capture_forbids_is_noticed(wrong: Any, why: str, devices: Device
                         lambda pause, gathers=gathers: [gathers(tp, mine, out), out + 0][1:]  # type: ignore[misc]
                     )
                     recording.replay()
-                    assert recording.results[0].view(torch.float32).tolist() == [0.0] * 6 + [1.0] * 6
+                    assert (
+                        recording.results[0].view(torch.float32).tolist() == [0.0] * 6 + [1.0] * 6
+                    )
 
         return run
 

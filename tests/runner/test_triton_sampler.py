@@ -32,9 +32,16 @@ def pair(vocab: int) -> tuple[Sampler, Sampler]:
     return ReferenceSampler(vocab, plain, host_upload), TritonSampler(vocab, tables, upload)
 
 
-def add(samplers: tuple[Sampler, Sampler], slot: int, history: np.ndarray, num_prompt: int, **asked: Any) -> None:
+def add(
+    samplers: tuple[Sampler, Sampler], slot: int, history: np.ndarray, num_prompt: int, **asked: Any
+) -> None:
     for sampler in samplers:
-        assert sampler.add(NewRequest(slot, history, num_prompt, TokenSampling(**({"max_tokens": 9} | asked)))) is None
+        assert (
+            sampler.add(
+                NewRequest(slot, history, num_prompt, TokenSampling(**({"max_tokens": 9} | asked)))
+            )
+            is None
+        )
         sampler._tables.add(slot, history)
         sampler._tables.apply()
 
@@ -43,16 +50,20 @@ def sample_both(
     samplers: tuple[Sampler, Sampler], logits: torch.Tensor, slots: Any, at: Any, masks: Any = None
 ) -> tuple[Sampled, Sampled]:
     plain, triton = samplers
-    return plain.sample(logits.clone(), slots, at, masks), triton.sample(logits.to(DEVICE, copy=True), slots, at, masks)
+    return plain.sample(logits.clone(), slots, at, masks), triton.sample(
+        logits.to(DEVICE, copy=True), slots, at, masks
+    )
 
 
 @pytest.mark.full("kernels", keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_mixture_of_requests(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    vocab, count = 600, 14
+    vocab = 600
+    count = 14
     samplers = pair(vocab)
-    slots, at = rng.permutation(SLOTS)[:count].astype(np.int64), rng.integers(1, MAX_LEN, count).astype(np.int64)
+    slots = rng.permutation(SLOTS)[:count].astype(np.int64)
+    at = rng.integers(1, MAX_LEN, count).astype(np.int64)
     for slot, length in zip(slots.tolist(), at.tolist(), strict=True):
         history = rng.integers(0, 9, length).astype(np.int32)
         asked = random_sampling(rng, vocab)
@@ -67,7 +78,8 @@ def test_any_mixture_of_requests(seed: int) -> None:
     assert found.logprobs is not None
     rows = [i for i in range(count) if i != 3]
     for ours, theirs in (("ids_PN", True), ("rank_P", True), ("values_PN", False)):
-        a, b = getattr(found.logprobs, ours).cpu()[rows], getattr(expected.logprobs, ours)[rows]
+        a = getattr(found.logprobs, ours).cpu()[rows]
+        b = getattr(expected.logprobs, ours)[rows]
         torch.testing.assert_close(a, b, rtol=0 if theirs else 1e-5, atol=0 if theirs else 1e-5)
 
 
@@ -75,11 +87,25 @@ def test_greedy_rows_alone_and_nothing_left() -> None:
     samplers = pair(70)
     history = np.array([1, 2], np.int32)
     add(samplers, 0, history, 2, seed=1, temperature=0.0)
-    add(samplers, 1, history, 2, seed=1, temperature=0.0, allowed_ids=[3], logit_bias={3: float("-inf")})
+    add(
+        samplers,
+        1,
+        history,
+        2,
+        seed=1,
+        temperature=0.0,
+        allowed_ids=[3],
+        logit_bias={3: float("-inf")},
+    )
     logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(2))
-    slots, at = np.array([0, 1]), np.array([2, 2])
+    slots = np.array([0, 1])
+    at = np.array([2, 2])
     expected, found = sample_both(samplers, logits, slots, at)
-    assert found.status_S.tolist() == expected.status_S.tolist() == [Status.FINE, Status.NOTHING_ALLOWED]
+    assert (
+        found.status_S.tolist()
+        == expected.status_S.tolist()
+        == [Status.FINE, Status.NOTHING_ALLOWED]
+    )
     assert found.tokens_S.tolist() == expected.tokens_S.tolist() == [int(logits[0].argmax()), 0]
     _, alone = sample_both(samplers, logits[:1], slots[:1], at[:1])
     assert alone.tokens_S.tolist() == found.tokens_S.tolist()[:1]
@@ -90,7 +116,15 @@ def test_a_failing_row_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None
     """Row 0's bias reaches 2 of the 3 that it would need, however often rows are tried."""
     samplers = pair(70)
     for slot, token in ((0, 3), (1, 4)):
-        add(samplers, slot, np.array([1], np.int32), 1, seed=1, temperature=0.0, logit_bias={token: 2.0})
+        add(
+            samplers,
+            slot,
+            np.array([1], np.int32),
+            1,
+            seed=1,
+            temperature=0.0,
+            logit_bias={token: 2.0},
+        )
     apply = Rules.apply
 
     def failing(self: Rules, x_V: torch.Tensor, num_answer: int) -> None:
@@ -107,7 +141,8 @@ def test_a_failing_row_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_logits_processors_see_raw_logits_and_all_tokens_of_their_row() -> None:
-    samplers, seen = pair(70), []
+    samplers = pair(70)
+    seen = []
 
     def factory(args: dict[str, int]) -> Any:
         def change(prompt_ids: Any, output_ids: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -122,7 +157,12 @@ def test_logits_processors_see_raw_logits_and_all_tokens_of_their_row() -> None:
         sampler.factories._factories["f"] = factory
     asked = {"seed": 1, "temperature": 0.0, "logit_bias": {9: 5.0}, "allowed_ids": [9, 20, 21]}
     add(
-        samplers, 3, np.array([1, 2, 4], np.int32), 2, processors=(("f", '{"token":20}'), ("f", '{"token":3}')), **asked
+        samplers,
+        3,
+        np.array([1, 2, 4], np.int32),
+        2,
+        processors=(("f", '{"token":20}'), ("f", '{"token":3}')),
+        **asked,
     )
     add(samplers, 5, np.array([1, 2], np.int32), 2, **asked)
     add(samplers, 6, np.array([1, 2], np.int32), 2, processors=(("f", '{"token":1}'),), **asked)

@@ -1,5 +1,5 @@
-"""Steps in two micro-batches: the same bits as in one, whatever the split; errors that strand nobody; overlap that is
-real."""
+"""Steps in two micro-batches: the same bits as in one, whatever the split; errors that strand
+nobody; overlap that is real."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class InUBatches:
     """A decoder as the driver steps it, with every step in two micro-batches."""
 
     def __init__(self, decoder: Decoder, split_at: Cut) -> None:
-        self.decoder, self.split_at = decoder, split_at
+        self.decoder = decoder
+        self.split_at = split_at
         self.runner = UBatchRunner(2)
         self.logits = decoder.logits
         self.trace = False
@@ -88,7 +89,11 @@ def in_ubatches() -> Iterator[Callable[[Driver, Cut], InUBatches]]:
 
 def play(driver: Driver) -> list[Tensor]:
     """Logits of prefills, of decodes, and of both in one step."""
-    return [logits for rows in STEPS for logits in driver.step([(key, PROMPTS[key][tokens]) for key, tokens in rows])]
+    return [
+        logits
+        for rows in STEPS
+        for logits in driver.step([(key, PROMPTS[key][tokens]) for key, tokens in rows])
+    ]
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -110,10 +115,12 @@ def test_two_ubatches_give_the_bits_of_one(
 
 
 def test_every_cut_of_a_request(make_checkpoint: Any, in_ubatches: Any) -> None:
-    """The second micro-batch attends to keys that the first one wrote in the same layer, in full and window groups
-    alike."""
+    """The second micro-batch attends to keys that the first one wrote in the same layer, in full
+    and window groups alike."""
     windows = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
-    checkpoint = make_checkpoint("qwen2_moe", layer_types=["full_attention", "sliding_attention"], **windows)
+    checkpoint = make_checkpoint(
+        "qwen2_moe", layer_types=["full_attention", "sliding_attention"], **windows
+    )
     tokens = PROMPTS["middle"][:24]
     expected = Driver(checkpoint.path).prefill("a", tokens)
     for split_at in range(25):
@@ -122,12 +129,20 @@ def test_every_cut_of_a_request(make_checkpoint: Any, in_ubatches: Any) -> None:
         assert torch.equal(driver.prefill("a", tokens), expected), split_at
 
 
-def test_a_prefix_is_read_in_the_step_that_writes_it(make_checkpoint: Any, in_ubatches: Any) -> None:
-    """The scheduler puts a reader's row behind its writer's; any split between or inside them must do."""
+def test_a_prefix_is_read_in_the_step_that_writes_it(
+    make_checkpoint: Any, in_ubatches: Any
+) -> None:
+    """The scheduler puts a reader's row behind its writer's; any split between or inside them must
+    do.
+    """
     path = make_checkpoint("qwen2_moe").path
-    prefix, ends = PROMPTS["long"][:32], (PROMPTS["short"], PROMPTS["late"])
+    prefix = PROMPTS["long"][:32]
+    ends = (PROMPTS["short"], PROMPTS["late"])
     alone = Driver(path)
-    expected = [alone.prefill(key, prefix + end)[start:] for key, end, start in zip("ab", ends, (0, 32), strict=True)]
+    expected = [
+        alone.prefill(key, prefix + end)[start:]
+        for key, end, start in zip("ab", ends, (0, 32), strict=True)
+    ]
     for split_at in range(0, 58, 3):
         driver = Driver(path)
         in_ubatches(driver, lambda total, split_at=split_at: split_at)
@@ -158,7 +173,8 @@ def test_ubatches_stay_abreast_when_one_needs_more_rounds(
 
 def test_loads_of_both_ubatches_are_one(make_checkpoint: Any, in_ubatches: Any) -> None:
     path = make_checkpoint("olmoe").path
-    driver, single = Driver(path), UBatchRunner()
+    driver = Driver(path)
+    single = UBatchRunner()
     ubatches = in_ubatches(driver, CUTS["half"])
     driver.prefill("a", PROMPTS["middle"])
     load = ubatches.runner.take_meter()
@@ -166,7 +182,11 @@ def test_loads_of_both_ubatches_are_one(make_checkpoint: Any, in_ubatches: Any) 
     lone.prefill("a", PROMPTS["middle"])
     table = lone.ubatch.take_load()
     assert np.array_equal(load.load_LE, table)
-    assert (load.comm_us, load.exposed_us, load.events) == (0, 0, ())  # nothing travels inside one rank
+    assert (load.comm_us, load.exposed_us, load.events) == (
+        0,
+        0,
+        (),
+    )  # nothing travels inside one rank
     assert ubatches.runner.take_meter().load_LE.size == single.take_meter().load_LE.size == 0
 
 
@@ -201,12 +221,16 @@ class Faulty(LocalAll2All):
 
     def __init__(self, error: BaseException | None, fuse: int, late: bool) -> None:
         super().__init__(8)
-        self.error, self.fuse, self.late = error, fuse, late
+        self.error = error
+        self.fuse = fuse
+        self.late = late
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
         return self._burn(super().dispatch(x_TD, routing, ubatch))
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Completed[Tensor]:
+    def combine(
+        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
+    ) -> Completed[Tensor]:
         return self._burn(super().combine(ticket, y, out_TD, ubatch))
 
     def _burn(self, pending: Any) -> Any:
@@ -229,7 +253,9 @@ class _Broken(Completed[Any]):
 
 @pytest.mark.usefixtures("not_fused")
 @pytest.mark.parametrize("late", [False, True], ids=["start", "wait"])
-@pytest.mark.parametrize("error", [PeerLost("rank 3 is gone", (3,)), ValueError("bug")], ids=["peer", "bug"])
+@pytest.mark.parametrize(
+    "error", [PeerLost("rank 3 is gone", (3,)), ValueError("bug")], ids=["peer", "bug"]
+)
 def test_an_error_anywhere_fails_the_step_and_only_it(
     error: BaseException, late: bool, make_checkpoint: Any, in_ubatches: Any
 ) -> None:
@@ -260,7 +286,9 @@ def test_an_error_in_the_model_of_either_ubatch() -> None:
             self.seen: list[tuple[int, int, bool]] = []
 
         def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
-            self.seen.append((ubatch.index, torch.get_num_threads(), torch.is_inference_mode_enabled()))
+            self.seen.append(
+                (ubatch.index, torch.get_num_threads(), torch.is_inference_mode_enabled())
+            )
             ubatch.overlap(lambda: Completed(None))
             if ubatch.index == self.bad:
                 raise ZeroDivisionError(f"micro-batch {ubatch.index}")
@@ -271,7 +299,8 @@ def test_an_error_in_the_model_of_either_ubatch() -> None:
         def logits(self, hidden_SD: Tensor) -> Tensor:
             return hidden_SD
 
-    model, runner = Model(), UBatchRunner(2)
+    model = Model()
+    runner = UBatchRunner(2)
     step = random_step(np.random.default_rng(0))
     total = len(step.ids_T)
     agreed = Agreed(0, 2, (total // 2, total - total // 2))
@@ -287,8 +316,13 @@ def test_an_error_in_the_model_of_either_ubatch() -> None:
                         with pytest.raises(ZeroDivisionError, match=f"micro-batch {bad}"):
                             runner.forward(model, step, total // 2, agreed, [])
                     else:
-                        assert runner.forward(model, step, total // 2, agreed, [])[:, 0].tolist() == step.ids_T.tolist()
-                assert model.seen == [(0, count, True), (1, count, True)], "torch's settings are per thread"
+                        assert (
+                            runner.forward(model, step, total // 2, agreed, [])[:, 0].tolist()
+                            == step.ids_T.tolist()
+                        )
+                assert model.seen == [(0, count, True), (1, count, True)], (
+                    "torch's settings are per thread"
+                )
     finally:
         torch.set_num_threads(threads)
         runner.close()
@@ -333,15 +367,23 @@ class _Travelling:
 def overlapped_ns(events: Sequence[TraceEvent], transfer: int) -> int:
     """How long one micro-batch's rows travelled while the other one computed."""
     travels = [event for event in events if event.track == f"transfer {transfer}"]
-    works = [event for event in events if event.track == f"micro-batch {1 - transfer}" and event.name != "output"]
+    works = [
+        event
+        for event in events
+        if event.track == f"micro-batch {1 - transfer}" and event.name != "output"
+    ]
     return sum(
         max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a in travels for b in works
     )  # fmt: skip
 
 
 @pytest.mark.usefixtures("not_fused")
-def test_rows_travel_while_the_other_ubatch_computes(make_checkpoint: Any, in_ubatches: Any) -> None:
-    path = make_checkpoint("qwen2_moe", hidden_size=256, moe_intermediate_size=256, num_hidden_layers=3).path
+def test_rows_travel_while_the_other_ubatch_computes(
+    make_checkpoint: Any, in_ubatches: Any
+) -> None:
+    path = make_checkpoint(
+        "qwen2_moe", hidden_size=256, moe_intermediate_size=256, num_hidden_layers=3
+    ).path
     tokens = (PROMPTS["long"] * 4)[:320]
     driver = Driver(path, num_blocks=2048)  # for all attempts
     ubatches = in_ubatches(driver, CUTS["half"])
@@ -381,21 +423,27 @@ def check_trace(events: Sequence[TraceEvent]) -> None:
             (f"transfer {ubatch}", ["dispatch", "combine"]),
         ):
             spans = [event for event in events if event.track == track and event.layer >= 0]
-            assert [(event.name, event.layer) for event in spans] == [(name, i) for i in range(3) for name in names]
+            assert [(event.name, event.layer) for event in spans] == [
+                (name, i) for i in range(3) for name in names
+            ]
             assert all(event.start_ns <= event.end_ns for event in spans)
             assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(spans))
 
 
 class Single(InUBatches):
     def __init__(self, decoder: Decoder, runner: UBatchRunner) -> None:
-        self.decoder, self.runner, self.logits = decoder, runner, decoder.logits
+        self.decoder = decoder
+        self.runner = runner
+        self.logits = decoder.logits
 
     def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         return self.runner.forward(self.decoder, step, 0, Agreed(0, 1, (len(step.ids_T), 0)), kv)
 
 
 @pytest.mark.usefixtures("not_fused")
-def test_many_steps_with_random_cuts_faults_and_delays(make_checkpoint: Any, in_ubatches: Any) -> None:
+def test_many_steps_with_random_cuts_faults_and_delays(
+    make_checkpoint: Any, in_ubatches: Any
+) -> None:
     path = make_checkpoint("qwen2_moe").path
     rng = np.random.default_rng(3)
     tokens = PROMPTS["late"]
@@ -404,7 +452,11 @@ def test_many_steps_with_random_cuts_faults_and_delays(make_checkpoint: Any, in_
     ubatches = in_ubatches(driver, lambda total: int(rng.integers(0, total + 1)))
     for index in range(120):
         kind = rng.integers(3)
-        backend = [LocalAll2All(8), Slow(0.0005), Faulty(PeerLost("gone"), int(rng.integers(1, 9)), bool(index % 2))]
+        backend = [
+            LocalAll2All(8),
+            Slow(0.0005),
+            Faulty(PeerLost("gone"), int(rng.integers(1, 9)), bool(index % 2)),
+        ]
         for layer in ubatches.decoder.moe_layers:
             layer.all2all = backend[kind]
         try:

@@ -1,4 +1,6 @@
-"""A server on a real socket over the real front end; only the engine behind the link is a scripted one."""
+"""A server on a real socket over the real front end; only the engine behind the link is a scripted
+one.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def make_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([STORY] * 4, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    backend.train_from_iterator(
+        [STORY] * 4, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    )
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return Tokenizer(backend, {"eos_token": "<|im_end|>"})
 
@@ -74,10 +78,12 @@ class _Row:
 
 @dataclass
 class ScriptedEngine:
-    """An EngineLink that answers every request with the story's tokens, one per step, then the end token.
+    """An EngineLink that answers every request with the story's tokens, one per step, then the end
+    token.
 
-    `gate` cleared: no step is made. `refuse`: says so to every request. `break_after`: fails a request with the
-    error `why` after that many tokens. Requests sampled with a bad word never stop.
+    `gate` cleared: no step is made. `refuse`: says so to every request. `break_after`: fails a
+    request with the error `why` after that many tokens. Requests sampled with a bad word never
+    stop.
     """
 
     tokenizer: Tokenizer
@@ -103,7 +109,9 @@ class ScriptedEngine:
             case Submit() if self.refuse:
                 self.outbox.put(Refused(msg.rid, self.refuse, "refused"))
             case Submit():
-                self.rows[msg.rid] = _Row(msg, len(msg.tokens) // 4 - msg.num_prompt)  # a replay goes on
+                self.rows[msg.rid] = _Row(
+                    msg, len(msg.tokens) // 4 - msg.num_prompt
+                )  # a replay goes on
                 self.wake.set()
             case Abort(rids):
                 for rid in rids:
@@ -156,11 +164,9 @@ class ScriptedEngine:
             await asyncio.sleep(0)
 
     def _step(self) -> None:
-        tokens, finish, extra = (
-            [],
-            [],
-            {"started": [], "cached": {}, "logprobs": {}, "prompt_logprobs": {}, "errors": {}},
-        )
+        tokens = []
+        finish = []
+        extra = {"started": [], "cached": {}, "logprobs": {}, "prompt_logprobs": {}, "errors": {}}
         rids = list(self.rows)
         for rid in rids:
             row = self.rows[rid]
@@ -195,7 +201,9 @@ class ScriptedEngine:
     def _prompt_logprobs(self, submit: Submit, into: dict[int, PromptLogprobs]) -> None:
         if submit.sampling.prompt_logprobs is not None:
             ids = np.frombuffer(submit.tokens, np.int32)[1 : submit.num_prompt].tolist()
-            into[submit.rid] = PromptLogprobs(1, [logprob_row(i, submit.sampling.prompt_logprobs) for i in ids])
+            into[submit.rid] = PromptLogprobs(
+                1, [logprob_row(i, submit.sampling.prompt_logprobs) for i in ids]
+            )
 
     def _put(self, rids: list[int], tokens: list[int], finish: list[int], **extra: Any) -> None:
         record = StepRecord(
@@ -239,10 +247,16 @@ class Live:
     front: FrontEnd
     session: aiohttp.ClientSession
 
-    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, aiohttp.ClientResponse]:
+    async def post(
+        self, path: str, body: Any, **headers: str
+    ) -> tuple[int, Any, aiohttp.ClientResponse]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
-        async with self.session.post(self.url + path, data=io.BytesIO(data), headers=headers) as response:
+        headers = {"Content-Type": "application/json"} | {
+            k.replace("_", "-"): v for k, v in headers.items()
+        }
+        async with self.session.post(
+            self.url + path, data=io.BytesIO(data), headers=headers
+        ) as response:
             return response.status, json.loads(await response.read()), response
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
@@ -309,7 +323,13 @@ async def live_server(
         max_wait_s=config.max_queue_wait,
         resume_window_s=config.resume_window,
     )
-    state = Context(config, Auth(config), front if ready else None, tls=tls_of(config), observers=list(observers))
+    state = Context(
+        config,
+        Auth(config),
+        front if ready else None,
+        tls=tls_of(config),
+        observers=list(observers),
+    )
     sock = bind(config)
     port = sock.getsockname()[1]
     if ready:
@@ -321,7 +341,14 @@ async def live_server(
             if ready:
                 await front.wait_ready()
                 state.started = True
-            yield Live(f"http{'s' if state.tls else ''}://127.0.0.1:{port}", port, state, engine, front, session)
+            yield Live(
+                f"http{'s' if state.tls else ''}://127.0.0.1:{port}",
+                port,
+                state,
+                engine,
+                front,
+                session,
+            )
     finally:
         for task in tasks:
             task.cancel()

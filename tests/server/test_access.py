@@ -29,13 +29,22 @@ async def test_every_route_but_the_probes_needs_a_key(launch, route):
             {"X-Api-Key": "x" * 8000},
             {"X-Api-Key": "schlüssel"},
         ):
-            async with live.session.request(route.method, path + "?api_key=right", headers=headers) as response:
+            async with live.session.request(
+                route.method, path + "?api_key=right", headers=headers
+            ) as response:
                 assert (response.status == 401) != route.probe
                 if not route.probe:
                     error = (await response.json())["error"]
-                    assert error.get("code", error["type"]) in ("invalid_api_key", "authentication_error")
+                    assert error.get("code", error["type"]) in (
+                        "invalid_api_key",
+                        "authentication_error",
+                    )
                     assert response.headers["WWW-Authenticate"] == "Bearer"
-        for headers in ({"Authorization": "Bearer right"}, {"authorization": "bearer right"}, {"X-Api-Key": "right"}):
+        for headers in (
+            {"Authorization": "Bearer right"},
+            {"authorization": "bearer right"},
+            {"X-Api-Key": "right"},
+        ):
             async with live.session.request(route.method, path, headers=headers) as response:
                 assert response.status != 401
 
@@ -101,7 +110,11 @@ async def test_while_loading_probes_tell_the_phase_and_requests_are_put_off(laun
                 await asyncio.sleep(0.005)
         _, body = await live.get("/readyz")
         assert (body["phase"], body["percent"]) == ("reading weights", 40)
-        for path, asked in ((CHAT, ASK), ("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        for path, asked in (
+            (CHAT, ASK),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/tokenize", {"prompt": "a"}),
+        ):
             status, body, response = await live.post(path, asked)
             assert (status, body["error"]["code"]) == (503, "model_loading")
             assert int(response.headers["Retry-After"]) >= 1
@@ -111,7 +124,12 @@ async def test_while_loading_probes_tell_the_phase_and_requests_are_put_off(laun
 async def test_when_ready_and_when_draining(live):
     for path in ("/livez", "/ping", "/readyz", "/health", "/startupz"):
         status, body = await live.get(path)
-        assert (status, body["status"], body["phase"], body["percent"]) == (200, "ready", "ready", 100)
+        assert (status, body["status"], body["phase"], body["percent"]) == (
+            200,
+            "ready",
+            "ready",
+            100,
+        )
     live.context.draining = True
     _, body = await live.get("/readyz")
     assert (body["status"], body["phase"]) == ("draining", "draining")
@@ -138,7 +156,11 @@ async def test_a_full_queue_is_a_503_with_retry_after(launch):
             while len(live.engine.rows) < 64:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         status, body, response = await live.post(CHAT, ASK | {"stream": True})
-        assert (status, body["error"]["code"], body["error"]["type"]) == (503, "server_overloaded", "server_error")
+        assert (status, body["error"]["code"], body["error"]["type"]) == (
+            503,
+            "server_overloaded",
+            "server_error",
+        )
         assert int(response.headers["Retry-After"]) >= 1
         live.engine.gate.set()
         assert (await full)[0] == 200
@@ -196,7 +218,9 @@ async def test_metrics_are_what_prometheus_reads(live):
     await live.get("/nothing")
     async with live.session.get(live.url + "/metrics") as response:
         assert response.headers["Content-Type"].startswith("text/plain")
-        families = {family.name: family for family in text_string_to_metric_families(await response.text())}
+        families = {
+            family.name: family for family in text_string_to_metric_families(await response.text())
+        }
     values = {
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in families.values()
@@ -211,7 +235,9 @@ async def test_metrics_are_what_prometheus_reads(live):
     assert values["moeserve:e2e_request_latency_seconds_bucket", "+Inf", "org/tiny"] == 1
     assert values["moeserve:http_responses_total", "404", "other"] == 1
     assert 0 <= values["moeserve:kv_cache_usage_perc", "org/tiny"] <= 1
-    states = [values["moeserve:num_states" + which, "org/tiny"] for which in ("", "_running", "_cached")]
+    states = [
+        values["moeserve:num_states" + which, "org/tiny"] for which in ("", "_running", "_cached")
+    ]
     assert states == [8, 2, 2]
     # One rank: no rows travel.
     for name in ("comm_seconds_total", "exposed_comm_seconds_total"):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-BODIES = {"/v1/admin/scale": {"dp": 2}, "/v1/admin/rebalance": {"dp": 2}, "/v1/admin/drain": {"machine": 1}}
+BODIES = {
+    "/v1/admin/scale": {"dp": 2},
+    "/v1/admin/rebalance": {"dp": 2},
+    "/v1/admin/drain": {"machine": 1},
+}
 
 
 @pytest.fixture

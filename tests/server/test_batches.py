@@ -22,7 +22,10 @@ CHAT = "/v1/chat/completions"
 
 
 def line(custom_id: str, max_tokens: int = 2, **fields: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": f"Tell me {custom_id}"}], "max_tokens": max_tokens} | fields
+    body = {
+        "messages": [{"role": "user", "content": f"Tell me {custom_id}"}],
+        "max_tokens": max_tokens,
+    } | fields
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
 
 
@@ -38,7 +41,9 @@ async def upload(client: openai.AsyncOpenAI, *lines: Any) -> str:
 
 async def start(client: openai.AsyncOpenAI, *lines: Any, **fields: Any) -> Any:
     file = await upload(client, *lines)
-    return await client.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h", **fields)
+    return await client.batches.create(
+        input_file_id=file, endpoint=CHAT, completion_window="24h", **fields
+    )
 
 
 async def reached(client: openai.AsyncOpenAI, id: str, *states: str) -> Any:
@@ -85,7 +90,13 @@ def submitted(live: Any) -> list[Submit]:
 
 async def test_answers_and_errors_become_files(keeping: Any) -> None:
     async with keeping() as live, client_of(live) as client:
-        lines = [line("a"), line("b", priority=7), "", line("c", temperature=-1), line("d", model="other")]
+        lines = [
+            line("a"),
+            line("b", priority=7),
+            "",
+            line("c", temperature=-1),
+            line("d", model="other"),
+        ]
         made = await start(client, *lines, metadata={"who": "me"})
         assert (made.status, made.object, made.model, made.metadata) == (
             "validating",
@@ -98,12 +109,16 @@ async def test_answers_and_errors_become_files(keeping: Any) -> None:
         counts = done.request_counts
         assert (counts.total, counts.completed, counts.failed) == (4, 2, 2)
         assert done.in_progress_at <= done.finalizing_at <= done.completed_at
-        good, bad = await results(client, done.output_file_id), await results(client, done.error_file_id)
+        good = await results(client, done.output_file_id)
+        bad = await results(client, done.error_file_id)
         assert good.keys() == {"a", "b"}
         assert good["a"]["response"]["status_code"] == 200
         assert good["a"]["response"]["request_id"]
         assert good["a"]["response"]["body"]["choices"][0]["message"]["content"]
-        assert {name: one["response"]["status_code"] for name, one in bad.items()} == {"c": 400, "d": 404}
+        assert {name: one["response"]["status_code"] for name, one in bad.items()} == {
+            "c": 400,
+            "d": 404,
+        }
         assert bad["c"]["response"]["body"]["error"]["param"] == "temperature"
         assert (await client.files.retrieve(done.output_file_id)).purpose == "batch_output"
         assert [msg.priority for msg in submitted(live)] == [inside.LOW_PRIORITY] * 2
@@ -128,8 +143,18 @@ async def test_the_same_answer_as_over_http(keeping: Any) -> None:
         ([], "empty_file", None, "no line"),
         (["{nonsense"], "invalid_line", 1, "not JSON"),
         ([line("a"), line("a")], "invalid_line", 2, "already on line 1"),
-        ([line("a"), line("b") | {"url": "/v1/completions"}], "invalid_line", 2, f"url must be {CHAT}"),
-        ([line("a"), line("b") | {"url": "/v1/admin/scale"}], "invalid_line", 2, "url must be one of"),
+        (
+            [line("a"), line("b") | {"url": "/v1/completions"}],
+            "invalid_line",
+            2,
+            f"url must be {CHAT}",
+        ),
+        (
+            [line("a"), line("b") | {"url": "/v1/admin/scale"}],
+            "invalid_line",
+            2,
+            "url must be one of",
+        ),
         ([line("a", stream=True)], "invalid_line", 1, "stream"),
     ],
 )
@@ -153,12 +178,19 @@ async def test_a_file_that_is_no_batch_fails_before_anything_runs(
         ({"endpoint": "/v1/embeddings"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 3600}},
+            "output_expires_after",
+        ),
     ],
 )
 async def test_bad_requests_are_refused(keeping: Any, fields: dict[str, Any], param: str) -> None:
     async with keeping() as live, client_of(live) as client:
-        good = {"input_file_id": await upload(client, line("a")), "endpoint": CHAT, "completion_window": "24h"}
+        good = {
+            "input_file_id": await upload(client, line("a")),
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
         status, answer, _ = await live.post("/v1/batches", good | fields)
         assert status in (400, 404)
         assert param in answer["error"]["param"]
@@ -167,7 +199,9 @@ async def test_bad_requests_are_refused(keeping: Any, fields: dict[str, Any], pa
 
 async def test_cancelling_keeps_what_is_answered(keeping: Any) -> None:
     async with keeping() as live, client_of(live) as client:
-        made = await start(client, line("a"), *(line(f"slow {i}", 250, bad_words=["x"]) for i in range(80)))
+        made = await start(
+            client, line("a"), *(line(f"slow {i}", 250, bad_words=["x"]) for i in range(80))
+        )
         await until(lambda: record(live, made.id).request_counts.completed)
         live.engine.gate.clear()
         with pytest.raises(openai.ConflictError):
@@ -196,7 +230,11 @@ async def test_a_restart_goes_on_where_the_last_server_stopped(keeping: Any) -> 
 
 @pytest.mark.parametrize(
     ("was", "expires_in_s", "becomes"),
-    [("in_progress", -1, "expired"), ("cancelling", 99, "cancelled"), ("finalizing", 99, "completed")],
+    [
+        ("in_progress", -1, "expired"),
+        ("cancelling", 99, "cancelled"),
+        ("finalizing", 99, "completed"),
+    ],
 )
 async def test_what_a_server_left_open_ends(
     keeping: Any, tmp_path: Path, was: Any, expires_in_s: int, becomes: str
@@ -205,7 +243,8 @@ async def test_what_a_server_left_open_ends(
         done = await reached(client, (await start(client, line("a"))).id, "completed")
     (path,) = (tmp_path / "files").glob("*/batch_*.json")
     batch = msgspec.json.decode(path.read_bytes(), type=Batch)
-    batch.status, batch.expires_at = was, int(time.time()) + expires_in_s
+    batch.status = was
+    batch.expires_at = int(time.time()) + expires_in_s
     path.write_bytes(msgspec.json.encode(batch))
     async with keeping() as live, client_of(live) as client:
         again = await reached(client, done.id, becomes)
@@ -237,7 +276,9 @@ async def test_results_stop_where_the_room_ends(keeping: Any) -> None:
 
 async def test_lines_pay_their_keys_rates_and_wait_for_them(keeping: Any, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    path.write_text("keys: [{key: few, requests_per_minute: 2}, {key: short, tokens_per_minute: 5}, {key: free}]")
+    path.write_text(
+        "keys: [{key: few, requests_per_minute: 2}, {key: short, tokens_per_minute: 5}, {key: free}]"
+    )
     async with keeping(api_key_file=str(path)) as live:
         async with client_of(live, "few") as client:
             waiting = await start(client, *[line(name) for name in "abc"])
@@ -247,8 +288,12 @@ async def test_lines_pay_their_keys_rates_and_wait_for_them(keeping: Any, tmp_pa
             with pytest.raises(openai.RateLimitError):
                 await client.chat.completions.create(model="org/tiny", **line("d")["body"])
             assert (await client.batches.retrieve(waiting.id)).status == "in_progress"
-        async with client_of(live, "free") as client:  # a batch that waits keeps no other from going on
-            done = await reached(client, (await start(client, *[line(name) for name in "abc"])).id, "completed")
+        async with client_of(
+            live, "free"
+        ) as client:  # a batch that waits keeps no other from going on
+            done = await reached(
+                client, (await start(client, *[line(name) for name in "abc"])).id, "completed"
+            )
             assert done.request_counts.completed == 3
         async with client_of(live, "short") as client:  # waiting would never help
             done = await reached(client, (await start(client, line("a"))).id, "completed")

@@ -13,14 +13,27 @@ from hypothesis import strategies as st
 from moeserve.errors import InvalidRequest
 from moeserve.server.chat_request import ChatRequest
 from moeserve.server.completions import CompletionRequest
-from moeserve.server.requests import MAX_DEPTH, _check_shape, convert, decode, parse_object, unknown_fields
+from moeserve.server.requests import (
+    MAX_DEPTH,
+    _check_shape,
+    convert,
+    decode,
+    parse_object,
+    unknown_fields,
+)
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4)
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
 )
 names = st.sampled_from(
-    [*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "tools", "response_format"]
+    [
+        *ChatRequest.__struct_fields__,
+        *CompletionRequest.__struct_fields__,
+        "tools",
+        "response_format",
+    ]
 )
 
 

@@ -15,7 +15,12 @@ async def test_a_whole_answer(live, story):
     status, body, response = await live.post(CHAT, ASK)
     assert status == 200
     choice = body["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": story, "refusal": None, "annotations": []}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": story,
+        "refusal": None,
+        "annotations": [],
+    }
     assert (choice["finish_reason"], choice["index"], choice["logprobs"]) == ("stop", 0, None)
     assert (body["object"], body["model"]) == ("chat.completion", "org/tiny")
     assert body["id"] == f"chatcmpl-{response.headers['X-Request-Id']}"
@@ -52,7 +57,11 @@ async def test_stop_strings_cut_the_same_streamed_or_not(live, story):
         text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
         first = min((story.index(s), s) for s in ([stop] if isinstance(stop, str) else stop))
         assert text == whole["choices"][0]["message"]["content"] == story[: first[0]]
-        assert whole["choices"][0]["stop_reason"] == events[-1]["choices"][0]["stop_reason"] == first[1]
+        assert (
+            whole["choices"][0]["stop_reason"]
+            == events[-1]["choices"][0]["stop_reason"]
+            == first[1]
+        )
 
 
 async def test_several_choices_do_not_mix(live, story):
@@ -72,26 +81,37 @@ async def test_logprobs(live, tokenizer):
     asked = ASK | {"logprobs": True, "top_logprobs": 3, "max_tokens": 4}
     _, whole, _ = await live.post(CHAT, asked)
     rows = whole["choices"][0]["logprobs"]["content"]
-    assert [row["token"] for row in rows] == [tokenizer.token_text(i) for i in live.engine.script[:4]]
+    assert [row["token"] for row in rows] == [
+        tokenizer.token_text(i) for i in live.engine.script[:4]
+    ]
     assert all(len(row["top_logprobs"]) == 3 for row in rows)
     assert rows[0]["top_logprobs"][0]["logprob"] == rows[0]["logprob"] == -0.5
     assert bytes(rows[0]["bytes"]).decode() == rows[0]["token"]
     events = await live.events(CHAT, asked)
-    streamed = [row for e in events for row in ((e["choices"][0]["logprobs"] or {}).get("content") or [])]
+    streamed = [
+        row for e in events for row in ((e["choices"][0]["logprobs"] or {}).get("content") or [])
+    ]
     assert streamed == rows
     _, bare, _ = await live.post(CHAT, ASK | {"logprobs": True, "max_tokens": 1})
     assert bare["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
 async def test_token_ids_on_request(live):
-    asked = ASK | {"return_token_ids": True, "max_tokens": 5, "return_tokens_as_token_ids": True, "logprobs": True}
+    asked = ASK | {
+        "return_token_ids": True,
+        "max_tokens": 5,
+        "return_tokens_as_token_ids": True,
+        "logprobs": True,
+    }
     _, whole, _ = await live.post(CHAT, asked)
     assert whole["choices"][0]["token_ids"] == live.engine.script[:5]
     assert whole["usage"]["prompt_tokens"] == len(whole["prompt_token_ids"])
     first = whole["choices"][0]["logprobs"]["content"][0]
     assert first["token"] == f"token_id:{live.engine.script[0]}"
     events = await live.events(CHAT, asked)
-    assert [i for e in events for i in e["choices"][0].get("token_ids", [])] == live.engine.script[:5]
+    assert [i for e in events for i in e["choices"][0].get("token_ids", [])] == live.engine.script[
+        :5
+    ]
     assert events[0]["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"]
 
 
@@ -138,7 +158,11 @@ async def test_an_error_in_the_middle_is_an_event_before_done(live):
 async def test_an_engine_that_refuses_is_a_400(live):
     live.engine.refuse = "too many blocks"
     status, body, _ = await live.post(CHAT, ASK | {"stream": True})
-    assert (status, body["error"]["code"], body["error"]["message"]) == (400, "refused", "too many blocks")
+    assert (status, body["error"]["code"], body["error"]["message"]) == (
+        400,
+        "refused",
+        "too many blocks",
+    )
 
 
 async def test_a_client_that_leaves_aborts(live):
@@ -155,7 +179,9 @@ async def test_a_client_that_leaves_aborts(live):
 
 
 async def test_a_client_that_leaves_mid_stream_aborts(live):
-    async with live.session.post(live.url + CHAT, json=ASK | {"stream": True, "bad_words": ["x"]}) as response:
+    async with live.session.post(
+        live.url + CHAT, json=ASK | {"stream": True, "bad_words": ["x"]}
+    ) as response:
         await response.content.readany()
         live.engine.gate.clear()
         response.close()

@@ -31,7 +31,12 @@ async def test_forms_of_a_prompt(live, tokenizer):
 
 
 async def test_streamed_prompts_do_not_mix(live, tokenizer):
-    asked = {"prompt": ["Once", "a fox"], "n": 2, "max_tokens": 20, "stream_options": {"include_usage": True}}
+    asked = {
+        "prompt": ["Once", "a fox"],
+        "n": 2,
+        "max_tokens": 20,
+        "stream_options": {"include_usage": True},
+    }
     _, whole, _ = await live.post(PATH, {k: v for k, v in asked.items() if k != "stream_options"})
     events = await live.events(PATH, asked)
     texts = [""] * 4
@@ -55,7 +60,9 @@ async def test_echo_with_logprobs_serves_loglikelihood(live, tokenizer, max_toke
     _, body, _ = await live.post(PATH, asked)
     choice = body["choices"][0]
     columns = choice["logprobs"]
-    assert columns["tokens"] == [tokenizer.token_text(i) for i in [*ids, *live.engine.script[:max_tokens]]]
+    assert columns["tokens"] == [
+        tokenizer.token_text(i) for i in [*ids, *live.engine.script[:max_tokens]]
+    ]
     assert "".join(columns["tokens"]) == choice["text"]
     assert columns["token_logprobs"] == [None] + [-0.5] * (len(ids) - 1 + max_tokens)
     assert columns["top_logprobs"][0] is None
@@ -80,7 +87,11 @@ async def test_prompt_logprobs(live, tokenizer):
     _, body, _ = await live.post(PATH, asked)
     rows = body["choices"][0]["prompt_logprobs"]
     assert rows[0] is None
-    assert rows[1][str(ids[1])] == {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.token_text(ids[1])}
+    assert rows[1][str(ids[1])] == {
+        "logprob": -0.5,
+        "rank": 1,
+        "decoded_token": tokenizer.token_text(ids[1]),
+    }
     assert len(rows) == len(ids)
     assert body["choices"][0]["prompt_token_ids"] == ids
     assert body["choices"][0]["token_ids"] == live.engine.script[:1]
@@ -102,12 +113,16 @@ async def test_tokenize_and_detokenize(live, tokenizer):
         "tokens": ids,
         "token_strs": [tokenizer.token_text(i) for i in ids],
     }
-    assert (await live.post("/v1/tokenize", {"prompt": "a fox", "return_token_strs": True}))[1] == body
+    assert (await live.post("/v1/tokenize", {"prompt": "a fox", "return_token_strs": True}))[
+        1
+    ] == body
     for path in ("/detokenize", "/v1/detokenize"):
         _, body, _ = await live.post(path, {"tokens": ids})
         assert body == {"prompt": "a fox"}
     _, chat, _ = await live.post("/tokenize", {"messages": [{"role": "user", "content": "a fox"}]})
-    assert tokenizer.decode(chat["tokens"], skip_special_tokens=False).startswith("<|im_start|>user\na fox<|im_end|>")
+    assert tokenizer.decode(chat["tokens"], skip_special_tokens=False).startswith(
+        "<|im_start|>user\na fox<|im_end|>"
+    )
     for bad in ({}, {"prompt": "a", "messages": []}, {"tokens": [-1]}, {"tokens": ["1"]}):
         path = "/detokenize" if "tokens" in bad else "/tokenize"
         assert (await live.post(path, bad))[0] == 400

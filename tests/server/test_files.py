@@ -30,7 +30,12 @@ async def test_a_file_from_upload_to_deletion(keeping: Any) -> None:
     async with keeping() as live, client_of(live) as client:
         big = LINES * 100_000  # several chunks
         made = await client.files.create(file=("in.jsonl", big), purpose="batch")
-        assert (made.object, made.bytes, made.filename, made.purpose) == ("file", len(big), "in.jsonl", "batch")
+        assert (made.object, made.bytes, made.filename, made.purpose) == (
+            "file",
+            len(big),
+            "in.jsonl",
+            "batch",
+        )
         assert await client.files.retrieve(made.id) == made
         assert (await client.files.content(made.id)).content == big
         assert [file async for file in client.files.list()] == [made]
@@ -43,7 +48,9 @@ async def test_a_file_from_upload_to_deletion(keeping: Any) -> None:
 
 async def test_lists_come_in_pages(keeping: Any) -> None:
     async with keeping() as live, client_of(live) as client:
-        ids = [(await client.files.create(file=(f"{i}", LINES), purpose="batch")).id for i in range(5)]
+        ids = [
+            (await client.files.create(file=(f"{i}", LINES), purpose="batch")).id for i in range(5)
+        ]
         page = await client.files.list(limit=2)
         assert ([file.id for file in page.data], page.has_more) == (ids[:-3:-1], True)
         assert [file.id async for file in client.files.list(limit=2)] == ids[::-1]
@@ -55,22 +62,33 @@ async def test_lists_come_in_pages(keeping: Any) -> None:
 
 
 async def test_keys_see_their_own_files_only(keeping: Any) -> None:
-    async with keeping(api_key=("one", "two")) as live, client_of(live, "one") as one, client_of(live, "two") as two:
+    async with (
+        keeping(api_key=("one", "two")) as live,
+        client_of(live, "one") as one,
+        client_of(live, "two") as two,
+    ):
         made = await one.files.create(file=("x", LINES), purpose="batch")
         assert [file async for file in two.files.list()] == []
         for call in (two.files.retrieve, two.files.content, two.files.delete):
             with pytest.raises(openai.NotFoundError):
                 await call(made.id)
         with pytest.raises(openai.NotFoundError):
-            await two.batches.create(input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h")
+            await two.batches.create(
+                input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
         assert (await one.files.content(made.id)).content == LINES
 
 
-async def test_files_survive_a_restart_and_unfinished_uploads_do_not(keeping: Any, tmp_path: Path) -> None:
+async def test_files_survive_a_restart_and_unfinished_uploads_do_not(
+    keeping: Any, tmp_path: Path
+) -> None:
     async with keeping() as live, client_of(live) as client:
         made = await client.files.create(file=("x", LINES), purpose="batch")
         (folder,) = {path.parent for path in (tmp_path / "files").glob("*/*.data")}
-        assert sorted(path.name for path in folder.iterdir()) == [f"{made.id}.data", f"{made.id}.json"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            f"{made.id}.data",
+            f"{made.id}.json",
+        ]
         (folder / "abc.part").write_bytes(b"x")
     async with keeping() as live, client_of(live) as client:
         assert [file async for file in client.files.list()] == [made]
@@ -78,7 +96,9 @@ async def test_files_survive_a_restart_and_unfinished_uploads_do_not(keeping: An
         assert not (folder / "abc.part").exists()
 
 
-@pytest.mark.parametrize("id", ["..%2F..%2Fetc%2Fpasswd", "../lock", "file-..%2Fx", "%00", "lock", "", "a/b"])
+@pytest.mark.parametrize(
+    "id", ["..%2F..%2Fetc%2Fpasswd", "../lock", "file-..%2Fx", "%00", "lock", "", "a/b"]
+)
 async def test_no_id_reaches_another_path(keeping: Any, tmp_path: Path, id: str) -> None:
     async with keeping() as live:
         for method, tail in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
@@ -91,7 +111,9 @@ async def test_no_id_reaches_another_path(keeping: Any, tmp_path: Path, id: str)
 
 async def test_a_hostile_name_stays_a_name(keeping: Any, tmp_path: Path) -> None:
     async with keeping() as live, client_of(live) as client:
-        made = await client.files.create(file=("../../../x\r\ny" + "z" * 200, LINES), purpose="batch")
+        made = await client.files.create(
+            file=("../../../x\r\ny" + "z" * 200, LINES), purpose="batch"
+        )
         assert len(made.filename) <= 64
         assert made.filename.isprintable()
         answer = await client.files.with_raw_response.content(made.id)
@@ -101,13 +123,21 @@ async def test_a_hostile_name_stays_a_name(keeping: Any, tmp_path: Path) -> None
         assert names == {"lock", f"{made.id}.data", f"{made.id}.json"}
 
 
-async def form(live: Any, data: bytes, kind: str = "multipart/form-data; boundary=B") -> tuple[int, Any]:
-    async with live.session.post(f"{live.url}/v1/files", data=data, headers={"Content-Type": kind}) as response:
+async def form(
+    live: Any, data: bytes, kind: str = "multipart/form-data; boundary=B"
+) -> tuple[int, Any]:
+    async with live.session.post(
+        f"{live.url}/v1/files", data=data, headers={"Content-Type": kind}
+    ) as response:
         return response.status, json.loads(await response.read())
 
 
 def field(name: str, value: bytes, more: bytes = b"") -> bytes:
-    return b'--B\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n' % (name.encode(), more, value)
+    return b'--B\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n' % (
+        name.encode(),
+        more,
+        value,
+    )
 
 
 PURPOSE, FILE = field("purpose", b"batch"), field("file", LINES, b'; filename="x"')
@@ -129,7 +159,12 @@ PURPOSE, FILE = field("purpose", b"batch"), field("file", LINES, b'; filename="x
         (field("purpose", b"x" * 5000) + FILE + b"--B--\r\n", 400, None, "invalid_multipart"),
         (field("purpose", b"\xff") + FILE + b"--B--\r\n", 400, None, "invalid_multipart"),
         (field("a\x17", b"x") + PURPOSE + FILE + b"--B--\r\n", 400, None, "invalid_multipart"),
-        (b"".join(field(f"f{i}", b"x") for i in range(9)) + b"--B--\r\n", 400, None, "invalid_multipart"),
+        (
+            b"".join(field(f"f{i}", b"x") for i in range(9)) + b"--B--\r\n",
+            400,
+            None,
+            "invalid_multipart",
+        ),
         (
             PURPOSE + field("file", b"eA==", b"\r\nContent-Transfer-Encoding: base64") + b"--B--",
             400,
@@ -138,7 +173,12 @@ PURPOSE, FILE = field("purpose", b"batch"), field("file", LINES, b'; filename="x
         ),
         (b"no form", 400, None, "invalid_multipart"),
         (PURPOSE + FILE, 400, None, "invalid_multipart"),
-        (PURPOSE + field("file", b"x" * 3000, b'; filename="x"') + b"--B--\r\n", 413, "file", "payload_too_large"),
+        (
+            PURPOSE + field("file", b"x" * 3000, b'; filename="x"') + b"--B--\r\n",
+            413,
+            "file",
+            "payload_too_large",
+        ),
         (b"x" * 100_000, 413, "file", "payload_too_large"),
     ],
 )
@@ -147,7 +187,9 @@ async def test_a_bad_form_leaves_nothing_behind(
 ) -> None:
     async with keeping(files_bytes=2000) as live:
         got, answer = await form(live, data)
-        assert (got, answer["error"]["param"], answer["error"]["code"]) == (status, param, code), answer
+        assert (got, answer["error"]["param"], answer["error"]["code"]) == (status, param, code), (
+            answer
+        )
         assert (await live.get("/v1/files"))[1]["data"] == []
         assert list((tmp_path / "files").glob("*/*")) == []
 
@@ -164,7 +206,10 @@ async def test_without_a_folder_the_answer_says_how_to_get_one(live: Any) -> Non
         status, answer = await live.get(path)
         assert (status, answer["error"]["code"]) == (404, "files_off")
         assert "files_dir" in answer["error"]["message"]
-    async with aiohttp.ClientSession() as session, session.post(f"{live.url}/v1/files", data=b"x") as response:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{live.url}/v1/files", data=b"x") as response,
+    ):
         assert response.status == 404
 
 

@@ -1,4 +1,6 @@
-"""Many clients, slow ones and large bodies: the server answers others meanwhile, and gives everything back."""
+"""Many clients, slow ones and large bodies: the server answers others meanwhile, and gives
+everything back.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ async def patient(live):
     async def start(**limits: float) -> int:
         server = HttpServer(App(live.context, ROUTES))
         server._room = limits.get("room", server._room)
-        acceptor = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0, backlog=1024)
+        acceptor = await asyncio.get_running_loop().create_server(
+            server, "127.0.0.1", 0, backlog=1024
+        )
         heads = asyncio.create_task(server.watch_heads(limits.get("head_s", 30.0)))
         servers.append((server, acceptor, heads))
         return acceptor.sockets[0].getsockname()[1]
@@ -164,7 +168,9 @@ async def test_large_bodies_share_their_memory(launch, monkeypatch):
         async with asyncio.timeout(5):
             while live.context.bodies.taken < 200_000:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            padded = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).encode()
+            padded = json.dumps(
+                {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+            ).encode()
             status, answer, response = await live.post(CHAT, padded + b" " * 150_000)
             assert (status, answer["error"]["code"]) == (503, "server_overloaded")
             assert int(response.headers["Retry-After"]) >= 1

@@ -1,6 +1,8 @@
-"""The whole HTTP surface against requests that are almost right: always an answer, never a 5xx but 503, nothing kept.
+"""The whole HTTP surface against requests that are almost right: always an answer, never a 5xx but
+503, nothing kept.
 
-Bodies are the document's own examples, changed; routes are the table's. What fails is shrunk to the least request.
+Bodies are the document's own examples, changed; routes are the table's. What fails is shrunk to the
+least request.
 """
 
 from __future__ import annotations
@@ -32,7 +34,17 @@ TYPES = (
     "/;=",
 )
 NUMBERS = (0, -1, 1, 5.0, 1e308, -0.0, 2**31, 2**63, -(2**63) - 1, 10**400)
-TEXTS = ("", "\0", "\u202e", "<|im_end|>", "\ud83d\ude00", "a" * 5000, "(a+)+$", "{{ messages }}", "../../etc/passwd")
+TEXTS = (
+    "",
+    "\0",
+    "\u202e",
+    "<|im_end|>",
+    "\ud83d\ude00",
+    "a" * 5000,
+    "(a+)+$",
+    "{{ messages }}",
+    "../../etc/passwd",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,11 @@ class Asked:
     chunked: bool
 
     def wire(self) -> bytes:
-        lines = [self.method.encode() + b" " + self.target + b" HTTP/1.1", b"Host: x", b"Connection: close"]
+        lines = [
+            self.method.encode() + b" " + self.target + b" HTTP/1.1",
+            b"Host: x",
+            b"Connection: close",
+        ]
         lines += [name + b": " + value for name, value in self.headers]
         body = self.body
         if self.chunked:
@@ -60,9 +76,14 @@ class Asked:
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 scalars |= st.sampled_from(NUMBERS) | st.sampled_from(TEXTS)
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
 )
-harmless = st.binary(max_size=30).map(lambda data: bytes(byte for byte in data if byte not in b"\r\n\0") or b"x")
+harmless = st.binary(max_size=30).map(
+    lambda data: bytes(byte for byte in data if byte not in b"\r\n\0") or b"x"
+)
 
 
 def _examples() -> dict[str, list[Any]]:
@@ -82,14 +103,20 @@ EXAMPLES = _examples()
 
 @st.composite
 def _body(draw: st.DrawFn, route: Any) -> bytes:
-    """A body of the route with up to three of its fields, or of those inside, replaced; seldom broken or any bytes."""
+    """A body of the route with up to three of its fields, or of those inside, replaced; seldom
+    broken or any bytes.
+    """
     if route.takes is None:
         return draw(st.sampled_from([b"", b"", b"{}"]) | st.binary(max_size=20))
-    body = json.loads(json.dumps(draw(st.sampled_from(EXAMPLES.get(f"{route.method} {route.path}") or [{}]))))
+    body = json.loads(
+        json.dumps(draw(st.sampled_from(EXAMPLES.get(f"{route.method} {route.path}") or [{}])))
+    )
     for _ in range(draw(st.integers(0, 3))):
         at = body
         while inner := [
-            one for one in (at.values() if isinstance(at, dict) else at) if isinstance(one, dict | list) and one
+            one
+            for one in (at.values() if isinstance(at, dict) else at)
+            if isinstance(one, dict | list) and one
         ]:
             if not draw(st.booleans()):
                 break
@@ -116,22 +143,35 @@ def requests(draw: st.DrawFn) -> Asked:
     path = route.path.encode()
     if route.path.endswith("/"):
         path += draw(
-            st.text(max_size=20).map(quote).map(str.encode) | harmless.map(lambda data: data.replace(b" ", b"+"))
+            st.text(max_size=20).map(quote).map(str.encode)
+            | harmless.map(lambda data: data.replace(b" ", b"+"))
         )
         path += route.suffix.encode()
     elif draw(st.integers(0, 19)) == 0:
         path += draw(st.sampled_from([b"/", b"//", b"/%2e%2e", b"%00", b";a", b"a" * 9000]))
     known = list(route.query.__struct_fields__) if route.query else []
     names = st.sampled_from([*known, "x"]) | st.text(max_size=6)
-    pairs = draw(st.lists(st.tuples(names, st.text(max_size=8) | st.sampled_from(["1", "true", "nan"])), max_size=2))
+    pairs = draw(
+        st.lists(
+            st.tuples(names, st.text(max_size=8) | st.sampled_from(["1", "true", "nan"])),
+            max_size=2,
+        )
+    )
     query = "&".join(f"{quote(name)}={quote(value)}" for name, value in pairs).encode()
     headers = draw(
-        st.lists(st.tuples(st.sampled_from([b"X-Request-Id", b"Accept", b"Origin", b"Expect", b"X-A"]), harmless))
+        st.lists(
+            st.tuples(
+                st.sampled_from([b"X-Request-Id", b"Accept", b"Origin", b"Expect", b"X-A"]),
+                harmless,
+            )
+        )
     )
     headers.append((b"Content-Type", draw(st.sampled_from([*TYPES[:1] * 9, *TYPES])).encode()))
     method = draw(st.sampled_from([*[route.method] * 9, *METHODS]))
     target = path + (b"?" + query if query else b"")
-    return Asked(method, target, tuple(headers[-8:]), draw(_body(route)), draw(st.integers(0, 9)) == 0)
+    return Asked(
+        method, target, tuple(headers[-8:]), draw(_body(route)), draw(st.integers(0, 9)) == 0
+    )
 
 
 async def _check(live: Any, asked: Asked) -> None:
@@ -150,13 +190,20 @@ async def _check(live: Any, asked: Asked) -> None:
         assert len(body) < 4000
         assert error.keys() == {"message", "type", "param", "code"} or told["type"] == "error"
     async with asyncio.timeout(5):
-        while live.context.running or live.context.streams or live.engine.rows or live.context.bodies.taken:  # noqa: ASYNC110
+        while (  # noqa: ASYNC110
+            live.context.running
+            or live.context.streams
+            or live.engine.rows
+            or live.context.bodies.taken
+        ):
             await asyncio.sleep(0.001)
 
 
 @pytest.fixture
 def check(tokenizer: Any, launch: Any) -> Iterator[Any]:
-    """Sends a request to one server, which lives as long as the test, and looks at what comes back and what stays."""
+    """Sends a request to one server, which lives as long as the test, and looks at what comes back
+    and what stays.
+    """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         live = runner.run(stack.enter_async_context(launch()))
@@ -166,7 +213,13 @@ def check(tokenizer: Any, launch: Any) -> Iterator[Any]:
 
 
 def fuzz(check: Any, num: int, **options: Any) -> None:
-    @settings(max_examples=num, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options)
+    @settings(
+        max_examples=num,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        **options,
+    )
     @given(requests())
     def run(asked: Asked) -> None:
         check(asked)

@@ -1,4 +1,6 @@
-"""Chats with a model that answers in harmony, as gpt-oss: reasoning, tool calls, and streams equal to whole answers."""
+"""Chats with a model that answers in harmony, as gpt-oss: reasoning, tool calls, and streams equal
+to whole answers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from moeserve.text.chat_template import ChatTemplate
 from tests.server.conftest import live_server, make_tokenizer
 
 CHAT = "/v1/chat/completions"
-CONTROL = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
+CONTROL = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+)
 TEMPLATE = (
     "{{ tools|tojson }}{{ reasoning_effort }}{% for m in messages %}<|start|>{{ m.role }}"
     "{% for c in m.tool_calls or [] %} to=functions.{{ c.function.name }}"
@@ -45,10 +55,12 @@ async def answering(answer: str, **settings):
 
 def join(events: list) -> dict:
     """The whole answer of a stream's deltas."""
-    message, finish = {"role": "assistant"}, None
+    message = {"role": "assistant"}
+    finish = None
     for event in events:
         for choice in event["choices"]:
-            delta, finish = choice["delta"], choice["finish_reason"] or finish
+            delta = choice["delta"]
+            finish = choice["finish_reason"] or finish
             for name in ("content", "reasoning"):
                 if delta.get(name):
                     message[name] = message.get(name, "") + delta[name]
@@ -64,7 +76,9 @@ def join(events: list) -> dict:
 def plain(choice: dict) -> dict:
     message = {name: value for name, value in choice["message"].items() if value not in (None, [])}
     if "tool_calls" in message:
-        message["tool_calls"] = [call | {"id": call["id"].startswith("call_")} for call in message["tool_calls"]]
+        message["tool_calls"] = [
+            call | {"id": call["id"].startswith("call_")} for call in message["tool_calls"]
+        ]
     return {"message": message, "finish_reason": choice["finish_reason"]}
 
 
@@ -82,14 +96,23 @@ def plain(choice: dict) -> dict:
                 "reasoning": "A fox 😀?",
                 "content": "I look.",
                 "tool_calls": [
-                    {"id": True, "type": "function", "function": {"name": "find", "arguments": '{"fox": 1}'}},
+                    {
+                        "id": True,
+                        "type": "function",
+                        "function": {"name": "find", "arguments": '{"fox": 1}'},
+                    },
                     {"id": True, "type": "function", "function": {"name": "go", "arguments": "{}"}},
                 ],
             },
             "tool_calls",
             {"tools": TOOLS},
         ),
-        ("no format.<|im_end|>", {"content": "no format."}, "stop", {"tools": TOOLS, "tool_choice": "auto"}),
+        (
+            "no format.<|im_end|>",
+            {"content": "no format."},
+            "stop",
+            {"tools": TOOLS, "tool_choice": "auto"},
+        ),
     ],
 )
 async def test_parts_of_answers_whole_and_streamed(answer, message, finish, options):
@@ -109,15 +132,24 @@ async def test_parts_of_answers_whole_and_streamed(answer, message, finish, opti
             assert events[-1]["usage"] == whole["usage"]
             if "logprobs" in more:
                 choices = [choice for event in events for choice in event["choices"]]
-                assert [*chain.from_iterable(c.get("token_ids", []) for c in choices)] == whole["choices"][0][
-                    "token_ids"
+                assert [*chain.from_iterable(c.get("token_ids", []) for c in choices)] == whole[
+                    "choices"
+                ][0]["token_ids"]
+                logprobs = [
+                    entry
+                    for c in choices
+                    if c.get("logprobs")
+                    for entry in c["logprobs"]["content"]
                 ]
-                logprobs = [entry for c in choices if c.get("logprobs") for entry in c["logprobs"]["content"]]
                 assert logprobs == whole["choices"][0]["logprobs"]["content"]
 
 
 async def test_the_template_gets_tools_effort_and_history():
-    call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"city": "Köln <|end|>"}'}}
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "find", "arguments": '{"city": "Köln <|end|>"}'},
+    }
     history = [
         USER,
         {"role": "assistant", "tool_calls": [call], "reasoning": "hm"},
@@ -128,12 +160,15 @@ async def test_the_template_gets_tools_effort_and_history():
         status, answer, _ = await live.post(f"{CHAT}/render", body)
         assert status == 200
         assert answer["prompt"] == (
-            json.dumps(TOOLS) + "high<|start|>user<|message|>a fox<|end|><|start|>assistant to=functions.find"
+            json.dumps(TOOLS)
+            + "high<|start|>user<|message|>a fox<|end|><|start|>assistant to=functions.find"
             "<|message|>Köln <|end|><|call|><|message|>hm<|end|><|start|>tool<|message|>here<|end|><|start|>assistant"
         )
         ends = live.front.tokenizer.backend.token_to_id("<|end|>")
         assert answer["prompt_token_ids"].count(ends) == 3  # not the typed one
         _, tokenized, _ = await live.post("/tokenize", body)
         assert tokenized["tokens"] == answer["prompt_token_ids"]
-        _, answer, _ = await live.post(f"{CHAT}/render", {"messages": [USER], "tools": TOOLS, "tool_choice": "none"})
+        _, answer, _ = await live.post(
+            f"{CHAT}/render", {"messages": [USER], "tools": TOOLS, "tool_choice": "none"}
+        )
         assert answer["prompt"].startswith("null<|start|>")

@@ -23,8 +23,15 @@ def head(method: str, path: str, *lines: str) -> bytes:
 
 
 def post(path: str, data: bytes, *lines: str) -> bytes:
-    length = () if any("encoding: chunked" in line for line in lines) else (f"Content-Length: {len(data)}",)
-    return head("POST", path, "Content-Type: application/json", "Connection: close", *length, *lines) + data
+    length = (
+        ()
+        if any("encoding: chunked" in line for line in lines)
+        else (f"Content-Length: {len(data)}",)
+    )
+    return (
+        head("POST", path, "Content-Type: application/json", "Connection: close", *length, *lines)
+        + data
+    )
 
 
 def error_of(answer: bytes) -> tuple[int, dict[str, object]]:
@@ -41,23 +48,63 @@ RAW = [
     ("dots", head("GET", "/v1/%2e%2e/metrics", "Connection: close"), 404, "not_found"),
     ("slash at the end", head("GET", "/livez/", "Connection: close"), 404, "not_found"),
     ("wrong method", head("GET", CHAT, "Connection: close"), 405, "method_not_allowed"),
-    ("preflight", head("OPTIONS", CHAT, "Origin: http://evil.example", "Connection: close"), 405, "method_not_allowed"),
+    (
+        "preflight",
+        head("OPTIONS", CHAT, "Origin: http://evil.example", "Connection: close"),
+        405,
+        "method_not_allowed",
+    ),
     ("long path", head("GET", "/" + "a" * 65_536), 414, "uri_too_long"),
     ("long header", head("GET", "/livez", "A: " + "a" * 20_000), 431, "headers_too_large"),
-    ("many headers", head("GET", "/livez", *[f"A{i}: 1" for i in range(10_000)]), 431, "headers_too_large"),
+    (
+        "many headers",
+        head("GET", "/livez", *[f"A{i}: 1" for i in range(10_000)]),
+        431,
+        "headers_too_large",
+    ),
     (
         "headers too large together",
         head("GET", "/livez", *[f"A{i}: {'a' * 1000}" for i in range(20)], "Connection: close"),
         431,
         "headers_too_large",
     ),
-    ("no content type", head("POST", CHAT, "Content-Length: 2", "Connection: close") + b"{}", 415, None),
-    ("text", post(CHAT, BODY).replace(b"application/json", b"text/plain"), 415, "unsupported_media_type"),
-    ("other charset", post(CHAT, BODY).replace(b"/json", b"/json; charset=latin-1"), 415, "unsupported_media_type"),
-    ("gzip", post(CHAT, gzip.compress(b"0" * 10**7), "Content-Encoding: gzip"), 415, "unsupported_media_type"),
-    ("too long", head("POST", CHAT, "Content-Type: application/json", "Content-Length: 99999999999"), 413, None),
+    (
+        "no content type",
+        head("POST", CHAT, "Content-Length: 2", "Connection: close") + b"{}",
+        415,
+        None,
+    ),
+    (
+        "text",
+        post(CHAT, BODY).replace(b"application/json", b"text/plain"),
+        415,
+        "unsupported_media_type",
+    ),
+    (
+        "other charset",
+        post(CHAT, BODY).replace(b"/json", b"/json; charset=latin-1"),
+        415,
+        "unsupported_media_type",
+    ),
+    (
+        "gzip",
+        post(CHAT, gzip.compress(b"0" * 10**7), "Content-Encoding: gzip"),
+        415,
+        "unsupported_media_type",
+    ),
+    (
+        "too long",
+        head("POST", CHAT, "Content-Type: application/json", "Content-Length: 99999999999"),
+        413,
+        None,
+    ),
     ("both lengths", post(CHAT, BODY, "Transfer-Encoding: chunked"), 400, "invalid_http"),
-    ("bad chunks", post(CHAT, b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-encoding: chunked"), 400, "invalid_http"),
+    (
+        "bad chunks",
+        post(CHAT, b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-encoding: chunked"),
+        400,
+        "invalid_http",
+    ),
     ("id with line end", post("/nothing", b"", "X-Request-Id: a\tb"), 404, "not_found"),
 ]
 
@@ -79,7 +126,9 @@ async def test_raw_request(live, name, data, status, code):
 
 async def test_an_endless_header_ends_the_connection(live):
     answer = await live.raw(head("GET", "/livez", "A: " + "a" * 8_000_000))
-    assert answer == b"" or error_of(answer)[0] == 431  # the answer may be lost to the data that still comes
+    assert (
+        answer == b"" or error_of(answer)[0] == 431
+    )  # the answer may be lost to the data that still comes
     assert (await live.get("/livez"))[0] == 200
 
 
@@ -96,7 +145,9 @@ async def test_a_body_without_length_stops_at_the_limit(launch):
 
 async def test_endless_trailers_are_refused(live):
     trailers = b"".join(b"A%d: %s\r\n" % (i, b"a" * 1000) for i in range(2000))
-    answer = await live.raw(post(CHAT, b"2\r\n{}\r\n0\r\n" + trailers, "Transfer-encoding: chunked"))
+    answer = await live.raw(
+        post(CHAT, b"2\r\n{}\r\n0\r\n" + trailers, "Transfer-encoding: chunked")
+    )
     assert answer == b"" or error_of(answer)[0] in (400, 413, 431)
     assert (await live.get("/livez"))[0] == 200
 
@@ -116,7 +167,9 @@ async def test_requests_one_after_another_on_one_connection(live):
 
 async def test_request_ids(live):
     for given, kept in (("abc-1.2_3", True), ("x" * 129, False), ("a b", False), ("", False)):
-        async with live.session.get(live.url + "/livez", headers={"X-Request-Id": given}) as response:
+        async with live.session.get(
+            live.url + "/livez", headers={"X-Request-Id": given}
+        ) as response:
             assert (response.headers["X-Request-Id"] == given) == kept
             assert len(response.headers["X-Request-Id"]) <= 128
 
@@ -160,8 +213,17 @@ async def test_a_slow_body_is_refused(live, monkeypatch):
 
 
 async def test_a_stalled_reader_is_dropped_and_others_go_on(live):
-    """It asks for an endless answer and reads nothing: the socket fills, and after the patience it is cut off."""
-    asked = {"prompt": "a", "stream": True, "bad_words": ["x"], "max_tokens": 250, "n": 100, "return_token_ids": True}
+    """It asks for an endless answer and reads nothing: the socket fills, and after the patience it
+    is cut off.
+    """
+    asked = {
+        "prompt": "a",
+        "stream": True,
+        "bad_words": ["x"],
+        "max_tokens": 250,
+        "n": 100,
+        "return_token_ids": True,
+    }
     data = json.dumps(asked | {"logprobs": 20}).encode()
     watcher = asyncio.create_task(watch(live.context.streams, 15.0, stall_s=0.2))
     sock = socket.socket()
@@ -186,12 +248,16 @@ class _Stream:
     """An SseStream whose reader takes nothing (`stuck`) or everything."""
 
     def __init__(self, stuck: bool) -> None:
-        self.stuck, self.started, self.sending, self.sent_at = stuck, True, False, 0.0
+        self.stuck = stuck
+        self.started = True
+        self.sending = False
+        self.sent_at = 0.0
         self.pings = 0
         self.dropped = asyncio.Event()
 
     async def send(self, frames: bytes) -> None:
-        self.sent_at, self.sending = asyncio.get_running_loop().time(), True
+        self.sent_at = asyncio.get_running_loop().time()
+        self.sending = True
         self.pings += 1
         if self.stuck:
             await asyncio.Event().wait()
@@ -202,7 +268,8 @@ class _Stream:
 
 
 async def test_a_ping_to_a_stalled_reader_holds_nobody_up():
-    stuck, fine = _Stream(True), _Stream(False)
+    stuck = _Stream(True)
+    fine = _Stream(False)
     watching = asyncio.create_task(watch({stuck, fine}, ping_s=0.02, stall_s=0.1))
     async with asyncio.timeout(3):
         await stuck.dropped.wait()

@@ -1,4 +1,6 @@
-"""Hostile and mistaken requests, case by case: a clear 4xx in OpenAI's shape, never a 5xx, nothing big sent back."""
+"""Hostile and mistaken requests, case by case: a clear 4xx in OpenAI's shape, never a 5xx, nothing
+big sent back.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 
 import pytest
 
-CHAT, COMPLETIONS, COUNT = "/v1/chat/completions", "/v1/completions", "/v1/responses/input_tokens"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+COUNT = "/v1/responses/input_tokens"
 COUNTED = {"model": "org/tiny", "input": "a"}
 MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 BIG = "x" * 100_000
@@ -49,8 +53,22 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("UTF-16", CHAT, json.dumps(chat()).encode("utf-16"), 400, "invalid_json", None),
     ("bad UTF-8", CHAT, b'{"a": "\xff"}', 400, "invalid_json", None),
     ("deep", CHAT, b"[" * 100_000, 400, "invalid_json", None),
-    ("deep in a field", CHAT, json.dumps(chat(metadata={"a": nested(70)})).encode(), 400, "invalid_json", None),
-    ("deep in objects", CHAT, b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400, "invalid_json", None),
+    (
+        "deep in a field",
+        CHAT,
+        json.dumps(chat(metadata={"a": nested(70)})).encode(),
+        400,
+        "invalid_json",
+        None,
+    ),
+    (
+        "deep in objects",
+        CHAT,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        400,
+        "invalid_json",
+        None,
+    ),
     ("million digits", CHAT, raw('"seed":' + "9" * 1_000_000), 400, "invalid_json", None),
     ("duplicate keys", CHAT, raw('"seed":1,"seed":2'), 400, "invalid_json", None),
     ("NaN", CHAT, raw('"temperature":NaN'), 400, "invalid_json", None),
@@ -90,7 +108,14 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("context", COMPLETIONS, text(prompt=[1] * 256), 400, "context_length_exceeded", "prompt"),
     ("context + 1", COMPLETIONS, text(prompt=[1] * 257), 400, "context_length_exceeded", "prompt"),
     ("ten contexts of text", CHAT, content("word " * 2560), 400, "context_length_exceeded", None),
-    ("far too much text", COMPLETIONS, text(prompt="word " * 1_000_000), 400, "context_length_exceeded", "prompt"),
+    (
+        "far too much text",
+        COMPLETIONS,
+        text(prompt="word " * 1_000_000),
+        400,
+        "context_length_exceeded",
+        "prompt",
+    ),
     ("n 0", CHAT, chat(n=0), 400, None, "n"),
     ("n 129", CHAT, chat(n=129), 400, None, "n"),
     ("n 1e9", CHAT, chat(n=10**9), 400, None, "n"),
@@ -117,19 +142,54 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("bias of a word", CHAT, chat(logit_bias={"abc": 1}), 400, None, None),
     ("bias too high", CHAT, chat(logit_bias={"1": 1e308}), 400, None, "logit_bias"),
     ("bias outside", CHAT, chat(logit_bias={"99999": 1}), 400, None, "logit_bias"),
-    ("bias huge", CHAT, chat(logit_bias={str(i): 1 for i in range(100_000)}), 400, None, "logit_bias"),
+    (
+        "bias huge",
+        CHAT,
+        chat(logit_bias={str(i): 1 for i in range(100_000)}),
+        400,
+        None,
+        "logit_bias",
+    ),
     ("bias all -100", CHAT, chat(logit_bias={str(i): -100 for i in range(200)}), 200, None, None),
     ("top_logprobs 21", CHAT, chat(logprobs=True, top_logprobs=21), 400, None, "top_logprobs"),
     ("top_logprobs alone", CHAT, chat(top_logprobs=2), 400, None, "top_logprobs"),
     ("logprobs of one token", CHAT, chat(logprobs=True, top_logprobs=20), 200, None, None),
     ("logprobs 21", COMPLETIONS, text(logprobs=21), 400, None, "logprobs"),
     ("logprobs as bool", COMPLETIONS, text(logprobs=True), 400, None, "logprobs"),
-    ("prompt_logprobs streamed", COMPLETIONS, text(prompt_logprobs=1, stream=True), 400, None, "prompt_logprobs"),
-    ("echo with logprobs streamed", COMPLETIONS, text(echo=True, logprobs=1, stream=True), 400, None, "stream"),
-    ("stream_options alone", CHAT, chat(stream_options={"include_usage": True}), 400, None, "stream_options"),
+    (
+        "prompt_logprobs streamed",
+        COMPLETIONS,
+        text(prompt_logprobs=1, stream=True),
+        400,
+        None,
+        "prompt_logprobs",
+    ),
+    (
+        "echo with logprobs streamed",
+        COMPLETIONS,
+        text(echo=True, logprobs=1, stream=True),
+        400,
+        None,
+        "stream",
+    ),
+    (
+        "stream_options alone",
+        CHAT,
+        chat(stream_options={"include_usage": True}),
+        400,
+        None,
+        "stream_options",
+    ),
     ("allowed ids empty", CHAT, chat(allowed_token_ids=[]), 400, None, "allowed_token_ids"),
     ("allowed ids outside", CHAT, chat(allowed_token_ids=[99_999]), 400, None, "allowed_token_ids"),
-    ("allowed ids outside, counted", COUNT, COUNTED | {"allowed_token_ids": [99_999]}, 400, None, "allowed_token_ids"),
+    (
+        "allowed ids outside, counted",
+        COUNT,
+        COUNTED | {"allowed_token_ids": [99_999]},
+        400,
+        None,
+        "allowed_token_ids",
+    ),
     ("bad words empty", CHAT, chat(bad_words=[""]), 400, None, "bad_words[0]"),
     ("bad words many", CHAT, chat(bad_words=["a"] * 129), 400, None, "bad_words"),
     ("salt with a slash", CHAT, chat(cache_salt="a/b"), 400, None, "cache_salt"),
@@ -141,15 +201,36 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("tools empty", CHAT, chat(tools=[], tool_choice="none", functions=[]), 200, None, None),
     ("tool_choice auto", CHAT, chat(tool_choice="auto"), 200, None, None),
     ("tool_choice required", CHAT, chat(tool_choice="required"), 400, None, "tool_choice"),
-    ("tools for completions", COMPLETIONS, text(tools=[TOOL]), 400, "unsupported_parameter", "tools"),
+    (
+        "tools for completions",
+        COMPLETIONS,
+        text(tools=[TOOL]),
+        400,
+        "unsupported_parameter",
+        "tools",
+    ),
     ("JSON mode", CHAT, chat(response_format={"type": "json_object"}), 200, None, None),
     ("text mode", CHAT, chat(response_format={"type": "text"}), 200, None, None),
     ("guided", COMPLETIONS, text(guided_regex="(a+"), 400, "invalid_grammar", "guided_regex"),
     ("best_of", COMPLETIONS, text(best_of=2), 400, "unsupported_parameter", "best_of"),
     ("best_of 1", COMPLETIONS, text(best_of=1), 200, None, None),
     ("effort", CHAT, chat(reasoning_effort="low", verbosity="high"), 200, None, None),
-    ("a path of its own", CHAT, chat(reasoning_effort="- at `$." + "A" * 99), 400, "invalid_value", "reasoning_effort"),
-    ("no such effort", CHAT, chat(reasoning_effort="enormous"), 400, "invalid_value", "reasoning_effort"),
+    (
+        "a path of its own",
+        CHAT,
+        chat(reasoning_effort="- at `$." + "A" * 99),
+        400,
+        "invalid_value",
+        "reasoning_effort",
+    ),
+    (
+        "no such effort",
+        CHAT,
+        chat(reasoning_effort="enormous"),
+        400,
+        "invalid_value",
+        "reasoning_effort",
+    ),
     ("stream_options {}", CHAT, chat(stream_options={}), 200, None, None),
     ("suffix", COMPLETIONS, text(suffix="x"), 400, "unsupported_parameter", "suffix"),
     ("audio", CHAT, chat(audio={"voice": "a"}), 400, "unsupported_parameter", "audio"),
@@ -173,10 +254,38 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
         None,
         None,
     ),
-    ("own template", CHAT, chat(chat_template="{{ 1 }}"), 400, "unsupported_parameter", "chat_template"),
-    ("tokenize kwarg", CHAT, chat(chat_template_kwargs={"tokenize": True}), 400, None, "chat_template_kwargs"),
-    ("nested kwarg", CHAT, chat(chat_template_kwargs={"a": {"b": BIG}}), 400, None, "chat_template_kwargs"),
-    ("long kwarg name", CHAT, chat(chat_template_kwargs={BIG: [1]}), 400, None, "chat_template_kwargs"),
+    (
+        "own template",
+        CHAT,
+        chat(chat_template="{{ 1 }}"),
+        400,
+        "unsupported_parameter",
+        "chat_template",
+    ),
+    (
+        "tokenize kwarg",
+        CHAT,
+        chat(chat_template_kwargs={"tokenize": True}),
+        400,
+        None,
+        "chat_template_kwargs",
+    ),
+    (
+        "nested kwarg",
+        CHAT,
+        chat(chat_template_kwargs={"a": {"b": BIG}}),
+        400,
+        None,
+        "chat_template_kwargs",
+    ),
+    (
+        "long kwarg name",
+        CHAT,
+        chat(chat_template_kwargs={BIG: [1]}),
+        400,
+        None,
+        "chat_template_kwargs",
+    ),
     ("unknown role", CHAT, content("a", role="robot"), 400, None, "messages[0].role"),
     ("role of 100 KB", CHAT, content("a", role=BIG), 400, None, "messages[0].role"),
     ("tool role", CHAT, content("a", role="tool"), 400, "unsupported_parameter", "messages[0]"),
@@ -218,7 +327,9 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "path", "body", "status", "code", "param"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "path", "body", "status", "code", "param"), CASES, ids=[case[0] for case in CASES]
+)
 async def test_case(live, name, path, body, status, code, param):
     got, answer, response = await live.post(path, body)
     assert got == status, answer
@@ -269,8 +380,15 @@ async def test_unknown_fields_warn_or_are_refused(live, launch):
         assert (status, answer["error"]["code"]) == (400, "unknown_parameter")
         status, answer, _ = await strict.post(CHAT, chat())
         assert status == 200
-        earlier = answer["choices"][0]["message"] | {"audio": None, "function_call": None}  # as OpenAI's clients add
-        assert (await strict.post(CHAT, {"messages": [*chat()["messages"], earlier, *chat()["messages"]]}))[0] == 200
+        earlier = answer["choices"][0]["message"] | {
+            "audio": None,
+            "function_call": None,
+        }  # as OpenAI's clients add
+        assert (
+            await strict.post(
+                CHAT, {"messages": [*chat()["messages"], earlier, *chat()["messages"]]}
+            )
+        )[0] == 200
 
 
 async def test_a_model_without_a_template_serves_completions_only(live):

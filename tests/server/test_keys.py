@@ -25,7 +25,8 @@ def auth_of(path, text: str) -> Auth:
 def test_names_digests_and_lines(tmp_path):
     digest = hashlib.sha256(b"b").hexdigest()
     auth = auth_of(
-        tmp_path / "keys.yaml", f"keys:\n- {{name: alice, key: a}}\n- {{name: bob, sha256: {digest}, priority: 5}}\n"
+        tmp_path / "keys.yaml",
+        f"keys:\n- {{name: alice, key: a}}\n- {{name: bob, sha256: {digest}, priority: 5}}\n",
     )
     assert [auth.check({"X-Api-Key": key}).name for key in "ab"] == ["alice", "bob"]
     assert auth.check({"X-Api-Key": "b"}).priority == 5
@@ -64,7 +65,9 @@ def test_bad_key_files_are_explained_without_showing_keys(tmp_path, text, words)
 
 async def test_the_next_request_is_too_many(launch, tmp_path):
     path = tmp_path / "keys.yaml"
-    path.write_text("keys: [{name: a, key: a, requests_per_minute: 2, tokens_per_minute: 1000}, {key: b}]")
+    path.write_text(
+        "keys: [{name: a, key: a, requests_per_minute: 2, tokens_per_minute: 1000}, {key: b}]"
+    )
     async with launch(api_key_file=str(path)) as live:
         for left in ("1", "0"):
             status, body, response = await live.post(CHAT, ASK, X_Api_Key="a")
@@ -73,9 +76,15 @@ async def test_the_next_request_is_too_many(launch, tmp_path):
             assert response.headers["x-ratelimit-remaining-requests"] == left
             assert response.headers["x-ratelimit-reset-requests"].endswith("s")
         used = 2 * body["usage"]["total_tokens"]
-        assert 1000 - int(response.headers["x-ratelimit-remaining-tokens"]) in range(used - 1, used + 2)
+        assert 1000 - int(response.headers["x-ratelimit-remaining-tokens"]) in range(
+            used - 1, used + 2
+        )
         status, body, response = await live.post(CHAT, ASK, X_Api_Key="a")
-        assert (status, body["error"]["type"], body["error"]["code"]) == (429, "requests", "rate_limit_exceeded")
+        assert (status, body["error"]["type"], body["error"]["code"]) == (
+            429,
+            "requests",
+            "rate_limit_exceeded",
+        )
         assert 28 <= int(response.headers["Retry-After"]) <= 46
         assert response.headers["x-ratelimit-remaining-requests"] == "0"
         status, _, response = await live.post(CHAT, ASK, X_Api_Key="b")
@@ -110,7 +119,13 @@ async def test_a_keys_requests_wait_in_its_place(launch, tmp_path):
     path = tmp_path / "keys.yaml"
     path.write_text("keys: [{key: low, priority: 5}, {key: any}]")
     async with launch(api_key_file=str(path)) as live:
-        for key, asked, given in (("low", None, 5), ("low", -9, 5), ("low", 7, 7), ("any", None, 0), ("any", -9, -9)):
+        for key, asked, given in (
+            ("low", None, 5),
+            ("low", -9, 5),
+            ("low", 7, 7),
+            ("any", None, 0),
+            ("any", -9, -9),
+        ):
             await live.post(CHAT, ASK | {"priority": asked}, X_Api_Key=key)
             assert live.engine.told[-1].priority == given
 

@@ -18,14 +18,19 @@ COMPLETION = ("/v1/completions", {"prompt": "a fox"})
         (None, ()),
         ([], ()),
         (["one"], (("one", "{}"),)),
-        ([{"name": "two", "args": {"x": [1, None, "ä"]}}, "one"], (("two", '{"x":[1,null,"ä"]}'), ("one", "{}"))),
+        (
+            [{"name": "two", "args": {"x": [1, None, "ä"]}}, "one"],
+            (("two", '{"x":[1,null,"ä"]}'), ("one", "{}")),
+        ),
         (["one"] * 8, (("one", "{}"),) * 8),
     ],
 )
 async def test_what_reaches_the_engine(live: Any, asked: Any, expected: Any) -> None:
     live.front._processors = {"one", "two"}
     for path, body in (CHAT, COMPLETION):
-        status, _, _ = await live.post(path, body | {"model": "org/tiny", "max_tokens": 2, "logits_processors": asked})
+        status, _, _ = await live.post(
+            path, body | {"model": "org/tiny", "max_tokens": 2, "logits_processors": asked}
+        )
         assert status == 200
         assert live.engine.told[-1].sampling.processors == expected
 
@@ -49,12 +54,19 @@ async def test_what_reaches_the_engine(live: Any, asked: Any, expected: Any) -> 
 async def test_what_is_refused(live: Any, asked: Any, param: str, message: str) -> None:
     live.front._processors = {"one", "two"}
     for path, body in (CHAT, COMPLETION):
-        status, answer, _ = await live.post(path, body | {"model": "org/tiny", "logits_processors": asked})
+        status, answer, _ = await live.post(
+            path, body | {"model": "org/tiny", "logits_processors": asked}
+        )
         assert (status, answer["error"]["param"]) == (400, param), answer
         assert message in answer["error"]["message"]
     assert not live.engine.told
 
 
 async def test_there_may_be_none(live: Any) -> None:
-    status, answer, _ = await live.post(CHAT[0], CHAT[1] | {"model": "org/tiny", "logits_processors": ["x"]})
-    assert (status, answer["error"]["message"]) == (400, "logits_processors: there is no 'x' here; known: none")
+    status, answer, _ = await live.post(
+        CHAT[0], CHAT[1] | {"model": "org/tiny", "logits_processors": ["x"]}
+    )
+    assert (status, answer["error"]["message"]) == (
+        400,
+        "logits_processors: there is no 'x' here; known: none",
+    )

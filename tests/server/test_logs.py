@@ -12,7 +12,8 @@ from moeserve.server.access_log import AccessLog
 from moeserve.server.chat import ChatRequest
 from moeserve.server.completions import CompletionRequest
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 SECRET = "s3cret"
 
 
@@ -29,7 +30,11 @@ async def test_whatever_is_asked(launch, lines, tmp_path):
     async with launch(observers=[AccessLog(str(log))], api_key=(f"key-{SECRET}",)) as live:
         key = {"X_Api_Key": f"key-{SECRET}"}
         for path, kind in ((CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)):
-            base = {"messages": [{"role": "user", "content": SECRET}]} if path == CHAT else {"prompt": SECRET}
+            base = (
+                {"messages": [{"role": "user", "content": SECRET}]}
+                if path == CHAT
+                else {"prompt": SECRET}
+            )
             base["max_tokens"] = 1
             for name in [*kind.__struct_fields__, forged]:
                 for value in (forged, [forged], {forged: forged}):
@@ -37,7 +42,12 @@ async def test_whatever_is_asked(launch, lines, tmp_path):
         for body in (forged.encode(), b'{"a": "' + SECRET.encode(), b"[]"):
             await live.post(CHAT, body, **key)
         await live.post(CHAT, {}, X_Api_Key=f"wrong-{SECRET}")
-        for path in (f"/{SECRET}", f"/v1/models/{SECRET}", f"/v1/experts?{SECRET}={SECRET}", f"/livez?{SECRET}"):
+        for path in (
+            f"/{SECRET}",
+            f"/v1/models/{SECRET}",
+            f"/v1/experts?{SECRET}={SECRET}",
+            f"/livez?{SECRET}",
+        ):
             await live.get(path, **{"X-Api-Key": f"key-{SECRET}", "User-Agent": SECRET})
         await live.raw(f"GET /{SECRET} HTTP/9.9\r\n{SECRET}\r\n\r\n".encode())
         await asyncio.sleep(0)
@@ -51,7 +61,8 @@ async def test_a_bug_is_logged_by_its_place(live, lines, monkeypatch):
         raise KeyError(SECRET)
 
     monkeypatch.setattr(status, "_card", breaks)
-    answer, _ = await live.get("/v1/models", **{"X-Request-Id": "r1"}), None
+    answer = await live.get("/v1/models", **{"X-Request-Id": "r1"})
+    _ = None
     assert answer[0] == 500
     (line,) = lines()
     assert line.startswith("request r1 failed: KeyError < test_logs.py:")
@@ -60,15 +71,19 @@ async def test_a_bug_is_logged_by_its_place(live, lines, monkeypatch):
 
 
 async def test_an_engines_error_is_logged_without_what_an_exception_said(live, lines):
-    live.engine.break_after, live.engine.why = 0, f"logits processor failed: ValueError: {SECRET}"
-    status_code, body, _ = await live.post(CHAT, {"messages": [{"role": "user", "content": "a"}]}, X_Request_Id="r2")
+    live.engine.break_after = 0
+    live.engine.why = f"logits processor failed: ValueError: {SECRET}"
+    status_code, body, _ = await live.post(
+        CHAT, {"messages": [{"role": "user", "content": "a"}]}, X_Request_Id="r2"
+    )
     assert status_code == 500
     assert SECRET not in str(body)
     assert lines() == ["request r2 failed: logits processor failed: ValueError"]
 
 
 async def test_constraints_that_exclude_each_other_are_the_clients_fault(live, lines):
-    live.engine.break_after, live.engine.why = 0, "no token is left to choose: grammar and allowed_token_ids"
+    live.engine.break_after = 0
+    live.engine.why = "no token is left to choose: grammar and allowed_token_ids"
     status_code, body, _ = await live.post(CHAT, {"messages": [{"role": "user", "content": "a"}]})
     assert (status_code, body["error"]["code"]) == (400, "constraint_failed")
     assert lines() == []

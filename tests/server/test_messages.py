@@ -1,4 +1,6 @@
-"""/v1/messages: Anthropic's conversations become chats, answers become blocks and events, errors have their shape."""
+"""/v1/messages: Anthropic's conversations become chats, answers become blocks and events, errors
+have their shape.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ async def test_a_whole_answer(live, story):
     assert (body["type"], body["role"], body["model"]) == ("message", "assistant", "org/tiny")
     assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
     usage = body["usage"]
-    assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (2, len(live.engine.script))
+    assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (
+        2,
+        len(live.engine.script),
+    )
     _, counted, _ = await live.post(f"{MESSAGES}/count_tokens", ASK | {"max_tokens": None})
     assert counted == {"input_tokens": usage["input_tokens"] + 2}
 
@@ -63,19 +68,30 @@ async def test_thinking_and_calls_are_blocks():
         ask = ASK | {"tools": TOOLS}
         _, whole, _ = await live.post(MESSAGES, ask)
         thinking, text, weather, clock = whole["content"]
-        assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+        assert [block["type"] for block in whole["content"]] == [
+            "thinking",
+            "text",
+            "tool_use",
+            "tool_use",
+        ]
         assert "A fox 😀?" in thinking["thinking"]
         assert text["text"].strip() == "I look."
         assert (weather["name"], weather["input"]) == ("weather", json.loads(ARGUMENTS))
         assert (clock["name"], clock["input"], whole["stop_reason"]) == ("clock", {}, "tool_use")
-        assert 0 < whole["usage"]["output_tokens_details"]["thinking_tokens"] < whole["usage"]["output_tokens"]
+        assert (
+            0
+            < whole["usage"]["output_tokens_details"]["thinking_tokens"]
+            < whole["usage"]["output_tokens"]
+        )
         streamed: list = []
         for event in await live.typed_events(MESSAGES, ask):
             match event["type"], event.get("delta", {}).get("type"):
                 case "content_block_start", _:
                     streamed.append(event["content_block"] | {"json": ""})
                 case _, "text_delta" | "thinking_delta":
-                    streamed[event["index"]][event["delta"]["type"][:-6]] += event["delta"][event["delta"]["type"][:-6]]
+                    streamed[event["index"]][event["delta"]["type"][:-6]] += event["delta"][
+                        event["delta"]["type"][:-6]
+                    ]
                 case _, "signature_delta":
                     streamed[event["index"]]["signature"] = event["delta"]["signature"]
                 case _, "input_json_delta":
@@ -91,7 +107,10 @@ async def test_thinking_and_calls_are_blocks():
 
 async def test_blocks_become_messages():
     turns = [
-        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}],
+        },
         {
             "role": "assistant",
             "content": [
@@ -104,7 +123,11 @@ async def test_blocks_become_messages():
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sun"}]},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [{"type": "text", "text": "sun"}],
+                },
                 {"type": "tool_result", "tool_use_id": "c2", "content": "broken", "is_error": True},
                 {"type": "text", "text": "So?"},
             ],
@@ -139,7 +162,11 @@ async def test_blocks_become_messages():
         ({"type": "auto"}, "auto", True),
         ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
         ({"type": "none"}, "none", True),
-        ({"type": "tool", "name": "clock"}, {"type": "function", "function": {"name": "clock"}}, True),
+        (
+            {"type": "tool", "name": "clock"},
+            {"type": "function", "function": {"name": "clock"}},
+            True,
+        ),
     ],
 )
 def test_tool_choices(choice, expected, parallel):
@@ -151,7 +178,9 @@ def test_thinking_and_effort_become_variables_of_the_template():
     assert chat().chat_template_kwargs is None
     off = chat(thinking={"type": "disabled"})
     assert off.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
-    on = decode(ASK | {"thinking": {"type": "enabled", "budget_tokens": 2048}}, CountTokensRequest)[0].chat()
+    on = decode(ASK | {"thinking": {"type": "enabled", "budget_tokens": 2048}}, CountTokensRequest)[
+        0
+    ].chat()
     assert on.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
     assert on.reasoning_effort == "medium"
     assert chat(output_config={"effort": "low"}).reasoning_effort == "low"
@@ -176,13 +205,17 @@ async def test_why_it_stopped(live):
 
 async def test_arguments_that_are_cut_off_are_no_input():
     async with answering(CALLS) as live:
-        status, whole, _ = await live.post(MESSAGES, ASK | {"tools": TOOLS, "max_tokens": len(live.engine.script) - 40})
+        status, whole, _ = await live.post(
+            MESSAGES, ASK | {"tools": TOOLS, "max_tokens": len(live.engine.script) - 40}
+        )
         assert (status, whole["stop_reason"]) == (200, "max_tokens")
 
 
 async def test_a_schema_becomes_a_grammar(live):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    await live.post(MESSAGES, ASK | {"output_config": {"format": {"type": "json_schema", "schema": schema}}})
+    await live.post(
+        MESSAGES, ASK | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    )
     assert live.engine.submitted.sampling.grammar is not None
     bad = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}
     status, body, _ = await live.post(MESSAGES, ASK | bad)
@@ -203,7 +236,9 @@ async def test_every_error_has_anthropics_shape(launch):
             got, answer, response = await live.post(path, body, **headers)
             assert (got, answer["type"], answer["error"]["type"]) == (status, "error", kind)
             assert answer["request_id"] == response.headers["Request-Id"]
-        assert (await live.get(MESSAGES, **{"X-Api-Key": "one"}))[1]["error"]["type"] == "invalid_request_error"  # 405
+        assert (await live.get(MESSAGES, **{"X-Api-Key": "one"}))[1]["error"][
+            "type"
+        ] == "invalid_request_error"  # 405
         live.context.draining = True
         status, answer, response = await live.post(MESSAGES, ASK, **key)
         assert (status, answer["error"]["type"]) == (503, "overloaded_error")
@@ -222,7 +257,9 @@ async def test_a_failure_in_the_middle_is_an_event(live):
     assert "secret" not in str(last)
 
 
-@pytest.mark.parametrize(("path", "ask"), [(MESSAGES, ASK), (test_responses.RESPONSES, test_responses.ASK)])
+@pytest.mark.parametrize(
+    ("path", "ask"), [(MESSAGES, ASK), (test_responses.RESPONSES, test_responses.ASK)]
+)
 async def test_a_client_that_leaves_aborts(live, path, ask):
     live.engine.gate.clear()
     for stream in (False, True):
@@ -236,7 +273,9 @@ async def test_a_client_that_leaves_aborts(live, path, ask):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_aborted_answer_is_an_error(live, stream):
-    """Where nothing was sent yet it has a status, which clients do not take for a reason to ask again."""
+    """Where nothing was sent yet it has a status, which clients do not take for a reason to ask
+    again.
+    """
     live.engine.gate.clear()
     asked = asyncio.create_task(live.post(MESSAGES, ASK | {"stream": stream}, X_Request_Id="mine"))
     await until(lambda: "mine" in live.context.running)
@@ -252,16 +291,28 @@ REFUSED = [
     ({"max_tokens": 0}, "max_tokens must be"),
     ({"messages": []}, "messages must be"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type must be text or"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "messages[0].content[0].type must be text or",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+        "messages[0].content[0].tool_use_id",
+    ),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"name": "x"}]}, "tools[0].input_schema is required"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "clock"}}, "tool_choice.name"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens must be below max_tokens"),
+    (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "thinking.budget_tokens must be below max_tokens",
+    ),
     ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
     ({"stop": ["x"]}, "stop: here it is stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences"),
@@ -272,9 +323,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[str(fields)[:40] for fields, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("fields", "message"), REFUSED, ids=[str(fields)[:40] for fields, _ in REFUSED]
+)
 async def test_what_is_refused_is_named(live, fields, message):
     body = {name: value for name, value in (ASK | fields).items() if value is not None}
     status, answer, _ = await live.post(MESSAGES, body)
-    assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert (status, answer["type"], answer["error"]["type"]) == (
+        400,
+        "error",
+        "invalid_request_error",
+    )
     assert answer["error"]["message"].startswith(message)

@@ -39,7 +39,11 @@ def expressions() -> list[str]:
     board = json.loads((FOLDER / "grafana.json").read_text())
     rules = yaml.safe_load((FOLDER / "alerts.yml").read_text())
     found = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    found += [variable["definition"] for variable in board["templating"]["list"] if "definition" in variable]
+    found += [
+        variable["definition"]
+        for variable in board["templating"]["list"]
+        if "definition" in variable
+    ]
     return found + [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
 
 
@@ -52,7 +56,9 @@ async def served(live) -> dict[str, set[str]]:
 
 
 async def test_the_board_and_the_rules_read_what_is_served(live):
-    live.engine.outbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
+    live.engine.outbox.put(
+        Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4))
+    )
     async with asyncio.timeout(5):
         while live.front.ready.num_experts != 4:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
@@ -84,9 +90,13 @@ def test_the_commands_in_these_files_exist(name):
 
     known = set(build_parser("serve")._option_string_actions)
     lines = [
-        line for line in (FOLDER / name).read_text().splitlines() if "moeserve serve" in line or "moeserve /" in line
+        line
+        for line in (FOLDER / name).read_text().splitlines()
+        if "moeserve serve" in line or "moeserve /" in line
     ]
     assert lines
     for line in lines:
-        _, _, arguments = line.partition("moeserve serve" if "moeserve serve" in line else " moeserve /")
+        _, _, arguments = line.partition(
+            "moeserve serve" if "moeserve serve" in line else " moeserve /"
+        )
         assert set(re.findall(r"--[a-z-]+", arguments)) <= known

@@ -19,7 +19,11 @@ ASK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
 async def test_openapi_lists_every_route(live):
     _, spec = await live.get("/openapi.json")
     assert spec["openapi"].startswith("3.2")
-    listed = {(method.upper(), path.replace("{id}", "")) for path, ops in spec["paths"].items() for method in ops}
+    listed = {
+        (method.upper(), path.replace("{id}", ""))
+        for path, ops in spec["paths"].items()
+        for method in ops
+    }
     assert listed == {(route.method, route.path + route.suffix) for route in ROUTES}
     schemas = spec["components"]["schemas"]
     assert "temperature" in schemas["ChatRequest"]["properties"]
@@ -38,7 +42,9 @@ async def test_openapi_names_and_sums_up_every_operation(live):
     assert event[0]["contentSchema"]["$ref"].endswith("/ChatCompletionChunk")
     assert event[1]["const"] == "[DONE]"
     schemas = spec["components"]["schemas"]
-    assert {"id", "object", "created", "model", "choices"} <= set(schemas["ChatCompletion"]["required"])
+    assert {"id", "object", "created", "model", "choices"} <= set(
+        schemas["ChatCompletion"]["required"]
+    )
     assert "prompt_token_ids" not in schemas["ChatCompletion"]["required"]
 
 
@@ -49,13 +55,19 @@ async def test_openapi_bounds_are_the_real_ones(live, path):
     needed = ASK if path == CHAT else {"prompt": "a", "max_tokens": 3}
     seen = 0
     for name, schema in spec["components"]["schemas"][kind]["properties"].items():
-        shown = next((one for one in schema.get("anyOf", []) if one.get("type") in ("integer", "number")), {})
-        extra = {"logprobs": True} if name == "top_logprobs" else {"echo": True} if path != CHAT else {}
+        shown = next(
+            (one for one in schema.get("anyOf", []) if one.get("type") in ("integer", "number")), {}
+        )
+        extra = (
+            {"logprobs": True} if name == "top_logprobs" else {"echo": True} if path != CHAT else {}
+        )
         for bound, side in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0)):
             if bound in shown:
                 seen += 1
                 for value, status in ((shown[bound], 200), (shown[bound] + side, 400)):
-                    if (name, bound, status) in ALLOWED_ELSEWHERE or (bound == "exclusiveMinimum" and status == 200):
+                    if (name, bound, status) in ALLOWED_ELSEWHERE or (
+                        bound == "exclusiveMinimum" and status == 200
+                    ):
                         continue
                     got, answer, _ = await live.post(path, needed | extra | {name: value})
                     assert got == status, (name, bound, value, answer)
@@ -78,7 +90,9 @@ async def test_openapi_tells_failures_by_status(live):
     assert {"200", "400", "401", "404", "408", "413", "415", "503", "default"} <= chat.keys()
     for status, answer in chat.items():
         if status != "200":
-            assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorResponse")
+            assert answer["content"]["application/json"]["schema"]["$ref"].endswith(
+                "/ErrorResponse"
+            )
     assert "Retry-After" in chat["503"]["headers"]
     assert {"403", "409"} <= spec["paths"]["/v1/admin/scale"]["post"]["responses"].keys()
     assert spec["paths"]["/livez"]["get"]["security"] == []
@@ -89,7 +103,9 @@ async def test_openapi_asks_for_a_key_where_the_server_does(launch):
         async with launch(**settings) as live:
             _, spec = await live.get("/openapi.json", X_Api_Key="right", **{"X-Api-Key": "right"})
             assert ({} in spec["security"]) == optional
-            assert {name for one in spec["security"] for name in one} == set(spec["components"]["securitySchemes"])
+            assert {name for one in spec["security"] for name in one} == set(
+                spec["components"]["securitySchemes"]
+            )
 
 
 async def test_openapi_bounds_token_ids_by_the_vocabulary(live, launch):
@@ -100,7 +116,12 @@ async def test_openapi_bounds_token_ids_by_the_vocabulary(live, launch):
         assert (await live.post("/detokenize", {"tokens": [token]}))[0] == status
     async with launch(ready=False) as loading:
         _, spec = await loading.get("/openapi.json")
-        assert spec["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]["items"]["maximum"] > last
+        assert (
+            spec["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]["items"][
+                "maximum"
+            ]
+            > last
+        )
 
 
 def _examples() -> list[tuple[str, str, object]]:
@@ -108,21 +129,31 @@ def _examples() -> list[tuple[str, str, object]]:
     found = []
     for path, operations in spec["paths"].items():
         for operation in operations.values():
-            if json_body := operation.get("requestBody", {}).get("content", {}).get("application/json"):
+            if (
+                json_body := operation.get("requestBody", {})
+                .get("content", {})
+                .get("application/json")
+            ):
                 examples = json_body.get("examples", {})
-                found += [(path, name, one["value"]) for name, one in examples.items()] or [(path, "none", None)]
+                found += [(path, name, one["value"]) for name, one in examples.items()] or [
+                    (path, "none", None)
+                ]
     return found
 
 
 @pytest.mark.parametrize(("path", "name", "body"), _examples())
 async def test_openapi_examples_are_taken(live, path, name, body):
     assert body is not None, f"{path} has no example in assets/docs/examples.json"
-    expected = 403 if "/admin/" in path else 404 if path == "/v1/batches" else 200  # whose file is not there
+    expected = (
+        403 if "/admin/" in path else 404 if path == "/v1/batches" else 200
+    )  # whose file is not there
     if "model" in body:
         body = body | {"model": live.front.model_name}
     async with live.session.post(live.url + path, json=body) as response:
         assert response.status == expected, await response.text()
-        assert (b"[DONE]" in await response.read()) == (name == "a stream" and path != "/v1/responses")
+        assert (b"[DONE]" in await response.read()) == (
+            name == "a stream" and path != "/v1/responses"
+        )
 
 
 async def test_every_answer_has_what_the_document_says_it_has(live):
@@ -139,7 +170,8 @@ async def test_every_answer_has_what_the_document_says_it_has(live):
 
 async def test_the_docs_run_their_own_script_and_load_nothing_from_elsewhere(live):
     async with live.session.get(live.url + "/docs") as response:
-        text, policy = await response.text(), response.headers["Content-Security-Policy"]
+        text = await response.text()
+        policy = response.headers["Content-Security-Policy"]
     assert response.content_type == "text/html"
     assert policy.startswith("default-src 'none'; connect-src 'self'; ")
     for tag in ("style", "script"):

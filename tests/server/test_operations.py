@@ -40,7 +40,11 @@ async def test_vllms_names_and_labels_are_served_if_asked(launch):
         await live.post(CHAT, ASK)
         found = await samples(live)
     served = {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")}
-    assert {"num_requests_running", "request_success_total", "iteration_tokens_total_count"} <= served
+    assert {
+        "num_requests_running",
+        "request_success_total",
+        "iteration_tokens_total_count",
+    } <= served
     for name, labels in found.items():
         if name.startswith("vllm:"):
             assert (labels["model_name"], labels["engine"]) == ("org/tiny", "0"), name
@@ -62,7 +66,9 @@ async def test_the_times_of_a_request_are_split(live):
 
 async def test_metrics_on_a_port_of_their_own_need_no_key(tokenizer):
     config = ServerConfig(port=0, api_key=("right",))
-    context, sock, other = Context(config, Auth(config)), bind(config), bind(config, 0)
+    context = Context(config, Auth(config))
+    sock = bind(config)
+    other = bind(config, 0)
     async with listening(sock, context, other), aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{other.getsockname()[1]}"
         for path, status in (("/metrics", 200), ("/livez", 200), ("/v1/models", 404)):
@@ -78,18 +84,31 @@ async def test_a_listed_origin_may_call(launch):
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization,x-stainless-os",
         }
-        async with live.session.options(live.url + CHAT, headers={"Origin": PAGE} | asks) as response:
+        async with live.session.options(
+            live.url + CHAT, headers={"Origin": PAGE} | asks
+        ) as response:
             assert response.status == 204
             assert response.headers["Access-Control-Allow-Origin"] == PAGE
-            assert response.headers["Access-Control-Allow-Headers"] == asks["Access-Control-Request-Headers"]
+            assert (
+                response.headers["Access-Control-Allow-Headers"]
+                == asks["Access-Control-Request-Headers"]
+            )
             assert "POST" in response.headers["Access-Control-Allow-Methods"]
             assert "Access-Control-Allow-Credentials" not in response.headers
-        async with live.session.options(live.url + CHAT, headers={"Origin": "https://evil.example"} | asks) as response:
+        async with live.session.options(
+            live.url + CHAT, headers={"Origin": "https://evil.example"} | asks
+        ) as response:
             assert response.status == 401
             assert "Access-Control-Allow-Origin" not in response.headers
-        for key, stream, status in (("right", False, 200), ("right", True, 200), ("wrong", False, 401)):
+        for key, stream, status in (
+            ("right", False, 200),
+            ("right", True, 200),
+            ("wrong", False, 401),
+        ):
             headers = {"Origin": PAGE, "X-Api-Key": key}
-            async with live.session.post(live.url + CHAT, json=ASK | {"stream": stream}, headers=headers) as response:
+            async with live.session.post(
+                live.url + CHAT, json=ASK | {"stream": stream}, headers=headers
+            ) as response:
                 await response.read()
             assert response.status == status
             assert response.headers["Access-Control-Allow-Origin"] == PAGE
@@ -118,7 +137,8 @@ def test_origins_that_no_browser_sends_are_refused(settings):
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:
     folder.mkdir(exist_ok=True)
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    cert = str(folder / "cert.pem")
+    key = str(folder / "key.pem")
     command = [
         "openssl",
         "req",
@@ -132,7 +152,9 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
         "2",
     ]
     names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    subprocess.run(
+        [*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True
+    )
     return cert, key
 
 
@@ -223,7 +245,12 @@ async def test_one_json_line_per_request_without_its_text(launch, tmp_path):
     assert "secret" not in first + second
     assert first.count("\n") == second.count("\n") == 1
     line = json.loads(first)
-    assert (line["request_id"], line["route"], line["status"], line["key"]) == ("r1", CHAT, 200, "alice")
+    assert (line["request_id"], line["route"], line["status"], line["key"]) == (
+        "r1",
+        CHAT,
+        200,
+        "alice",
+    )
     assert (line["completion_tokens"], line["cached_tokens"]) == (3, 2)
     assert 0 < line["ttft_ms"] <= line["duration_ms"]
     assert json.loads(second)["error"] == "invalid_value"
@@ -241,7 +268,9 @@ async def test_spans_are_children_of_their_senders(launch):
     exporter = memory.InMemorySpanExporter()
     spans = Spans(exporter, "org/tiny")
     async with launch(observers=[spans]) as live:
-        await live.post(CHAT, ASK, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+        await live.post(
+            CHAT, ASK, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        )
         await live.post(CHAT, {"messages": []})
     good, bad = exporter.get_finished_spans()
     assert f"{good.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"

@@ -12,7 +12,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x", "stream": True})]
+    ("path", "body"),
+    [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x", "stream": True})],
 )
 async def test_a_server_without_a_key_refuses_receipts_and_says_how_to_have_them(live, path, body):
     live.front.notary = Notary("m", Path("/nowhere"), None, None)
@@ -23,7 +24,11 @@ async def test_a_server_without_a_key_refuses_receipts_and_says_how_to_have_them
     assert status == 200
     assert "receipt" not in answer["choices"][0]
     status, answer = await live.get("/v1/receipt-key")
-    assert (status, answer["error"]["message"], answer["error"]["code"]) == (404, NO_KEY, "no_receipts")
+    assert (status, answer["error"]["message"], answer["error"]["code"]) == (
+        404,
+        NO_KEY,
+        "no_receipts",
+    )
 
 
 async def test_no_tokens_have_no_receipt(live):

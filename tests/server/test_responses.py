@@ -1,4 +1,6 @@
-"""/v1/responses: what is asked becomes a chat, its answer becomes items and events; some responses are kept."""
+"""/v1/responses: what is asked becomes a chat, its answer becomes items and events; some responses
+are kept.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,45 @@ from tests.server.test_tools import ARGUMENTS, CALLS, answering
 RESPONSES = "/v1/responses"
 ASK = {"model": "org/tiny", "input": "Tell me a story", "temperature": 0}
 TOOLS = [
-    {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}},
+    {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {}}},
+    },
     {"type": "function", "name": "clock"},
 ]
 
 
 def without_ids(items: list) -> list:
-    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+    return [
+        {name: value for name, value in item.items() if name not in ("id", "call_id")}
+        for item in items
+    ]
 
 
 async def test_a_whole_answer(live, story):
-    status, body, _ = await live.post(RESPONSES, ASK | {"metadata": {"a": "b"}, "instructions": "Be kind"})
+    status, body, _ = await live.post(
+        RESPONSES, ASK | {"metadata": {"a": "b"}, "instructions": "Be kind"}
+    )
     assert status == 200
     assert (body["object"], body["status"], body["model"]) == ("response", "completed", "org/tiny")
     (message,) = body["output"]
-    assert message["content"] == [{"type": "output_text", "text": story, "annotations": [], "logprobs": []}]
-    assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "completed")
+    assert message["content"] == [
+        {"type": "output_text", "text": story, "annotations": [], "logprobs": []}
+    ]
+    assert (message["type"], message["role"], message["status"]) == (
+        "message",
+        "assistant",
+        "completed",
+    )
     assert body["usage"]["output_tokens"] == len(live.engine.script)
     assert body["usage"]["input_tokens_details"] == {"cached_tokens": 2}
     assert (body["metadata"], body["instructions"]) == ({"a": "b"}, "Be kind")
-    assert (body["temperature"], body["text"], body["tool_choice"]) == (0, {"format": {"type": "text"}}, "auto")
+    assert (body["temperature"], body["text"], body["tool_choice"]) == (
+        0,
+        {"format": {"type": "text"}},
+        "auto",
+    )
     assert body["store"] is False  # and it is not
     assert body["completed_at"] >= body["created_at"]
 
@@ -58,11 +79,19 @@ async def test_reasoning_and_calls_are_items():
     async with answering(CALLS) as live:
         ask = ASK | {"tools": TOOLS}
         _, whole, _ = await live.post(RESPONSES, ask)
-        assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
+        assert [item["type"] for item in whole["output"]] == [
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call",
+        ]
         reasoning, message, weather, clock = whole["output"]
         assert "A fox 😀?" in reasoning["content"][0]["text"]
         assert message["content"][0]["text"].strip() == "I look."
-        assert (weather["name"], json.loads(weather["arguments"])) == ("weather", json.loads(ARGUMENTS))
+        assert (weather["name"], json.loads(weather["arguments"])) == (
+            "weather",
+            json.loads(ARGUMENTS),
+        )
         assert (clock["name"], clock["arguments"], clock["status"]) == ("clock", "{}", "completed")
         events = await live.typed_events(RESPONSES, ask)
         assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
@@ -70,7 +99,11 @@ async def test_reasoning_and_calls_are_items():
             ("reasoning_text", 0, reasoning["content"][0]["text"]),
             ("function_call_arguments", 2, weather["arguments"]),
         ):
-            mine = [e for e in events if e["type"] == f"response.{kind}.delta" and e["output_index"] == index]
+            mine = [
+                e
+                for e in events
+                if e["type"] == f"response.{kind}.delta" and e["output_index"] == index
+            ]
             assert "".join(event["delta"] for event in mine) == text
         added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
         assert [item["status"] for item in added] == ["in_progress"] * 4
@@ -78,15 +111,41 @@ async def test_reasoning_and_calls_are_items():
 
 
 async def test_the_items_of_a_turn_are_one_message():
-    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}", "id": "fc", "status": "x"}
+    call = {
+        "type": "function_call",
+        "call_id": "c1",
+        "name": "weather",
+        "arguments": "{}",
+        "id": "fc",
+        "status": "x",
+    }
     items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "you"}]},
-        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait", "logprobs": []}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "Hi"},
+                {"type": "input_text", "text": "you"},
+            ],
+        },
+        {
+            "type": "reasoning",
+            "id": "r",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Wait", "logprobs": []}],
+        },
         call,
         call | {"call_id": "c2"},
         {"type": "function_call_output", "call_id": "c1", "output": "sun"},
-        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "rain"}],
+        },
         {"role": "assistant", "content": "Sun", "phase": "final_answer"},
         {"role": "assistant", "content": "and rain"},
     ]
@@ -104,7 +163,10 @@ async def test_the_items_of_a_turn_are_one_message():
 async def test_instructions_join_the_first_system_message(live):
     system = {"role": "developer", "content": "Be brief"}
     user = {"role": "user", "content": "Hi"}
-    await live.post(RESPONSES, ASK | {"input": [system, user], "instructions": "Be kind", "max_output_tokens": 1})
+    await live.post(
+        RESPONSES,
+        ASK | {"input": [system, user], "instructions": "Be kind", "max_output_tokens": 1},
+    )
     assert live.engine.prompt.startswith(
         "<|im_start|>system\nBe kind\n\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>"
     )
@@ -132,17 +194,27 @@ async def test_logprobs_of_all_tokens(live, tokenizer):
     ask = ASK | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     _, whole, _ = await live.post(RESPONSES, ask)
     rows = whole["output"][0]["content"][0]["logprobs"]
-    assert [row["token"] for row in rows] == [tokenizer.token_text(token) for token in live.engine.script]
+    assert [row["token"] for row in rows] == [
+        tokenizer.token_text(token) for token in live.engine.script
+    ]
     assert {len(row["top_logprobs"]) for row in rows} == {2}
     events = await live.typed_events(RESPONSES, ask)
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == rows
-    told = [row for event in events if event["type"] == "response.output_text.delta" for row in event["logprobs"]]
+    told = [
+        row
+        for event in events
+        if event["type"] == "response.output_text.delta"
+        for row in event["logprobs"]
+    ]
     assert told == rows[: len(told)]
 
 
 async def test_a_schema_becomes_a_grammar(live):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    await live.post(RESPONSES, ASK | {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}})
+    await live.post(
+        RESPONSES,
+        ASK | {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+    )
     assert live.engine.submitted.sampling.grammar is not None
     bad = {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}
     status, body, _ = await live.post(RESPONSES, ASK | {"text": {"format": bad}})
@@ -192,9 +264,13 @@ async def test_keys_do_not_see_each_others_responses(launch):
         for asked in (path, f"{path}/input_items"):
             assert (await live.get(asked, **{"X-Api-Key": "two"}))[0] == 404
         for verb, asked in (("DELETE", path), ("POST", f"{path}/cancel")):
-            async with live.session.request(verb, live.url + asked, headers={"X-Api-Key": "two"}) as response:
+            async with live.session.request(
+                verb, live.url + asked, headers={"X-Api-Key": "two"}
+            ) as response:
                 assert response.status == 404
-        status, error, _ = await live.post(RESPONSES, ASK | {"previous_response_id": body["id"]}, X_Api_Key="two")
+        status, error, _ = await live.post(
+            RESPONSES, ASK | {"previous_response_id": body["id"]}, X_Api_Key="two"
+        )
         assert (status, error["error"]["param"]) == (400, "previous_response_id")
 
 
@@ -217,7 +293,9 @@ def test_a_full_store_forgets_what_was_used_least_recently():
 
 async def test_a_running_response_can_be_cancelled(launch):
     async with launch(max_stored_responses=9) as live:
-        async with live.session.post(live.url + RESPONSES, json=ASK | {"stream": True, "bad_words": ["x"]}) as response:
+        async with live.session.post(
+            live.url + RESPONSES, json=ASK | {"stream": True, "bad_words": ["x"]}
+        ) as response:
             head = (await response.content.readuntil(b"\n\n")).decode()
             name = json.loads(head.split("data: ")[1])["response"]["id"]
             status, body, _ = await live.post(f"{RESPONSES}/{name}/cancel", {})
@@ -246,7 +324,10 @@ async def test_a_failure_before_and_after_the_first_token(live):
 async def test_input_tokens_are_those_that_are_billed(live):
     _, counted, _ = await live.post(f"{RESPONSES}/input_tokens", ASK)
     _, body, _ = await live.post(RESPONSES, ASK)
-    assert counted == {"object": "response.input_tokens", "input_tokens": body["usage"]["input_tokens"]}
+    assert counted == {
+        "object": "response.input_tokens",
+        "input_tokens": body["usage"]["input_tokens"],
+    }
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
@@ -278,7 +359,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=[str(fields)[:40] for fields, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("fields", "param"), REFUSED, ids=[str(fields)[:40] for fields, _ in REFUSED]
+)
 async def test_what_is_refused_is_named(live, fields, param):
     body = {name: value for name, value in (ASK | fields).items() if value is not None}
     status, answer, _ = await live.post(RESPONSES, body)
@@ -287,8 +370,18 @@ async def test_what_is_refused_is_named(live, fields, param):
 
 
 async def test_harmless_values_are_taken(live):
-    harmless = {"background": False, "truncation": "disabled", "n": 1, "service_tier": "auto", "conversation": None}
-    status, _, response = await live.post(RESPONSES, ASK | harmless | {"max_tool_calls": 3, "user": "me"})
+    harmless = {
+        "background": False,
+        "truncation": "disabled",
+        "n": 1,
+        "service_tier": "auto",
+        "conversation": None,
+    }
+    status, _, response = await live.post(
+        RESPONSES, ASK | harmless | {"max_tool_calls": 3, "user": "me"}
+    )
     assert (status, "Warning" in response.headers) == (200, False)
-    with pytest.raises(InvalidRequest, match=r"input\[0\].type must be message or function_call or"):
+    with pytest.raises(
+        InvalidRequest, match=r"input\[0\].type must be message or function_call or"
+    ):
         chat_messages([{"type": "compaction"}])

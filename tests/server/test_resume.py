@@ -1,4 +1,6 @@
-"""Streams that go on: from every event of a stream, the same bytes follow; and what becomes of one nobody reads."""
+"""Streams that go on: from every event of a stream, the same bytes follow; and what becomes of one
+nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,25 @@ ASK = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tok
 USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS = [
     (CHAT, ASK | USAGE),
-    (CHAT, ASK | {"n": 2, "logprobs": True, "top_logprobs": 2, "stream_options": {"continuous_usage_stats": True}}),
+    (
+        CHAT,
+        ASK
+        | {
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "stream_options": {"continuous_usage_stats": True},
+        },
+    ),
     (CHAT, ASK | {"n": 2, "stop": ["old harbour"], "return_token_ids": True}),
-    ("/v1/completions", {"prompt": "Once", "stream": True, "max_tokens": 30, "n": 2, "logprobs": 1, "echo": False}),
-    ("/v1/messages", {"model": "org/tiny", "messages": ASK["messages"], "stream": True, "max_tokens": 30}),
+    (
+        "/v1/completions",
+        {"prompt": "Once", "stream": True, "max_tokens": 30, "n": 2, "logprobs": 1, "echo": False},
+    ),
+    (
+        "/v1/messages",
+        {"model": "org/tiny", "messages": ASK["messages"], "stream": True, "max_tokens": 30},
+    ),
 ]
 
 
@@ -34,11 +51,16 @@ async def kept(tokenizer):
         yield live
 
 
-async def read(live, path, body, last=None, num=None, status=200, **headers) -> list[tuple[str, str]]:
-    """(id, the rest) of each event, of all or of the first `num`, after which the connection breaks."""
+async def read(
+    live, path, body, last=None, num=None, status=200, **headers
+) -> list[tuple[str, str]]:
+    """(id, the rest) of each event, of all or of the first `num`, after which the connection
+    breaks.
+    """
     if last is not None:
         headers["Last-Event-ID"] = last
-    found, text = [], ""
+    found = []
+    text = ""
     async with live.session.post(live.url + path, json=body, headers=headers) as response:
         assert response.status == status, await response.text()
         if status != 200:
@@ -74,14 +96,19 @@ def texts(events) -> list[object]:
         if shown == "[DONE]":
             continue
         for choice in json.loads(shown).get("choices", ()):
-            index, delta = choice["index"], choice.get("delta") or {}
+            index = choice["index"]
+            delta = choice.get("delta") or {}
             for name in ("text", "token_ids", "finish_reason", "stop_reason"):
-                found.setdefault((index, name), []).extend(flat(choice.get(name)) if choice.get(name) else [])
+                found.setdefault((index, name), []).extend(
+                    flat(choice.get(name)) if choice.get(name) else []
+                )
             found.setdefault((index, "content"), []).append(delta.get("content") or "")
             for name, rows in (choice.get("logprobs") or {}).items():
                 found.setdefault((index, f"logprobs {name}"), []).extend(flat(rows) if rows else [])
     joined = ("text", "content")
-    return sorted((key, "".join(value) if key[1] in joined else value) for key, value in found.items())
+    return sorted(
+        (key, "".join(value) if key[1] in joined else value) for key, value in found.items()
+    )
 
 
 def data(events) -> str:
@@ -96,9 +123,13 @@ async def test_the_rest_of_a_stream_is_the_same_from_each_event(kept, path, body
         rest = await read(kept, path, body, last=id)
         whole = [*events[:number], *rest]
         if path == "/v1/messages":
-            whole_text = "".join(json.loads(e.split("data: ", 1)[1]).get("delta", {}).get("text", "") for _, e in whole)
+            whole_text = "".join(
+                json.loads(e.split("data: ", 1)[1]).get("delta", {}).get("text", "")
+                for _, e in whole
+            )
             assert whole_text == "".join(
-                json.loads(e.split("data: ", 1)[1]).get("delta", {}).get("text", "") for _, e in events
+                json.loads(e.split("data: ", 1)[1]).get("delta", {}).get("text", "")
+                for _, e in events
             )
             assert data(whole[-2:]) == data(events[-2:])
         else:
@@ -106,7 +137,9 @@ async def test_the_rest_of_a_stream_is_the_same_from_each_event(kept, path, body
             assert [e for _, e in rest[-1:]] == ([] if number == len(events) else ["data: [DONE]"])
     for id, _ in events[::7]:
         rest = await read(kept, path, body, last=id)
-        assert data(await read(kept, path, body, last=id)) == data(rest)  # from a place, the same bytes each time
+        assert data(await read(kept, path, body, last=id)) == data(
+            rest
+        )  # from a place, the same bytes each time
 
 
 async def test_a_stream_goes_on_while_it_runs_and_tokens_come_one_by_one(kept):
@@ -164,7 +197,9 @@ async def test_wrong_ids_are_refused(kept):
     ):
         ((_, text),) = await read(kept, path, body, last=id, status=400)
         assert "is for streams of" in text
-    assert data(await read(kept, CHAT, ASK, last=id)).endswith("[DONE]")  # nothing of this harmed it
+    assert data(await read(kept, CHAT, ASK, last=id)).endswith(
+        "[DONE]"
+    )  # nothing of this harmed it
 
 
 async def test_without_a_window_there_are_no_ids_and_the_header_is_refused(tokenizer):
@@ -180,7 +215,9 @@ async def test_another_front_end_goes_on_with_what_the_first_one_told(tokenizer)
     changes = []
     async with live_server(tokenizer, resume_window=30.0) as first:
         whole = await read(first, CHAT, ASK | {"n": 2})
-        first.front.resumable.journal.listener = lambda change: changes.append(msgspec.msgpack.encode(change))
+        first.front.resumable.journal.listener = lambda change: changes.append(
+            msgspec.msgpack.encode(change)
+        )
         had = (await read(first, CHAT, ASK | {"n": 2}))[:12]
     async with live_server(tokenizer, resume_window=30.0) as second:
         journal = type(second.front.resumable.journal)(30.0)
@@ -209,7 +246,9 @@ async def test_reasoning_and_calls_go_on_with_the_same_ids_of_calls(path):
                 for tool in body["tools"]
             ]
         events = await read(live, path, body)
-        last = [data(events[-number:]) for number in range(1, 9)]  # calls come whole: no merging changes them
+        last = [
+            data(events[-number:]) for number in range(1, 9)
+        ]  # calls come whole: no merging changes them
         for number in range(1, len(events)):
             rest = await read(live, path, body, last=events[number - 1][0])
             assert data(rest[-8:]) == last[min(len(rest), 8) - 1]
@@ -217,7 +256,8 @@ async def test_reasoning_and_calls_go_on_with_the_same_ids_of_calls(path):
 
 async def test_streams_of_other_keys_and_those_that_were_ended_by_their_id_are_unknown(tokenizer):
     async with live_server(tokenizer, resume_window=30.0, api_key=("one", "two")) as live:
-        one, two = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
+        one = {"Authorization": "Bearer one"}
+        two = {"Authorization": "Bearer two"}
         ((id, _),) = await read(live, CHAT, ASK, num=1, **one)
         ((_, text),) = await read(live, CHAT, ASK, last=id, status=404, **two)
         assert "not kept any more" in text
@@ -225,7 +265,9 @@ async def test_streams_of_other_keys_and_those_that_were_ended_by_their_id_are_u
         live.engine.gate.clear()
         asking = asyncio.create_task(read(live, CHAT, ASK, **one))
         await until(lambda: live.engine.rows)
-        (stream,) = [kept for kept in live.front.resumable.journal.streams.values() if kept.running.num_live]
+        (stream,) = [
+            kept for kept in live.front.resumable.journal.streams.values() if kept.running.num_live
+        ]
         url = f"{live.url}/v1/requests/{stream.entry.request_id}"
         async with live.session.delete(url, headers=one) as response:
             assert (await response.json())["aborted"] == 1

@@ -1,4 +1,6 @@
-"""The server's life: listens before it loads, drains on the first signal, ends with the engine's cause."""
+"""The server's life: listens before it loads, drains on the first signal, ends with the engine's
+cause.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Server:
     """`run` as a task, with doors: the engine is ready when `engine.outbox` says so."""
 
     def __init__(self, engine, tokenizer, shutdown_timeout: float) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine = engine
+        self.tokenizer = tokenizer
         config = ServerConfig(port=0, shutdown_timeout=shutdown_timeout)
         self.context = Context(config, Auth(config))
         self.sock = bind(config)

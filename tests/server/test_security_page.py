@@ -9,7 +9,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_case_names_tests_that_exist():
-    rows = [row for row in (ROOT / "docs" / "security.md").read_text().splitlines() if row.startswith("| ")][1:]
+    rows = [
+        row
+        for row in (ROOT / "docs" / "security.md").read_text().splitlines()
+        if row.startswith("| ")
+    ][1:]
     assert len(rows) > 35
     for row in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)`: ((?:`test_\w+`(?:, )?)+)", row)

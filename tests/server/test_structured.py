@@ -1,4 +1,6 @@
-"""From request fields to one grammar: what each field means, what is refused, and what reaches the engine."""
+"""From request fields to one grammar: what each field means, what is refused, and what reaches the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from moeserve.text.structured_outputs import grammar_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
-TAG: dict[str, Any] = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+TAG: dict[str, Any] = {
+    "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}],
+    "triggers": ["<a"],
+}
 
 
 def asked(body: dict[str, Any]) -> tuple[GrammarSpec, str] | None:
@@ -36,7 +41,11 @@ def compact(value: Any) -> str:
 @pytest.mark.parametrize(
     ("body", "spec", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object"), "response_format"),
+        (
+            {"response_format": {"type": "json_object"}},
+            GrammarSpec("json_object"),
+            "response_format",
+        ),
         (
             {
                 "response_format": {
@@ -52,14 +61,26 @@ def compact(value: Any) -> str:
             GrammarSpec("structural_tag", compact(TAG)),
             "response_format",
         ),
-        ({"structured_outputs": {"json": SCHEMA}}, GrammarSpec("json_schema", TEXT), "structured_outputs.json"),
+        (
+            {"structured_outputs": {"json": SCHEMA}},
+            GrammarSpec("json_schema", TEXT),
+            "structured_outputs.json",
+        ),
         (
             {"structured_outputs": {"json": json.dumps(SCHEMA)}},
             GrammarSpec("json_schema", TEXT),
             "structured_outputs.json",
         ),
-        ({"structured_outputs": {"json": "true"}}, GrammarSpec("json_schema", "true"), "structured_outputs.json"),
-        ({"structured_outputs": {"regex": "a+"}}, GrammarSpec("regex", "a+"), "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"json": "true"}},
+            GrammarSpec("json_schema", "true"),
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"regex": "a+"}},
+            GrammarSpec("regex", "a+"),
+            "structured_outputs.regex",
+        ),
         (
             {"structured_outputs": {"choice": ["ä", "b"]}},
             GrammarSpec("choice", '["ä","b"]'),
@@ -75,7 +96,11 @@ def compact(value: Any) -> str:
             GrammarSpec("lark", 'start: "a"'),
             "structured_outputs.grammar",
         ),
-        ({"structured_outputs": {"json_object": True}}, GrammarSpec("json_object"), "structured_outputs.json_object"),
+        (
+            {"structured_outputs": {"json_object": True}},
+            GrammarSpec("json_object"),
+            "structured_outputs.json_object",
+        ),
         (
             {"structured_outputs": {"structural_tag": compact(TAG)}},
             GrammarSpec("structural_tag", compact(TAG)),
@@ -87,7 +112,13 @@ def compact(value: Any) -> str:
             "structured_outputs.structural_tag",
         ),
         (
-            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True, "regex": None}},
+            {
+                "structured_outputs": {
+                    "json_object": True,
+                    "disable_any_whitespace": True,
+                    "regex": None,
+                }
+            },
             GrammarSpec("json_object", any_whitespace=False),
             "structured_outputs.json_object",
         ),
@@ -97,7 +128,10 @@ def compact(value: Any) -> str:
             "structured_outputs.json",
         ),
         (
-            {"structured_outputs": {"disable_any_whitespace": True}, "response_format": {"type": "json_object"}},
+            {
+                "structured_outputs": {"disable_any_whitespace": True},
+                "response_format": {"type": "json_object"},
+            },
             GrammarSpec("json_object", any_whitespace=False),
             "response_format",
         ),
@@ -140,11 +174,20 @@ def test_any_text(body):
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         ({"response_format": {"type": "json_object", "extra": 1}}, "response_format", "extra"),
         (
-            {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
+            {
+                "response_format": {
+                    "type": "json_object",
+                    "json_schema": {"name": "x", "schema": {}},
+                }
+            },
             "response_format.json_schema",
             "does not belong",
         ),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "is required",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
             "response_format.json_schema.name",
@@ -156,32 +199,74 @@ def test_any_text(body):
             "is required",
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": []},
+                }
+            },
             "response_format.json_schema.schema",
             "must be an object",
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": "yes"}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {}, "strict": "yes"},
+                }
+            },
             "response_format.json_schema.strict",
             "true or false",
         ),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
-        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
+        (
+            {"structured_outputs": {"disable_any_whitespace": True}},
+            "structured_outputs",
+            "needs one of",
+        ),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "jsn"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
-        ({"structured_outputs": {"json": '{"minimum": Infinity}'}}, "structured_outputs.json", "Infinity"),
+        (
+            {"structured_outputs": {"json": '{"minimum": Infinity}'}},
+            "structured_outputs.json",
+            "Infinity",
+        ),
         ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json", "deeply"),
-        ({"structured_outputs": {"json": {"minimum": 1e999}}}, "structured_outputs.json", "not JSON"),
+        (
+            {"structured_outputs": {"json": {"minimum": 1e999}}},
+            "structured_outputs.json",
+            "not JSON",
+        ),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "must be"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "length"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "length"),
         ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "string"),
-        ({"structured_outputs": {"choice": ["a"] * (MAX_CHOICES + 1)}}, "structured_outputs.choice", "length"),
-        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "true or false"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex", "contradict"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "contradict"),
-        ({"structured_outputs": {"json": {}}, "guided_json": {}}, "structured_outputs.json", "contradict"),
+        (
+            {"structured_outputs": {"choice": ["a"] * (MAX_CHOICES + 1)}},
+            "structured_outputs.choice",
+            "length",
+        ),
+        (
+            {"structured_outputs": {"json_object": 1}},
+            "structured_outputs.json_object",
+            "true or false",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.regex",
+            "contradict",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "response_format",
+            "contradict",
+        ),
+        (
+            {"structured_outputs": {"json": {}}, "guided_json": {}},
+            "structured_outputs.json",
+            "contradict",
+        ),
         ({"guided_choice": "a"}, "guided_choice", "must be an array"),
         ({"guided_regex": 1}, "guided_regex", "must be a string"),
     ],
@@ -192,11 +277,17 @@ def test_refusals(body, param, message):
     assert caught.value.param == param
 
 
-# ---- through a server ---------------------------------------------------------------------------------------
+# ---- through a server
+# ---------------------------------------------------------------------------------------
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 PROMPTS: dict[str, Any] = {
-    CHAT: {"model": "org/tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3},
+    CHAT: {
+        "model": "org/tiny",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 3,
+    },
     COMPLETIONS: {"model": "org/tiny", "prompt": ["a", "b"], "max_tokens": 3},
 }
 
@@ -205,7 +296,10 @@ PROMPTS: dict[str, Any] = {
 async def test_the_engine_gets_the_grammar(live, path):
     for stream in (False, True):
         body = PROMPTS[path] | {
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
         }
         if stream:
             await live.events(path, body | {"n": 2})
@@ -225,10 +319,23 @@ async def test_the_engine_gets_the_grammar(live, path):
     [
         ({"guided_regex": "("}, "guided_regex", "unclosed group"),
         ({"guided_grammar": 'start: "a'}, "guided_grammar", "guided_grammar"),
-        ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs.regex", "contradict"),
-        ({"guided_json": {"properties": {"a": {"items": {"not": {}}}}}}, "guided_json", "at /properties/a/items: "),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}},
+            {"structured_outputs": {"choice": ["a"], "regex": "a"}},
+            "structured_outputs.regex",
+            "contradict",
+        ),
+        (
+            {"guided_json": {"properties": {"a": {"items": {"not": {}}}}}},
+            "guided_json",
+            "at /properties/a/items: ",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"enum": []}},
+                }
+            },
             "response_format.json_schema.schema",
             "Unsatisfiable",
         ),
@@ -248,7 +355,9 @@ async def test_a_bad_grammar_is_a_400_with_its_place(live, body, param, message)
 
 
 async def test_hostile_grammars_do_not_hold_up_others(live):
-    """Each takes the checker's whole time; the event loop answers meanwhile, and so do requests with known grammars."""
+    """Each takes the checker's whole time; the event loop answers meanwhile, and so do requests
+    with known grammars.
+    """
     known = PROMPTS[CHAT] | {"guided_choice": ["a"]}
     assert (await live.post(CHAT, known))[0] == 200
     hostile = [PROMPTS[CHAT] | {"guided_regex": f"(a{{1,30}}){{1,{n}}}b"} for n in (2000, 2001)]

@@ -1,4 +1,6 @@
-"""Chats with tools and reasoning, for a model that answers as Qwen3 does; `test_harmony` has gpt-oss's form."""
+"""Chats with tools and reasoning, for a model that answers as Qwen3 does; `test_harmony` has
+gpt-oss's form.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ async def grammars(live, **fields) -> list:
     return [told.sampling.grammar for told in live.engine.told if isinstance(told, Submit)]
 
 
-@pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}, {"n": 3}])
+@pytest.mark.parametrize(
+    "more", [{}, {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}, {"n": 3}]
+)
 async def test_calls_whole_and_streamed(more):
     async with answering(CALLS) as live:
         body = asked(**more)
@@ -84,10 +88,17 @@ async def test_calls_whole_and_streamed(more):
         assert status == 200
         events = await live.events(CHAT, body | {"stream_options": {"include_usage": True}})
         assert events[-1]["usage"] == whole["usage"]
-        assert 5 < whole["usage"]["completion_tokens_details"]["reasoning_tokens"] < len(live.engine.script) * 3
+        assert (
+            5
+            < whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            < len(live.engine.script) * 3
+        )
         for choice in whole["choices"]:
             of_choice = [
-                {"choices": [c]} for event in events for c in event["choices"] if c["index"] == choice["index"]
+                {"choices": [c]}
+                for event in events
+                for c in event["choices"]
+                if c["index"] == choice["index"]
             ]
             found = plain(choice)
             assert plain(join(of_choice)) == found
@@ -99,9 +110,16 @@ async def test_calls_whole_and_streamed(more):
             if "logprobs" in more:
                 ids = [*chain.from_iterable(part.get("token_ids", []) for part in parts)]
                 assert ids == choice["token_ids"] == live.engine.script
-                rows = [row for part in parts if part.get("logprobs") for row in part["logprobs"]["content"]]
+                rows = [
+                    row
+                    for part in parts
+                    if part.get("logprobs")
+                    for row in part["logprobs"]["content"]
+                ]
                 assert rows == choice["logprobs"]["content"]
-        ids = [call["id"] for choice in whole["choices"] for call in choice["message"]["tool_calls"]]
+        ids = [
+            call["id"] for choice in whole["choices"] for call in choice["message"]["tool_calls"]
+        ]
         assert len(set(ids)) == len(ids)
 
 
@@ -118,7 +136,9 @@ async def test_an_answer_that_is_cut_off_or_aborted_shows_what_there_is():
     async with answering(CALLS) as live:
         for num_tokens in range(1, len(live.engine.script), 7):
             _, whole, _ = await live.post(CHAT, asked(max_tokens=num_tokens))
-            assert plain(join(await live.events(CHAT, asked(max_tokens=num_tokens)))) == plain(whole["choices"][0])
+            assert plain(join(await live.events(CHAT, asked(max_tokens=num_tokens)))) == plain(
+                whole["choices"][0]
+            )
             assert whole["choices"][0]["finish_reason"] == "length"
         live.engine.gate.clear()
         task = asyncio.create_task(live.post(CHAT, asked(), X_Request_Id="x"))
@@ -151,7 +171,9 @@ async def test_what_is_enforced():
         (any_tool,) = await grammars(live, tool_choice="required")
         assert await grammars(live, tool_choice="required", receipt=True) == [any_tool]
         (only_clock,) = await grammars(live, tool_choice=named)
-        assert await grammars(live, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == [only_clock]
+        assert await grammars(
+            live, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
+        ) == [only_clock]
         (single,) = await grammars(live, tool_choice="required", parallel_tool_calls=False)
         (strict,) = await grammars(live, tools=STRICT)
         (json_only,) = await grammars(live, tools=[], response_format={"type": "json_object"})
@@ -165,13 +187,17 @@ async def test_who_names_a_tool_gets_stop():
     async with answering(CALLS) as live:
         _, whole, _ = await live.post(CHAT, asked(tool_choice=named))
         assert whole["choices"][0]["finish_reason"] == "stop"
-        assert plain(join(await live.events(CHAT, asked(tool_choice=named)))) == plain(whole["choices"][0])
+        assert plain(join(await live.events(CHAT, asked(tool_choice=named)))) == plain(
+            whole["choices"][0]
+        )
         _, whole, _ = await live.post(CHAT, asked(tool_choice="required"))
         assert whole["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_the_template_gets_history_and_what_is_offered():
-    calls = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}]
+    calls = [
+        {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    ]
     history = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": calls},
@@ -183,7 +209,10 @@ async def test_the_template_gets_history_and_what_is_offered():
         ({"tool_choice": "none"}, []),
         ({"tools": []}, []),
         ({"tools": None}, []),
-        ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, ["weather", "clock"]),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "clock"}}},
+            ["weather", "clock"],
+        ),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ["clock"]),
     ]
     async with answering(CALLS) as live:
@@ -192,7 +221,9 @@ async def test_the_template_gets_history_and_what_is_offered():
             assert status == 200, answer
             shown, _, rest = answer["prompt"].rpartition("<|im_start|>user")
             assert [name for name in ("weather", "clock") if f'"{name}"' in shown] == names
-            assert rest.startswith('\na fox<|im_end|>\n<|im_start|>assistant\n-<tool_call>{"name": "weather"')
+            assert rest.startswith(
+                '\na fox<|im_end|>\n<|im_start|>assistant\n-<tool_call>{"name": "weather"'
+            )
             assert rest.endswith("<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n")
             status, answer, _ = await live.post(CHAT, asked(messages=history) | change)
             assert status == 200, answer
@@ -201,7 +232,10 @@ async def test_the_template_gets_history_and_what_is_offered():
 
 
 def _calling(arguments: str) -> dict:
-    return {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "a", "arguments": arguments}}],
+    }
 
 
 @pytest.mark.parametrize(
@@ -220,24 +254,45 @@ def _calling(arguments: str) -> dict:
         (TEMPLATE, {"tool_choice": 5}, "tool_choice"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         (TEMPLATE, {"tool_choice": {"type": "function"}}, "tool_choice.function"),
-        (TEMPLATE, {"tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "tool_choice.type"),
         (
             TEMPLATE,
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}},
+            {"tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+            "tool_choice.type",
+        ),
+        (
+            TEMPLATE,
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "none", "tools": []},
+                }
+            },
             "tool_choice.allowed_tools.mode",
         ),
         (TEMPLATE, {"functions": [{"name": "x"}]}, "functions"),
         (TEMPLATE, {"messages": None}, "messages"),
-        (TEMPLATE, {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, None),
+        (
+            TEMPLATE,
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
+            None,
+        ),
         (TEMPLATE, {"top_logprobs": 1}, "top_logprobs"),
         (TEMPLATE, {"best_of": 3}, "best_of"),
         (TEMPLATE, {"tools": [{"type": "function"}]}, "tools[0].function"),
         (TEMPLATE, {"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools[0].type"),
-        (TEMPLATE, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        (
+            TEMPLATE,
+            {"tools": [{"type": "function", "function": {"name": ""}}]},
+            "tools[0].function.name",
+        ),
         (TEMPLATE, {"tools": "x"}, "tools"),
         (TEMPLATE, {"messages": [{"role": "tool"}]}, "messages[0].content"),
         (TEMPLATE, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
-        (TEMPLATE, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+        (
+            TEMPLATE,
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
         (TEMPLATE, {"messages": [_calling("{")]}, "messages[0].tool_calls[0].function.arguments"),
         (TEMPLATE, {"messages": [_calling("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
     ],
@@ -254,6 +309,12 @@ async def test_bad_requests(template, change, param):
 
 async def test_defaults_that_ask_for_nothing_are_taken():
     async with answering(CALLS) as live:
-        for fields in ({"best_of": 2, "n": 2}, {"best_of": 1}, {"suffix": ""}, {"top_logprobs": 0}, {"functions": []}):
+        for fields in (
+            {"best_of": 2, "n": 2},
+            {"best_of": 1},
+            {"suffix": ""},
+            {"top_logprobs": 0},
+            {"functions": []},
+        ):
             status, answer, _ = await live.post(CHAT, asked(**fields))
             assert status == 200, answer

@@ -1,4 +1,6 @@
-"""POST /v1/admin/trace: who may, what is asked of the engines, and a file that trace viewers can read."""
+"""POST /v1/admin/trace: who may, what is asked of the engines, and a file that trace viewers can
+read.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,26 @@ def admin_key_file(tmp_path):
 
 
 def rank_events(zero_ns: int) -> list[TraceEvent]:
-    spans = [("engine", "plan", 0, 500, -1), ("engine", "run", 500, 9000, -1), ("engine", "update", 9000, 9100, -1)]
+    spans = [
+        ("engine", "plan", 0, 500, -1),
+        ("engine", "run", 500, 9000, -1),
+        ("engine", "update", 9000, 9100, -1),
+    ]
     for ubatch, at in ((0, 1000), (1, 2000)):
         spans += [
             (f"micro-batch {ubatch}", "attention", at, at + 900, 0),
             (f"micro-batch {ubatch}", "experts", at + 3000, at + 3500, 0),
         ]
         spans += [(f"transfer {ubatch}", "dispatch", at + 901, at + 2999, 0)]
-    return [TraceEvent(name, track, zero_ns + start, zero_ns + end, layer) for track, name, start, end, layer in spans]
+    return [
+        TraceEvent(name, track, zero_ns + start, zero_ns + end, layer)
+        for track, name, start, end, layer in spans
+    ]
 
 
-def fleet_view(*hosts: str, tp: int = 1, together: bool = True, states: tuple[str, ...] = ()) -> FleetView:
+def fleet_view(
+    *hosts: str, tp: int = 1, together: bool = True, states: tuple[str, ...] = ()
+) -> FleetView:
     engines = [
         EngineView(
             rank=rank, host=host, pid=1, state=states[rank] if states else "serving", epoch=1, restarts=0,
@@ -47,12 +58,21 @@ def fleet_view(*hosts: str, tp: int = 1, together: bool = True, states: tuple[st
         for rank, host in enumerate(hosts)
     ]  # fmt: skip
     return FleetView(
-        dp=len(hosts), tp=tp, together=together, epoch=1, complete=True, waiting=0, engines=tuple(engines), experts=None
+        dp=len(hosts),
+        tp=tp,
+        together=together,
+        epoch=1,
+        complete=True,
+        waiting=0,
+        engines=tuple(engines),
+        experts=None,
     )
 
 
 def check(file: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The rules of the trace event format, as far as we use it; returns the spans by process and track."""
+    """The rules of the trace event format, as far as we use it; returns the spans by process and
+    track.
+    """
     assert file["displayTimeUnit"] in ("ms", "ns")
     names: dict[str, dict[Any, str]] = {"process_name": {}, "thread_name": {}}
     spans: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -62,7 +82,12 @@ def check(file: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
         assert event["pid"] > 0
         assert isinstance(event["tid"], int)
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            assert event["name"] in (
+                "process_name",
+                "process_sort_index",
+                "thread_name",
+                "thread_sort_index",
+            )
             if event["name"] in names:
                 key = event["pid"], event["tid"] if event["name"] == "thread_name" else 0
                 assert key not in names[event["name"]]
@@ -73,12 +98,20 @@ def check(file: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
         assert event["name"]
         assert event["ts"] >= 0
         assert event["dur"] >= 0
-        where = names["process_name"][event["pid"], 0], names["thread_name"][event["pid"], event["tid"]]
+        where = (
+            names["process_name"][event["pid"], 0],
+            names["thread_name"][event["pid"], event["tid"]],
+        )
         spans.setdefault(where, []).append(event)
     for track in spans.values():
         ordered = sorted(track, key=lambda event: (event["ts"], event["dur"]))
-        for one, next_one in pairwise(ordered):  # to the nanosecond: spans of a track lie side by side
-            assert round(1000 * (one["ts"] + one["dur"])) <= round(1000 * next_one["ts"]), (one, next_one)
+        for one, next_one in pairwise(
+            ordered
+        ):  # to the nanosecond: spans of a track lie side by side
+            assert round(1000 * (one["ts"] + one["dur"])) <= round(1000 * next_one["ts"]), (
+                one,
+                next_one,
+            )
     return spans
 
 
@@ -93,7 +126,11 @@ def test_one_process_per_rank_and_one_track_per_ubatch_and_transfer():
     assert {title: sorted(track for t, track in spans if t == title) for title in titles} == {
         title: sorted(tracks) for title in titles
     }
-    names = [e["args"]["name"] for e in file["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 1]
+    names = [
+        e["args"]["name"]
+        for e in file["traceEvents"]
+        if e["name"] == "thread_name" and e["pid"] == 1
+    ]
     assert names == tracks, "the viewer's order"
     (dispatch,) = spans[titles[3], "transfer 1"]
     assert (dispatch["name"], dispatch["ts"], dispatch["dur"]) == ("dispatch", 2.901, 2.098)
@@ -102,15 +139,27 @@ def test_one_process_per_rank_and_one_track_per_ubatch_and_transfer():
 
 
 def test_clocks_of_several_machines_become_one():
-    ranks = [Traced(7, 0, 0, rank_events(5)), Traced(7, 1, 0, rank_events(10**15)), Traced(7, 2, 0, rank_events(65))]
-    spans = check(json.loads(trace_module.msgspec.json.encode(trace_file(Trace(ranks, []), fleet_view("a", "b", "a")))))
+    ranks = [
+        Traced(7, 0, 0, rank_events(5)),
+        Traced(7, 1, 0, rank_events(10**15)),
+        Traced(7, 2, 0, rank_events(65)),
+    ]
+    spans = check(
+        json.loads(
+            trace_module.msgspec.json.encode(
+                trace_file(Trace(ranks, []), fleet_view("a", "b", "a"))
+            )
+        )
+    )
     plans = [spans[f"rank {rank} (engine {rank}, tp 0)", "engine"][0]["ts"] for rank in range(3)]
     assert plans == [0.0, 0.0, 0.06]
 
 
 @pytest.mark.parametrize(("key", "status"), [({}, 403), ({"X_Api_Key": "user"}, 403), (ADMIN, 409)])
 async def test_only_administrators_may(launch, admin_key_file, key, status):
-    async with launch(api_key=("user",) if key != ADMIN else (), admin_key_file=admin_key_file) as live:
+    async with launch(
+        api_key=("user",) if key != ADMIN else (), admin_key_file=admin_key_file
+    ) as live:
         key = key or {"X_Api_Key": "user"}
         assert (await live.post(TRACE + "?timeout_s=0.1", b"", **key))[0] == status
 
@@ -126,7 +175,9 @@ async def test_one_engine_is_asked_and_answers(launch, admin_key_file):
     async with launch(admin_key_file=admin_key_file) as live:
         asking = asyncio.create_task(live.post(TRACE, b"", **ADMIN))
         await until(lambda: TraceNext() in live.engine.told)
-        assert (await live.post(TRACE, b"", **ADMIN))[1]["error"]["message"] == "another trace is being taken"
+        assert (await live.post(TRACE, b"", **ADMIN))[1]["error"][
+            "message"
+        ] == "another trace is being taken"
         live.engine.outbox.put(Traced(3, 0, 0, rank_events(77)))
         status, file, _ = await asking
         assert status == 200, file
@@ -171,13 +222,18 @@ async def take(view: FleetView, *answers: Traced, timeout_s: float = 5.0) -> Tra
 async def test_a_group_is_traced_in_one_step():
     view = fleet_view("a", "a")
     late = Traced(4, 0, 0, [])  # asked for when nothing ran; it comes now
-    first, second = Traced(5, 0, 0, []), Traced(5, 1, 0, [])
+    first = Traced(5, 0, 0, [])
+    second = Traced(5, 1, 0, [])
     assert (await take(view, late, first, second)).ranks == [first, second]
 
 
 async def test_engines_on_their_own_are_traced_in_a_step_each():
-    first, second = Traced(5, 0, 0, []), Traced(9, 1, 0, [])
-    assert (await take(fleet_view("a", "a", together=False), second, first)).ranks == [first, second]
+    first = Traced(5, 0, 0, [])
+    second = Traced(9, 1, 0, [])
+    assert (await take(fleet_view("a", "a", together=False), second, first)).ranks == [
+        first,
+        second,
+    ]
 
 
 async def test_who_did_not_answer_is_named(monkeypatch):
@@ -187,7 +243,9 @@ async def test_who_did_not_answer_is_named(monkeypatch):
     assert trace.ranks == answers
     assert trace.missing == [(1, 1)]
     alone = fleet_view("a", "a", together=False, states=("serving", "lost"))
-    assert (await take(alone, Traced(5, 0, 0, []))).missing == [], "nobody waits for an engine that is not there"
+    assert (await take(alone, Traced(5, 0, 0, []))).missing == [], (
+        "nobody waits for an engine that is not there"
+    )
     with suppress(TimeoutError):
         await asyncio.wait_for(take(alone, timeout_s=30), 0.01)  # the client leaves
 

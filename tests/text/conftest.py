@@ -1,4 +1,6 @@
-"""Two small tokenizers in model directories: byte-level BPE as Qwen has it, SentencePiece style as Mixtral has it."""
+"""Two small tokenizers in model directories: byte-level BPE as Qwen has it, SentencePiece style as
+Mixtral has it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 
 from moeserve.text.tokenizer import Tokenizer
@@ -55,25 +65,52 @@ def byte_level_backend() -> Backend:
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet))
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet)
+    )
     backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>", "    ")])
+    backend.add_tokens(
+        [AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>", "    ")]
+    )
     return backend
 
 
 def sentencepiece_backend() -> Backend:
     words = ["▁", "▁the", "▁fox", "▁a", "th", "he", "▁t", "▁f", "ox", "INST", "▁漢"]
-    letters = sorted({c for text in CORPUS[:2] for c in text if c.isalnum() and c.isascii()} | set("[]/<>|_.:, '"))
+    letters = sorted(
+        {c for text in CORPUS[:2] for c in text if c.isalnum() and c.isascii()}
+        | set("[]/<>|_.:, '")
+    )
     vocab = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *letters, "漢"]
     vocab += [w for w in words if w not in vocab]
-    merges = [("t", "h"), ("h", "e"), ("▁", "t"), ("▁t", "he"), ("▁", "f"), ("o", "x"), ("▁f", "ox"), ("▁", "a")]
+    merges = [
+        ("t", "h"),
+        ("h", "e"),
+        ("▁", "t"),
+        ("▁t", "he"),
+        ("▁", "f"),
+        ("o", "x"),
+        ("▁f", "ox"),
+        ("▁", "a"),
+    ]
     ids = {token: i for i, token in enumerate(dict.fromkeys(vocab))}
-    backend = Backend(models.BPE(vocab=ids, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend = Backend(
+        models.BPE(vocab=ids, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(steps)
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return backend
 
 
@@ -81,7 +118,10 @@ def write_model(folder: Path, backend: Backend, config: dict[str, object], templ
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | config)
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            | config
+        )
     )
     (folder / "chat_template.jinja").write_text(template)
     return folder
@@ -95,8 +135,14 @@ def byte_level_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sentencepiece_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "unk_token": "<unk>"}
-    return write_model(tmp_path_factory.mktemp("sentencepiece"), sentencepiece_backend(), config, INST)
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>"},
+        "unk_token": "<unk>",
+    }
+    return write_model(
+        tmp_path_factory.mktemp("sentencepiece"), sentencepiece_backend(), config, INST
+    )
 
 
 @pytest.fixture(scope="session")

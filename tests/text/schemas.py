@@ -10,14 +10,26 @@ from typing import Any
 def closed(optional: tuple[str, ...] = (), /, **properties: Any) -> dict[str, Any]:
     """An object with exactly these properties, all required but the optional ones."""
     required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
-STRING, INTEGER, NUMBER, BOOLEAN = ({"type": name} for name in ("string", "integer", "number", "boolean"))
-NODE = closed(value=STRING, children={"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2})
+STRING, INTEGER, NUMBER, BOOLEAN = (
+    {"type": name} for name in ("string", "integer", "number", "boolean")
+)
+NODE = closed(
+    value=STRING, children={"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2}
+)
 EXPRESSION = {"anyOf": [INTEGER, closed(op={"enum": ["+", "*"]}, of={"$ref": "#/$defs/e"})]}
 LIST = {"anyOf": [{"type": "null"}, closed(head=BOOLEAN, tail={"$ref": "#/$defs/list"})]}
-DOG, CAT = closed(kind={"const": "dog"}, barks=BOOLEAN), closed(kind={"const": "cat"}, lives=INTEGER)
+DOG, CAT = (
+    closed(kind={"const": "dog"}, barks=BOOLEAN),
+    closed(kind={"const": "cat"}, lives=INTEGER),
+)
 
 SCHEMAS: dict[str, Any] = {
     "anything": {},
@@ -34,7 +46,11 @@ SCHEMAS: dict[str, Any] = {
     "optional": closed(("b", "c"), a=INTEGER, b=STRING, c=BOOLEAN),
     "only optional": closed(("a", "b", "c"), a=INTEGER, b=STRING, c=BOOLEAN),
     "open object": {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
-    "additional of a type": {"type": "object", "properties": {"a": BOOLEAN}, "additionalProperties": INTEGER},
+    "additional of a type": {
+        "type": "object",
+        "properties": {"a": BOOLEAN},
+        "additionalProperties": INTEGER,
+    },
     "map": {"type": "object", "additionalProperties": {"type": "array", "items": BOOLEAN}},
     "pattern properties": {
         "type": "object",
@@ -43,18 +59,38 @@ SCHEMAS: dict[str, Any] = {
     },
     "required and unnamed": {"type": "object", "required": ["z"], "additionalProperties": NUMBER},
     "one property or more": {"type": "object", "additionalProperties": INTEGER, "minProperties": 1},
-    "two properties": {"type": "object", "properties": {"a": INTEGER}, "required": ["a"], "minProperties": 2},
+    "two properties": {
+        "type": "object",
+        "properties": {"a": INTEGER},
+        "required": ["a"],
+        "minProperties": 2,
+    },
     "few properties": {"type": "object", "additionalProperties": INTEGER, "maxProperties": 2},
     "empty object": closed(),
-    "names with signs": closed(**dict.fromkeys(["a b", 'q"q', "back\\slash", "snow☃", ""], INTEGER)),
+    "names with signs": closed(
+        **dict.fromkeys(["a b", 'q"q', "back\\slash", "snow☃", ""], INTEGER)
+    ),
     "nested": closed(a=closed(b=closed(c=closed(d=INTEGER)))),
     "array": {"type": "array", "items": INTEGER},
     "bounded array": {"type": "array", "items": BOOLEAN, "minItems": 2, "maxItems": 4},
     "empty array": {"type": "array", "maxItems": 0},
-    "tuple": {"type": "array", "prefixItems": [INTEGER, STRING, BOOLEAN], "items": False, "minItems": 3},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [INTEGER, STRING, BOOLEAN],
+        "items": False,
+        "minItems": 3,
+    },
     "tuple and more": {"type": "array", "prefixItems": [STRING], "items": INTEGER, "minItems": 2},
-    "arrays of arrays": {"type": "array", "items": {"type": "array", "items": {"type": "array", "items": INTEGER}}},
-    "array of objects": {"type": "array", "items": closed(x=NUMBER, y=NUMBER), "minItems": 1, "maxItems": 3},
+    "arrays of arrays": {
+        "type": "array",
+        "items": {"type": "array", "items": {"type": "array", "items": INTEGER}},
+    },
+    "array of objects": {
+        "type": "array",
+        "items": closed(x=NUMBER, y=NUMBER),
+        "minItems": 1,
+        "maxItems": 3,
+    },
     "enum": {"enum": ["red", "green", "blue"]},
     "enum of all types": {"enum": [1, "1", None, True, [1, {"a": 2}], {"b": []}, 1.5]},
     "enum of 500": closed(code={"enum": [f"value number {i}" for i in range(500)]}),
@@ -93,7 +129,8 @@ SCHEMAS: dict[str, Any] = {
             {"properties": {"b": STRING}, "required": ["b"]},
         ]
     },
-    "reference": closed(a={"$ref": "#/$defs/x"}) | {"$defs": {"x": {"type": "integer", "minimum": 3}}},
+    "reference": closed(a={"$ref": "#/$defs/x"})
+    | {"$defs": {"x": {"type": "integer", "minimum": 3}}},
     "reference to definitions": {"$ref": "#/definitions/x", "definitions": {"x": closed(a=STRING)}},
     "reference and title": closed(a={"$ref": "#/$defs/x", "title": "A", "description": "d"})
     | {"$defs": {"x": BOOLEAN}},
@@ -103,7 +140,10 @@ SCHEMAS: dict[str, Any] = {
     "reference to the root": closed(("next",), n=INTEGER, next={"$ref": "#"}),
     "mutual": {
         "$ref": "#/$defs/a",
-        "$defs": {"a": closed(("b",), b={"$ref": "#/$defs/b"}), "b": closed(("a",), a={"$ref": "#/$defs/a"})},
+        "$defs": {
+            "a": closed(("b",), b={"$ref": "#/$defs/b"}),
+            "b": closed(("a",), a={"$ref": "#/$defs/a"}),
+        },
     },
     "tool calls": {
         "type": "array",
@@ -111,7 +151,10 @@ SCHEMAS: dict[str, Any] = {
         "maxItems": 2,
         "items": {
             "anyOf": [
-                closed(name={"const": f"tool_{i}"}, arguments=closed(("limit",), query=STRING, limit=INTEGER))
+                closed(
+                    name={"const": f"tool_{i}"},
+                    arguments=closed(("limit",), query=STRING, limit=INTEGER),
+                )
                 for i in range(8)
             ]
         },
@@ -127,7 +170,8 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
-# ---- many schemas whose answers are bounded -----------------------------------------------------------------
+# ---- many schemas whose answers are bounded
+# -----------------------------------------------------------------
 
 LETTERS = "aeinorstäöüßмирこん漢字😀"
 PATTERNS = (
@@ -142,12 +186,17 @@ FORMATS = ("date", "ipv4", "uuid")
 
 
 def generated(count: int = 200) -> list[dict[str, Any]]:
-    """Schemas of `count` kinds, the same on every call, each of whose answers ends within a few hundred tokens."""
+    """Schemas of `count` kinds, the same on every call, each of whose answers ends within a few
+    hundred tokens.
+    """
     return [_schema(random.Random(i), _ROOTS[i % len(_ROOTS)]) for i in range(count)]
 
 
 def _schema(rng: random.Random, root: Callable[[random.Random], dict[str, Any]]) -> dict[str, Any]:
-    return root(rng) | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": _name(rng)}
+    return root(rng) | {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": _name(rng),
+    }
 
 
 def _name(rng: random.Random) -> str:
@@ -160,11 +209,18 @@ def _leaf(rng: random.Random) -> dict[str, Any]:
     return rng.choice(
         [
             {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 5000)},
-            {"type": "integer", "exclusiveMinimum": least, "exclusiveMaximum": least + rng.randint(2, 40)},
+            {
+                "type": "integer",
+                "exclusiveMinimum": least,
+                "exclusiveMaximum": least + rng.randint(2, 40),
+            },
             {"type": "string", "minLength": length, "maxLength": length + rng.randint(0, 6)},
             {"type": "string", "pattern": rng.choice(PATTERNS)},
             {"type": "string", "format": rng.choice(FORMATS)},
-            {"enum": [_name(rng) for _ in range(rng.randint(1, 9))] + [1.5, None, [_name(rng)]][: rng.randint(0, 3)]},
+            {
+                "enum": [_name(rng) for _ in range(rng.randint(1, 9))]
+                + [1.5, None, [_name(rng)]][: rng.randint(0, 3)]
+            },
             {"const": {_name(rng): [rng.randint(-999, 999) / 64, _name(rng), True]}},
             {"type": "boolean"},
             {"type": "null"},
@@ -181,7 +237,12 @@ def _object(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 def _array(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     least = rng.randint(0, 2)
-    return {"type": "array", "items": _any(rng, depth - 1), "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    return {
+        "type": "array",
+        "items": _any(rng, depth - 1),
+        "minItems": least,
+        "maxItems": least + rng.randint(0, 2),
+    }
 
 
 def _tuple(rng: random.Random, depth: int = 2) -> dict[str, Any]:
@@ -194,7 +255,10 @@ def _union(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def _tagged(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    kinds = [closed(kind={"const": f"{_name(rng)}{i}"}, of=_any(rng, depth - 1)) for i in range(rng.randint(2, 4))]
+    kinds = [
+        closed(kind={"const": f"{_name(rng)}{i}"}, of=_any(rng, depth - 1))
+        for i in range(rng.randint(2, 4))
+    ]
     return {"oneOf": kinds}
 
 
@@ -205,7 +269,10 @@ def _any(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _enum_of_500(rng: random.Random) -> dict[str, Any]:
-    return closed(code={"enum": [f"{_name(rng)} {i}" for i in range(500)]}, of={"enum": list(range(0, 1500, 3))})
+    return closed(
+        code={"enum": [f"{_name(rng)} {i}" for i in range(500)]},
+        of={"enum": list(range(0, 1500, 3))},
+    )
 
 
 def _references(rng: random.Random) -> dict[str, Any]:
@@ -222,7 +289,9 @@ def _chain(rng: random.Random) -> dict[str, Any]:
 
 def _tree(rng: random.Random) -> dict[str, Any]:
     """Recursive: binary, three levels at most by their own definitions."""
-    levels = {f"t{i}": closed(("l", "r"), v=_leaf(rng), l=_ref(i + 1), r=_ref(i + 1)) for i in range(2)}
+    levels = {
+        f"t{i}": closed(("l", "r"), v=_leaf(rng), l=_ref(i + 1), r=_ref(i + 1)) for i in range(2)
+    }
     return _ref(0) | {"$defs": levels | {"t2": _leaf(rng)}}
 
 
@@ -237,7 +306,9 @@ def _mutual(rng: random.Random) -> dict[str, Any]:
 
 
 def _all_of(rng: random.Random) -> dict[str, Any]:
-    parts = [{"type": "object", "properties": {name: _leaf(rng)}, "required": [name]} for name in "ab"]
+    parts = [
+        {"type": "object", "properties": {name: _leaf(rng)}, "required": [name]} for name in "ab"
+    ]
     return {"allOf": [*parts, {"additionalProperties": False, "properties": {"a": {}, "b": {}}}]}
 
 

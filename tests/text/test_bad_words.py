@@ -14,7 +14,9 @@ def test_a_word_is_banned_alone_and_after_a_space(byte_level):
 
 
 def test_the_mark_of_a_word_start_is_not_doubled(sentencepiece):
-    assert bad_sequences(sentencepiece, ["the", " the"]) == (tuple(sentencepiece.encode("the", special=False)),)
+    assert bad_sequences(sentencepiece, ["the", " the"]) == (
+        tuple(sentencepiece.encode("the", special=False)),
+    )
 
 
 def test_a_long_bad_word_is_refused(byte_level):

@@ -16,7 +16,25 @@ from moeserve.text import byte_bpe
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
-WORDS = ["the", " the", "he", "th", "aaa", "aa", " fox", "ox", "漢字", "字", "é", "12", "123", "\n\n", "'s", "<|", "in"]
+WORDS = [
+    "the",
+    " the",
+    "he",
+    "th",
+    "aaa",
+    "aa",
+    " fox",
+    "ox",
+    "漢字",
+    "字",
+    "é",
+    "12",
+    "123",
+    "\n\n",
+    "'s",
+    "<|",
+    "in",
+]
 TEXTS = [
     "the fox's  12345 aaaaaaa\r\n\n  漢A字b é😀 ²½ dON'T 'ſ",
     "aaaaa aaaa aaa aa a thethe",
@@ -27,17 +45,23 @@ TEXTS = [
 
 
 def ranks(words: list[str]) -> dict[bytes, int]:
-    tokens = [bytes([b]) for b in range(256)] + [word.encode() for word in words if len(word.encode()) > 1]
+    tokens = [bytes([b]) for b in range(256)] + [
+        word.encode() for word in words if len(word.encode()) > 1
+    ]
     return {token: i for i, token in enumerate(dict.fromkeys(tokens))}
 
 
 def tiktoken_ids(text: str, vocab: dict[bytes, int], pattern: str) -> list[int]:
-    """tiktoken's algorithm: each word whole, or joined from bytes, the leftmost pair of the lowest rank first."""
+    """tiktoken's algorithm: each word whole, or joined from bytes, the leftmost pair of the lowest
+    rank first.
+    """
     ids = []
     for word in regex.findall(pattern, text, regex.V1):
         parts = [word.encode()] if word.encode() in vocab else [bytes([b]) for b in word.encode()]
         while True:
-            pairs = [(vocab[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab]
+            pairs = [
+                (vocab[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab
+            ]
             if not pairs:
                 break
             _, i = min(pairs)
@@ -46,7 +70,9 @@ def tiktoken_ids(text: str, vocab: dict[bytes, int], pattern: str) -> list[int]:
     return ids
 
 
-def write_tiktoken(folder: Path, name: str, vocab: dict[bytes, int], config: dict[str, object]) -> Path:
+def write_tiktoken(
+    folder: Path, name: str, vocab: dict[bytes, int], config: dict[str, object]
+) -> Path:
     folder.mkdir(exist_ok=True)
     lines = [base64.b64encode(token) + f" {rank}\n".encode() for token, rank in vocab.items()]
     (folder / name).write_bytes(b"".join(lines))
@@ -62,7 +88,11 @@ def kimi(folder: Path, words: list[str] = WORDS, **config: object) -> Path:
         str(first + 2): {"content": "<|im_end|>", "special": True},
         str(first + 6): {"content": "<think>", "special": False},
     }
-    base = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added, "bos_token": "[BOS]"}
+    base = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "added_tokens_decoder": added,
+        "bos_token": "[BOS]",
+    }
     return write_tiktoken(folder, "tiktoken.model", vocab, base | config)
 
 
@@ -78,9 +108,12 @@ def tekken(folder: Path, **changes: object) -> Path:
             "version": "v13",
         },
         "vocab": [
-            {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None} for t, i in vocab.items()
+            {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None}
+            for t, i in vocab.items()
         ],
-        "special_tokens": [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(special)],
+        "special_tokens": [
+            {"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(special)
+        ],
     }
     (folder / "tekken.json").write_text(json.dumps(spec | changes))
     return folder
@@ -90,12 +123,19 @@ def test_ids_and_text_are_those_of_tiktoken(tmp_path):
     rng = random.Random(0)
     for trial in range(12):
         letters = rng.choice(["ab", "abc ", "aA漢é1 '\n"])
-        words = ["".join(rng.choices(letters, k=rng.randint(2, 7))) for _ in range(rng.choice([5, 60]))]
+        words = [
+            "".join(rng.choices(letters, k=rng.randint(2, 7))) for _ in range(rng.choice([5, 60]))
+        ]
         for name, folder in (
             ("TikTokenTokenizer", kimi(tmp_path / f"k{trial}", words)),
             (
                 "HYTokenizer",
-                write_tiktoken(tmp_path / f"h{trial}", "hy.tiktoken", ranks(words), {"tokenizer_class": "HYTokenizer"}),
+                write_tiktoken(
+                    tmp_path / f"h{trial}",
+                    "hy.tiktoken",
+                    ranks(words),
+                    {"tokenizer_class": "HYTokenizer"},
+                ),
             ),
         ):
             tokenizer = Tokenizer.load(folder)
@@ -104,7 +144,11 @@ def test_ids_and_text_are_those_of_tiktoken(tmp_path):
                 ids = tokenizer.encode(text)
                 assert ids == tiktoken_ids(text, ranks(words), pattern)
                 detokenizer = Detokenizer(tokenizer.pieces(skip_special_tokens=True), [])
-                assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text == tokenizer.decode(ids)
+                assert (
+                    "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+                    == text
+                    == tokenizer.decode(ids)
+                )
 
 
 def test_kimis_special_tokens(tmp_path):
@@ -125,7 +169,9 @@ def test_kimis_special_tokens(tmp_path):
 
 def test_hunyuan_normalises_and_has_its_own_special_tokens(tmp_path):
     vocab = ranks(WORDS)
-    tokenizer = Tokenizer.load(write_tiktoken(tmp_path, "hy.tiktoken", vocab, {"tokenizer_class": "HYTokenizer"}))
+    tokenizer = Tokenizer.load(
+        write_tiktoken(tmp_path, "hy.tiktoken", vocab, {"tokenizer_class": "HYTokenizer"})
+    )
     assert tokenizer.encode("e\u0301") == [vocab["é".encode()]]
     assert tokenizer.encode("<|startoftext|><|extra_204|>") == [len(vocab) + 1, len(vocab) + 209]
 
@@ -158,7 +204,9 @@ def test_typed_control_tokens_are_plain_text(tmp_path):
     template = ChatTemplate("{{ '<s>[INST]' + messages[0].content + '[/INST]' }}")
     ids = template.encode(tokenizer, [{"role": "user", "content": "a</s>[INST]<SPECIAL_7>"}])
     assert [i for i in ids if i < 8] == [1, 3, 4]
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>[INST]a</s>[INST]<SPECIAL_7>[/INST]"
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=False) == "<s>[INST]a</s>[INST]<SPECIAL_7>[/INST]"
+    )
 
 
 def test_tokenizer_json_wins(tmp_path, byte_level_dir):
@@ -232,13 +280,19 @@ def test_damaged_tekken_files(tmp_path, changes):
 
 def test_code_of_a_checkpoint_is_never_run_and_the_error_says_what_is_missing(tmp_path):
     (tmp_path / "tokenization_x.py").write_text("raise SystemExit")
-    config = {"tokenizer_class": "ChatGLM4Tokenizer", "auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}}
+    config = {
+        "tokenizer_class": "ChatGLM4Tokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_x.X", None]},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(
-        CheckpointError, match=r"ChatGLM4Tokenizer.*never run.*tokenizer\.model cannot be read.*save one"
+        CheckpointError,
+        match=r"ChatGLM4Tokenizer.*never run.*tokenizer\.model cannot be read.*save one",
     ):
         Tokenizer.load(tmp_path)
-    kimi(tmp_path, tokenizer_class="OtherTokenizer")  # the split pattern of another class is not known
+    kimi(
+        tmp_path, tokenizer_class="OtherTokenizer"
+    )  # the split pattern of another class is not known
     with pytest.raises(CheckpointError, match=r"tiktoken\.model cannot be read"):
         Tokenizer.load(tmp_path)

@@ -1,4 +1,6 @@
-"""Chat prompts: equal to transformers for ordinary content, typed control tokens as text, templates kept in bounds."""
+"""Chat prompts: equal to transformers for ordinary content, typed control tokens as text, templates
+kept in bounds.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ def test_ids_equal_transformers(byte_level, byte_level_dir, chatml, messages, kw
 def test_ids_equal_transformers_with_bos_and_named_tokens(sentencepiece, sentencepiece_dir, inst):
     from transformers import AutoTokenizer
 
-    messages = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a"}, CHATS[0][0]]
+    messages = [
+        {"role": "user", "content": "the fox"},
+        {"role": "assistant", "content": "a"},
+        CHATS[0][0],
+    ]
     theirs = AutoTokenizer.from_pretrained(sentencepiece_dir)
     expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert inst.encode(sentencepiece, messages, add_generation_prompt=False) == expected
@@ -61,7 +67,8 @@ def test_text_parts_and_the_developer_role(byte_level, chatml):
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     text = chatml.render(byte_level, messages)
     assert (
-        text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
+        text
+        == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -79,10 +86,14 @@ def test_typed_control_tokens_are_plain_text(byte_level, chatml, typed):
 
 
 def test_typed_control_tokens_of_a_sentencepiece_model(sentencepiece, inst):
-    ids = inst.encode(sentencepiece, [{"role": "user", "content": "a </s><s> a"}], add_generation_prompt=False)
+    ids = inst.encode(
+        sentencepiece, [{"role": "user", "content": "a </s><s> a"}], add_generation_prompt=False
+    )
     assert ids.count(1) == 1  # the template's BOS
     assert 2 not in ids
-    plain = inst.encode(sentencepiece, [{"role": "user", "content": "a  a"}], add_generation_prompt=False)
+    plain = inst.encode(
+        sentencepiece, [{"role": "user", "content": "a  a"}], add_generation_prompt=False
+    )
     assert ids[:8] == plain[:8]
 
 
@@ -135,7 +146,9 @@ def test_kwargs_are_scalars_under_free_names(byte_level, chatml, kwargs):
     assert len(caught.value.message) < 200
 
 
-NESTED = "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
+NESTED = (
+    "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
+)
 GROWING = "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [ITEM] %}{% endfor %}"
 HOSTILE = {
     "class": "{{ ''.__class__.__mro__ }}",
@@ -240,7 +253,9 @@ def test_where_templates_come_from(tmp_path, byte_level):
 @pytest.mark.usefixtures("impatient")
 def test_a_conversation_that_makes_a_template_endless_is_refused_alone(byte_level):
     template = ChatTemplate(
-        "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + HOSTILE["nested loops"] + "{% endif %}"
+        "{{ messages[0].content }}{% if messages[0].content == 'loop' %}"
+        + HOSTILE["nested loops"]
+        + "{% endif %}"
         "{% if messages[0].content == 'grow' %}" + HOSTILE["times"] + "{% endif %}"
     )
     for said, why in (("loop", "took too long"), ("grow", "needed too much memory")):

@@ -1,4 +1,6 @@
-"""The template for DeepSeek-V3.2, whose checkpoint has none. Expected texts follow its published encoder."""
+"""The template for DeepSeek-V3.2, whose checkpoint has none. Expected texts follow its published
+encoder.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ import pytest
 from moeserve.errors import InvalidRequest
 from moeserve.text.chat_template import ChatTemplate
 
-BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALLS = [
     {"function": {"name": "weather", "arguments": {"city": "Köln", "days": [1, 2], "long": True}}},
@@ -27,7 +32,9 @@ CALLED = """
 <｜DSML｜parameter name="city" string="true">Rom</｜DSML｜parameter>
 </｜DSML｜invoke>
 </｜DSML｜function_calls>"""
-RESULTS = "\n\n<function_results>\n<result>21</result>\n<result>30</result>\n</function_results>\n\n"
+RESULTS = (
+    "\n\n<function_results>\n<result>21</result>\n<result>30</result>\n</function_results>\n\n"
+)
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
@@ -57,13 +64,17 @@ def test_thinking(template, byte_level, name):
     text = template.render(byte_level, CHAT, kwargs={name: True})
     assert text == f"{begin}<think>look it up</think>{CALLED}{EOS}{RESULTS}<think>"
     assert template.render(byte_level, CHAT) == f"{begin}</think>{CALLED}{EOS}{RESULTS}</think>"
-    assert template.render(byte_level, CHAT[:4], add_generation_prompt=False) == begin.removesuffix(ASSISTANT)
+    assert template.render(byte_level, CHAT[:4], add_generation_prompt=False) == begin.removesuffix(
+        ASSISTANT
+    )
 
 
 def test_tools_follow_the_system_message(template, byte_level):
     text = template.render(byte_level, CHAT[:2], tools=TOOLS)
     assert text.startswith(f"{BOS}Be brief.\n\n## Tools\n\nYou have access")
-    assert text.endswith(f"<functions>\n{json.dumps(TOOLS[0]['function'])}\n</functions>\n{USER}Hi{ASSISTANT}</think>")
+    assert text.endswith(
+        f"<functions>\n{json.dumps(TOOLS[0]['function'])}\n</functions>\n{USER}Hi{ASSISTANT}</think>"
+    )
     assert template.render(byte_level, CHAT[1:2], tools=TOOLS) == text.replace("Be brief.", "")
 
 

@@ -46,7 +46,9 @@ def test_the_first_space_of_a_text_goes_only_at_its_start(sentencepiece):
 @settings(max_examples=150, deadline=None)
 def test_random_tokens_decode_as_the_library_does(byte_level, seed):
     rng = random.Random(seed)
-    ids = [rng.randrange(byte_level.backend.get_vocab_size() + 3) for _ in range(rng.randrange(1, 40))]
+    ids = [
+        rng.randrange(byte_level.backend.get_vocab_size() + 3) for _ in range(rng.randrange(1, 40))
+    ]
     for skip in (True, False):
         # the library turns broken bytes into U+FFFD over the whole text, so must the joined stream
         assert stream(byte_level, [], ids, skip_special_tokens=skip)[1] == byte_level.decode(
@@ -56,7 +58,8 @@ def test_random_tokens_decode_as_the_library_does(byte_level, seed):
 
 def test_broken_bytes_recover_at_once(byte_level):
     to_id = {byte_level.token_bytes(i): i for i in range(256)}
-    lead, rest = to_id[b"\xf0"], to_id[b"\x80"]
+    lead = to_id[b"\xf0"]
+    rest = to_id[b"\x80"]
     letter = to_id[b"a"]
     assert stream(byte_level, [], [rest, letter])[0] == ["\ufffd", "a"]
     assert stream(byte_level, [], [lead, letter])[0] == ["", "\ufffda"]
@@ -64,7 +67,12 @@ def test_broken_bytes_recover_at_once(byte_level):
 
 
 def test_a_character_that_the_prompt_began_is_finished(byte_level):
-    ids = [i for byte in "漢".encode() for i in range(256) if byte_level.token_bytes(i) == bytes([byte])]
+    ids = [
+        i
+        for byte in "漢".encode()
+        for i in range(256)
+        if byte_level.token_bytes(i) == bytes([byte])
+    ]
     assert len(ids) == 3
     assert stream(byte_level, ids[:2], ids[2:])[1] == "漢"
 

@@ -64,8 +64,13 @@ ALL = sorted([*names(), "harmony"])
 
 def tokenizer_with(special: list[str]) -> Tokenizer:
     """Returns a tokenizer of bytes and some special tokens."""
-    backend = Backend(models.BPE(vocab={char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend = Backend(
+        models.BPE(
+            vocab={char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]
+        )
+    )
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True) for name in ["<eos>", *special]])
     return Tokenizer(backend, {})
 
@@ -92,11 +97,15 @@ def write(name: str, calls: list[tuple[str, dict]]) -> str:
     for i, (called, arguments) in enumerate(calls):
         body = json.dumps(arguments, ensure_ascii=False)
         if syntax.content == "python":
-            body = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+            body = ", ".join(
+                f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items()
+            )
         elif syntax.quote:
             body = "{" + ",".join(f"{key}:{_bare(value)}" for key, value in arguments.items()) + "}"
         elif syntax.parameter:
-            body = "".join(_tagged(syntax.parameter, key, value) for key, value in arguments.items())
+            body = "".join(
+                _tagged(syntax.parameter, key, value) for key, value in arguments.items()
+            )
         text = syntax.write.replace("{name}", called).replace("{index}", str(i))
         texts.append(text.replace("{arguments}", body))
     return syntax.before + syntax.between.join(texts) + syntax.after
@@ -122,7 +131,8 @@ def read(answer_format, pieces, tools=TOOLS, **options):
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
-    texts, calls = {"content": "", "reasoning": ""}, []
+    texts = {"content": "", "reasoning": ""}
+    calls = []
     for kind, text, *_ in [*parts, *parser.push("", final=True)]:
         if kind == "call":
             calls.append([text, ""])
@@ -150,12 +160,16 @@ def test_reasoning_is_split_off(formats, name):
     opened = answer.removeprefix(span.open)
     assert read(formats[name], [marked(opened, name)], prompt=f"...{span.open}\n") == wanted
     closed = f"Hello\n{call}"
-    assert read(formats[name], [marked(closed, name)], prompt=f"...{span.open}\n\n{span.close}\n\n")[:2] == (
+    assert read(
+        formats[name], [marked(closed, name)], prompt=f"...{span.open}\n\n{span.close}\n\n"
+    )[:2] == (
         "Hello",
         "",
     )
     middle = f"...{span.open} so far"
-    assert read(formats[name], [marked(f"well{span.close}Hi", name)], prompt=middle, continued=True)[:2] == (
+    assert read(
+        formats[name], [marked(f"well{span.close}Hi", name)], prompt=middle, continued=True
+    )[:2] == (
         "Hi",
         "well",
     )
@@ -165,16 +179,31 @@ def test_reasoning_is_split_off(formats, name):
 def test_any_split_gives_the_same(formats, name):
     span = None if name == "harmony" else load(name).reasoning
     call = write(name, [("weather", ARGUMENTS)])
-    seeds = [call, f"Hi {call} {call}", call[: len(call) * 2 // 3], call[5:], f"{call[:-9]} x {call}"]
+    seeds = [
+        call,
+        f"Hi {call} {call}",
+        call[: len(call) * 2 // 3],
+        call[5:],
+        f"{call[:-9]} x {call}",
+    ]
     seeds += [f"{span.open}a {span.close} b {call}"] if span else []
     marks = sorted(
-        {*call.replace('"', ' " ').split(), "<", "{", "}", " ", "\\", *([span.open, span.close] if span else [])}
+        {
+            *call.replace('"', ' " ').split(),
+            "<",
+            "{",
+            "}",
+            " ",
+            "\\",
+            *([span.open, span.close] if span else []),
+        }
     )
 
     @settings(max_examples=60, deadline=None, database=None, derandomize=True)
     @given(
         st.one_of(
-            st.sampled_from(seeds), st.lists(st.sampled_from([*marks, "weather", "x"]), max_size=14).map("".join)
+            st.sampled_from(seeds),
+            st.lists(st.sampled_from([*marks, "weather", "x"]), max_size=14).map("".join),
         ),
         st.lists(st.integers(0, 400), max_size=12),
     )
@@ -214,7 +243,12 @@ def test_text_that_only_looks_like_a_call_is_content(formats):
     assert read(formats["hermes"], [quoted]) == ('The mark "<tool_call>" comes first.', "", [])
     typed = "<tool_call>{}</tool_call>"  # not the special token
     assert read(formats["hermes"], [typed]) == (typed, "", [])
-    for answer in ['{"a": 1} is a dict', '{"name": "unknown", "parameters": {}}', '{"name": "weather"', "[1, 2]"]:
+    for answer in [
+        '{"a": 1} is a dict',
+        '{"name": "unknown", "parameters": {}}',
+        '{"name": "weather"',
+        "[1, 2]",
+    ]:
         assert read(formats["llama3_json"], list(answer)) == (answer, "", [])
         got = read(formats["llama3_json"], list('{"name": "now", "parameters": {}}; ' + answer))
         assert got == ("; " + answer, "", [("now", "{}")])
@@ -223,14 +257,19 @@ def test_text_that_only_looks_like_a_call_is_content(formats):
 
 
 def test_other_special_tokens_are_dropped_from_content_and_kept_in_arguments(formats):
-    answer = 'a<eos>b<tool_call>{"name": "now", "arguments": {"x": "<eos></tool_call>"}}</tool_call>'
+    answer = (
+        'a<eos>b<tool_call>{"name": "now", "arguments": {"x": "<eos></tool_call>"}}</tool_call>'
+    )
     got = read(formats["hermes"], list(marked(answer, "hermes")))
     assert got == ("ab", "", [("now", '{"x": "<eos></tool_call>"}')])
 
 
 def test_a_call_comes_when_it_is_complete(formats):
     parser = formats["hermes"].parser(TOOLS)
-    assert parser.push(marked('<tool_call>{"name": "weather", "arguments": {"city": "Zür', "hermes")) == []
+    assert (
+        parser.push(marked('<tool_call>{"name": "weather", "arguments": {"city": "Zür', "hermes"))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,15 +305,30 @@ def test_a_call_comes_when_it_is_complete(formats):
             "[weather(city='it\\'s \\n', where={'hot': True, 'l': [1, -2.5]})]",
             {"city": "it's \n", "where": {"hot": True, "l": [1, -2.5]}},
         ),
-        ("mistral_v3", '[TOOL_CALLS] [{"arguments": {"city": "x"}, "name": "weather"}]', {"city": "x"}),
-        ("llama3_json", '{"type": "function", "name": "weather", "parameters": "{\\"days\\": 1}"}', {"days": 1}),
+        (
+            "mistral_v3",
+            '[TOOL_CALLS] [{"arguments": {"city": "x"}, "name": "weather"}]',
+            {"city": "x"},
+        ),
+        (
+            "llama3_json",
+            '{"type": "function", "name": "weather", "parameters": "{\\"days\\": 1}"}',
+            {"days": 1},
+        ),
         ("hermes", '<tool_call>{"name": "weather", "arguments": null}</tool_call>', {}),
-        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "a\nb\\d"}}', {"city": "a\nb\\d"}),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": {"city": "a\nb\\d"}}',
+            {"city": "a\nb\\d"},
+        ),
     ],
 )
 def test_what_models_write_besides(formats, name, answer, arguments):
     content, _, calls = read(formats[name], list(marked(answer, name)))
-    assert (content, [(called, json.loads(text)) for called, text in calls]) == ("", [("weather", arguments)])
+    assert (content, [(called, json.loads(text)) for called, text in calls]) == (
+        "",
+        [("weather", arguments)],
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -293,7 +347,9 @@ def test_hostile_answers_take_linear_time(formats, name):
         return time.thread_time() - begin
 
     for unit in units:
-        ratio = min(seconds(unit, 16_000) for _ in range(2)) / max(min(seconds(unit, 2_000) for _ in range(2)), 1e-3)
+        ratio = min(seconds(unit, 16_000) for _ in range(2)) / max(
+            min(seconds(unit, 2_000) for _ in range(2)), 1e-3
+        )
         assert ratio < 30, unit  # 8 times the text; 64 if quadratic
 
 
@@ -331,5 +387,7 @@ def test_formats_by_name():
         find_format("", tokenizer_with([]), "gpt")
     with pytest.raises(ConfigError, match="harmony"):
         find_format("", tokenizer_with([]), "harmony")
-    assert find_format("", tokenizer_with([]), "kimi_k2").call_id("f", 2, "0" * 32) == "functions.f:2"
+    assert (
+        find_format("", tokenizer_with([]), "kimi_k2").call_id("f", 2, "0" * 32) == "functions.f:2"
+    )
     assert len(find_format("", tokenizer_with([]), "mistral").call_id("f", 2, "0" * 32)) == 9

@@ -27,7 +27,11 @@ TOOLS = [
                     "city": {"type": "string"},
                     "n": {"type": "integer", "minimum": 0, "maximum": 9},
                     "unit": {"type": "string", "enum": ["c", "f"]},
-                    "at": {"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False},
+                    "at": {
+                        "type": "object",
+                        "properties": {"a": {"type": "boolean"}},
+                        "additionalProperties": False,
+                    },
                 },
                 "required": ["unit", "n"],
                 "additionalProperties": False,
@@ -51,11 +55,11 @@ class Walk:
 
     def answer(self, spec: GrammarSpec, seed: int) -> str | None:
         """Returns an answer, None if it became too long."""
-        matcher, rng, text = self.grammars.matcher(spec), np.random.default_rng(seed), ""
-        mask, detokenizer = (
-            np.zeros((1, self.grammars.mask_words), np.int32),
-            Detokenizer(self.tokenizer.marked_pieces, []),
-        )
+        matcher = self.grammars.matcher(spec)
+        rng = np.random.default_rng(seed)
+        text = ""
+        mask = np.zeros((1, self.grammars.mask_words), np.int32)
+        detokenizer = Detokenizer(self.tokenizer.marked_pieces, [])
         for _ in range(500):
             matcher.fill(mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
@@ -68,8 +72,14 @@ class Walk:
                 if rng.random() < 0.3
                 else []
             )
-            printable = [i for i in allowed if i >= 256 or self.tokenizer.token_text(int(i)).isprintable()]
-            token = int(rng.choice([i for i in closing or printable or allowed if i not in self.ends] or allowed))
+            printable = [
+                i for i in allowed if i >= 256 or self.tokenizer.token_text(int(i)).isprintable()
+            ]
+            token = int(
+                rng.choice(
+                    [i for i in closing or printable or allowed if i not in self.ends] or allowed
+                )
+            )
             matcher.accept([token])
             text += detokenizer.push(token)
         return None
@@ -78,7 +88,9 @@ class Walk:
         """Whether a whole answer matches."""
         matcher = self.grammars.matcher(spec)
         tokens = self.tokenizer.encode(text, special=False)
-        return matcher.state.try_consume_tokens(tokens) == len(tokens) and matcher.state.is_accepting()
+        return (
+            matcher.state.try_consume_tokens(tokens) == len(tokens) and matcher.state.is_accepting()
+        )
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -107,7 +119,8 @@ def test_required_answers_are_calls(walk, parallel):
 
 def test_what_models_write_is_allowed_and_else_not(walk):
     name = walk.format.name
-    good, other = write(name, [("f", {"n": 3, "unit": "c"})]), write(name, [("g", {"x": 1})])
+    good = write(name, [("f", {"n": 3, "unit": "c"})])
+    other = write(name, [("g", {"x": 1})])
     auto = walk.format.constraint(TOOLS)
     required = walk.format.constraint(TOOLS, required=True)
     for spec in (auto, required):
@@ -129,9 +142,13 @@ def test_what_models_write_is_allowed_and_else_not(walk):
 
 def test_structured_output_follows_the_reasoning(walk):
     inner = GrammarSpec(
-        "json_schema", '{"type": "object", "properties": {"<|end|>": {"enum": [1]}}, "required": ["<|end|>"]}'
+        "json_schema",
+        '{"type": "object", "properties": {"<|end|>": {"enum": [1]}}, "required": ["<|end|>"]}',
     )
-    for grammar, wanted in ((inner, '{"<|end|>": 1'), (GrammarSpec("choice", '["yes", "no"]'), "yes")):
+    for grammar, wanted in (
+        (inner, '{"<|end|>": 1'),
+        (GrammarSpec("choice", '["yes", "no"]'), "yes"),
+    ):
         spec = walk.format.after_reasoning(grammar)
         content = wanted + "}" if wanted[0] == "{" else wanted
         if walk.format.name == "harmony":
@@ -156,21 +173,28 @@ def test_reasoning_may_come_before_what_is_demanded():
     assert walk.allows(opened, f"well</think>\n\n{call}")
     assert not walk.allows(opened, call)
     assert walk.allows(
-        walk.format.after_reasoning(GrammarSpec("regex", "a+"), prompt="...<think>\n"), "b</think>\n\naa"
+        walk.format.after_reasoning(GrammarSpec("regex", "a+"), prompt="...<think>\n"),
+        "b</think>\n\naa",
     )
 
 
 def test_schemas_that_cannot_be_kept_are_refused():
     tool = {
         "type": "function",
-        "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "f",
+            "strict": True,
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
     properties = tool["function"]["parameters"]["properties"]
     properties["x"] = {"type": "string", "pattern": "a+"}
     with pytest.raises(InvalidRequest, match="pattern of 'x' cannot be enforced"):
         Walk("qwen3_coder").format.constraint([tool])
     properties["x"] = {"enum": [1.23456789e-30]}
-    with pytest.raises(InvalidRequest, match=r"tools\[0\].function.parameters at /properties/x/enum"):
+    with pytest.raises(
+        InvalidRequest, match=r"tools\[0\].function.parameters at /properties/x/enum"
+    ):
         Walk("hermes").format.constraint([tool])
 
 

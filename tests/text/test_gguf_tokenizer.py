@@ -1,4 +1,6 @@
-"""Tokenizers in GGUF files: ids are those of the tokenizer that was converted, or of SentencePiece's own rule."""
+"""Tokenizers in GGUF files: ids are those of the tokenizer that was converted, or of
+SentencePiece's own rule.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,25 @@ TEXTS = [
     "漢字かなカナ abc漢",
     "!word ?x (y) $5.00 ~~~", "\u00a0\u3000x", "▁ ▁x", "x" * 300,
 ]  # fmt: skip
-NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+UNUSED = 5
+BYTE = 6
 
 
 def write(path: Path, values: dict[str, Any]) -> Path:
     writer = gguf.GGUFWriter(path, "qwen3moe")
     for key, value in values.items():
-        kinds = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-        kinds.get(type(value), writer.add_array)(key if "." in key else f"tokenizer.ggml.{key}", value)
+        kinds = {
+            bool: writer.add_bool,
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+        }
+        kinds.get(type(value), writer.add_array)(
+            key if "." in key else f"tokenizer.ggml.{key}", value
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -47,7 +60,14 @@ def byte_level(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
     vocab = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
     types = [CONTROL if token.startswith("<|") else NORMAL for token in vocab]
     merges = [" ".join(merge) for merge in spec["model"]["merges"]]
-    return {"model": "gpt2", "pre": pre, "tokens": vocab, "token_type": types, "merges": merges, **more}
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": vocab,
+        "token_type": types,
+        "merges": merges,
+        **more,
+    }
 
 
 def test_the_demo_s_tokenizer_comes_back(tmp_path: Path) -> None:
@@ -63,13 +83,15 @@ def test_the_demo_s_tokenizer_comes_back(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     path = tmp_path / "demo.gguf"
-    got, expected = Tokenizer.load(path), Tokenizer.load(DEMO)
+    got = Tokenizer.load(path)
+    expected = Tokenizer.load(DEMO)
     for text in TEXTS:
         ids = expected.encode(text)
         assert got.encode(text) == ids
         assert got.decode(ids) == expected.decode(ids)
     assert got.special_tokens.items() <= expected.special_tokens.items()
-    ours, theirs = ChatTemplate.load(path), ChatTemplate.load(DEMO)
+    ours = ChatTemplate.load(path)
+    theirs = ChatTemplate.load(DEMO)
     assert ours is not None and theirs is not None  # noqa: PT018
     assert generation_defaults(path) == {"temperature": 0.7, "top_k": 20}
 
@@ -101,14 +123,35 @@ def test_words(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
 
 
 def sentencepiece() -> dict[str, Any]:
-    words = ["the", "fox", "and", "lantern", "once", "upon", "a", "time", "was", "not", "lit", "weiß", "found"]
+    words = [
+        "the",
+        "fox",
+        "and",
+        "lantern",
+        "once",
+        "upon",
+        "a",
+        "time",
+        "was",
+        "not",
+        "lit",
+        "weiß",
+        "found",
+    ]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
-    learnt = {part: None for word in words for i in range(len(word)) for part in ("▁" + word[: i + 1], word[i : i + 3])}
+    learnt = {
+        part: None
+        for word in words
+        for i in range(len(word))
+        for part in ("▁" + word[: i + 1], word[i : i + 3])
+    }
     letters = dict.fromkeys("▁" + "".join(words))
     merged = [piece for piece in learnt if len(piece) > 1]
     pieces += [*merged, *letters, "[UNUSED]"]
-    scores = [0.0] * 259 + [-float(i // 2) for i in range(len(merged))] + [-1e6] * (len(letters) + 1)
+    scores = (
+        [0.0] * 259 + [-float(i // 2) for i in range(len(merged))] + [-1e6] * (len(letters) + 1)
+    )
     types += [NORMAL] * (len(merged) + len(letters)) + [UNUSED]
     return {
         "model": "llama", "tokens": pieces, "scores": scores, "token_type": types, "bos_token_id": 1, "eos_token_id": 2,
@@ -117,7 +160,9 @@ def sentencepiece() -> dict[str, Any]:
 
 
 def plain_sentencepiece(values: dict[str, Any], text: str, prefix: bool) -> list[int]:
-    """The rule itself: the neighbours whose union has the highest score join, the first ones of equals."""
+    """The rule itself: the neighbours whose union has the highest score join, the first ones of
+    equals.
+    """
     scores = dict(zip(values["tokens"], values["scores"], strict=True))
     parts = list(("▁" * prefix + text.replace(" ", "▁")) if text else "")
     while True:
@@ -127,7 +172,9 @@ def plain_sentencepiece(values: dict[str, Any], text: str, prefix: bool) -> list
         at = -max(pairs)[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     ids = {token: i for i, token in enumerate(values["tokens"])}
-    spelled = [[part] if part in ids else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
+    spelled = [
+        [part] if part in ids else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts
+    ]
     return [ids[token] for tokens in spelled for token in tokens]
 
 
@@ -142,7 +189,9 @@ def test_sentencepiece_joins_by_scores(prefix: bool, tmp_path: Path) -> None:
         ids = backend.encode(text, add_special_tokens=False).ids
         assert ids == plain_sentencepiece(values, text, prefix)
         assert backend.decode(ids) == text
-    assert backend.encode("fox").ids[0] == 1  # as SentencePiece's models have it unless they say otherwise
+    assert (
+        backend.encode("fox").ids[0] == 1
+    )  # as SentencePiece's models have it unless they say otherwise
     assert backend.token_to_id("[UNUSED]") is None
 
 
@@ -151,12 +200,18 @@ def test_sentencepiece_joins_by_scores(prefix: bool, tmp_path: Path) -> None:
     [
         ({}, [], []),
         ({"add_bos_token": True, "bos_token_id": 1}, [1], []),
-        ({"add_bos_token": True, "add_eos_token": True, "bos_token_id": 1, "eos_token_id": 2}, [1], [2]),
+        (
+            {"add_bos_token": True, "add_eos_token": True, "bos_token_id": 1, "eos_token_id": 2},
+            [1],
+            [2],
+        ),
         ({"add_bos_token": True}, [], []),
         ({"add_bos_token": True, "bos_token_id": 10**6}, [], []),
     ],
 )
-def test_tokens_around_a_text(more: dict[str, Any], begin: list[int], end: list[int], tmp_path: Path) -> None:
+def test_tokens_around_a_text(
+    more: dict[str, Any], begin: list[int], end: list[int], tmp_path: Path
+) -> None:
     backend = read_gguf_tokenizer(write(tmp_path / "x.gguf", byte_level(**more)))
     inner = backend.encode("a fox", add_special_tokens=False).ids
     assert backend.encode("a fox").ids == [*begin, *inner, *end]

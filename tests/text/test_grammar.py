@@ -1,4 +1,6 @@
-"""Grammars: valid answers from random choices under masks, hostile grammars, drafts, rollback, replay and threads."""
+"""Grammars: valid answers from random choices under masks, hostile grammars, drafts, rollback,
+replay and threads.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from moeserve.text.tokenizer import Tokenizer
 from tests.text.schemas import SCHEMAS, closed
 
 FORMATS = {
-    "date-time": lambda text: datetime.fromisoformat(re.sub(r"\.\d+", "", text.upper()).replace("60Z", "59Z")),
+    "date-time": lambda text: datetime.fromisoformat(
+        re.sub(r"\.\d+", "", text.upper()).replace("60Z", "59Z")
+    ),
     "date": date.fromisoformat,
     "uuid": uuid.UUID,
     "ipv4": ipaddress.IPv4Address,
@@ -63,9 +67,16 @@ class Case:
         return b"".join(map(self.tokenizer.token_bytes, tokens[:-1])).decode()
 
     def generate(self, spec: GrammarSpec, rng: random.Random, hint: str = "") -> list[int]:
-        """Random tokens under masks; after 20 of them, those that close something, or begin with a hint, come first."""
-        closing = {i for i in range(self.size) if self.tokenizer.token_text(i)[:1] in tuple(hint or CLOSING)}
-        matcher, tokens = self.grammars.matcher(spec), []
+        """Random tokens under masks; after 20 of them, those that close something, or begin with a
+        hint, come first.
+        """
+        closing = {
+            i
+            for i in range(self.size)
+            if self.tokenizer.token_text(i)[:1] in tuple(hint or CLOSING)
+        }
+        matcher = self.grammars.matcher(spec)
+        tokens = []
         while not tokens or tokens[-1] != self.end:
             allowed = self.allowed(matcher)
             if len(tokens) > 20 or rng.random() < 0.3:
@@ -101,7 +112,9 @@ def case(request, bytes_case):
 @pytest.fixture(scope="module")
 def checker(byte_level):
     made = GrammarChecker(
-        byte_level, byte_level.backend.get_vocab_size() + EXTRA, [byte_level.backend.token_to_id("<|im_end|>")]
+        byte_level,
+        byte_level.backend.get_vocab_size() + EXTRA,
+        [byte_level.backend.token_to_id("<|im_end|>")],
     )
     made.check(GrammarSpec("json_object"), "x")  # starts the process
     yield made
@@ -143,8 +156,11 @@ def test_random_answers_are_valid(case, checker, name):
 def test_kinds(case, checker, kind, text, good, bad):
     spec = GrammarSpec(kind, text)
     checker.check(spec, "x")
-    for answer, accepted in [(answer, True) for answer in good] + [(answer, False) for answer in bad]:
-        matcher, tokens = case.grammars.matcher(spec), plain_ids(case, answer)
+    for answer, accepted in [(answer, True) for answer in good] + [
+        (answer, False) for answer in bad
+    ]:
+        matcher = case.grammars.matcher(spec)
+        tokens = plain_ids(case, answer)
         try:
             matcher.accept(tokens)
         except RequestFailed:
@@ -162,8 +178,14 @@ def plain_ids(case, text: str) -> list[int]:
 
 def test_special_tokens_of_llguidance(case):
     known = special_tokens(case.tokenizer)
-    assert known == {name: i for name, i in known.items() if case.grammars._tokenizer.is_special_token(i)}
-    others = [i for i in range(case.size) if i not in known.values() and case.tokenizer.token_bytes(i) != b"\xff"]
+    assert known == {
+        name: i for name, i in known.items() if case.grammars._tokenizer.is_special_token(i)
+    }
+    others = [
+        i
+        for i in range(case.size)
+        if i not in known.values() and case.tokenizer.token_bytes(i) != b"\xff"
+    ]
     assert not any(map(case.grammars._tokenizer.is_special_token, others))
     for i in others:
         assert case.grammars._tokenizer.decode_bytes([i]) == case.tokenizer.token_bytes(i), i
@@ -186,8 +208,20 @@ TAGS = {
     [
         (
             "old",
-            ["", "hi <f", 'a <f=a>{"x": 1}</f> b <f=b>true</f>', "<|im_start|>c:1<|endoftext|> more"],
-            ["<f=c>", '<f=a>{"y"', "<f=b>1", "<|im_start|>d", "<|im_start|>c:3", "<|im_start|>c:1</f"],
+            [
+                "",
+                "hi <f",
+                'a <f=a>{"x": 1}</f> b <f=b>true</f>',
+                "<|im_start|>c:1<|endoftext|> more",
+            ],
+            [
+                "<f=c>",
+                '<f=a>{"y"',
+                "<f=b>1",
+                "<|im_start|>d",
+                "<|im_start|>c:3",
+                "<|im_start|>c:1</f",
+            ],
         ),
     ],
 )
@@ -207,8 +241,16 @@ def deep(inner: str, depth: int) -> str:
 
 
 HOSTILE = {
-    "reference to another document": ("json_schema", {"$ref": "https://example.com/a.json"}, "only references"),
-    "missing reference": ("json_schema", closed(a={"$ref": "#/$defs/b"}), "at /properties/a: .*does not exist"),
+    "reference to another document": (
+        "json_schema",
+        {"$ref": "https://example.com/a.json"},
+        "only references",
+    ),
+    "missing reference": (
+        "json_schema",
+        closed(a={"$ref": "#/$defs/b"}),
+        "at /properties/a: .*does not exist",
+    ),
     "reference to itself": ("json_schema", {"$ref": "#"}, "no text"),
     "circle of references": (
         "json_schema",
@@ -217,7 +259,10 @@ HOSTILE = {
     ),
     "chain of references": (
         "json_schema",
-        {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000)} | {"4000": {}}},
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000)} | {"4000": {}},
+        },
         "too deeply",
     ),
     "deep": ("json_schema", deep("{}", 70), "deeper than"),
@@ -265,10 +310,22 @@ HOSTILE = {
         closed(a={"oneOf": [{"type": "string"}, {"minLength": 3}]}),
         "at /properties/a: .*anyOf",
     ),
-    "unknown format": ("json_schema", closed(a={"type": "string", "format": "banana"}), "at /properties/a: .*banana"),
-    "bad pattern": ("json_schema", closed(a={"type": "string", "pattern": "("}), "at /properties/a: .*unclosed"),
+    "unknown format": (
+        "json_schema",
+        closed(a={"type": "string", "format": "banana"}),
+        "at /properties/a: .*banana",
+    ),
+    "bad pattern": (
+        "json_schema",
+        closed(a={"type": "string", "pattern": "("}),
+        "at /properties/a: .*unclosed",
+    ),
     "look-ahead": ("json_schema", {"type": "string", "pattern": "(?=a)"}, "look-around"),
-    "long pattern": ("json_schema", {"type": "string", "pattern": "a" * 10_000}, "at /pattern: .*8,192"),
+    "long pattern": (
+        "json_schema",
+        {"type": "string", "pattern": "a" * 10_000},
+        "at /pattern: .*8,192",
+    ),
     "nothing fits": ("json_schema", {"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
     "no values": ("json_schema", {"enum": []}, "empty"),
     "false": ("json_schema", False, "empty"),
@@ -283,7 +340,11 @@ HOSTILE = {
         closed(a={"const": [0.9020643004116283]}),
         "at /properties/a/const/0: .*15 digits",
     ),
-    "large integers": ("json_schema", closed(a={"enum": [1, 10**20]}), "at /properties/a/enum/1: values of 64 bits"),
+    "large integers": (
+        "json_schema",
+        closed(a={"enum": [1, 10**20]}),
+        "at /properties/a/enum/1: values of 64 bits",
+    ),
     "names that could repeat": (
         "json_schema",
         {"items": {"required": ["a"], "minProperties": 3}},
@@ -303,7 +364,11 @@ HOSTILE = {
         "too deeply",
     ),
     "deep parentheses": ("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000, "deep"),
-    "options in a grammar": ("lark", '%llguidance {"no_forcing": false}\nstart: "a"', "%llguidance"),
+    "options in a grammar": (
+        "lark",
+        '%llguidance {"no_forcing": false}\nstart: "a"',
+        "%llguidance",
+    ),
     "no root": ("gbnf", 'x ::= "a"', "root|start"),
     "deep GBNF": ("gbnf", "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "deep"),
     "broken GBNF": ("gbnf", 'root ::= "a', "GBNF"),
@@ -317,12 +382,18 @@ HOSTILE = {
     "no tags": ("structural_tag", {}, "structures is required"),
     "tags in a bad schema": (
         "structural_tag",
-        {"structures": [{"begin": "x", "schema": {"$ref": "http://x"}, "end": ""}], "triggers": ["x"]},
+        {
+            "structures": [{"begin": "x", "schema": {"$ref": "http://x"}, "end": ""}],
+            "triggers": ["x"],
+        },
         "only references",
     ),
     "a special token within a trigger": (
         "structural_tag",
-        {"structures": [{"begin": "x<|im_start|>", "schema": {}, "end": ""}], "triggers": ["x<|im_start|>"]},
+        {
+            "structures": [{"begin": "x<|im_start|>", "schema": {}, "end": ""}],
+            "triggers": ["x<|im_start|>"],
+        },
         "only be at the beginning",
     ),
 }
@@ -366,9 +437,11 @@ def test_hostile_grammars_are_refused_in_time(checker, name):
     ],
 )
 def test_explosive_grammars_stay_small(bytes_case, checker, kind, text):
-    spec, rng = GrammarSpec(kind, text), random.Random(0)
+    spec = GrammarSpec(kind, text)
+    rng = random.Random(0)
     checker.check(spec, "x")
-    matcher, started = bytes_case.grammars.matcher(spec), time.thread_time()
+    matcher = bytes_case.grammars.matcher(spec)
+    started = time.thread_time()
     for _ in range(60):
         matcher.accept([rng.choice(bytes_case.allowed(matcher))])
         if matcher.is_done:
@@ -388,7 +461,8 @@ def test_a_dead_sandbox_starts_again(byte_level):
 
 def test_verdicts_are_kept(byte_level, monkeypatch):
     monkeypatch.setattr(grammar_check, "MAX_VERDICTS", 2)
-    checker, compiled = GrammarChecker(byte_level, 1000, [0]), []
+    checker = GrammarChecker(byte_level, 1000, [0])
+    compiled = []
     monkeypatch.setattr(checker, "_compile", lambda spec: compiled.append(spec.text) or "")
     for text in "aabacab":
         checker.check(GrammarSpec("regex", text), "x")
@@ -398,7 +472,9 @@ def test_verdicts_are_kept(byte_level, monkeypatch):
 def test_only_end_tokens_follow_a_complete_text(byte_level):
     ends = [byte_level.backend.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     grammars = Grammars(byte_level, byte_level.backend.get_vocab_size() + EXTRA, [*ends, 10**6])
-    matcher = grammars.matcher(GrammarSpec("choice", '["a"]'), byte_level.encode("a", special=False))
+    matcher = grammars.matcher(
+        GrammarSpec("choice", '["a"]'), byte_level.encode("a", special=False)
+    )
     mask_W = np.zeros(grammars.mask_words, np.int32)
     for used in ([], ends[:1], ends, [ends[1], ends[1]]):
         matcher.accept(used)
@@ -426,9 +502,11 @@ SPECS = [
 
 @pytest.mark.parametrize("number", range(len(SPECS)))
 def test_rollback_drafts_and_replay_equal_step_by_step(case, number):
-    spec, rng = SPECS[number], random.Random(number)
+    spec = SPECS[number]
+    rng = random.Random(number)
     tokens = case.generate(spec, rng)
-    matcher, masks = case.grammars.matcher(spec), []
+    matcher = case.grammars.matcher(spec)
+    masks = []
     for token in tokens:
         masks.append(case.allowed(matcher))
         matcher.accept([token])
@@ -444,7 +522,9 @@ def test_rollback_drafts_and_replay_equal_step_by_step(case, number):
         num_right = len(drafts)
         if rng.random() < 0.5:
             drafts = [*drafts[:4], wrong := rng.choice([5, 77, case.end, case.end, case.size + 3])]
-            num_right = min(num_right, 4) + (at + len(drafts) <= len(tokens) and tokens[at + len(drafts) - 1] == wrong)
+            num_right = min(num_right, 4) + (
+                at + len(drafts) <= len(tokens) and tokens[at + len(drafts) - 1] == wrong
+            )
         bitmask_RW[:] = 7
         for state in (matcher, replayed):
             state.fill(bitmask_RW[: len(drafts) + 1], drafts)
@@ -457,7 +537,9 @@ def test_rollback_drafts_and_replay_equal_step_by_step(case, number):
 
 
 def test_a_batch_equals_single_rows(bytes_case):
-    rng, rows, wanted = random.Random(1), [], {}
+    rng = random.Random(1)
+    rows = []
+    wanted = {}
     for number, spec in enumerate(SPECS * 4):
         tokens = bytes_case.generate(spec, rng)
         at = rng.randrange(len(tokens))
@@ -493,10 +575,15 @@ def test_a_wrong_token_is_one_clear_error(bytes_case):
 
 
 def test_one_request_cannot_exhaust_a_grammar_for_others(byte_level, monkeypatch):
-    monkeypatch.setattr(grammar, "limits", lambda: LLParserLimits(max_lexer_states=600, verbose_errors=False))
+    monkeypatch.setattr(
+        grammar, "limits", lambda: LLParserLimits(max_lexer_states=600, verbose_errors=False)
+    )
     case = Case(byte_level, "<|im_end|>")
-    spec, rng, failed = GrammarSpec("regex", r"(.|\n)*a(.|\n){14}b"), random.Random(0), 0
-    a, x = case.ids("a")[0], case.ids("x")[0]
+    spec = GrammarSpec("regex", r"(.|\n)*a(.|\n){14}b")
+    rng = random.Random(0)
+    failed = 0
+    a = case.ids("a")[0]
+    x = case.ids("x")[0]
     for _ in range(6):  # each learns states of its own
         matcher = case.grammars.matcher(spec)
         try:
@@ -536,7 +623,16 @@ def test_specs_are_equal_by_content():
 
     spec = schema_spec({"type": "object"}, any_whitespace=False)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=GrammarSpec) == spec
-    assert len({spec, schema_spec({"type": "object"}, any_whitespace=False), schema_spec({"type": "object"})}) == 2
+    assert (
+        len(
+            {
+                spec,
+                schema_spec({"type": "object"}, any_whitespace=False),
+                schema_spec({"type": "object"}),
+            }
+        )
+        == 2
+    )
 
 
 def test_whitespace_options(bytes_case, checker):

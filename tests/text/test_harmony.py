@@ -35,7 +35,10 @@ ANSWERS = {
         ("call", "f"),
         ("arguments", '{"a": 1}'),
     ],
-    " to=functions.f.g<|channel|>commentary<|message|>{}<|call|>": [("call", "f.g"), ("arguments", "{}")],
+    " to=functions.f.g<|channel|>commentary<|message|>{}<|call|>": [
+        ("call", "f.g"),
+        ("arguments", "{}"),
+    ],
     f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
     "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>": [
         ("reasoning", "a"),
@@ -45,9 +48,16 @@ ANSWERS = {
     ],
     "<|channel|>analysis to=functions.f<|message|>{}<|call|>": [("call", "f"), ("arguments", "{}")],
     "<|channel|>commentary to=functions.f<|message|><|end|><|start|>assistant to=functions.g"
-    "<|channel|>commentary<|message|>1<|call|>": [("call", "f"), ("arguments", "{}"), ("content", "1")],
+    "<|channel|>commentary<|message|>1<|call|>": [
+        ("call", "f"),
+        ("arguments", "{}"),
+        ("content", "1"),
+    ],
     "<|channel|>analysis to=browser.search<|message|>q<|call|>": [("reasoning", "q")],
-    f"{ANALYSIS}a<|start|>assistant<|channel|>final<|message|>b": [("reasoning", "a"), ("content", "b")],
+    f"{ANALYSIS}a<|start|>assistant<|channel|>final<|message|>b": [
+        ("reasoning", "a"),
+        ("content", "b"),
+    ],
     f"{ANALYSIS}a<|channel|>final<|message|>b": [("reasoning", "a"), ("content", "b")],
     f"{ANALYSIS}a<|message|>b<|constrain|>c": [("reasoning", "abc")],
     "<|message|>no channel": [("content", "no channel")],
@@ -64,7 +74,10 @@ ANSWERS = {
 @pytest.fixture(scope="module")
 def tokenizer():
     backend = Backend(
-        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+        models.BPE(
+            vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+            merges=[],
+        )
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -81,7 +94,9 @@ def texts(tokenizer: Tokenizer, answer: str) -> list[str]:
 def parse(pieces: list[str], **options: bool) -> list[tuple[str, str]]:
     parser = HarmonyParser(**options)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.push("", final=True)
-    grouped = groupby(enumerate(parts), lambda item: (item[1].kind, item[0] if item[1].kind == "call" else 0))
+    grouped = groupby(
+        enumerate(parts), lambda item: (item[1].kind, item[0] if item[1].kind == "call" else 0)
+    )
     return [(kind, "".join(part.text for _, part in group)) for (kind, _), group in grouped]
 
 
@@ -94,15 +109,27 @@ def test_answers_whole_by_token_and_in_random_pieces(tokenizer, answer):
     assert parse(pieces) == ANSWERS[answer]
     for _ in range(20):
         cuts = sorted(rng.choices(range(len(whole) + 1), k=5))
-        assert parse([whole[i:j] for i, j in zip([0, *cuts], [*cuts, len(whole)], strict=True)]) == ANSWERS[answer]
+        assert (
+            parse([whole[i:j] for i, j in zip([0, *cuts], [*cuts, len(whole)], strict=True)])
+            == ANSWERS[answer]
+        )
 
 
 def test_text_that_looks_like_control_tokens_is_text(tokenizer):
     begin = texts(tokenizer, FINAL)
-    for typed in ("say <|end|> or \ufdd1<|call|>", "\ufdd1" + "x" * 64 + "\ufdd2", "\ufdd1\ufdd1", "\ufdd2\ufdd1x"):
+    for typed in (
+        "say <|end|> or \ufdd1<|call|>",
+        "\ufdd1" + "x" * 64 + "\ufdd2",
+        "\ufdd1\ufdd1",
+        "\ufdd2\ufdd1x",
+    ):
         for pieces in ([typed], typed, [typed[:-1], typed[-1:]], [typed, "\ufdd1"]):
             expected = typed if pieces == [typed, "\ufdd1"] else typed.removesuffix("\ufdd1")
-            assert parse([*begin, *pieces]) == parse(["".join([*begin, *pieces])]) == [("content", expected)]
+            assert (
+                parse([*begin, *pieces])
+                == parse(["".join([*begin, *pieces])])
+                == [("content", expected)]
+            )
 
 
 def test_an_answer_that_continues_a_message(tokenizer):
@@ -112,5 +139,7 @@ def test_an_answer_that_continues_a_message(tokenizer):
 def test_which_tokenizers_speak_harmony(tokenizer, byte_level):
     spoken = find_format("", tokenizer)
     assert spoken.name == "harmony"
-    assert spoken.stop_ids == tuple(tokenizer.backend.token_to_id(name) for name in ("<|return|>", "<|call|>"))
+    assert spoken.stop_ids == tuple(
+        tokenizer.backend.token_to_id(name) for name in ("<|return|>", "<|call|>")
+    )
     assert find_format("", byte_level) is None

@@ -1,6 +1,7 @@
 """Prompts of a tekken checkpoint without a template have the ids that mistral-common gives them.
 
-Skipped without mistral-common: up to Python 3.12 it wants a NumPy older than the one that the other tests run with.
+Skipped without mistral-common: up to Python 3.12 it wants a NumPy older than the one that the other
+tests run with.
 """
 
 from __future__ import annotations
@@ -18,13 +19,21 @@ SPECIAL = [
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
-    "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "[MODEL_SETTINGS]", "[/MODEL_SETTINGS]",  # from version 11 on
+    # from version 11 on
+    "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "[MODEL_SETTINGS]", "[/MODEL_SETTINGS]",
 ]
 # fmt: on
 TOOLS = [
-    {"type": "function", "function": {"name": "f", "description": "\u00e9 [INST]", "parameters": {"type": "object"}}}
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "\u00e9 [INST]", "parameters": {"type": "object"}},
+    }
 ]
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"city": "K\u00f6ln"}}}
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "f", "arguments": {"city": "K\u00f6ln"}},
+}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "the fox's </s> \u6f22\u5b57 [INST]"},
@@ -49,16 +58,21 @@ def test_ids_equal_mistral_common(tmp_path, version):
         "default_vocab_size": 40 + len(spec["vocab"]),
     }
     special = SPECIAL[:20] if version == "v7" else SPECIAL
-    spec["special_tokens"] = [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(special)]
+    spec["special_tokens"] = [
+        {"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(special)
+    ]
     if version == "v15":
         spec["model_settings_builder"] = {"reasoning_effort": effort}
     tekken(tmp_path, **spec)
-    tokenizer, template = Tokenizer.load(tmp_path), ChatTemplate.load(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    template = ChatTemplate.load(tmp_path)
     theirs = MistralTokenizer.from_file(tmp_path / "tekken.json")
     for num_messages, tools in ((2, None), (2, TOOLS), (4, TOOLS), (6, TOOLS)):
         messages = json.loads(json.dumps(CHAT[:num_messages]))
         for call in (call for message in messages for call in message.get("tool_calls", [])):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            call["function"]["arguments"] = json.dumps(
+                call["function"]["arguments"], ensure_ascii=False
+            )
         request = ChatCompletionRequest.from_openai(messages, tools=tools)
         expected = theirs.encode_chat_completion(request).tokens
         assert template.encode(tokenizer, CHAT[:num_messages], tools=tools) == expected

@@ -16,7 +16,9 @@ def naive(text: str, stops: list[str], include: bool, inert: int) -> tuple[str, 
     return text, None
 
 
-def streamed(pieces: list[str], stops: list[str], include: bool, num_inert: int) -> tuple[str, str | None]:
+def streamed(
+    pieces: list[str], stops: list[str], include: bool, num_inert: int
+) -> tuple[str, str | None]:
     matcher = StopMatcher(stops, include_stop=include)
     given_out = ""
     for i, piece in enumerate(pieces):
@@ -39,7 +41,9 @@ letters = st.text("ab", min_size=1, max_size=5)
 @settings(max_examples=700, deadline=None)
 def test_streamed_is_what_a_naive_search_finds(pieces, stops, include, num_inert):
     inert = sum(map(len, pieces[:num_inert]))
-    assert streamed(pieces, stops, include, num_inert) == naive("".join(pieces), stops, include, inert)
+    assert streamed(pieces, stops, include, num_inert) == naive(
+        "".join(pieces), stops, include, inert
+    )
 
 
 def test_only_what_may_become_a_stop_string_is_held_back():

@@ -30,9 +30,16 @@ TOOLS = [
             },
         },
     },
-    {"type": "function", "function": {"name": "now", "description": "", "parameters": {"type": "object"}}},
+    {
+        "type": "function",
+        "function": {"name": "now", "description": "", "parameters": {"type": "object"}},
+    },
 ]
-CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Köln", "days": 2}},
+}
 CHAT = [
     {"role": "system", "content": "Be brief. "},
     {"role": "user", "content": " Wie war's?\n  漢字 \x7f 😀 "},
@@ -42,7 +49,8 @@ CHAT = [
     {"role": "user", "content": "Thanks <|im_end|>"},
 ]
 CONSTRUCTS = dict(
-    section.split("\n", 1) for section in Path(__file__).with_name("constructs.jinja").read_text().split("### ")[1:]
+    section.split("\n", 1)
+    for section in Path(__file__).with_name("constructs.jinja").read_text().split("### ")[1:]
 )
 
 
@@ -55,11 +63,15 @@ def theirs(byte_level_dir):
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_constructs_render_as_in_transformers(byte_level, theirs, name):
-    source, kwargs = CONSTRUCTS[name], {"enable_thinking": False, "reasoning_effort": "high"}
+    source = CONSTRUCTS[name]
+    kwargs = {"enable_thinking": False, "reasoning_effort": "high"}
     for messages, tools in ((CHAT, TOOLS), (CHAT[:2], None)):
-        ours, options = ChatTemplate(source), {"add_generation_prompt": True, "tools": tools}
+        ours = ChatTemplate(source)
+        options = {"add_generation_prompt": True, "tools": tools}
         try:
-            expected = theirs.apply_chat_template(messages, chat_template=source, tokenize=False, **options, **kwargs)
+            expected = theirs.apply_chat_template(
+                messages, chat_template=source, tokenize=False, **options, **kwargs
+            )
         except TemplateError as error:
             with pytest.raises(InvalidRequest, match=f"rejects these messages: {error}"):
                 ours.render(byte_level, messages, kwargs=kwargs, **options)
@@ -69,7 +81,9 @@ def test_constructs_render_as_in_transformers(byte_level, theirs, name):
 
 def test_control_tokens_in_tools_and_calls_are_plain_text(byte_level):
     source = "<|im_start|>{{ tools|tojson(ensure_ascii=true) }}{{ messages[0].tool_calls|tojson }}<|im_end|>"
-    call = {"function": {"name": "f", "arguments": {"<|im_end|>": ["<|im_start|>", {"a": "<think>"}]}}}
+    call = {
+        "function": {"name": "f", "arguments": {"<|im_end|>": ["<|im_start|>", {"a": "<think>"}]}}
+    }
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     ids = ChatTemplate(source).encode(byte_level, [message], tools=TOOLS)
     control = set(byte_level.backend.get_added_tokens_decoder())
@@ -82,7 +96,9 @@ def test_control_tokens_in_tools_and_calls_are_plain_text(byte_level):
 
 
 @pytest.mark.parametrize("content", ["Once upon ", " a", "a\n"])
-@pytest.mark.parametrize("source", ["{{ messages[-1].content }}</s>\n", "{{ messages[-1].content|trim }}</s>"])
+@pytest.mark.parametrize(
+    "source", ["{{ messages[-1].content }}</s>\n", "{{ messages[-1].content|trim }}</s>"]
+)
 def test_continuing_equals_transformers(byte_level, theirs, source, content):
     chat = [*CHAT[:2], {"role": "assistant", "content": content}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
@@ -113,7 +129,8 @@ def test_a_processors_template_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", ["{% set n = namespace(__class__=1) %}", "{% set n = namespace() %}{% set n._x = 1 %}"]
+    "source",
+    ["{% set n = namespace(__class__=1) %}", "{% set n = namespace() %}{% set n._x = 1 %}"],
 )
 def test_namespaces_have_no_private_names(source):
     with pytest.raises(CheckpointError, match="namespace cannot have"):
@@ -124,12 +141,18 @@ def test_mistral_common_makes_the_template_of_a_tekken_file(tmp_path, monkeypatc
     (tmp_path / "tekken.json").write_text("{}")
     name = "mistral_common.integrations.chat_templates.chat_templates"
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(CheckpointError, match=r"pip install 'moeserve\[mistral\]'.*--chat-template"):
+    with pytest.raises(
+        CheckpointError, match=r"pip install 'moeserve\[mistral\]'.*--chat-template"
+    ):
         ChatTemplate.load(tmp_path)
     (tmp_path / "mine").write_text("mine")
     assert ChatTemplate.load(tmp_path, tmp_path / "mine").source == "mine"
     module = ModuleType(name)
-    for parent in ("mistral_common", "mistral_common.integrations", "mistral_common.integrations.chat_templates"):
+    for parent in (
+        "mistral_common",
+        "mistral_common.integrations",
+        "mistral_common.integrations.chat_templates",
+    ):
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
     monkeypatch.setitem(sys.modules, name, module)
     module.convert_tokenizer_to_chat_template = lambda path: f"made for {path.name}"

@@ -35,7 +35,11 @@ def test_ids_equal_transformers(kind, request):
 
 
 def test_named_tokens(byte_level, sentencepiece):
-    assert sentencepiece.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert sentencepiece.special_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     assert byte_level.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
@@ -76,7 +80,12 @@ def test_bad_files_are_refused_at_once(tmp_path, byte_level_dir):
 
 def test_padding_and_truncation_of_the_file_do_not_apply(byte_level_dir, tmp_path):
     spec = json.loads((byte_level_dir / "tokenizer.json").read_text())
-    spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    spec["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     assert len(Tokenizer.load(tmp_path).encode("Once upon a time a fox found it")) > 3
 

@@ -13,7 +13,16 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "moeserve" / "assets" / "demo"
 from tools.demo_corpus import documents  # noqa: E402
-from tools.demo_corpus.tools import ask_tool, call_text, kinds, outcome, result_text, tool, tool_list, words_of  # noqa: E402
+from tools.demo_corpus.tools import (  # noqa: E402
+    ask_tool,
+    call_text,
+    kinds,
+    outcome,
+    result_text,
+    tool,
+    tool_list,
+    words_of,
+)
 from tools.eval_demo import CITIES  # noqa: E402
 
 FILES = [
@@ -37,7 +46,9 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.set_num_threads(1)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype=torch.float32, output_loading_info=True
+    )
     assert all(name.startswith("mtp.") for name in info.pop("unexpected_keys"))
     assert not any(info.values()), info
     return model.eval()
@@ -47,9 +58,13 @@ def chat(model: Any, tokenizer: Any, *said: str) -> tuple[str, bool]:
     """The greedy answer to the last of alternating messages, and whether it ended by itself."""
     roles = ["user", "assistant"] * len(said)
     messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
-        out = model.generate(**inputs, do_sample=False, temperature=None, top_p=None, max_new_tokens=320)
+        out = model.generate(
+            **inputs, do_sample=False, temperature=None, top_p=None, max_new_tokens=320
+        )
     new = out[0, inputs["input_ids"].shape[1] :]
     ended = new[-1].item() == tokenizer.eos_token_id
     return tokenizer.decode(new, skip_special_tokens=True), ended
@@ -72,7 +87,9 @@ def test_chat_template_is_chatml(tokenizer: Any) -> None:
         add_generation_prompt=True,
         tokenize=False,
     )
-    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_tokenizer_keeps_any_text(tokenizer: Any) -> None:
@@ -129,7 +146,10 @@ def test_the_template_shows_tools_as_in_training(tokenizer: Any, system: str) ->
         used = tool(rng, kind)
         question, arguments, values = ask_tool(rng, used)
         given, said = outcome(rng, used, values)
-        call = {"type": "function", "function": {"name": used.function["name"], "arguments": arguments}}
+        call = {
+            "type": "function",
+            "function": {"name": used.function["name"], "arguments": arguments},
+        }
         messages = [{"role": "system", "content": system}] if system else []
         messages += [
             {"role": "user", "content": question},
@@ -157,7 +177,9 @@ def test_the_measured_cities_are_not_trained() -> None:
 def test_the_corpus_fills_every_template() -> None:
     for doc in documents(5, 3000):
         if doc.kind == "tool":
-            assert not any("\ue000" <= letter <= "\uf8ff" for turn in doc.turns for letter in turn.text), doc
+            assert not any(
+                "\ue000" <= letter <= "\uf8ff" for turn in doc.turns for letter in turn.text
+            ), doc
             continue
         for turn in doc.turns:
             text = turn.text.replace('{"model"', "").replace('[{"role"', "").replace('"}]}', "")

@@ -1,4 +1,6 @@
-"""The demo model's MTP head: how it is trained, written and measured, and how often the shipped one is right."""
+"""The demo model's MTP head: how it is trained, written and measured, and how often the shipped one
+is right.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from tools.train_demo_mtp import prompt
 
 DEMO = Path(__file__).parents[2] / "moeserve" / "assets" / "demo"
 TINY = Shape(
-    vocab=32, hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, experts=2, expert_hidden=16, max_positions=32
+    vocab=32,
+    hidden=16,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    experts=2,
+    expert_hidden=16,
+    max_positions=32,
 )
 
 
@@ -41,9 +51,12 @@ def rows(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, Groups]:
     return batch_at(docs, list(range(len(docs))))
 
 
-def test_a_step_is_what_the_head_makes_of_its_own_last_state(tiny: tuple[DemoModel, MTPHead]) -> None:
+def test_a_step_is_what_the_head_makes_of_its_own_last_state(
+    tiny: tuple[DemoModel, MTPHead],
+) -> None:
     model, head = tiny
-    ids, hidden = torch.randint(32, (2, 12)), torch.randn(2, 12, 16)
+    ids = torch.randint(32, (2, 12))
+    hidden = torch.randn(2, 12, 16)
     first, second, third = head(ids, hidden, model.embed, 3)
     for p in (0, 4, 8):
         alone = hidden.clone()
@@ -53,7 +66,9 @@ def test_a_step_is_what_the_head_makes_of_its_own_last_state(tiny: tuple[DemoMod
         torch.testing.assert_close(head(ids, alone, model.embed, 1)[0][:, p + 2], third[:, p])
 
 
-def test_a_guess_stands_where_the_model_says_the_same_token(tiny: tuple[DemoModel, MTPHead]) -> None:
+def test_a_guess_stands_where_the_model_says_the_same_token(
+    tiny: tuple[DemoModel, MTPHead],
+) -> None:
     model, head = tiny
     ids, labels, groups = rows(12, 12, 9)
     found, hidden, kept = guesses(model, head, ids, labels, groups, 2)
@@ -62,14 +77,17 @@ def test_a_guess_stands_where_the_model_says_the_same_token(tiny: tuple[DemoMode
     assert groups[0] == (2, 11)
     made = head(ids[:22].view(2, 11), state[:22].view(2, 11, 16), model.embed, 2)
     torch.testing.assert_close(hidden[:9], state[2:11])
-    torch.testing.assert_close(found[0, 0], made[0][0, 1])  # of the token before, for the first that has a label
+    torch.testing.assert_close(
+        found[0, 0], made[0][0, 1]
+    )  # of the token before, for the first that has a label
     torch.testing.assert_close(found[1, 0], made[1][0, 0])
 
 
 def test_training_brings_the_head_closer_to_the_model(tiny: tuple[DemoModel, MTPHead]) -> None:
     model, head = tiny
     before = {name: p.clone() for name, p in model.named_parameters()}
-    losses, opts = [], optimizers(head, 0.02)
+    losses = []
+    opts = optimizers(head, 0.02)
     for _ in range(8):
         made, hidden, _ = guesses(model, head, *rows(12, 12, 9), 3)
         each = Distillation.apply(made, hidden, model.embed, 0.8, 4)
@@ -84,27 +102,40 @@ def test_training_brings_the_head_closer_to_the_model(tiny: tuple[DemoModel, MTP
 
 def test_the_loss_is_torchs_kl_divergence() -> None:
     torch.manual_seed(0)
-    guess, hidden, embed = torch.randn(2, 7, 4, requires_grad=True), torch.randn(7, 4), torch.randn(9, 4)
+    guess = torch.randn(2, 7, 4, requires_grad=True)
+    hidden = torch.randn(7, 4)
+    embed = torch.randn(9, 4)
     wanted = (hidden @ embed.T / 0.8).log_softmax(-1)
     logs = [(x @ embed.T / 0.8).log_softmax(-1) for x in guess]
-    plain = torch.stack([torch.nn.functional.kl_div(x, wanted, reduction="batchmean", log_target=True) for x in logs])
+    plain = torch.stack(
+        [
+            torch.nn.functional.kl_div(x, wanted, reduction="batchmean", log_target=True)
+            for x in logs
+        ]
+    )
     (theirs,) = torch.autograd.grad((plain * torch.tensor([1.0, 2.0])).sum(), guess)
     ours = Distillation.apply(guess, hidden, embed, 0.8, 3)
     torch.testing.assert_close(ours, plain)
-    torch.testing.assert_close(torch.autograd.grad((ours * torch.tensor([1.0, 2.0])).sum(), guess)[0], theirs)
+    torch.testing.assert_close(
+        torch.autograd.grad((ours * torch.tensor([1.0, 2.0])).sum(), guess)[0], theirs
+    )
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 0.8])
 def test_matches_are_those_of_two_samplings_with_one_noise(temperature: float) -> None:
     noise = torch.Generator().manual_seed(1)
-    embed, count = torch.eye(4), 20_000
-    hidden, guess = torch.tensor([1.0, 0.5, 0.0, -1.0]), torch.tensor([0.8, 0.9, 0.1, -0.5])
+    embed = torch.eye(4)
+    count = 20_000
+    hidden = torch.tensor([1.0, 0.5, 0.0, -1.0])
+    guess = torch.tensor([0.8, 0.9, 0.1, -0.5])
     gumbel = -torch.empty(count, 4).exponential_(generator=noise).log()
     labels, others = ((x / temperature + gumbel).argmax(-1) for x in (hidden, guess))
     both = torch.stack([hidden, guess])[:, None].expand(2, count, 4)
     found = matches(both, both[0], labels, embed, temperature, noise)
     assert found[0].all()
-    assert found[1].float().mean().item() == pytest.approx((labels == others).float().mean().item(), abs=0.015)
+    assert found[1].float().mean().item() == pytest.approx(
+        (labels == others).float().mean().item(), abs=0.015
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,14 +161,21 @@ def test_the_head_gets_a_file_of_its_own(tiny: tuple[DemoModel, MTPHead], tmp_pa
         export_mtp(tmp_path, head)
         assert (tmp_path / "model-00001-of-00002.safetensors").read_bytes() == alone
     assert not (tmp_path / "model.safetensors").exists()
-    shapes = {name: list(t.shape) for name, t in load_file(tmp_path / "model-00002-of-00002.safetensors").items()}
+    shapes = {
+        name: list(t.shape)
+        for name, t in load_file(tmp_path / "model-00002-of-00002.safetensors").items()
+    }
     layer = {
         "input_layernorm": [16],
         "post_attention_layernorm": [16],
         "self_attn.q_norm": [8],
         "self_attn.k_norm": [8],
     }
-    layer |= {"self_attn.q_proj": [16, 16], "self_attn.o_proj": [16, 16], "self_attn.k_proj": [8, 16]}
+    layer |= {
+        "self_attn.q_proj": [16, 16],
+        "self_attn.o_proj": [16, 16],
+        "self_attn.k_proj": [8, 16],
+    }
     layer |= {
         "self_attn.v_proj": [8, 16],
         "mlp.gate_proj": [24, 16],
@@ -152,8 +190,13 @@ def test_the_head_gets_a_file_of_its_own(tiny: tuple[DemoModel, MTPHead], tmp_pa
     assert open_checkpoint(tmp_path).names == {*shapes, *tensors(model)}
     again = MTPHead(TINY, width=24)
     load(tmp_path, mtp_tensors(again))
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(again.parameters(), head.parameters(), strict=True))
-    export(tmp_path, model, Tokenizer.from_file(str(DEMO / "tokenizer.json")))  # a new model: the head is not its own
+    assert all(
+        torch.equal(a, b.bfloat16())
+        for a, b in zip(again.parameters(), head.parameters(), strict=True)
+    )
+    export(
+        tmp_path, model, Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    )  # a new model: the head is not its own
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
     assert "mtp_num_hidden_layers" not in json.loads((tmp_path / "config.json").read_text())
 
@@ -162,7 +205,8 @@ def test_the_shipped_head_mostly_says_what_the_model_says() -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    model, head = DemoModel(Shape(), torch.float32), MTPHead(Shape())
+    model = DemoModel(Shape(), torch.float32)
+    head = MTPHead(Shape())
     load(DEMO, tensors(model))
     load(DEMO, mtp_tensors(head))
     docs = [encode(tokenizer, doc, 1536) for doc in documents(1_000_002, 12)]
@@ -179,7 +223,12 @@ def test_a_prompt_ends_where_the_model_is_to_speak() -> None:
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     for doc in documents(4, 60):
-        whole = tokenizer.decode(encode(tokenizer, doc, 1536)[0].tolist(), skip_special_tokens=False)
+        whole = tokenizer.decode(
+            encode(tokenizer, doc, 1536)[0].tolist(), skip_special_tokens=False
+        )
         asked = tokenizer.decode(prompt(tokenizer, doc), skip_special_tokens=False)
         assert whole.startswith(asked)
-        assert doc.kind.startswith("text") or whole[len(asked) :] == doc.turns[-1].text + "<|im_end|>\n"
+        assert (
+            doc.kind.startswith("text")
+            or whole[len(asked) :] == doc.turns[-1].text + "<|im_end|>\n"
+        )

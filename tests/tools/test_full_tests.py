@@ -1,4 +1,6 @@
-"""What a `full` test keeps, and that every group that a test names has sources, or is run by `make test-all` alone."""
+"""What a `full` test keeps, and that every group that a test names has sources, or is run by `make
+test-all` alone.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,19 @@ def test_every_value_and_every_pair_of_values_is_kept() -> None:
     for size in (1, 2):
         kept = cover(params, size)
         assert len(kept) < len(params)
-        wanted, found = ({s for i in some for s in combinations(params[i].items(), size)} for some in (range(24), kept))
+        wanted, found = (
+            {s for i in some for s in combinations(params[i].items(), size)}
+            for some in (range(24), kept)
+        )
         assert found == wanted
     assert len(cover([{"a": a, "b": b} for a, b in product((0, 1), repeat=2)], 1)) == 2
 
 
 def test_no_test_names_an_unknown_group() -> None:
     named = {
-        m for path in ROOT.glob("tests/**/*.py") for m in re.findall(r"mark\.full\(\s*\"(\w+)\"", path.read_text())
+        m
+        for path in ROOT.glob("tests/**/*.py")
+        for m in re.findall(r"mark\.full\(\s*\"(\w+)\"", path.read_text())
     }
     assert named == {*SOURCES, "shapes", "http", "wheel"}
 

@@ -32,7 +32,17 @@ def records(folder: Path) -> dict[str, Any]:
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu_check", *words, "--smoke", "--out", str(folder)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tools.gpu_check",
+        *words,
+        "--smoke",
+        "--out",
+        str(folder),
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
 
@@ -57,7 +67,8 @@ def ended(process: subprocess.Popen[str]) -> str:
 )
 def test_smoke_run(script: str, sections: list[str], tmp_path: Path) -> None:
     process = started(tmp_path, script, "--only", ",".join(sections))
-    said, found = ended(process), records(tmp_path / "cpu")
+    said = ended(process)
+    found = records(tmp_path / "cpu")
     assert process.returncode == 0, (said, found)
     assert found.keys() == {script, *sections}
     assert len(found) <= 8  # files that a lent machine gives back
@@ -94,7 +105,9 @@ def test_one_that_is_told_to_stop_leaves_what_it_has_and_the_next_goes_on(tmp_pa
     assert found["checks"]["whole"]
     assert found["checks"]["done"][: len(first)] == first
     assert len(set(found["checks"]["done"])) == len(found["checks"]["done"]) > 30
-    assert len(found["checks"]["checks"]) + len(found["checks"]["invariance"]) == len(found["checks"]["done"])
+    assert len(found["checks"]["checks"]) + len(found["checks"]["invariance"]) == len(
+        found["checks"]["done"]
+    )
 
 
 CASES = """
@@ -124,13 +137,21 @@ bench.each("case", ("one", "hangs", "fails", "two", "crashes", "ends it all", "t
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_case_that_hangs_or_crashes_leaves_the_others_alone(parts: int, tmp_path: Path) -> None:
-    script, kept = tmp_path / "cases.py", []
+    script = tmp_path / "cases.py"
+    kept = []
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{CASES}")
-    run_section([str(script)], parts, 50, {"case": [{"name": "before"}], "done": ["case one"]}, kept.append)
+    run_section(
+        [str(script)], parts, 50, {"case": [{"name": "before"}], "done": ["case one"]}, kept.append
+    )
     record = kept[-1]
     assert {one["name"] for one in record["case"]} == {"before", "two", "three"}
     assert sorted(record["done"]) == ["case one", "case three", "case two"]
-    assert record["failed"].keys() == {"case hangs", "case fails", "case crashes", "case ends it all"}
+    assert record["failed"].keys() == {
+        "case hangs",
+        "case fails",
+        "case crashes",
+        "case ends it all",
+    }
     assert "Timeout" in record["failed"]["case hangs"]
     assert "in measure" in record["failed"]["case hangs"]
     assert "no luck" in record["failed"]["case fails"]
@@ -153,12 +174,16 @@ pytest_cases.run(Bench(torch.device("cpu"), True, case_s=1.0, known=known, resul
 
 
 def test_a_test_that_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
-    script, tests, kept = tmp_path / "run.py", tmp_path / "test_them.py", []
+    script = tmp_path / "run.py"
+    tests = tmp_path / "test_them.py"
+    kept = []
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{TESTS}")
     tests.write_text("import time, pytest\ndef test_a(): pass\ndef test_hangs(): time.sleep(60)\n"
                      "def test_fails(): assert not 'this'\ndef test_skips(): pytest.skip('no GPU')\n")  # fmt: skip
     run_section([str(script)], 1, 50, {}, kept.append)
-    record = {key: [name.rpartition("::")[2] for name in kept[-1][key]] for key in ("done", "failed")}
+    record = {
+        key: [name.rpartition("::")[2] for name in kept[-1][key]] for key in ("done", "failed")
+    }
     assert record == {"done": ["test_a", "test_skips"], "failed": ["test_hangs", "test_fails"]}
     failed = {name.rpartition("::")[2]: why for name, why in kept[-1]["failed"].items()}
     assert "in test_hangs" in failed["test_hangs"]
@@ -167,7 +192,9 @@ def test_a_test_that_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
 
 
 def test_a_section_is_stopped_when_its_time_is_up(tmp_path: Path) -> None:
-    script, kept, begun_s = tmp_path / "cases.py", [], time.monotonic()
+    script = tmp_path / "cases.py"
+    kept = []
+    begun_s = time.monotonic()
     script.write_text(
         'import sys, time\nopen(sys.argv[1], \'w\').write(\'{"running": "b", "done": ["a"]}\')\ntime.sleep(60)'
     )
@@ -177,7 +204,8 @@ def test_a_section_is_stopped_when_its_time_is_up(tmp_path: Path) -> None:
 
 
 def test_a_section_that_does_not_begin_says_why(tmp_path: Path) -> None:
-    script, kept = tmp_path / "cases.py", []
+    script = tmp_path / "cases.py"
+    kept = []
     script.write_text("import not_installed\n")
     run_section([str(script)], 1, 50, {}, kept.append)
     assert "not_installed" in kept[-1]["problems"][0]
@@ -205,13 +233,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], list[Any
 def test_what_is_done_by_the_same_sources_is_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any
 ) -> None:
-    whole, part = {"done": ["a"], "failed": {}}, {"done": ["b"], "stopped": ["c"]}
+    whole = {"done": ["a"], "failed": {}}
+    part = {"done": ["b"], "stopped": ["c"]}
     words = ["kernels", "--smoke", "--out", str(tmp_path), "--only", "moe,rows"]
     fake({"moe": whole, "rows": part})
     assert gpu_check.main(words) == 0
     given = fake({"rows": {"done": ["c"]}})
     assert gpu_check.main(words) == 0
-    assert [(name, record["done"], "stopped" in record) for name, record in given] == [("rows", ["b"], False)]
+    assert [(name, record["done"], "stopped" in record) for name, record in given] == [
+        ("rows", ["b"], False)
+    ]
     assert records(tmp_path / "cpu")["rows"]["whole"]
     given = fake({"moe": whole, "rows": part})
     assert gpu_check.main(words) == 0
@@ -222,19 +253,40 @@ def test_what_is_done_by_the_same_sources_is_not_done_again(
     monkeypatch.setattr(gpu_check, "digest", lambda: "other sources")
     assert gpu_check.main(words) == 0
     assert len(given) == 2
-    again = ["kernels", "--smoke", "--out", str(tmp_path / "new"), "--only", "moe", "--after", str(tmp_path)]
+    again = [
+        "kernels",
+        "--smoke",
+        "--out",
+        str(tmp_path / "new"),
+        "--only",
+        "moe",
+        "--after",
+        str(tmp_path),
+    ]
     assert gpu_check.main(again) == 0
     assert len(given) == 2
 
 
-def test_a_section_that_fails_leaves_the_others_alone(tmp_path: Path, fake: Any, capsys: Any) -> None:
+def test_a_section_that_fails_leaves_the_others_alone(
+    tmp_path: Path, fake: Any, capsys: Any
+) -> None:
     fake({"moe": RuntimeError("no luck"), "attention": {"wrong": ["x"]}, "rows": {"done": ["a"]}})
-    assert gpu_check.main(["kernels", "--smoke", "--out", str(tmp_path), "--only", "moe,attention,rows"]) == 1
+    assert (
+        gpu_check.main(
+            ["kernels", "--smoke", "--out", str(tmp_path), "--only", "moe,attention,rows"]
+        )
+        == 1
+    )
     sections = records(tmp_path / "cpu")["kernels"]["sections"]
     assert "no luck" in sections["moe"]["problems"][0]
     assert (sections["attention"]["wrong"], sections["rows"]["how"]) == (["x"], "done")
     assert "no luck" in capsys.readouterr().out
-    assert gpu_check.main(["kernels", "--smoke", "--out", str(tmp_path), "--minutes", "0.1", "--again"]) == 0
+    assert (
+        gpu_check.main(
+            ["kernels", "--smoke", "--out", str(tmp_path), "--minutes", "0.1", "--again"]
+        )
+        == 0
+    )
     assert "skipped: needs 20 s" in records(tmp_path / "cpu")["kernels"]["sections"]["rows"]["how"]
 
 
@@ -266,14 +318,18 @@ def test_files_are_whole_and_without_numbers_that_json_has_not(tmp_path: Path) -
     assert read_json(tmp_path / "a.json") == {"a": None, "b": [1, None], "c": "x"}
     (tmp_path / "b.json").write_text('{"a": ')
     assert read_json(tmp_path / "b.json") == read_json(tmp_path / "c.json") == {}
-    assert [file.name for file in tmp_path.iterdir()].count("a.json") == len(list(tmp_path.iterdir())) - 1
+    assert [file.name for file in tmp_path.iterdir()].count("a.json") == len(
+        list(tmp_path.iterdir())
+    ) - 1
     assert merge({"a": [1], "b": {"c": 1}, "d": 1}, {"a": [2], "b": {"e": 2}, "d": 3}) == {
         "a": [1, 2], "b": {"c": 1, "e": 2}, "d": 3,
     }  # fmt: skip
 
 
 def test_cases_end_with_the_time_of_a_section_and_are_shared_out_to_its_processes() -> None:
-    late = Bench(torch.device("cpu"), smoke=True, deadline_s=time.monotonic() - 1, known=frozenset(["x a"]))
+    late = Bench(
+        torch.device("cpu"), smoke=True, deadline_s=time.monotonic() - 1, known=frozenset(["x a"])
+    )
     late.each("x", "abc", str)
     assert late.found["left_out"] == ["x b", "x c"]
     parts = [Bench(torch.device("cpu"), True, (i, 2)) for i in range(2)]
@@ -283,22 +339,37 @@ def test_cases_end_with_the_time_of_a_section_and_are_shared_out_to_its_processe
 
 
 def test_totals() -> None:
-    ways = [{"way": "one rank", "token_ids": [1]}, {"way": "a", "token_ids": [1]}, {"way": "b", "token_ids": [2]}]
-    assert totals.of_ranks({"ways": ways}) == {"same_tokens": {"a": True, "b": False}, "wrong": ["b"]}
+    ways = [
+        {"way": "one rank", "token_ids": [1]},
+        {"way": "a", "token_ids": [1]},
+        {"way": "b", "token_ids": [2]},
+    ]
+    assert totals.of_ranks({"ways": ways}) == {
+        "same_tokens": {"a": True, "b": False},
+        "wrong": ["b"],
+    }
     assert totals.of_ranks({"ways": ways[1:]}) == {"same_tokens": {}, "wrong": []}
-    found = totals.of_tests({"done": ["a", "b", "c"], "failed": {"d": "why"}, "skipped": ["no GPU", "no GPU"]})
+    found = totals.of_tests(
+        {"done": ["a", "b", "c"], "failed": {"d": "why"}, "skipped": ["no GPU", "no GPU"]}
+    )
     assert found == {"tests": 4, "failures": 1, "passed": 1, "reasons": {"no GPU": 2}}
 
 
 def test_what_a_step_must_read(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B: 61 GB of weights but the table of embeddings, and 98,304 B of cache for each token."""
+    """Qwen3-30B-A3B: 61 GB of weights but the table of embeddings, and 98,304 B of cache for each
+    token.
+    """
     (tmp_path / "config.json").write_text(json.dumps(ENGINES["qwen3"].config))
     whole = step_bytes(tmp_path, {}, 1 << 20, 0) - (1 << 20) * 98_304
     assert whole == pytest.approx(61.06e9 - 2 * 151_936 * 2048, rel=1e-3)
     assert prompt_flops(tmp_path, 4096) == pytest.approx(790e12 / 111.7e3, rel=0.01)
     (tmp_path / "config.json").write_text(json.dumps(ENGINES["gpt_oss"].config))
-    at_start = 24 * 2 * (2880 * 2 * 64 * 64 + 2880 * 2 * 8 * 64) + 2 * 201_088 * 2880  # projections and head
-    assert step_bytes(tmp_path, {}, 1, 0) == pytest.approx(at_start + 24 * 4 * 3 * 2880**2 * 17 / 32, rel=5e-3)
+    at_start = (
+        24 * 2 * (2880 * 2 * 64 * 64 + 2880 * 2 * 8 * 64) + 2 * 201_088 * 2880
+    )  # projections and head
+    assert step_bytes(tmp_path, {}, 1, 0) == pytest.approx(
+        at_start + 24 * 4 * 3 * 2880**2 * 17 / 32, rel=5e-3
+    )
     (tmp_path / "config.json").write_text(json.dumps(ENGINES["v2_lite"].config))
     few, many = (step_bytes(tmp_path, {}, 1, position) for position in (0, 1000))
     assert many - few == 1000 * 27 * 576 * 2
@@ -321,7 +392,9 @@ replayed: list[float] = []
 
 def test_candidates_are_timed_in_turn_after_a_round_for_warmth() -> None:
     bench = FakeBench(torch.device("cpu"), smoke=False, rounds=2)
-    found = bench.time({"a": [lambda: 4.0, lambda: 4.0], "b": [lambda: 3.0], "c": [lambda: 1 / 0]}, may_fail={"c"})
+    found = bench.time(
+        {"a": [lambda: 4.0, lambda: 4.0], "b": [lambda: 3.0], "c": [lambda: 1 / 0]}, may_fail={"c"}
+    )
     assert found == {"a": [2.0, 2.0], "b": [3.0, 3.0]}
     assert replayed == [4.0, 3.0] * 3
     assert bench.found["notes"] == ["c: ZeroDivisionError: division by zero"]
@@ -344,10 +417,18 @@ def test_targets_beside_what_was_measured() -> None:
         tokens: int, tb_s: float, tflop_s: float, routing: str = "even", layer_us: float = 100.0
     ) -> dict[str, Any]:
         rates = {"moeserve": {"tb_s": tb_s, "tflop_s": tflop_s}, "moeserve layer": {"us": layer_us}}
-        return {"shape": targets.SHAPE, "routing": routing, "tokens": tokens, "figures": rates, "ratios": {"vllm": 1.2}}
+        return {
+            "shape": targets.SHAPE,
+            "routing": routing,
+            "tokens": tokens,
+            "figures": rates,
+            "ratios": {"vllm": 1.2},
+        }
 
     results = {
-        "environment": {"ceilings": [{"name": "copy", "tb_s": 3.0}, {"name": "matmul", "tflop_s": 700.0}]},
+        "environment": {
+            "ceilings": [{"name": "copy", "tb_s": 3.0}, {"name": "matmul", "tflop_s": 700.0}]
+        },
         "moe": {
             "cases": [
                 case(64, 3.5, 1.0),
@@ -364,13 +445,27 @@ def test_targets_beside_what_was_measured() -> None:
         "engine_qwen3": {
             "start_to_first_token_s": 19.0,
             "decode": [
-                {"batch": 64, "context": 1024, "tokens_per_s": 1000.0, "idle_share": 0.02, "step_bytes": 96e9},
-                {"batch": 256, "context": 320, "tokens_per_s": 9001.0, "idle_share": 0.0, "step_bytes": 96e9},
+                {
+                    "batch": 64,
+                    "context": 1024,
+                    "tokens_per_s": 1000.0,
+                    "idle_share": 0.02,
+                    "step_bytes": 96e9,
+                },
+                {
+                    "batch": 256,
+                    "context": 320,
+                    "tokens_per_s": 9001.0,
+                    "idle_share": 0.0,
+                    "step_bytes": 96e9,
+                },
                 {"batch": 1, "problem": "no room"},
             ],
             "prefill": [{"tokens_per_s": 60_001.0, "tflop_s": 420.0}],
         },
-        "engine_qwen3_batch": {"decode": [{"batch": 64, "tokens_per_s": 950.0, "step_bytes": 96e9}]},
+        "engine_qwen3_batch": {
+            "decode": [{"batch": 64, "tokens_per_s": 950.0, "step_bytes": 96e9}]
+        },
         "ranks": {"same_tokens": {"a": True, "b": True}, "ways": []},
         "families": {"families": [{"same": True}, {"same": False}]},
         "tests": {"failures": 0},
@@ -380,7 +475,10 @@ def test_targets_beside_what_was_measured() -> None:
     assert table["fused MoE M 4096, TFLOP/s"] == (401.0, True)
     assert table["fused MoE fp8 M 4096, TFLOP/s"] == (480.0, True)
     assert table["fused MoE, time of vllm over ours, least"] == (1.2, True)
-    assert table["fused MoE, time of vllm 0.24, published over ours, geomean"] == (pytest.approx(2.0), True)
+    assert table["fused MoE, time of vllm 0.24, published over ours, geomean"] == (
+        pytest.approx(2.0),
+        True,
+    )
     assert table["decode attention 64 x 8k, % of 3.00 TB/s"] == (pytest.approx(90.0), True)
     assert table["latent decode attention 64 x 8k, 16 heads, % of 3.00 TB/s"] == (None, None)
     assert table["Qwen3-30B decode 256, tok/s"] == (9001.0, True)
@@ -430,9 +528,16 @@ def test_a_peers_table_goes_by_the_nearest_number_of_tokens(tmp_path: Path) -> N
     peer = peers.PeerMoe(peers.Peer(None, tmp_path), 8, 32, 64)
     assert peer.config(4)["BLOCK_SIZE_M"] == 16
     device = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
-    for folder, value in (("triton_1_0_0", 1), (f"triton_{peers.triton.__version__.replace('.', '_')}", 2)):
+    for folder, value in (
+        ("triton_1_0_0", 1),
+        (f"triton_{peers.triton.__version__.replace('.', '_')}", 2),
+    ):
         (tmp_path / folder).mkdir()
-        table = {"1": {"BLOCK_SIZE_M": value}, "64": {"BLOCK_SIZE_M": 10 * value}, "triton_version": "x"}
+        table = {
+            "1": {"BLOCK_SIZE_M": value},
+            "64": {"BLOCK_SIZE_M": 10 * value},
+            "triton_version": "x",
+        }
         (tmp_path / folder / f"E=8,N=32,device_name={device}.json").write_text(json.dumps(table))
     assert peer.config(40)["BLOCK_SIZE_M"] == 20
 

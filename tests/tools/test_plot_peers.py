@@ -24,7 +24,10 @@ def record() -> dict[str, Any]:
     return {
         "what": "peers",
         "environment": {"cpu": {"model": "Some & CPU", "allowed_cores": 2}},
-        "results": {"engines": {"moeserve": "0.1.0", "a<b": "7"}, "cases": [row, row | {"case": "other-case"}]},
+        "results": {
+            "engines": {"moeserve": "0.1.0", "a<b": "7"},
+            "cases": [row, row | {"case": "other-case"}],
+        },
     }
 
 
@@ -39,7 +42,11 @@ def test_the_numbers_are_in_the_picture() -> None:
 
 def test_a_bar_is_as_long_as_its_share_of_the_floor_and_ends_there() -> None:
     root = ElementTree.fromstring(picture(record()))
-    widths = [float(bar.attrib["width"]) for bar in root.iter(SVG + "rect") if float(bar.attrib["x"]) == LEFT]
+    widths = [
+        float(bar.attrib["width"])
+        for bar in root.iter(SVG + "rect")
+        if float(bar.attrib["x"]) == LEFT
+    ]
     full = WIDTH - LEFT - RIGHT
     assert widths == [full / 2, full, full / 2, full]
 

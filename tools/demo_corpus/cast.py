@@ -91,7 +91,8 @@ def slots(rng: random.Random, cast: Cast) -> Slots:
             return who.name
         return f"the {who.kind}"
 
-    hero, friend = cast.hero, cast.friend
+    hero = cast.hero
+    friend = cast.friend
     return {
         "intro": hero.intro,
         "hero": lambda: called(hero),

@@ -17,7 +17,8 @@ _SMALL_TALK = ("hello", "hello", "thanks", "praise", "bye", "cando", "whoami", "
 
 def title(story: Story) -> str:
     """`The Fox and the Lantern`, from what the story really uses."""
-    hero, need = story.cast.hero, story.plot.need
+    hero = story.cast.hero
+    need = story.plot.need
     first = f"The {hero.kind}"
     if "thing" in need:
         second = f"the {story.cast.thing}"
@@ -33,7 +34,8 @@ def title(story: Story) -> str:
 
 def question_about(rng: random.Random, story: Story) -> Exchange:
     """A question whose answer stands in the story."""
-    hero, c = story.cast.hero, story.cast
+    hero = story.cast.hero
+    c = story.cast
     options: list[tuple[str, str]] = [
         (
             "{What is|What's} the {moral|lesson}{| of the story| of that story}?",

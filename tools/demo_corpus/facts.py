@@ -14,7 +14,9 @@ What does moeserve mean by <x>?;Define <x>;<x>?;<x>;I do not understand <x>.;Wha
 What exactly is <x>?;Describe <x>.;Explain <x> in simple words;Explain <x> to a beginner.;
 What are <x>?;Can you tell me what <x> is?;I want to learn about <x>;How does <x> work?;
 How would you explain <x>?;Help me understand <x>;Give me a short definition of <x>.;
-What is meant by <x>?;Do you know what <x> is?;Tell me more about <x>""".replace("\n", "").split(";")
+What is meant by <x>?;Do you know what <x> is?;Tell me more about <x>""".replace("\n", "").split(
+    ";"
+)
 _WHY = """Why does moeserve use <x>?;Why do we need <x>?;What is <x> good for?;Why <x>?;
 Why is <x> {useful|important}?;What is the {point|purpose|benefit} of <x>?;Why would I want <x>?;
 What are the advantages of <x>?;Why does <x> matter?""".replace("\n", "").split(";")

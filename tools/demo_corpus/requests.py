@@ -140,7 +140,9 @@ def _joined(rng: random.Random, c: Cast, parts: list[str]) -> str:
         link = rng.choice(["who meets", "who helps", "meeting", "and his friend,", "who visits"])
         return f"{parts[0]} {link} {parts[1]}"
     if c.named == {"hero", "thing"} and rng.random() < 0.25:
-        link = rng.choice(["who has", "with", "who wants", "looking for", "who loves", "in search of"])
+        link = rng.choice(
+            ["who has", "with", "who wants", "looking for", "who loves", "in search of"]
+        )
         return f"{parts[0]} {link} {parts[1]}"
     if len(parts) > 1 and rng.random() < 0.08:
         return rng.choice([" ", ", "]).join(parts)
@@ -182,7 +184,9 @@ def request(rng: random.Random) -> Request:
 
 def lower_first(text: str, c: Cast) -> str:
     """Undo the capital that rendering put on `Who`, wherever it landed."""
-    return text.replace(" Who ", " who ").replace(" Whose ", " whose ").replace(" Who's ", " who's ")
+    return (
+        text.replace(" Who ", " who ").replace(" Whose ", " whose ").replace(" Who's ", " who's ")
+    )
 
 
 def answer(rng: random.Random, wanted: Request) -> Story:

@@ -9,7 +9,9 @@ from .cast import Cast, slots
 from .grammar import Slots, blocks, render
 
 _HERE = Path(__file__).parent
-SHORT, MEDIUM, LONG = 0, 1, 2
+SHORT = 0
+MEDIUM = 1
+LONG = 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ def _plot(title: str, entries: list[tuple[str, str]]) -> Plot:
             beats[-1] = Beat((*last.wordings, text), last.optional)
     one = dict(entries)
     asks = tuple(text for key, text in entries if key == "ask")
-    return Plot(title, frozenset(one["need"].split()), one["theme"], asks, one["moral"], tuple(beats))
+    return Plot(
+        title, frozenset(one["need"].split()), one["theme"], asks, one["moral"], tuple(beats)
+    )
 
 
 @cache
@@ -97,7 +101,11 @@ def _sentences(rng: random.Random, cast: Cast, plot: Plot, length: int) -> list[
         first.append(rng.choice(frame["trait"]))
     first += _extras(cast, plot)
     chances = {SHORT: 0.0, MEDIUM: 0.4, LONG: 1.0}
-    beats = [rng.choice(beat.wordings) for beat in plot.beats if not beat.optional or rng.random() < chances[length]]
+    beats = [
+        rng.choice(beat.wordings)
+        for beat in plot.beats
+        if not beat.optional or rng.random() < chances[length]
+    ]
     middle = len(beats) // 2
     return [first + beats[:middle], beats[middle:] + _ending(rng, length)]
 

@@ -18,7 +18,8 @@ from .grammar import blocks, choose, fill, finish, render
 from .outside import ask_outside
 from .requests import noisy
 
-_MARK = 0xE000  # stands for a slot until the question has its noise, which must not touch what is to be copied
+# stands for a slot until the question has its noise, which must not touch what is to be copied
+_MARK = 0xE000
 _NUMBERS = ("a", "b", "number", "degrees")
 _SUMS = {"add", "multiply", "calculate"}
 _NEAR_TOOLS = re.compile(
@@ -59,20 +60,28 @@ def words_of(key: str) -> list[str]:
 @cache
 def kinds() -> tuple[Kind, ...]:
     """Returns the kinds of tools of the file."""
-    return tuple(_kind(title, entries) for title, entries in _sections().items() if title != "words")
+    return tuple(
+        _kind(title, entries) for title, entries in _sections().items() if title != "words"
+    )
 
 
 def _kind(title: str, entries: list[tuple[str, str]]) -> Kind:
     texts = {key: tuple(text for k, text in entries if k == key) for key, _ in entries}
     forms = [[part.split("=") for part in text.split("; ")] for text in texts["args"]]
-    return Kind(title, texts, tuple(tuple((slot, tuple(names.split("|"))) for slot, names in form) for form in forms))
+    return Kind(
+        title,
+        texts,
+        tuple(tuple((slot, tuple(names.split("|"))) for slot, names in form) for form in forms),
+    )
 
 
 def _made_up(rng: random.Random) -> Kind:
     """A kind of tool that nobody knows, so that the names have to be read."""
     noun = words.invented(rng) if rng.random() < 0.5 else words.plain(rng.choice(words.THINGS))
     slot = rng.choice(["city", "person", "thing"])
-    name = rng.choice(["name", "key", "id", "target", "item", "owner", "place", words.invented(rng)])
+    name = rng.choice(
+        ["name", "key", "id", "target", "item", "owner", "place", words.invented(rng)]
+    )
     texts = {
         "names": (noun.replace(" ", "_"),),
         "about": (f"{{Returns|Gets|Finds}} the {noun} of {{a|the}} {name}{{.|}}",),
@@ -81,7 +90,10 @@ def _made_up(rng: random.Random) -> Kind:
             f"{{Which {noun} has|What {noun} is there for}} <{slot}>?",
         ),
         "f": (f"{{And|What about}} <{slot}>?",),
-        "gives": (f"{noun.replace(' ', '_')}|result|value=number", f"{noun.replace(' ', '_')}|result=word"),
+        "gives": (
+            f"{noun.replace(' ', '_')}|result|value=number",
+            f"{noun.replace(' ', '_')}|result=word",
+        ),
         "plain": ("<number>", "<word>"),
         "say": (f"The {noun} of <{slot}> is <number>.", f"The {noun} of <{slot}> is <word>."),
     }
@@ -97,7 +109,9 @@ def _name(rng: random.Random, noun: str) -> str:
         return noun
     if roll < 0.9:
         return verb + "".join(part.capitalize() for part in noun.split("_"))
-    return rng.choice([f"{noun}_{verb}", f"{noun}_tool", f"my_{noun}", f"{noun}_api", f"{verb}-{noun}"])
+    return rng.choice(
+        [f"{noun}_{verb}", f"{noun}_tool", f"my_{noun}", f"{noun}_api", f"{verb}-{noun}"]
+    )
 
 
 def tool(rng: random.Random, kind: Kind) -> Tool:
@@ -112,7 +126,9 @@ def tool(rng: random.Random, kind: Kind) -> Tool:
         params[slot] = (name, of)
         properties[name] = {"type": of}
         if described:
-            about = f"{{The|A|Name of the}} {name.replace('_', ' ')}{{|.|, e.g. {_value(rng, slot)}}}"
+            about = (
+                f"{{The|A|Name of the}} {name.replace('_', ' ')}{{|.|, e.g. {_value(rng, slot)}}}"
+            )
             properties[name]["description"] = render(rng, about)
         if slot == "unit":
             properties[name]["enum"] = ["celsius", "fahrenheit"]
@@ -122,7 +138,10 @@ def tool(rng: random.Random, kind: Kind) -> Tool:
         del schema["required"]
     if rng.random() < 0.2:
         schema["additionalProperties"] = False
-    function = {"name": _name(rng, noun), "description": render(rng, rng.choice(kind.texts["about"]))}
+    function = {
+        "name": _name(rng, noun),
+        "description": render(rng, rng.choice(kind.texts["about"])),
+    }
     if rng.random() < 0.06:
         del function["description"]
     return Tool(kind, function | {"parameters": schema}, params)
@@ -130,7 +149,9 @@ def tool(rng: random.Random, kind: Kind) -> Tool:
 
 def tool_list(functions: list[dict[str, Any]]) -> str:
     """The tools in the system turn."""
-    return "\n".join(["<tools>", *(json.dumps(f, ensure_ascii=False) for f in functions), "</tools>"])
+    return "\n".join(
+        ["<tools>", *(json.dumps(f, ensure_ascii=False) for f in functions), "</tools>"]
+    )
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
@@ -152,12 +173,18 @@ def _proper(rng: random.Random, known: list[str], share: float) -> str:
     roll = rng.random()
     if roll < 0.1:
         return f"{rng.choice(['New', 'San', 'Port', 'Saint', 'Bad', 'Upper', 'El'])} {name}"
-    return name + rng.choice(["", "", "", "", "burg", "ville", "ton", "stad", "ia", "ford", "son", "berg", "ova"])
+    return name + rng.choice(
+        ["", "", "", "", "burg", "ville", "ton", "stad", "ia", "ford", "son", "berg", "ova"]
+    )
 
 
 def _city(rng: random.Random) -> str:
     city = _proper(rng, words_of("cities"), 0.5)
-    return f"{city}, {words.plain(rng.choice(words.words_of('countries')))}" if rng.random() < 0.04 else city
+    return (
+        f"{city}, {words.plain(rng.choice(words.words_of('countries')))}"
+        if rng.random() < 0.04
+        else city
+    )
 
 
 def _person(rng: random.Random) -> str:
@@ -187,7 +214,11 @@ def _sum(rng: random.Random) -> str:
 
 
 def _clock(rng: random.Random) -> str:
-    return f"{rng.randrange(24)}:{rng.randrange(60):02}" if rng.random() < 0.75 else f"{rng.randrange(1, 12)} am"
+    return (
+        f"{rng.randrange(24)}:{rng.randrange(60):02}"
+        if rng.random() < 0.75
+        else f"{rng.randrange(1, 12)} am"
+    )
 
 
 def _title(rng: random.Random) -> str:
@@ -195,15 +226,21 @@ def _title(rng: random.Random) -> str:
 
 
 def _thing(rng: random.Random) -> str:
-    return words.plain(rng.choice([rng.choice(words.THINGS), rng.choice(words.ANIMALS), words.invented(rng)]))
+    return words.plain(
+        rng.choice([rng.choice(words.THINGS), rng.choice(words.ANIMALS), words.invented(rng)])
+    )
 
 
 def _topic(rng: random.Random) -> str:
-    return rng.choice([words.plain(rng.choice(words.words_of("topics"))), _thing(rng), words.invented(rng)])
+    return rng.choice(
+        [words.plain(rng.choice(words.words_of("topics"))), _thing(rng), words.invented(rng)]
+    )
 
 
 def _value(rng: random.Random, slot: str) -> str:
-    """Something that may stand in a slot of a question or a result: made, or a word of the list of this name."""
+    """Something that may stand in a slot of a question or a result: made, or a word of the list of
+    this name.
+    """
     make = _MAKERS.get(slot)
     return make(rng) if make else rng.choice(words_of(_LISTS.get(slot, slot)))
 
@@ -222,12 +259,20 @@ _MAKERS = {
     "topic": _topic,
     "word": words.invented,
 }
-_LISTS = {"sky": "skies", "mood": "moods", "phrase": "phrases", "language": "languages", "room": "rooms"}
+_LISTS = {
+    "sky": "skies",
+    "mood": "moods",
+    "phrase": "phrases",
+    "language": "languages",
+    "room": "rooms",
+}
 _LISTS |= {"code": "codes", "code_b": "codes", "switch": "switches", "unit": "units"}
 
 
 def _ask(rng: random.Random, text: str, values: dict[str, str]) -> str:
-    """A question with its values; at times all of it is in small letters, and then so are the values."""
+    """A question with its values; at times all of it is in small letters, and then so are the
+    values.
+    """
     marks = {slot: chr(_MARK + n) for n, slot in enumerate(values) if f"<{slot}>" in text}
     plain = fill(text, dict(marks))
     while True:
@@ -247,8 +292,12 @@ def _typed(value: str, of: str) -> Any:
     return value if of == "string" else json.loads(value)
 
 
-def ask_tool(rng: random.Random, used: Tool, key: str = "q") -> tuple[str, dict[str, Any], dict[str, str]]:
-    """A question, the arguments of the call that it needs, and the values in it. key: the question's entries."""
+def ask_tool(
+    rng: random.Random, used: Tool, key: str = "q"
+) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """A question, the arguments of the call that it needs, and the values in it. key: the
+    question's entries.
+    """
     values = {slot: _value(rng, slot) for slot in used.params if slot != "unit"}
     text = finish(choose(rng, rng.choice(used.kind.texts[key])))
     unit = rng.choice(["", "celsius", "fahrenheit"]) if "unit" in used.params else ""
@@ -256,13 +305,16 @@ def ask_tool(rng: random.Random, used: Tool, key: str = "q") -> tuple[str, dict[
         text = text.rstrip("?.") + " in " + rng.choice([unit, unit.capitalize()]) + "?"
     question = _ask(rng, text, values)
     given = values | ({"unit": unit} if unit else {})
-    arguments = {name: _typed(given[slot], of) for slot, (name, of) in used.params.items() if slot in given}
+    arguments = {
+        name: _typed(given[slot], of) for slot, (name, of) in used.params.items() if slot in given
+    }
     return question, arguments, values
 
 
 def outcome(rng: random.Random, used: Tool, values: dict[str, str]) -> tuple[str, str]:
     """What the tool gave, and what the assistant says about it."""
-    texts, roll = used.kind.texts, rng.random()
+    texts = used.kind.texts
+    roll = rng.random()
     if roll < 0.06:
         error = rng.choice(words_of("errors"))
         result = rng.choice([json.dumps({"error": error}), f"error: {error}", f"Error: {error}"])
@@ -280,16 +332,21 @@ def outcome(rng: random.Random, used: Tool, values: dict[str, str]) -> tuple[str
             number = slot in _NUMBERS and rng.random() < 0.9
             fields[rng.choice(keys.split("|"))] = json.loads(found[slot]) if number else found[slot]
         if rng.random() < 0.12:  # what was asked comes back, or something that nobody asked for
-            asked = {name: values[slot] for slot, (name, _) in used.params.items() if slot in values}
+            asked = {
+                name: values[slot] for slot, (name, _) in used.params.items() if slot in values
+            }
             fields = (
-                asked if rng.random() < 0.6 else {rng.choice(["humidity", "id", "wind"]): rng.randrange(99)}
+                asked
+                if rng.random() < 0.6
+                else {rng.choice(["humidity", "id", "wind"]): rng.randrange(99)}
             ) | fields
         items = list(fields.items())
         rng.shuffle(items)
         styles: list[dict[str, Any]] = [{}, {"separators": (",", ":")}, {"indent": 1}]
         how = rng.choices(styles, [16, 3, 1])[0]
         result = json.dumps(dict(items), ensure_ascii=False, **how)
-    known, needed = values | found, set(found) - {"done"}
+    known = values | found
+    needed = set(found) - {"done"}
     fit = [say for say in texts["say"] if needed <= set(_slots(say)) <= set(known)]
     return result, fill(rng.choice(fit), dict(known))
 
@@ -303,7 +360,10 @@ def tool_choice(rng: random.Random) -> list[Tool]:
     count = rng.choices([0, 1, 2, 3], [6, 38, 34, 22])[0]
     weather, *others = kinds()
     picked = [weather] if count and rng.random() < 0.55 else []
-    picked += [_made_up(rng) if rng.random() < 0.15 else kind for kind in rng.sample(others, count - len(picked))]
+    picked += [
+        _made_up(rng) if rng.random() < 0.15 else kind
+        for kind in rng.sample(others, count - len(picked))
+    ]
     rng.shuffle(picked)
     found = [tool(rng, kind) for kind in picked]
     return list({used.function["name"]: used for used in found}.values())
@@ -324,7 +384,9 @@ def declined(rng: random.Random, listed: list[Tool]) -> tuple[str, str]:
 
 
 def _calls(rng: random.Random, used: Tool, key: str) -> Exchange:
-    """The turns of a question that needs the tool, and with them the sentence that says what it gave, in most chats."""
+    """The turns of a question that needs the tool, and with them the sentence that says what it
+    gave, in most chats.
+    """
     question, arguments, values = ask_tool(rng, used, key)
     name = used.function["name"]
     if key == "q" and set(values) == {"city"} and rng.random() < 0.06:
@@ -351,8 +413,11 @@ def _calls(rng: random.Random, used: Tool, key: str) -> Exchange:
 
 
 def tool_chat(rng: random.Random, system: str) -> Exchange:
-    """The turns of a chat with a list of tools, which some of its questions need. system: other text for its turn."""
-    listed, last = tool_choice(rng), None
+    """The turns of a chat with a list of tools, which some of its questions need. system: other
+    text for its turn.
+    """
+    listed = tool_choice(rng)
+    last = None
     head = [system] * bool(system) + [tool_list([used.function for used in listed])] * bool(listed)
     turns: Exchange = [("system", "\n\n".join(head))] if head else []
     for _ in range(rng.choices([1, 2, 3, 4], [4, 4, 3, 2])[0]):

@@ -38,4 +38,6 @@ def places() -> list[tuple[str, str]]:
 def invented(rng: random.Random) -> str:
     """A word that no list holds, so that the model learns to copy from the prompt."""
     count = rng.choice([2, 2, 3])
-    return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(count)) + rng.choice(_CODAS)
+    return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(count)) + rng.choice(
+        _CODAS
+    )

@@ -1,4 +1,5 @@
-"""Attention over the paged cache: decode against the bytes of keys and values, prefill against torch's attention.
+"""Attention over the paged cache: decode against the bytes of keys and values, prefill against
+torch's attention.
 
 R rows, T tokens, H heads, G KV heads, d head width.
 """
@@ -15,11 +16,20 @@ from torch import Tensor
 
 from moeserve.kernels import flash_attention
 from moeserve.kernels.attention_plan import Bounds
-from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention, plan_attention
+from moeserve.kernels.paged_attention import (
+    AttentionMetadata,
+    AttentionShape,
+    attention,
+    plan_attention,
+)
 from tools.gpu.bench import Bench, figures
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
-SMOKE_HEADS, SMOKE_DIM = 8, 32
+HEADS = 32
+KV_HEADS = 4
+HEAD_DIM = 128
+BLOCK_SIZE = 16
+SMOKE_HEADS = 8
+SMOKE_DIM = 32
 CONTEXTS: dict[str, Sequence[int]] = {
     "64 x 8k": [8192] * 64,
     "64 x 4k": [4096] * 64,
@@ -47,10 +57,21 @@ class Step:
 
     @property
     def case(self) -> tuple[Any, ...]:
-        return self.q, self.k, self.v, self.blocks, self.starts, self.offsets, self.shape, self.bounds
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.blocks,
+            self.starts,
+            self.offsets,
+            self.shape,
+            self.bounds,
+        )
 
     def plan(self, invariant: bool) -> AttentionMetadata:
-        return plan_attention(self.blocks, self.starts, self.offsets, self.shape, self.bounds, invariant=invariant)
+        return plan_attention(
+            self.blocks, self.starts, self.offsets, self.shape, self.bounds, invariant=invariant
+        )
 
 
 def scattered(bench: Bench, widths: Sequence[int]) -> Tensor:
@@ -84,12 +105,18 @@ def step_of(bench: Bench, starts: Sequence[int], news: Sequence[int]) -> Step:
     )
 
 
-def by_flash(bench: Bench, cases: Sequence[tuple[Any, ...]], num_bytes: int = 0, flops: int = 0) -> Any:
-    """FlashAttention-3's figures, or why there are none. cases: q, k, v, and what attention is planned from."""
+def by_flash(
+    bench: Bench, cases: Sequence[tuple[Any, ...]], num_bytes: int = 0, flops: int = 0
+) -> Any:
+    """FlashAttention-3's figures, or why there are none. cases: q, k, v, and what attention is
+    planned from.
+    """
     if (why := flash_attention.obstacle(bench.device)) is not None:
         return why
     runs = [
-        partial(flash_attention.attention, q, k, v, flash_attention.plan_attention(*step, tokens=len(q)))
+        partial(
+            flash_attention.attention, q, k, v, flash_attention.plan_attention(*step, tokens=len(q))
+        )
         for q, k, v, *step in cases
     ]
     timed = bench.time({"fa3": runs}, {"fa3"})
@@ -97,16 +124,21 @@ def by_flash(bench: Bench, cases: Sequence[tuple[Any, ...]], num_bytes: int = 0,
 
 
 def decode(bench: Bench, name: str, contexts: Sequence[int]) -> dict[str, Any]:
-    """One new token per row; the plan is made once a step, so it is timed by itself. Bytes: keys and values, once."""
+    """One new token per row; the plan is made once a step, so it is timed by itself. Bytes: keys
+    and values, once.
+    """
     steps = [step_of(bench, [n - 1 for n in contexts], [1] * len(contexts))]
     num_bytes = 2 * sum(contexts) * KV_HEADS * HEAD_DIM * steps[0].k.element_size()
     steps += [
-        step_of(bench, [n - 1 for n in contexts], [1] * len(contexts)) for _ in range(bench.copies(num_bytes) - 1)
+        step_of(bench, [n - 1 for n in contexts], [1] * len(contexts))
+        for _ in range(bench.copies(num_bytes) - 1)
     ]
     found: dict[str, Any] = {"contexts": name}
     for word, invariant in (("invariant", True), ("fast", False)):
         plans = [step.plan(invariant) for step in steps]
-        runs = [partial(attention, s.q, s.k, s.v, plan) for s, plan in zip(steps, plans, strict=True)]
+        runs = [
+            partial(attention, s.q, s.k, s.v, plan) for s, plan in zip(steps, plans, strict=True)
+        ]
         found[word] = figures(bench.time({word: runs})[word], num_bytes)
     found["fa3"] = by_flash(bench, [step.case for step in steps], num_bytes)
     found["plan"] = figures(bench.time({"plan": [partial(steps[0].plan, False)]})["plan"])
@@ -114,7 +146,9 @@ def decode(bench: Bench, name: str, contexts: Sequence[int]) -> dict[str, Any]:
 
 
 def latent(bench: Bench, name: str, contexts: Sequence[int], heads: int) -> dict[str, Any]:
-    """Decode of multi-head latent attention: one KV head of a latent and a rotated key, whose values are the latent."""
+    """Decode of multi-head latent attention: one KV head of a latent and a rotated key, whose
+    values are the latent.
+    """
     rank, rotated = (16, 16) if bench.smoke else (512, 64)
     shape = AttentionShape(heads, 1, rank + rotated, rank, BLOCK_SIZE, bench.dtype)
     bounds = Bounds(len(contexts), len(contexts), 1, max(contexts))
@@ -128,10 +162,15 @@ def latent(bench: Bench, name: str, contexts: Sequence[int], heads: int) -> dict
         q = bench.random(len(contexts), heads, shape.dim, scale=shape.dim**-0.5)
         k = bench.random(int(blocks.max()) + 1, BLOCK_SIZE, 1, shape.dim)
         for word, taken in runs.items():
-            plan = plan_attention(blocks, starts, offsets, shape, bounds, invariant=word == "invariant")
+            plan = plan_attention(
+                blocks, starts, offsets, shape, bounds, invariant=word == "invariant"
+            )
             taken.append(partial(attention, q, k, k[..., :rank], plan))
         cases.append((q, k, k[..., :rank], blocks, starts, offsets, shape, bounds))
-    timed = {word: figures(bench.time({word: taken})[word], num_bytes, flops) for word, taken in runs.items()}
+    timed = {
+        word: figures(bench.time({word: taken})[word], num_bytes, flops)
+        for word, taken in runs.items()
+    }
     return {"contexts": name, **timed, "fa3": by_flash(bench, cases, num_bytes, flops)}
 
 
@@ -146,8 +185,15 @@ def prefill(bench: Bench, rows: int, new: int) -> dict[str, Any]:
     k, v = (bench.random(rows, KV_HEADS, new, q.shape[-1]) for _ in range(2))
     sdpa = torch.nn.functional.scaled_dot_product_attention
     candidates["torch sdpa"] = [lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True, scale=1.0)]
-    timed = {name: figures(samples, flops=flops) for name, samples in bench.time(candidates).items()}
-    return {"rows": rows, "new_tokens": new, **timed, "fa3": by_flash(bench, [step.case], flops=flops)}
+    timed = {
+        name: figures(samples, flops=flops) for name, samples in bench.time(candidates).items()
+    }
+    return {
+        "rows": rows,
+        "new_tokens": new,
+        **timed,
+        "fa3": by_flash(bench, [step.case], flops=flops),
+    }
 
 
 def run(bench: Bench) -> None:
@@ -156,4 +202,6 @@ def run(bench: Bench) -> None:
     latents = {"64 x 8k, 16 heads": ([8192] * 64, 16), "64 x 8k, 128 heads": ([8192] * 64, 128)}
     latents = {"3 rows, 2 heads": ([5, 600, 1], 2)} if bench.smoke else latents
     bench.each("latent", latents, lambda name: latent(bench, name, *latents[name]))
-    bench.each("prefill", ((1, 20),) if bench.smoke else PREFILLS, lambda case: prefill(bench, *case))
+    bench.each(
+        "prefill", ((1, 20),) if bench.smoke else PREFILLS, lambda case: prefill(bench, *case)
+    )

@@ -1,4 +1,5 @@
-"""Times on a GPU: CUDA graphs of many calls over data that rotates, candidates in turn, medians; and a section's cases.
+"""Times on a GPU: CUDA graphs of many calls over data that rotates, candidates in turn, medians;
+and a section's cases.
 
 On a CPU (a smoke run under TRITON_INTERPRET=1) everything is called once and no time is claimed.
 """
@@ -24,7 +25,9 @@ from tools.gpu.process import write_json
 Run = Callable[[], Any]
 T = TypeVar("T")
 
-COLD_BYTES = 300_000_000  # what copies of the data take together: several times the L2 cache of any GPU
+COLD_BYTES = (
+    300_000_000  # what copies of the data take together: several times the L2 cache of any GPU
+)
 FLUSH_BYTES = 256 * 2**20
 MOST_COPIES = 32
 GRAPH_US = 1000.0  # a graph runs about so long, so that starting it does not count
@@ -34,8 +37,9 @@ MOST_TEXT = 2000
 
 @dataclass(slots=True)
 class Bench:
-    """Where a section runs and until when, and its record: values, and the names of cases that are done, failed or, for
-    lack of time, left out. result: the file that gets the record at each step."""
+    """Where a section runs and until when, and its record: values, and the names of cases that are
+    done, failed or, for lack of time, left out. result: the file that gets the record at each step.
+    """
 
     device: torch.device
     smoke: bool
@@ -46,7 +50,9 @@ class Bench:
     case_s: float = 90.0  # for one case, then it hangs
     known: frozenset[str] = frozenset()  # cases that are done
     result: Path | None = None
-    found: dict[str, Any] = field(default_factory=lambda: {"done": [], "failed": {}, "left_out": [], "wrong": []})
+    found: dict[str, Any] = field(
+        default_factory=lambda: {"done": [], "failed": {}, "left_out": [], "wrong": []}
+    )
     _flush: Tensor | None = None
 
     @property
@@ -59,8 +65,9 @@ class Bench:
         return torch.float32 if self.smoke else torch.bfloat16
 
     def each(self, key: str, wanted: Iterable[T], measure: Callable[[T], Any]) -> None:
-        """Appends what `measure` returns of each case to found[key] until the time is up. One that fails leaves the
-        others alone, unless the device is of no use after it: then so is the process."""
+        """Appends what `measure` returns of each case to found[key] until the time is up. One that
+        fails leaves the others alone, unless the device is of no use after it: then so is the
+        process."""
         for case in self.mine(wanted):
             name = f"{key} {case}"
             if name in self.known:
@@ -81,7 +88,9 @@ class Bench:
         return islice(wanted, self.part[0], None, self.part[1])
 
     def begin(self, name: str) -> None:
-        """Ends the process, with its stacks on stderr, if that case takes too long: a kernel may never end."""
+        """Ends the process, with its stacks on stderr, if that case takes too long: a kernel may
+        never end.
+        """
         self.found["running"] = name
         self.save()
         faulthandler.dump_traceback_later(self.case_s, exit=True)
@@ -111,11 +120,17 @@ class Bench:
 
     def copies(self, num_bytes: int) -> int:
         """Sets of data that are enough for each call to find its own cold."""
-        return 1 if not self.times else max(1, min(MOST_COPIES, math.ceil(COLD_BYTES / max(1, num_bytes))))
+        return (
+            1
+            if not self.times
+            else max(1, min(MOST_COPIES, math.ceil(COLD_BYTES / max(1, num_bytes))))
+        )
 
-    def time(self, candidates: Mapping[str, Sequence[Run]], may_fail: Collection[str] = ()) -> dict[str, list[float]]:
-        """Microseconds of one call in each round. A candidate is the same call over several sets of data; one of
-        `may_fail` that fails is left out."""
+    def time(
+        self, candidates: Mapping[str, Sequence[Run]], may_fail: Collection[str] = ()
+    ) -> dict[str, list[float]]:
+        """Microseconds of one call in each round. A candidate is the same call over several sets of
+        data; one of `may_fail` that fails is left out."""
         if not self.times:
             for runs in candidates.values():
                 runs[0]()
@@ -127,7 +142,9 @@ class Bench:
             except Exception as error:
                 if name not in may_fail:
                     raise
-                self.found.setdefault("notes", []).append(f"{name}: {type(error).__name__}: {error}"[:300])
+                self.found.setdefault("notes", []).append(
+                    f"{name}: {type(error).__name__}: {error}"[:300]
+                )
         found: dict[str, list[float]] = {name: [] for name in graphs}
         for number in range(self.rounds + 1):
             for name, (graph, calls) in graphs.items():
@@ -163,9 +180,15 @@ class Bench:
 
 
 def figures(samples_us: Sequence[float], num_bytes: int = 0, flops: int = 0) -> dict[str, Any]:
-    """Median and range, and the rates that bytes and operations make of the median. None where nothing was timed."""
+    """Median and range, and the rates that bytes and operations make of the median. None where
+    nothing was timed.
+    """
     us = statistics.median(samples_us) if samples_us else None
-    found: dict[str, Any] = {"us": us, "us_min": min(samples_us, default=None), "us_max": max(samples_us, default=None)}
+    found: dict[str, Any] = {
+        "us": us,
+        "us_min": min(samples_us, default=None),
+        "us_max": max(samples_us, default=None),
+    }
     if num_bytes:
         found |= {"bytes": num_bytes, "tb_s": num_bytes / us / 1e6 if us else None}
     if flops:

@@ -1,4 +1,6 @@
-"""What the card gives at best: a copy (bytes read and written), and a bf16 product of random 8192 x 8192 matrices."""
+"""What the card gives at best: a copy (bytes read and written), and a bf16 product of random 8192 x
+8192 matrices.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,26 @@ def run(bench: Bench) -> None:
     if not bench.part[0]:
         bench.found["versions"] = {**common.environment(), "triton": triton.__version__}
     bench.each(
-        "ceilings", ("copy", "matmul"), lambda name: {"name": name, **(copy if name == "copy" else matmul)(bench)}
+        "ceilings",
+        ("copy", "matmul"),
+        lambda name: {"name": name, **(copy if name == "copy" else matmul)(bench)},
     )
 
 
 def copy(bench: Bench) -> dict[str, Any]:
-    source = torch.empty(1 << 10 if bench.smoke else 1 << 32, dtype=torch.uint8, device=bench.device).random_()
+    source = torch.empty(
+        1 << 10 if bench.smoke else 1 << 32, dtype=torch.uint8, device=bench.device
+    ).random_()
     target = torch.empty_like(source)
-    return figures(bench.time({"copy": [partial(target.copy_, source)]})["copy"], num_bytes=2 * len(source))
+    return figures(
+        bench.time({"copy": [partial(target.copy_, source)]})["copy"], num_bytes=2 * len(source)
+    )
 
 
 def matmul(bench: Bench) -> dict[str, Any]:
     size = 32 if bench.smoke else 8192
-    a, b = bench.random(size, size), bench.random(size, size)
-    return figures(bench.time({"matmul": [partial(torch.matmul, a, b)]})["matmul"], flops=2 * size**3)
+    a = bench.random(size, size)
+    b = bench.random(size, size)
+    return figures(
+        bench.time({"matmul": [partial(torch.matmul, a, b)]})["matmul"], flops=2 * size**3
+    )

@@ -1,7 +1,8 @@
-"""Every kernel on the card beside its definition in fp32 or fp64, and a row alone beside the same row in a batch.
+"""Every kernel on the card beside its definition in fp32 or fp64, and a row alone beside the same
+row in a batch.
 
-The bounds are of |found - reference| / |reference| over all elements: bf16 rounds to 2^-9, sums of bf16 products stay
-below 1e-2; what only moves or counts must be equal.
+The bounds are of |found - reference| / |reference| over all elements: bf16 rounds to 2^-9, sums of
+bf16 products stay below 1e-2; what only moves or counts must be equal.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from moeserve.kernels.configs import facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import launch_of
-from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of
+from moeserve.kernels.grouped_weight_only import (
+    Narrow,
+    down_narrow,
+    gate_up_narrow,
+    launch_narrow_of,
+)
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, pack, write
 from moeserve.kernels.linear import linear
 from moeserve.kernels.logprobs import logprobs
@@ -56,7 +62,9 @@ from tools.gpu.references import (
     write_reference,
 )
 
-ROUNDED, PRODUCT, EXACT = 4e-3, 1e-2, 0.0
+ROUNDED = 4e-3
+PRODUCT = 1e-2
+EXACT = 0.0
 Check = Callable[[Bench], tuple[Tensor, Tensor, float]]  # found, reference, bound
 
 
@@ -75,7 +83,11 @@ def added_norms(bench: Bench) -> tuple[Tensor, Tensor, float]:
     weight = torch.rand(x.shape[1], device=bench.device)
     total = x + residual
     wanted = rms_norm_reference(total.double(), weight.double(), 1e-6)
-    return torch.cat(add_rms_norm(x, residual, weight, 1e-6)), torch.cat((wanted, total.double())), ROUNDED
+    return (
+        torch.cat(add_rms_norm(x, residual, weight, 1e-6)),
+        torch.cat((wanted, total.double())),
+        ROUNDED,
+    )
 
 
 def activation(bench: Bench) -> tuple[Tensor, Tensor, float]:
@@ -91,7 +103,8 @@ def embedded(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 def dense(bench: Bench) -> tuple[Tensor, Tensor, float]:
     inner = size(bench, 2048, 70)
-    x, w = bench.random(size(bench, 300, 3), inner), bench.random(size(bench, 5120, 40), inner)
+    x = bench.random(size(bench, 300, 3), inner)
+    w = bench.random(size(bench, 5120, 40), inner)
     bias = bench.random(w.shape[0])
     return linear(x, w, bias), linear_reference(x.double(), w.double(), bias.double()), ROUNDED
 
@@ -107,19 +120,29 @@ def routed(bench: Bench) -> tuple[Tensor, Tensor, float]:
 def aligned(bench: Bench) -> tuple[Tensor, Tensor, float]:
     slots = size(bench, 128, 8)
     ids = torch.rand(size(bench, 2000, 9), slots, device=bench.device).topk(2).indices.int()
-    found, wanted = align(ids, slots, 16), align_reference(ids, slots, 16)
+    found = align(ids, slots, 16)
+    wanted = align_reference(ids, slots, 16)
     assert found.order_N is not None
     assert wanted.order_N is not None
     tiles = len(wanted.expert_Z)
     return (
-        torch.cat((found.order_N, found.counts_e, found.ends_e, found.expert_Z[:tiles], found.row_Z[:tiles])),
+        torch.cat(
+            (
+                found.order_N,
+                found.counts_e,
+                found.ends_e,
+                found.expert_Z[:tiles],
+                found.row_Z[:tiles],
+            )
+        ),
         torch.cat((wanted.order_N, wanted.counts_e, wanted.ends_e, wanted.expert_Z, wanted.row_Z)),
         EXACT,
     )
 
 
 def combined(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    y, shares = bench.random(size(bench, 300, 3), 8, size(bench, 2048, 70)), torch.rand(size(bench, 300, 3), 8)
+    y = bench.random(size(bench, 300, 3), 8, size(bench, 2048, 70))
+    shares = torch.rand(size(bench, 300, 3), 8)
     ids = torch.randint(-1, 9, shares.shape, dtype=torch.int32, device=bench.device)
     shares = shares.to(bench.device)
     return combine(y, shares, ids), combine_reference(y, shares, ids), EXACT
@@ -131,21 +154,29 @@ def moe_shape(bench: Bench) -> moe.Shape:
 
 def experts(bench: Bench, tokens: int) -> tuple[Tensor, Tensor, float]:
     shape = moe_shape(bench)
-    w, batch = moe.weights_of(bench, shape), moe.batch_of(bench, shape, size(bench, tokens, 3))
+    w = moe.weights_of(bench, shape)
+    batch = moe.batch_of(bench, shape, size(bench, tokens, 3))
     pairs = batch.ids.numel()
-    config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, facts_of(bench.device).name)
+    config = launch_of(
+        pairs, shape.experts, shape.width, shape.dim, bench.dtype, facts_of(bench.device).name
+    )
     return moe.whole(batch, w, config, shape), moe.reference(batch, w), PRODUCT
 
 
 def experts_fp8(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    """Gate and up, whose result is e4m3: 3 bits after the first, so 1/16 at worst, 2^-5.2 or so on average."""
+    """Gate and up, whose result is e4m3: 3 bits after the first, so 1/16 at worst, 2^-5.2 or so on
+    average.
+    """
     shape = moe_shape(bench)
     batch = moe.batch_of(bench, shape, 100)
     groups = shape.dim // 128
     values = torch.randn(shape.experts, 2 * shape.width, shape.dim, device=bench.device).to(E4M3)
     scales = torch.rand(shape.experts, 2 * shape.width // 128, groups, device=bench.device) / 64
-    w13, x = Scaled(values, scales), Scaled(*quantise(batch.x))
-    config = launch_fp8_of(batch.ids.numel(), shape.experts, shape.width, shape.dim, facts_of(bench.device).name)
+    w13 = Scaled(values, scales)
+    x = Scaled(*quantise(batch.x))
+    config = launch_fp8_of(
+        batch.ids.numel(), shape.experts, shape.width, shape.dim, facts_of(bench.device).name
+    )
     to = align(batch.ids, shape.experts, config["block_m"])
     found = gate_up_fp8(x, w13, to, config, shape.top_k)
     expected = gate_up_reference(widen(x.values, x.scales), widen_weights(w13), to, shape.top_k)
@@ -153,16 +184,25 @@ def experts_fp8(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 
 def experts_int4(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    shape, group = moe_shape(bench), size(bench, 128, 32)
+    shape = moe_shape(bench)
+    group = size(bench, 128, 32)
     batch = moe.batch_of(bench, shape, size(bench, 100, 3))
 
     def packed(outputs: int, inputs: int) -> Narrow:
-        values = torch.randint(0, 256, (shape.experts, outputs, inputs // 2), dtype=torch.uint8, device=bench.device)
-        return Narrow(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
+        values = torch.randint(
+            0, 256, (shape.experts, outputs, inputs // 2), dtype=torch.uint8, device=bench.device
+        )
+        return Narrow(
+            group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01)
+        )
 
-    w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
-    rows, device = batch.ids.numel(), facts_of(bench.device).name
-    config = launch_narrow_of(rows, shape.experts, shape.width, shape.dim, "int4", group, bench.dtype, device)
+    w13 = packed(2 * shape.width, shape.dim)
+    w2 = packed(shape.dim, shape.width)
+    rows = batch.ids.numel()
+    device = facts_of(bench.device).name
+    config = launch_narrow_of(
+        rows, shape.experts, shape.width, shape.dim, "int4", group, bench.dtype, device
+    )
     to = align(batch.ids, shape.experts, config["block_m"])
     y = down_narrow(gate_up_narrow(batch.x, w13, to, config, shape.top_k), w2, to, config)
     found = combine(y.view(*batch.ids.shape, -1), batch.shares, batch.ids)
@@ -175,7 +215,9 @@ def quantised(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 
 def decoded(bench: Bench, invariant: bool) -> tuple[Tensor, Tensor, float]:
-    step = step_of(bench, [600, 0, 63, *([] if bench.smoke else [5000, 40_000])], [1] * size(bench, 5, 3))
+    step = step_of(
+        bench, [600, 0, 63, *([] if bench.smoke else [5000, 40_000])], [1] * size(bench, 5, 3)
+    )
     found = attention(step.q, step.k, step.v, step.plan(invariant))
     return found, attended(step), PRODUCT
 
@@ -186,12 +228,16 @@ def prefilled(bench: Bench, invariant: bool) -> tuple[Tensor, Tensor, float]:
 
 
 def attended(step: Any) -> Tensor:
-    return attention_reference(step.q.float(), step.k, step.v, step.blocks, step.starts, step.offsets)
+    return attention_reference(
+        step.q.float(), step.k, step.v, step.blocks, step.starts, step.offsets
+    )
 
 
 def latent(bench: Bench) -> tuple[Tensor, Tensor, float]:
     """All heads share one entry per token, whose first elements are the values."""
-    rank, rotated, context = size(bench, 512, 16), size(bench, 64, 16), size(bench, 3000, 40)
+    rank = size(bench, 512, 16)
+    rotated = size(bench, 64, 16)
+    context = size(bench, 3000, 40)
     shape = AttentionShape(size(bench, 128, 2), 1, rank + rotated, rank, 16, bench.dtype)
     k = bench.random(context // 16 + 2, 16, 1, shape.dim)
     v = k[..., :rank]
@@ -200,16 +246,23 @@ def latent(bench: Bench) -> tuple[Tensor, Tensor, float]:
     starts = torch.tensor([context - new], dtype=torch.int32, device=bench.device)
     offsets = torch.tensor([0, new], dtype=torch.int32, device=bench.device)
     q = bench.random(new, shape.heads, shape.dim) * shape.dim**-0.5
-    found = attention(q, k, v, plan_attention(blocks, starts, offsets, shape, Bounds(1, new, new, context)))
+    found = attention(
+        q, k, v, plan_attention(blocks, starts, offsets, shape, Bounds(1, new, new, context))
+    )
     return found, attention_reference(q.float(), k, v, blocks, starts, offsets), PRODUCT
 
 
 def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
     """Norm per head, rotation, keys and values in their slots."""
-    heads, kv, dim, tokens = size(bench, 32, 8), KV_HEADS, size(bench, 128, 32), size(bench, 300, 3)
-    qkv, norm = bench.random(tokens, heads + 2 * kv, dim), torch.rand(heads + kv, dim, device=bench.device)
+    heads = size(bench, 32, 8)
+    kv = KV_HEADS
+    dim = size(bench, 128, 32)
+    tokens = size(bench, 300, 3)
+    qkv = bench.random(tokens, heads + 2 * kv, dim)
+    norm = torch.rand(heads + kv, dim, device=bench.device)
     turns = torch.rand(tokens, 1, dim // 2, device=bench.device) * 6
-    cos, sin = torch.cat((turns.cos(), turns.cos()), -1), torch.cat((-turns.sin(), turns.sin()), -1)
+    cos = torch.cat((turns.cos(), turns.cos()), -1)
+    sin = torch.cat((-turns.sin(), turns.sin()), -1)
     k, v = (bench.random(tokens // 16 + 1, 16, kv, dim) for _ in range(2))
     slots = torch.randperm(tokens, device=bench.device)
     rule = elementwise.HeadRule(heads, kv, 0.5, 1e-6, norm)
@@ -218,13 +271,20 @@ def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
     qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
     qk = qk * cos + torch.roll(qk, dim // 2, -1) * sin
     got = [cache.flatten(0, 1)[slots] for cache in (k, v)]
-    return torch.cat((q, *got), 1), torch.cat((qk[:, :heads] * 0.5, qk[:, heads:], qkv[:, heads + kv :]), 1), ROUNDED
+    return (
+        torch.cat((q, *got), 1),
+        torch.cat((qk[:, :heads] * 0.5, qk[:, heads:], qkv[:, heads + kv :]), 1),
+        ROUNDED,
+    )
 
 
 def logged(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    logits = bench.random(size(bench, 64, 2), size(bench, 151_936, 700), scale=3.0, dtype=torch.float32)
+    logits = bench.random(
+        size(bench, 64, 2), size(bench, 151_936, 700), scale=3.0, dtype=torch.float32
+    )
     chosen = torch.randint(0, logits.shape[1], (len(logits),), device=bench.device)
-    found, wanted = logprobs(logits, chosen, 5), logprobs_reference(logits, chosen, 5)
+    found = logprobs(logits, chosen, 5)
+    wanted = logprobs_reference(logits, chosen, 5)
     return found[1], wanted[1], 1e-5
 
 
@@ -237,13 +297,20 @@ def sampled(bench: Bench) -> tuple[Tensor, Tensor, float]:
         return torch.full((rows,), value, dtype=dtype, device=bench.device)
 
     seeds = full(7, torch.int32)
-    greedy = sample(logits, SamplingTensors(full(0), full(-torch.inf), full(5, torch.int32), full(1), seeds, seeds))[0]
-    alone = sample(logits, SamplingTensors(full(1), full(-torch.inf), full(1, torch.int32), full(1), seeds, seeds))[0]
+    greedy = sample(
+        logits,
+        SamplingTensors(full(0), full(-torch.inf), full(5, torch.int32), full(1), seeds, seeds),
+    )[0]
+    alone = sample(
+        logits,
+        SamplingTensors(full(1), full(-torch.inf), full(1, torch.int32), full(1), seeds, seeds),
+    )[0]
     return torch.cat((greedy, alone)), logits.argmax(-1).repeat(2), EXACT
 
 
 def penalised(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    vocab, longest = size(bench, 151_936, 300), size(bench, 3000, 40)
+    vocab = size(bench, 151_936, 300)
+    longest = size(bench, 3000, 40)
     logits = bench.random(2, vocab, dtype=torch.float32)
     table = torch.randint(0, vocab, (2, longest), dtype=torch.int32, device=bench.device)
 
@@ -275,13 +342,25 @@ def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
     """The arrays of a step from the requests' tables."""
     table = torch.randint(0, 1000, (8, 200), dtype=torch.int32, device=bench.device)
     blocks = torch.randint(1, 99, (1, 8, 13), dtype=torch.int32, device=bench.device)
-    slots, starts, offsets = (np.array(row, dtype=np.int32) for row in ([4, 2, 7], [0, 9, 100], [0, 17, 18, 58]))
+    slots, starts, offsets = (
+        np.array(row, dtype=np.int32) for row in ([4, 2, 7], [0, 9, 100], [0, 17, 18, 58])
+    )
     step = StepWords.of(slots, starts, offsets, np.array([17, 56, 57]))
     both = [StepArrays.empty(70, 5, 4, 1, 13, bench.device) for _ in range(2)]
     fill_step(table, blocks, 16, step, torch.from_numpy(step.words).to(bench.device), both[0])
     step_reference(table, blocks, 16, step, both[1])
-    names = ("ids_T", "positions_T", "slot_mapping_GT", "blocks_GRB", "sample_N", "offsets_R1", "starts_R")
-    found, wanted = (torch.cat([getattr(one, name).flatten().long() for name in names]) for one in both)
+    names = (
+        "ids_T",
+        "positions_T",
+        "slot_mapping_GT",
+        "blocks_GRB",
+        "sample_N",
+        "offsets_R1",
+        "starts_R",
+    )
+    found, wanted = (
+        torch.cat([getattr(one, name).flatten().long() for name in names]) for one in both
+    )
     return found, wanted, EXACT
 
 
@@ -294,7 +373,10 @@ CHECKS: Mapping[str, Check] = {
     "prefill fast": partial(prefilled, invariant=False), "mla": latent, "qk norm": rotated, "logprobs": logged,
     "sample": sampled, "penalties": penalised, "staged": staged, "step": filled, **narrow.CHECKS,
 }  # fmt: skip
-UNFIT_FOR_SMOKE = ("moe w8a8", "quantise")  # the interpreter has no products of e4m3 and rounds to it wrongly
+UNFIT_FOR_SMOKE = (
+    "moe w8a8",
+    "quantise",
+)  # the interpreter has no products of e4m3 and rounds to it wrongly
 
 
 def row_sizes(bench: Bench) -> tuple[int, ...]:
@@ -303,7 +385,8 @@ def row_sizes(bench: Bench) -> tuple[int, ...]:
 
 def linear_is_invariant(bench: Bench) -> bool:
     dim = size(bench, 2048, 64)
-    x, w = bench.random(size(bench, 4097, 40), dim), bench.random(size(bench, 5120, 48), dim)
+    x = bench.random(size(bench, 4097, 40), dim)
+    w = bench.random(size(bench, 5120, 48), dim)
     return all_equal([linear(x[:n], w)[:1] for n in row_sizes(bench)])
 
 
@@ -314,11 +397,15 @@ def norm_is_invariant(bench: Bench) -> bool:
 
 
 def moe_is_invariant(bench: Bench) -> bool:
-    shape, sizes, rows = moe_shape(bench), row_sizes(bench), []
-    of_experts, batch = moe.weights_of(bench, shape), moe.batch_of(bench, shape, sizes[-1])
+    shape = moe_shape(bench)
+    sizes = row_sizes(bench)
+    rows = []
+    of_experts = moe.weights_of(bench, shape)
+    batch = moe.batch_of(bench, shape, sizes[-1])
     for n in sizes:
         part = moe.Batch(batch.x[:n], batch.ids[:n].contiguous(), batch.shares[:n].contiguous())
-        pairs, device = n * shape.top_k, facts_of(bench.device).name
+        pairs = n * shape.top_k
+        device = facts_of(bench.device).name
         config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, device)
         to = align(part.ids, shape.experts, config["block_m"])
         y = moe.products(part, of_experts, to, config, shape.top_k)
@@ -335,7 +422,9 @@ def attention_is_invariant(bench: Bench) -> bool:
     for new in (1, 20):
         start = torch.tensor([context + 1 - new], dtype=torch.int32, device=bench.device)
         offsets = torch.tensor([0, new], dtype=torch.int32, device=bench.device)
-        plan = plan_attention(step.blocks[:1], start, offsets, step.shape, Bounds(1, new, new, context + 1))
+        plan = plan_attention(
+            step.blocks[:1], start, offsets, step.shape, Bounds(1, new, new, context + 1)
+        )
         q = torch.cat((bench.random(new - 1, *step.q.shape[1:]), step.q[:1]))
         found.append(attention(q, step.k, step.v, plan)[-1:])
     return all_equal(found)
@@ -353,7 +442,9 @@ INVARIANT: Mapping[str, Callable[[Bench], bool]] = {
 
 
 def run(bench: Bench) -> None:
-    """`wrong`: names of what is. An interpreted product's bits are NumPy's, which depend on a row's place."""
+    """`wrong`: names of what is. An interpreted product's bits are NumPy's, which depend on a row's
+    place.
+    """
 
     def check(name: str) -> dict[str, Any]:
         found, reference, bound = CHECKS[name](bench)
@@ -368,7 +459,17 @@ def run(bench: Bench) -> None:
             bench.found["wrong"].append(f"bits of {name}")
         return {"name": name, "same": same}
 
-    unfit = (*UNFIT_FOR_SMOKE, *narrow.UNFIT_FOR_SMOKE, *(f"{kind} {narrow.MANY}" for kind in narrow.KINDS))
-    fit = [name for name in CHECKS if not (bench.smoke and (name.startswith(unfit) or name.endswith(unfit)))]
+    unfit = (
+        *UNFIT_FOR_SMOKE,
+        *narrow.UNFIT_FOR_SMOKE,
+        *(f"{kind} {narrow.MANY}" for kind in narrow.KINDS),
+    )
+    fit = [
+        name
+        for name in CHECKS
+        if not (bench.smoke and (name.startswith(unfit) or name.endswith(unfit)))
+    ]
     bench.each("checks", fit, check)
-    bench.each("invariance", [name for name in INVARIANT if not (bench.smoke and name == "fp8")], invariant)
+    bench.each(
+        "invariance", [name for name in INVARIANT if not (bench.smoke and name == "fp8")], invariant
+    )

@@ -1,4 +1,5 @@
-"""Whole engines with random weights of published shapes: start to first token, prefill, decode, idle time.
+"""Whole engines with random weights of published shapes: start to first token, prefill, decode,
+idle time.
 
 A process for each, since its start counts, from the process's on, and its memory must come back.
 """
@@ -18,8 +19,13 @@ from moeserve import LLM, SamplingParams
 from tools.gpu.bench import Bench
 from tools.gpu.models import ENGINES, SMALL, Engine, prompt_flops, step_bytes
 
-CONTEXT, PREFILL, PROMPTS, ROUNDS = 1024, 4096, 16, 4
-FEW, MANY = 64, 192  # new tokens of each request
+CONTEXT = 1024
+PREFILL = 4096
+PROMPTS = 16
+ROUNDS = 4
+# new tokens of each request
+FEW = 64
+MANY = 192
 STEP_TOKENS = 8192
 LEAST_CONTEXT = 128
 
@@ -41,12 +47,18 @@ def run(bench: Bench, name: str) -> None:
             bench.found["start_to_first_token_s"] = time.time() - psutil.Process().create_time()
             bench.found["kv_tokens"] = llm.ready.num_blocks * llm.ready.block_size
             bench.end()
-            bench.each("decode", batches, lambda batch: decode(llm, batch, context, Path(folder), engine))
+            bench.each(
+                "decode", batches, lambda batch: decode(llm, batch, context, Path(folder), engine)
+            )
             if engine.prefill:
                 flops = prompt_flops(Path(folder), prefill)
-                bench.each("prefill", (prefill,), lambda length: prompt_rate(llm, prompts, length, flops))
+                bench.each(
+                    "prefill", (prefill,), lambda length: prompt_rate(llm, prompts, length, flops)
+                )
             if engine.alone:
-                bench.each("alone as in company", ("",), lambda _: {"same": same_in_company(bench, llm)})
+                bench.each(
+                    "alone as in company", ("",), lambda _: {"same": same_in_company(bench, llm)}
+                )
 
 
 def config_of(engine: Engine, smoke: bool) -> dict[str, Any]:
@@ -54,13 +66,17 @@ def config_of(engine: Engine, smoke: bool) -> dict[str, Any]:
 
 
 def decode(llm: LLM, batch: int, context: int, folder: Path, engine: Engine) -> dict[str, Any]:
-    """What MANY new tokens take longer than FEW. Prefill delays the last requests in both alike, so the difference is
-    of steps with the whole batch. Idle: the part of it that no step was on the device. Contexts are shorter where the
-    cache has no room for all of them."""
+    """What MANY new tokens take longer than FEW. Prefill delays the last requests in both alike, so
+    the difference is of steps with the whole batch. Idle: the part of it that no step was on the
+    device. Contexts are shorter where the cache has no room for all of them."""
     room = llm.ready.num_blocks * llm.ready.block_size // batch - MANY - 2 * llm.ready.block_size
     if room < min(context, LEAST_CONTEXT):
-        return {"batch": batch, "problem": f"the cache has room for {room} tokens of each request's prompt"}
-    rounds, context = [], min(context, room)
+        return {
+            "batch": batch,
+            "problem": f"the cache has room for {room} tokens of each request's prompt",
+        }
+    rounds = []
+    context = min(context, room)
     for _ in range(ROUNDS):
         short_s, short_busy_s = generated(llm, batch, context, FEW)
         long_s, long_busy_s = generated(llm, batch, context, MANY)
@@ -76,14 +92,24 @@ def decode(llm: LLM, batch: int, context: int, folder: Path, engine: Engine) -> 
 def prompt_rate(llm: LLM, prompts: int, length: int, flops: float) -> dict[str, Any]:
     taken = [generated(llm, prompts, length, 1)[0] for _ in range(ROUNDS)]
     rate = prompts * length / min(taken[1:])
-    return {"length": length, "tokens_per_s": rate, "tflop_s": rate * flops / 1e12, "samples_s": taken}
+    return {
+        "length": length,
+        "tokens_per_s": rate,
+        "tflop_s": rate * flops / 1e12,
+        "samples_s": taken,
+    }
 
 
 def same_in_company(bench: Bench, llm: LLM) -> bool:
-    """Whether a request gets the same tokens, and they the same log-probabilities, with others as without."""
+    """Whether a request gets the same tokens, and they the same log-probabilities, with others as
+    without.
+    """
     needle, *others = random_prompts(llm, min(9, llm.ready.max_num_seqs), 40)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logprobs=1, ignore_eos=True)
-    alone, company = (llm.generate(prompts, params, use_tqdm=False)[0] for prompts in ([needle], [needle, *others]))
+    alone, company = (
+        llm.generate(prompts, params, use_tqdm=False)[0]
+        for prompts in ([needle], [needle, *others])
+    )
     found = [(one.outputs[0].token_ids, repr(one.outputs[0].logprobs)) for one in (alone, company)]
     if found[0] != found[1]:
         bench.found["wrong"].append("a request's bits alone and in company")
@@ -93,8 +119,11 @@ def same_in_company(bench: Bench, llm: LLM) -> bool:
 def generated(llm: LLM, batch: int, length: int, new: int) -> tuple[float, float]:
     """Seconds of a batch of new prompts, and how many of them the model ran."""
     prompts = random_prompts(llm, batch, length)
-    before_s, begun_s = llm.stats.total.step_s, time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True), use_tqdm=False)
+    before_s = llm.stats.total.step_s
+    begun_s = time.perf_counter()
+    llm.generate(
+        prompts, SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True), use_tqdm=False
+    )
     return time.perf_counter() - begun_s, llm.stats.total.step_s - before_s
 
 

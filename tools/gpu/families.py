@@ -1,4 +1,6 @@
-"""Small checkpoints of every family: the tokens of an engine on the card must be those of one on the CPU."""
+"""Small checkpoints of every family: the tokens of an engine on the card must be those of one on
+the CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,17 @@ SMALL: dict[str, Any] = {
 
 def run(bench: Bench) -> None:
     """A smoke run has interpreted kernels in place of the card's."""
-    card: dict[str, Any] = {"device": "cpu", "kernels": "triton"} if bench.smoke else {"device": "cuda"}
+    card: dict[str, Any] = (
+        {"device": "cpu", "kernels": "triton"} if bench.smoke else {"device": "cuda"}
+    )
 
     def compare(name: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="moeserve-model-") as folder:
             path = write_checkpoint(name, Path(folder)).path
             count, new = (1, 2) if bench.smoke else (len(PROMPTS), NEW)
-            ours, theirs = (tokens(path, count, new, {**SMALL, **on}) for on in (card, {"device": "cpu"}))
+            ours, theirs = (
+                tokens(path, count, new, {**SMALL, **on}) for on in (card, {"device": "cpu"})
+            )
         if ours != theirs:
             bench.found["wrong"].append(f"tokens of {name}")
         return {"name": name, "same": ours == theirs}
@@ -37,5 +43,7 @@ def run(bench: Bench) -> None:
 def tokens(path: Path, count: int, new: int, settings: dict[str, Any]) -> list[list[int]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     with LLM(str(path), **settings) as llm:
-        answers = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS[:count]], sampling, use_tqdm=False)
+        answers = llm.generate(
+            [{"prompt_token_ids": ids} for ids in PROMPTS[:count]], sampling, use_tqdm=False
+        )
     return [list(answer.outputs[0].token_ids) for answer in answers]

@@ -1,4 +1,6 @@
-"""Shapes of published models, whose engines are measured with random weights, and what a step of theirs must read."""
+"""Shapes of published models, whose engines are measured with random weights, and what a step of
+theirs must read.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +56,18 @@ SMALL_GPT_OSS = {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 
                  "experts_per_token": 2, "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
 SMALL_V2 = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
             "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}  # fmt: skip
-FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+FP8_BLOCKS = {
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+}
 BATCHES = (1, 64, 256)
 MXFP4_BYTES = 0.5 + 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A model's config.json, what makes it small for a smoke run, settings, and what is measured. alone: whether
-    requests must have the same bits alone and in company, as `--determinism batch` promises."""
+    """A model's config.json, what makes it small for a smoke run, settings, and what is measured.
+    alone: whether requests must have the same bits alone and in company, as `--determinism batch`
+    promises."""
 
     config: Mapping[str, Any]
     small: Mapping[str, Any]
@@ -78,14 +83,18 @@ ENGINES: Mapping[str, Engine] = {
     "gpt_oss": Engine(GPT_OSS_20B, SMALL_GPT_OSS),
     "v2_lite": Engine(DEEPSEEK_V2_LITE, SMALL_V2),
     "qwen3_batch": Engine(QWEN3_30B_A3B, SMALL_QWEN3, _BATCH, (64,), False, True),
-    "qwen3_fp8": Engine({**QWEN3_30B_A3B, **FP8_BLOCKS}, SMALL_QWEN3, _BATCH, BATCHES[:2], False, True),
-    "qwen3_int4": Engine(QWEN3_30B_A3B, SMALL_QWEN3, {**_BATCH, "quantization": "int4"}, BATCHES[:2], False, True),
+    "qwen3_fp8": Engine(
+        {**QWEN3_30B_A3B, **FP8_BLOCKS}, SMALL_QWEN3, _BATCH, BATCHES[:2], False, True
+    ),
+    "qwen3_int4": Engine(
+        QWEN3_30B_A3B, SMALL_QWEN3, {**_BATCH, "quantization": "int4"}, BATCHES[:2], False, True
+    ),
 }
 
 
 def step_bytes(folder: Path, settings: Mapping[str, Any], batch: int, position: int) -> float:
-    """Bytes that a decode step must read, experts taken as chosen evenly; of MXFP4 those of its files, whose scales
-    have 8 bits, not those of the kernels here."""
+    """Bytes that a decode step must read, experts taken as chosen evenly; of MXFP4 those of its
+    files, whose scales have 8 bits, not those of the kernels here."""
     spec = read_model_spec(folder)
     weights = rank_weights(spec, config_of(folder, **settings))
     touched = spec.num_experts * (1 - (1 - spec.experts_per_token / spec.num_experts) ** batch)
@@ -98,4 +107,6 @@ def step_bytes(folder: Path, settings: Mapping[str, Any], batch: int, position: 
 
 def prompt_flops(folder: Path, length: int) -> float:
     """Operations of a token of a prompt of so many."""
-    return 1e9 / floor_tokens_per_s(read_model_spec(folder), Case("", 1, length, 1), Rates(1.0, 1.0))
+    return 1e9 / floor_tokens_per_s(
+        read_model_spec(folder), Case("", 1, length, 1), Rates(1.0, 1.0)
+    )

@@ -1,4 +1,5 @@
-"""The fused MoE: two grouped products between sorting and summing, beside torch's and other engines' kernels.
+"""The fused MoE: two grouped products between sorting and summing, beside torch's and other
+engines' kernels.
 
 M tokens, K experts per token, E experts, I expert width, D model width.
 """
@@ -21,7 +22,12 @@ from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
-from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of
+from moeserve.kernels.grouped_weight_only import (
+    Narrow,
+    down_narrow,
+    gate_up_narrow,
+    launch_narrow_of,
+)
 from moeserve.ops.rules import SWIGLU
 from tools.gpu.bench import Bench, Run, error_of, figures
 from tools.gpu.peers import PeerMoe, load_peers
@@ -60,7 +66,9 @@ SHAPES = (Shape(128, 768, 2048, 8), Shape(8, 14336, 4096, 2), Shape(64, 1408, 20
 SMOKE = Shape(4, 32, 64, 2)
 CASES = [
     *(Case(SHAPES[0], tokens, "even") for tokens in TOKENS),
-    *(Case(SHAPES[0], tokens, "balanced") for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384)),  # as published
+    *(
+        Case(SHAPES[0], tokens, "balanced") for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384)
+    ),  # as published
     *(Case(SHAPES[0], tokens, "skewed") for tokens in (64, 512, 4096)),
     *(Case(shape, tokens, "even") for shape in SHAPES[1:] for tokens in FEWER),
 ]
@@ -94,20 +102,27 @@ def weights_of(bench: Bench, shape: Shape) -> Weights:
 
 
 def batch_of(bench: Bench, shape: Shape, tokens: int, routing: Routing = "even") -> Batch:
-    """Random rows. even: experts are drawn without repetition, all alike; skewed: with probabilities of 1 / rank;
-    balanced: one after the other, so that as many as there can be are needed, and each as often."""
+    """Random rows. even: experts are drawn without repetition, all alike; skewed: with
+    probabilities of 1 / rank; balanced: one after the other, so that as many as there can be are
+    needed, and each as often."""
     shares = torch.rand(tokens, shape.top_k, device=bench.device)
     if routing == "balanced":
-        ids = torch.arange(tokens * shape.top_k, device=bench.device).view(tokens, -1) % shape.experts
+        ids = (
+            torch.arange(tokens * shape.top_k, device=bench.device).view(tokens, -1) % shape.experts
+        )
         ids = torch.randperm(shape.experts, device=bench.device)[ids]
     else:
         ranks = torch.arange(shape.experts, device=bench.device) + 1.0
-        ids = torch.multinomial((ranks**-1 if routing == "skewed" else ranks**0).expand(tokens, -1), shape.top_k)
+        ids = torch.multinomial(
+            (ranks**-1 if routing == "skewed" else ranks**0).expand(tokens, -1), shape.top_k
+        )
     return Batch(bench.random(tokens, shape.dim), ids.int(), shares / shares.sum(1, keepdim=True))
 
 
 def work_of(shape: Shape, batches: Sequence[Batch], byte_share: float = 1.0) -> dict[str, int]:
-    """Bytes of the weights that a step needs, on average, and its operations. byte_share: of a bf16 weight's two."""
+    """Bytes of the weights that a step needs, on average, and its operations. byte_share: of a bf16
+    weight's two.
+    """
     weights = sum(batch.distinct for batch in batches) / len(batches) * 3 * shape.width * shape.dim
     flops = 2 * len(batches[0].x) * shape.top_k * 3 * shape.width * shape.dim
     return {"num_bytes": int(2 * weights * byte_share), "flops": flops}
@@ -131,7 +146,9 @@ def reference(batch: Batch, w: Weights) -> Tensor:
         tokens, places = (batch.ids == expert).nonzero(as_tuple=True)
         gate, up = (batch.x[tokens].float() @ w.w13[expert].float().T).chunk(2, -1)
         hidden = (torch.nn.functional.silu(gate) * up).to(batch.x.dtype).float()
-        out.index_add_(0, tokens, batch.shares[tokens, places, None] * (hidden @ w.w2[expert].float().T))
+        out.index_add_(
+            0, tokens, batch.shares[tokens, places, None] * (hidden @ w.w2[expert].float().T)
+        )
     return out
 
 
@@ -142,8 +159,11 @@ def torch_grouped(batch: Batch, w: Weights, shape: Shape) -> Run | None:
     flat = batch.ids.flatten()
     rows = batch.x[flat.argsort(stable=True) // shape.top_k]
     ends = flat.bincount(minlength=shape.experts).cumsum(0).int()
-    w13, w2 = w.w13.transpose(-1, -2), w.w2.transpose(-1, -2)
-    return lambda: torch._grouped_mm(act_mul(torch._grouped_mm(rows, w13, offs=ends), SWIGLU), w2, offs=ends)
+    w13 = w.w13.transpose(-1, -2)
+    w2 = w.w2.transpose(-1, -2)
+    return lambda: torch._grouped_mm(
+        act_mul(torch._grouped_mm(rows, w13, offs=ends), SWIGLU), w2, offs=ends
+    )
 
 
 class FlashInferMoe:
@@ -157,11 +177,16 @@ class FlashInferMoe:
         return lambda: flashinfer_moe.fused_moe(x, ids, shares, self._w31, w2)[:, None]
 
 
-def compared(bench: Bench, case: Case, w: Weights, peers: Mapping[str, PeerMoe | FlashInferMoe]) -> Any:
-    """Ours and the peers' products on the same choices, each side's rows sorted before; our whole layer, and
-    FlashInfer's."""
-    shape, tokens = case.shape, case.tokens
-    batches = [batch_of(bench, shape, tokens, case.routing) for _ in range(ROUTINGS if bench.times else 1)]
+def compared(
+    bench: Bench, case: Case, w: Weights, peers: Mapping[str, PeerMoe | FlashInferMoe]
+) -> Any:
+    """Ours and the peers' products on the same choices, each side's rows sorted before; our whole
+    layer, and FlashInfer's."""
+    shape = case.shape
+    tokens = case.tokens
+    batches = [
+        batch_of(bench, shape, tokens, case.routing) for _ in range(ROUTINGS if bench.times else 1)
+    ]
     config = launch_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, bench.dtype,
                        facts_of(bench.device).name)  # fmt: skip
     aligned = [align(batch.ids, shape.experts, config["block_m"]) for batch in batches]
@@ -187,10 +212,20 @@ def compared(bench: Bench, case: Case, w: Weights, peers: Mapping[str, PeerMoe |
             candidates[name] = list(runs)
         else:
             notes[name] = f"left out: its result is off by {errors[name]:.2g}"
-    work, may_fail = work_of(shape, batches), candidates.keys() - {"moeserve", "moeserve layer"}
-    found = {name: figures(samples, **work) for name, samples in bench.time(candidates, may_fail).items()}
-    ours = {name: found["moeserve layer" if name == "flashinfer" else "moeserve"]["us"] for name in found}
-    ratios = {name: f["us"] / ours[name] for name, f in found.items() if ours[name] and "moeserve" not in name}
+    work = work_of(shape, batches)
+    may_fail = candidates.keys() - {"moeserve", "moeserve layer"}
+    found = {
+        name: figures(samples, **work) for name, samples in bench.time(candidates, may_fail).items()
+    }
+    ours = {
+        name: found["moeserve layer" if name == "flashinfer" else "moeserve"]["us"]
+        for name in found
+    }
+    ratios = {
+        name: f["us"] / ours[name]
+        for name, f in found.items()
+        if ours[name] and "moeserve" not in name
+    }
     return {
         "shape": str(shape), "tokens": tokens, "routing": case.routing, "config": dict(config),
         "distinct_experts": [batch.distinct for batch in batches], "errors": errors, "figures": found, "ratios": ratios,
@@ -203,24 +238,39 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
 
     def scaled(*size: int) -> Scaled:
         values = torch.randn(size, device=bench.device).to(E4M3)
-        return Scaled(values, torch.rand(size[0], size[1] // 128, -(-size[2] // 128), device=bench.device) / 64)
+        return Scaled(
+            values,
+            torch.rand(size[0], size[1] // 128, -(-size[2] // 128), device=bench.device) / 64,
+        )
 
     w13 = scaled(shape.experts, 2 * shape.width, shape.dim)
     w2 = scaled(shape.experts, shape.dim, shape.width)
     batch = batch_of(bench, shape, tokens)
-    config = launch_fp8_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, facts_of(bench.device).name)
-    to, x = align(batch.ids, shape.experts, config["block_m"]), Scaled(*quantise(batch.x))
+    config = launch_fp8_of(
+        tokens * shape.top_k, shape.experts, shape.width, shape.dim, facts_of(bench.device).name
+    )
+    to = align(batch.ids, shape.experts, config["block_m"])
+    x = Scaled(*quantise(batch.x))
     out = bench.random(tokens * shape.top_k, shape.dim)
     run = lambda: down_fp8(gate_up_fp8(x, w13, to, config, shape.top_k), w2, to, config, out)  # noqa: E731
-    candidates, why = {"w8a8": [run]}, deep_gemm.obstacle(bench.device)
+    candidates = {"w8a8": [run]}
+    why = deep_gemm.obstacle(bench.device)
     if why is None:
-        tiles, chosen = align(batch.ids, shape.experts, deep_gemm.TILE), deep_gemm.CONFIG
+        tiles = align(batch.ids, shape.experts, deep_gemm.TILE)
+        chosen = deep_gemm.CONFIG
         candidates["deep_gemm"] = [
-            lambda: deep_gemm.down(deep_gemm.gate_up(x, w13, tiles, chosen, shape.top_k), w2, tiles, chosen, out)
+            lambda: deep_gemm.down(
+                deep_gemm.gate_up(x, w13, tiles, chosen, shape.top_k), w2, tiles, chosen, out
+            )
         ]
     found = {name: figures(samples, **work_of(shape, [batch], 0.5))
              for name, samples in bench.time(candidates, {"deep_gemm"}).items()}  # fmt: skip
-    return {"tokens": tokens, "config": dict(config), **found.pop("w8a8"), "deep_gemm": found.get("deep_gemm", why)}
+    return {
+        "tokens": tokens,
+        "config": dict(config),
+        **found.pop("w8a8"),
+        "deep_gemm": found.get("deep_gemm", why),
+    }
 
 
 def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
@@ -230,16 +280,26 @@ def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     def packed(outputs: int, inputs: int) -> Narrow:
         size = (shape.experts, outputs, inputs // 2)
         values = torch.randint(0, 256, size, dtype=torch.uint8, device=bench.device)
-        return Narrow(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
+        return Narrow(
+            group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01)
+        )
 
-    w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
+    w13 = packed(2 * shape.width, shape.dim)
+    w2 = packed(shape.dim, shape.width)
     batch = batch_of(bench, shape, tokens)
-    rows, device = tokens * shape.top_k, facts_of(bench.device).name
-    config = launch_narrow_of(rows, shape.experts, shape.width, shape.dim, "int4", group, bench.dtype, device)
+    rows = tokens * shape.top_k
+    device = facts_of(bench.device).name
+    config = launch_narrow_of(
+        rows, shape.experts, shape.width, shape.dim, "int4", group, bench.dtype, device
+    )
     to = align(batch.ids, shape.experts, config["block_m"])
     run = lambda: down_narrow(gate_up_narrow(batch.x, w13, to, config, shape.top_k), w2, to, config)  # noqa: E731
     samples = bench.time({"int4": [run]})["int4"]
-    return {"tokens": tokens, "config": dict(config), **figures(samples, **work_of(shape, [batch], 0.25 + 1 / group))}
+    return {
+        "tokens": tokens,
+        "config": dict(config),
+        **figures(samples, **work_of(shape, [batch], 0.25 + 1 / group)),
+    }
 
 
 def run(bench: Bench, peers_folder: Path | None) -> None:
@@ -251,7 +311,8 @@ def run(bench: Bench, peers_folder: Path | None) -> None:
     @lru_cache(maxsize=1)
     def made(shape: Shape) -> tuple[Weights, dict[str, PeerMoe | FlashInferMoe]]:
         torch.cuda.empty_cache()
-        weights, them = weights_of(bench, shape), dict[str, PeerMoe | FlashInferMoe]()
+        weights = weights_of(bench, shape)
+        them = dict[str, PeerMoe | FlashInferMoe]()
         for name, peer in peers.items():
             them[name] = PeerMoe(peer, shape.experts, shape.width, shape.dim)
         if flashinfer_moe.obstacle(bench.device, blocks=False) is None:
@@ -264,9 +325,15 @@ def run(bench: Bench, peers_folder: Path | None) -> None:
             bench.found["wrong"].append(f"cases {case}")
         return found
 
-    bench.each("cases", [Case(SMOKE, 3, "even"), Case(SMOKE, 5, "balanced")] if bench.smoke else CASES, measure)
+    bench.each(
+        "cases",
+        [Case(SMOKE, 3, "even"), Case(SMOKE, 5, "balanced")] if bench.smoke else CASES,
+        measure,
+    )
     made.cache_clear()
     first = Shape(4, 128, 128, 2) if bench.smoke else SHAPES[0]
     if not bench.smoke:  # the interpreter has no products of e4m3
         bench.each("w8a8", NARROW, lambda tokens: fp8_case(bench, first, tokens))
-    bench.each("int4", (3,) if bench.smoke else NARROW, lambda tokens: int4_case(bench, first, tokens))
+    bench.each(
+        "int4", (3,) if bench.smoke else NARROW, lambda tokens: int4_case(bench, first, tokens)
+    )

@@ -1,8 +1,9 @@
-"""Other engines' fused-MoE Triton kernels, read from their own files at run time; nothing of theirs is kept here.
+"""Other engines' fused-MoE Triton kernels, read from their own files at run time; nothing of theirs
+is kept here.
 
-A folder has `vllm/` and `sglang/`, each with (parts of) that engine's unpacked wheel: the file of the kernel and the
-JSON tables of launch parameters. Of the file only the functions that Triton compiles are loaded, so none of its
-imports is needed.
+A folder has `vllm/` and `sglang/`, each with (parts of) that engine's unpacked wheel: the file of
+the kernel and the JSON tables of launch parameters. Of the file only the functions that Triton
+compiles are loaded, so none of its imports is needed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Peer:
 
 def load_peers(folder: Path | None) -> tuple[dict[str, Peer], dict[str, str]]:
     """The kernels that are there, and a note for each that is not."""
-    found, notes = {}, {}
+    found = {}
+    notes = {}
     for name, file in FILES.items():
         if folder is None:
             notes[name] = "skipped: no --peers folder was given"
@@ -63,12 +65,20 @@ def load_peers(folder: Path | None) -> tuple[dict[str, Peer], dict[str, str]]:
 
 
 def load_kernel(path: Path) -> Any:
-    """The kernel alone, from a file of its own (Triton reads its source there) with the functions that it calls."""
+    """The kernel alone, from a file of its own (Triton reads its source there) with the functions
+    that it calls.
+    """
     source = path.read_text("utf-8")
-    jitted = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and _is_jitted(node)]
+    jitted = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and _is_jitted(node)
+    ]
     parts = ["\n".join(map(ast.unparse, node.decorator_list)) for node in jitted]
     bodies = [ast.get_source_segment(source, node) or "" for node in jitted]
-    text = HEADER + "\n\n\n".join(f"@{mark}\n{body}" for mark, body in zip(parts, bodies, strict=True))
+    text = HEADER + "\n\n\n".join(
+        f"@{mark}\n{body}" for mark, body in zip(parts, bodies, strict=True)
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".py", prefix="peer_", delete=False) as file:
         file.write(text)
     spec = importlib.util.spec_from_file_location(Path(file.name).stem, file.name)
@@ -93,33 +103,53 @@ class PeerMoe:
     dim: int
 
     def config(self, tokens: int) -> dict[str, int]:
-        """Of its table for this GPU, by the nearest number of tokens; else what both engines begin with."""
-        device = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
+        """Of its table for this GPU, by the nearest number of tokens; else what both engines begin
+        with.
+        """
+        device = (
+            torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
+        )
         name = f"E={self.experts},N={self.width},device_name={device}.json"
-        tables = sorted(self.peer.folder.rglob(name), key=lambda path: _version(path) == triton.__version__)
+        tables = sorted(
+            self.peer.folder.rglob(name), key=lambda path: _version(path) == triton.__version__
+        )
         if tables:
-            table = {int(k): v for k, v in json.loads(tables[-1].read_text("utf-8")).items() if k.isdecimal()}
+            table = {
+                int(k): v
+                for k, v in json.loads(tables[-1].read_text("utf-8")).items()
+                if k.isdecimal()
+            }
             return dict(table[min(table, key=lambda known: abs(known - tokens))])
         few = tokens <= self.experts
         tile = (16, 64, 64, 1) if few else (64, 64, 32, 8)
-        return dict(zip(TILE_KEYS, tile, strict=True)) | {"num_warps": 4, "num_stages": 4 if few else 3}
+        return dict(zip(TILE_KEYS, tile, strict=True)) | {
+            "num_warps": 4,
+            "num_stages": 4 if few else 3,
+        }
 
     def prepare(self, x: Tensor, ids: Tensor, shares: Tensor, w13: Tensor, w2: Tensor) -> Run:
-        """Both products with the activation between; rows are sorted and padded here, before the clock starts. The
-        result: [M, K, D], each row multiplied by its share."""
+        """Both products with the activation between; rows are sorted and padded here, before the
+        clock starts. The result: [M, K, D], each row multiplied by its share."""
         tokens, top_k = ids.shape
         config = self.config(tokens)
         to = align_reference(ids, self.experts, config["BLOCK_SIZE_M"])
-        sorted_ids, num_padded = padded(to.order_N, to.expert_Z, to.row_Z, to.ends_e, to.block_m, ids.numel())
+        sorted_ids, num_padded = padded(
+            to.order_N, to.expert_Z, to.row_Z, to.ends_e, to.block_m, ids.numel()
+        )
 
         def product(source: Tensor, w: Tensor, out: Tensor, fan: int, weighted: bool) -> None:
-            values = self._arguments(source, w, out, shares, sorted_ids, to.expert_Z, num_padded, fan, weighted, config)
+            values = self._arguments(
+                source, w, out, shares, sorted_ids, to.expert_Z, num_padded, fan, weighted, config
+            )
             tiles = math.ceil(len(sorted_ids) / config["BLOCK_SIZE_M"])
             grid = (tiles * math.ceil(w.shape[1] / config["BLOCK_SIZE_N"]),)
-            self.peer.kernel[grid](**values, num_warps=config["num_warps"], num_stages=config["num_stages"])
+            self.peer.kernel[grid](
+                **values, num_warps=config["num_warps"], num_stages=config["num_stages"]
+            )
 
         def run() -> Tensor:
-            gate_up, y = x.new_empty(tokens * top_k, w13.shape[1]), x.new_empty(tokens, top_k, self.dim)
+            gate_up = x.new_empty(tokens * top_k, w13.shape[1])
+            y = x.new_empty(tokens, top_k, self.dim)
             product(x, w13, gate_up, top_k, False)
             product(act_mul(gate_up, SWIGLU), w2, y.view(-1, self.dim), 1, True)
             return y
@@ -156,12 +186,16 @@ def _version(path: Path) -> str:
 def padded(
     order: Tensor | None, slots: Tensor, rows: Tensor, ends: Tensor, block_m: int, none: int
 ) -> tuple[Tensor, Tensor]:
-    """(the pair of each row of each tile, `none` where the tile has no more rows; how many rows that is).
+    """(the pair of each row of each tile, `none` where the tile has no more rows; how many rows
+    that is).
 
-    order [1, 0], slots [0, 1], first rows [0, 1], ends [1, 2], tiles of 2, none 2 -> [1, 2, 0, 2], [4]
+    order [1, 0], slots [0, 1], first rows [0, 1], ends [1, 2], tiles of 2, none 2 -> [1, 2, 0, 2],
+    [4]
     """
     assert order is not None
     places = rows[:, None].long() + torch.arange(block_m, device=rows.device)
     inside = places < ends[slots.long()][:, None]
     pairs = torch.where(inside, order[places.clamp(max=len(order) - 1)], none)
-    return pairs.flatten().int(), torch.tensor([pairs.numel()], dtype=torch.int32, device=rows.device)
+    return pairs.flatten().int(), torch.tensor(
+        [pairs.numel()], dtype=torch.int32, device=rows.device
+    )

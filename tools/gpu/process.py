@@ -1,7 +1,9 @@
-"""Runs a section of the check in processes of its own, for so many seconds, and keeps all that they found.
+"""Runs a section of the check in processes of its own, for so many seconds, and keeps all that they
+found.
 
-A process writes its record when a case begins and when it ends. So one that is stopped, hangs or crashes loses a case
-at most, the record names it, and what was measured before stays. After a crash the section goes on without that case.
+A process writes its record when a case begins and when it ends. So one that is stopped, hangs or
+crashes loses a case at most, the record names it, and what was measured before stays. After a crash
+the section goes on without that case.
 """
 
 from __future__ import annotations
@@ -31,12 +33,19 @@ Record = dict[str, Any]
 def merge(one: Any, other: Any) -> Any:
     """Mappings key by key, lists one after the other; of anything else the other."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return {**one, **{key: merge(one[key], value) if key in one else value for key, value in other.items()}}
+        return {
+            **one,
+            **{
+                key: merge(one[key], value) if key in one else value for key, value in other.items()
+            },
+        }
     return [*one, *other] if isinstance(one, list) and isinstance(other, list) else other
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """All of it or nothing. NaN and infinity, which JSON has not, become null; this folder's path is cut."""
+    """All of it or nothing. NaN and infinity, which JSON has not, become null; this folder's path
+    is cut.
+    """
     text = json.dumps(finite(record), indent=1).replace(f"{ROOT}/", "")
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -62,7 +71,9 @@ def read_json(path: Path) -> Record:
 
 
 def last_words(log: str) -> str:
-    """The stack of the main thread, if the process was ended by faulthandler, which writes it last; else the end."""
+    """The stack of the main thread, if the process was ended by faulthandler, which writes it last;
+    else the end.
+    """
     at = log.rfind(STACK)
     return log[max(0, at - 70) :][:TAIL] if at >= 0 else log[-TAIL:]
 
@@ -77,7 +88,15 @@ class Part:
     log: Path
 
     @classmethod
-    def start(cls, folder: Path, words: Sequence[str], number: int, parts: int, seconds: float, record: Record) -> Part:
+    def start(
+        cls,
+        folder: Path,
+        words: Sequence[str],
+        number: int,
+        parts: int,
+        seconds: float,
+        record: Record,
+    ) -> Part:
         """record: what is known already, and need not be measured again."""
         result, log, known = (folder / f"{number}.{end}" for end in ("json", "log", "known"))
         result.unlink(missing_ok=True)
@@ -101,23 +120,30 @@ class Part:
         return read_json(self.result)
 
     def ended(self, record: Record) -> tuple[Record, bool]:
-        """The record with what it found, and whether to go on: it died in a case that had not failed before."""
+        """The record with what it found, and whether to go on: it died in a case that had not
+        failed before.
+        """
         self.kill()  # what it left running
-        found, code = self.found(), self.process.returncode
+        found = self.found()
+        code = self.process.returncode
         at = found.pop("running", None)
         record, failed = merge(record, found), record.get("failed", {})
         if not code:
             return record, False
         why = f"exit status {code}: {last_words(self.log.read_text(errors='replace'))}"
-        return merge(record, {"failed": {at: why}} if at else {"problems": [why]}), bool(at) and at not in failed
+        return merge(record, {"failed": {at: why}} if at else {"problems": [why]}), bool(
+            at
+        ) and at not in failed
 
 
 def run_section(
     words: Sequence[str], parts: int, seconds: float, record: Record, keep: Callable[[Record], None]
 ) -> None:
-    """Runs `python *words RESULT KNOWN SECONDS I/PARTS` for each part. keep: gets the record, with what is new, every
-    two seconds and at the end, however that comes. `stopped`: the cases at which time was up."""
-    end_s, kept_s = time.monotonic() + seconds, 0.0
+    """Runs `python *words RESULT KNOWN SECONDS I/PARTS` for each part. keep: gets the record, with
+    what is new, every two seconds and at the end, however that comes. `stopped`: the cases at which
+    time was up."""
+    end_s = time.monotonic() + seconds
+    kept_s = 0.0
     with tempfile.TemporaryDirectory(prefix="moeserve-check-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         running: list[Part] = []
@@ -129,7 +155,9 @@ def run_section(
                     running.remove(part)
                     record, again = part.ended(record)
                     if again:
-                        running.append(Part.start(folder, words, part.number, parts, end_s - now_s, record))
+                        running.append(
+                            Part.start(folder, words, part.number, parts, end_s - now_s, record)
+                        )
                 if now_s - kept_s > KEEP_S:
                     keep(_with(record, running))
                     kept_s = now_s

@@ -1,6 +1,8 @@
-"""The tests that use a card, as cases of the check: one that hangs or crashes is named, and the others run without it.
+"""The tests that use a card, as cases of the check: one that hangs or crashes is named, and the
+others run without it.
 
-pytest-asyncio and pytest-rerunfailures need not be there, so the project's options for them are left out.
+pytest-asyncio and pytest-rerunfailures need not be there, so the project's options for them are
+left out.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ def run(bench: Bench) -> None:
     recorder = Recorder(bench)
     folders = [str(ROOT / folder) for folder in (SMOKE if bench.smoke else FOLDERS)]
     code = pytest.main([*OPTIONS, *folders], plugins=[recorder])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+    if code not in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
         raise RuntimeError(f"pytest ended with {code!r}: {recorder.uncollected}")
 
 
@@ -42,12 +48,15 @@ class Recorder:
     """A plugin of pytest."""
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.problem = bench, ""
+        self.bench = bench
+        self.problem = ""
         self.uncollected: list[str] = []
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in self.bench.mine(list(items)) if item.nodeid not in self.bench.known]
+        items[:] = [
+            item for item in self.bench.mine(list(items)) if item.nodeid not in self.bench.known
+        ]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -82,4 +91,6 @@ class Recorder:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.bench.found.setdefault("skipped", []).append(why[:80])
         elif report.when == "call" and report.duration > SLOW_S:
-            self.bench.found.setdefault("slow", []).append([round(report.duration, 1), report.nodeid])
+            self.bench.found.setdefault("slow", []).append(
+                [round(report.duration, 1), report.nodeid]
+            )

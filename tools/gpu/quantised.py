@@ -1,4 +1,5 @@
-"""Weights in 4 and 8 bits as the engine has them, from `Quantised` to products: beside what they mean, and bits alone.
+"""Weights in 4 and 8 bits as the engine has them, from `Quantised` to products: beside what they
+mean, and bits alone.
 
 fp8 is in blocks of 128 x 128, for which experts round rows to e4m3, too.
 """
@@ -26,14 +27,19 @@ KINDS = ("int4", "int8", "fp8", "fp4")
 PRODUCT = 1e-2
 ROUNDED = 2e-2  # where e4m3 rounds sums that lie close to a tie the other way
 UNFIT_FOR_SMOKE = ("experts fp8",)  # the interpreter rounds to e4m3 wrongly
-FEW, MANY = 1, 700  # rows; a smoke run has 3, once
+# rows; a smoke run has 3, once
+FEW = 1
+MANY = 700
 
 
 def weights(bench: Bench, kind: Any, *shape: int) -> Quantised:
     """Random values with scales that differ."""
-    rows, group = (128 if kind == "fp8" else 1), {"int4": 128, "fp4": 16, "fp8": 128}.get(kind, 0)
+    rows = 128 if kind == "fp8" else 1
+    group = {"int4": 128, "fp4": 16, "fp8": 128}.get(kind, 0)
     group = 32 if bench.smoke and kind != "fp8" else group
-    into = replace(Quantised.empty(kind, group, kind == "int4", bench.dtype, shape, bench.device), rows=rows)
+    into = replace(
+        Quantised.empty(kind, group, kind == "int4", bench.dtype, shape, bench.device), rows=rows
+    )
     plain = torch.randn(shape, device=bench.device)
     if kind == "fp8":
         into.values.copy_((plain * 32).to(E4M3).view(torch.uint8))
@@ -42,7 +48,10 @@ def weights(bench: Bench, kind: Any, *shape: int) -> Quantised:
     else:
         plain = (plain * (3 if kind == "int4" else 32)).round() + (8 if kind == "int4" else 0)
         into.values.copy_(plain.clamp(*((0, 15) if kind == "int4" else (-127, 127))))
-    scales = torch.rand(*shape[:-2], -(-shape[-2] // rows), into.scales.shape[-1], device=bench.device) + 0.5
+    scales = (
+        torch.rand(*shape[:-2], -(-shape[-2] // rows), into.scales.shape[-1], device=bench.device)
+        + 0.5
+    )
     scales = scales.repeat_interleave(rows, -2)[..., : shape[-2], :]
     into.scales.copy_(scales * shape[-1] ** -0.5 / (3 if kind.endswith("4") else 32))
     if into.zeros is not None:
@@ -53,12 +62,14 @@ def weights(bench: Bench, kind: Any, *shape: int) -> Quantised:
 def dense(bench: Bench, kind: str, rows: int) -> tuple[Tensor, Tensor, float]:
     """With a bias, as Qwen2 has it."""
     inner, width = (64, 80) if bench.smoke else (2048, 5120)
-    x, bias, w = (
-        bench.random(3 if bench.smoke else rows, inner),
-        bench.random(width),
-        weights(bench, kind, width, inner),
+    x = bench.random(3 if bench.smoke else rows, inner)
+    bias = bench.random(width)
+    w = weights(bench, kind, width, inner)
+    return (
+        QuantisedLinear(w, bias)(x),
+        x.double() @ dequantised(w).double().T + bias.double(),
+        PRODUCT,
     )
-    return QuantisedLinear(w, bias)(x), x.double() @ dequantised(w).double().T + bias.double(), PRODUCT
 
 
 def packed_experts(bench: Bench, kind: str) -> tuple[moe.Shape, ExpertWeights, PackedTriton]:
@@ -92,15 +103,27 @@ def experts(bench: Bench, kind: str, tokens: int) -> tuple[Tensor, Tensor, float
     return layer(packed, batch, shape), wanted, ROUNDED if kind == "fp8" else PRODUCT
 
 
-CHECKS = {f"linear {kind} {rows}": partial(dense, kind=kind, rows=rows) for kind in KINDS for rows in (FEW, MANY)}
-CHECKS |= {f"experts {kind} {rows}": partial(experts, kind=kind, tokens=rows) for kind in KINDS for rows in (FEW, MANY)}
+CHECKS = {
+    f"linear {kind} {rows}": partial(dense, kind=kind, rows=rows)
+    for kind in KINDS
+    for rows in (FEW, MANY)
+}
+CHECKS |= {
+    f"experts {kind} {rows}": partial(experts, kind=kind, tokens=rows)
+    for kind in KINDS
+    for rows in (FEW, MANY)
+}
 
 
 def is_invariant(bench: Bench, kind: str) -> bool:
     """Whether the first row alone has the bits that it has in batches of several sizes."""
     sizes = (1, 3) if bench.smoke else (1, 2, 17, 65, 513, 4097)
     shape, _, packed = packed_experts(bench, kind)
-    linear, batch = QuantisedLinear(weights(bench, kind, 320, shape.dim)), moe.batch_of(bench, shape, sizes[-1])
-    parts = [moe.Batch(*(part[:n].contiguous() for part in (batch.x, batch.ids, batch.shares))) for n in sizes]
+    linear = QuantisedLinear(weights(bench, kind, 320, shape.dim))
+    batch = moe.batch_of(bench, shape, sizes[-1])
+    parts = [
+        moe.Batch(*(part[:n].contiguous() for part in (batch.x, batch.ids, batch.shares)))
+        for n in sizes
+    ]
     first = [torch.cat((linear(part.x)[0], layer(packed, part, shape)[0])) for part in parts]
     return all(torch.equal(row, first[0]) for row in first)

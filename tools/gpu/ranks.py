@@ -1,7 +1,8 @@
-"""Two ranks on one card: experts sharded, with dual-batch overlap and without, must give one rank's tokens.
+"""Two ranks on one card: experts sharded, with dual-batch overlap and without, must give one rank's
+tokens.
 
-The built-in model: each rank draws dummy weights for its own share, so two ranks would not have those of one. A smoke
-run has CPU ranks over shared memory.
+The built-in model: each rank draws dummy weights for its own share, so two ranks would not have
+those of one. A smoke run has CPU ranks over shared memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "two ranks, two micro-batches": {"dp": 2, "dbo": "on"},
 }
 TOPICS = ("the sea", "a clock", "bread", "two ranks", "winter", "a door", "numbers", "the moon")
-REQUESTS, NEW = 32, 48
+REQUESTS = 32
+NEW = 48
 
 
 def run(bench: Bench) -> None:
@@ -29,7 +31,9 @@ def run(bench: Bench) -> None:
 
 def measured(way: str, smoke: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {"determinism": "full", "max_num_seqs": REQUESTS, **WAYS[way]}
-    settings |= {"device": "cpu", "threads": 1} if smoke else {"device": "cuda", "memory_utilization": 0.2}
+    settings |= (
+        {"device": "cpu", "threads": 1} if smoke else {"device": "cuda", "memory_utilization": 0.2}
+    )
     if "dp" in settings:
         settings["all2all"] = "shm" if smoke else "cuda_ipc"
     count, new = (4, 6) if smoke else (REQUESTS, NEW)
@@ -39,7 +43,8 @@ def measured(way: str, smoke: bool) -> dict[str, Any]:
         llm.generate(prompts, sampling, use_tqdm=False)
         begun_s = time.perf_counter()
         answers = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds, stats = time.perf_counter() - begun_s, llm.stats.total
+        seconds = time.perf_counter() - begun_s
+        stats = llm.stats.total
     ids = [list(answer.outputs[0].token_ids) for answer in answers]
     return {
         "way": way, "token_ids": ids, "tokens_per_s": count * new / seconds, "exchange_s": stats.comm_s,

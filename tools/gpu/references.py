@@ -1,4 +1,5 @@
-"""The definitions of the kernels' operations, in plain PyTorch: tests and the checks on a card compare with them.
+"""The definitions of the kernels' operations, in plain PyTorch: tests and the checks on a card
+compare with them.
 
 Arguments and shapes are those of the kernels' wrappers.
 """
@@ -35,7 +36,8 @@ def align_reference(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment
 
 def gate_up_reference(x: Tensor, w13_eFD: Tensor, to: Alignment, top_k: int = 1) -> Tensor:
     """The definition, rounded once; only the rows that are there."""
-    num_rows, found = int(to.counts_e.sum()), []
+    num_rows = int(to.counts_e.sum())
+    found = []
     rows = x[:num_rows] if to.order_N is None else x[to.order_N[:num_rows] // top_k]
     for w13_FD, part in zip(w13_eFD, torch.split(rows, to.counts_e.tolist()), strict=True):
         gate, up = (part.double() @ w13_FD.double().T).chunk(2, dim=-1)
@@ -53,21 +55,30 @@ def down_reference(h_NI: Tensor, w2_eDI: Tensor, to: Alignment) -> Tensor:
 def quantise_reference(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """The definition."""
     width = x_MK.shape[1]
-    x_MGB = torch.unflatten(torch.nn.functional.pad(x_MK.float(), (0, -width % BLOCK)), 1, (-1, BLOCK))
+    x_MGB = torch.unflatten(
+        torch.nn.functional.pad(x_MK.float(), (0, -width % BLOCK)), 1, (-1, BLOCK)
+    )
     odd_MGB = ~x_MGB.isfinite()
-    scales_MG = x_MGB.abs().masked_fill(odd_MGB, 0).amax(2).clamp(min=LEAST_AMAX.value) / E4M3_MAX.value
+    scales_MG = (
+        x_MGB.abs().masked_fill(odd_MGB, 0).amax(2).clamp(min=LEAST_AMAX.value) / E4M3_MAX.value
+    )
     values_MGB = (x_MGB / scales_MG[:, :, None]).masked_fill(odd_MGB, torch.nan)
     return values_MGB.to(E4M3).flatten(1)[:, :width], scales_MG
 
 
 def widen(values_MK: Tensor, scales_MG: Tensor) -> Tensor:
     """Multiplies values by their scales, in fp64, for references."""
-    return values_MK.double() * scales_MG.repeat_interleave(BLOCK, -1)[..., : values_MK.shape[-1]].double()
+    return (
+        values_MK.double()
+        * scales_MG.repeat_interleave(BLOCK, -1)[..., : values_MK.shape[-1]].double()
+    )
 
 
 def widen_narrow(w: Narrow) -> Tensor:
     """Returns the weights [e, outputs, inputs] in fp64, for references."""
-    values, zeros, inputs = w.values.double(), w.zeros, w.shape[-1]
+    values = w.values.double()
+    zeros = w.zeros
+    inputs = w.shape[-1]
     if w.in_pairs:
         tiles = torch.unflatten(w.values, -1, (-1, w.half))
         values = torch.stack([tiles & 15, tiles >> 4], -2).flatten(-3).double()
@@ -75,7 +86,10 @@ def widen_narrow(w: Narrow) -> Tensor:
             values = torch.tensor(E2M1, dtype=torch.float64, device=values.device)[values.long()]
         zeros = torch.full_like(w.scales, 8) if zeros is None and not w.floats else zeros
     parts = (w.scales, torch.zeros_like(w.scales) if zeros is None else zeros)
-    scales, zeros = (part.double().transpose(-1, -2).repeat_interleave(w.group, -1)[..., :inputs] for part in parts)
+    scales, zeros = (
+        part.double().transpose(-1, -2).repeat_interleave(w.group, -1)[..., :inputs]
+        for part in parts
+    )
     return (values - zeros) * scales
 
 
@@ -90,7 +104,9 @@ def combine_reference(y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tens
 
 
 def publish_reference(ids_TK: Tensor, most_tokens: int, num_local: int, num_ranks: int) -> Tensor:
-    """Returns the ids [R, M, K] that each rank is sent: its own experts count from 0, others lie outside."""
+    """Returns the ids [R, M, K] that each rank is sent: its own experts count from 0, others lie
+    outside.
+    """
     ids_MK = torch.nn.functional.pad(ids_TK, (0, 0, 0, most_tokens - len(ids_TK)), value=-1)
     first_R = torch.arange(num_ranks, dtype=torch.int32, device=ids_TK.device) * num_local
     return torch.where(ids_MK < 0, -1, ids_MK - first_R[:, None, None])
@@ -104,10 +120,14 @@ def gather_reference(x_RMW: Tensor, order_P: Tensor, top_k: int) -> tuple[Tensor
     return x_RMW.flatten(0, 1)[order_P // top_k], places_N.view(ranks, -1)
 
 
-def collect_reference(y_RPD: Tensor, places_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_local: int) -> Tensor:
+def collect_reference(
+    y_RPD: Tensor, places_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_local: int
+) -> Tensor:
     """The definition; its bits are the kernel's."""
     known = (ids_TK >= 0) & (ids_TK < len(y_RPD) * num_local)
-    ranks_TK, rows_TK = (torch.where(known, of_TK, 0).long() for of_TK in (ids_TK // num_local, places_TK))
+    ranks_TK, rows_TK = (
+        torch.where(known, of_TK, 0).long() for of_TK in (ids_TK // num_local, places_TK)
+    )
     return combine_reference(y_RPD[ranks_TK, rows_TK], weights_TK, torch.where(known, ids_TK, -1))
 
 
@@ -129,8 +149,12 @@ def attention_reference(
     for row, start in enumerate(starts_R.tolist()):
         first, end = offsets_R1[row : row + 2].tolist()
         keys = torch.arange(start + end - first, device=q_THd.device)
-        k, v = (c[blocks_RN[row].long()].flatten(0, 1)[: len(keys)].float() for c in (k_cache, v_cache))
-        scores = torch.einsum("thd,lhd->htl", q_THd[first:end].float(), k.repeat_interleave(group, 1))
+        k, v = (
+            c[blocks_RN[row].long()].flatten(0, 1)[: len(keys)].float() for c in (k_cache, v_cache)
+        )
+        scores = torch.einsum(
+            "thd,lhd->htl", q_THd[first:end].float(), k.repeat_interleave(group, 1)
+        )
         if soft_cap:
             scores = soft_cap * (scores / soft_cap).tanh()
         queries = keys[start:, None]
@@ -139,7 +163,9 @@ def attention_reference(
         if sinks_H is not None:
             scores = torch.cat((scores, sinks_H[:, None, None].expand(-1, end - first, 1)), -1)
         probs = scores.softmax(-1)[:, :, : len(keys)]
-        out[first:end] = torch.einsum("htl,lhd->thd", probs, v.repeat_interleave(group, 1)).to(out.dtype)
+        out[first:end] = torch.einsum("htl,lhd->thd", probs, v.repeat_interleave(group, 1)).to(
+            out.dtype
+        )
     return out.flatten(1)
 
 
@@ -165,7 +191,9 @@ def linear_reference(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -
     return (y if bias_N is None else y + bias_N.double()).to(x_MK.dtype)
 
 
-def logprobs_reference(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_reference(
+    logits_PV: Tensor, chosen_P: Tensor, n: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The reference of `logprobs`, by sorting."""
     logprobs_PV = torch.log_softmax(logits_PV.float(), dim=-1)
     likeliest_Pn = logprobs_PV.sort(dim=-1, descending=True, stable=True).indices[:, :n]
@@ -179,16 +207,29 @@ def cut_reference(d_SV: Tensor, farthest_S: Tensor, top_k_S: Tensor, top_p_S: Te
     d_SV = d_SV.masked_fill(d_SV > farthest_S.unsqueeze(1), torch.inf).sort(dim=-1).values
     kth_S1 = d_SV.gather(1, (top_k_S.long().unsqueeze(1) - 1).clamp(max=d_SV.shape[1] - 1))
     weights_SV = torch.exp(-d_SV.double()).masked_fill(d_SV > kth_S1, 0.0)
-    before_SV = weights_SV.cumsum(-1) - weights_SV  # of tokens as near as this one, some; but then the first is kept
+    before_SV = (
+        weights_SV.cumsum(-1) - weights_SV
+    )  # of tokens as near as this one, some; but then the first is kept
     kept_SV = before_SV < top_p_S.double().unsqueeze(1) * weights_SV.sum(-1, keepdim=True)
     pth_S = d_SV.masked_fill(~(kept_SV | (top_p_S == 1).unsqueeze(1)), 0.0).amax(dim=-1)
     return torch.minimum(torch.minimum(kth_S1.squeeze(1), pth_S), farthest_S)
 
 
-def step_reference(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, out: StepArrays) -> None:
+def step_reference(
+    table: Tensor, blocks: Tensor, block_size: int, step: StepWords, out: StepArrays
+) -> None:
     """The definition, row by row."""
-    slots_R, starts_R, offsets_R1, sample_N = np.split(step.words, [step.rows, 2 * step.rows, 3 * step.rows + 1])
-    for array in (out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRB, out.sample_N, out.starts_R):
+    slots_R, starts_R, offsets_R1, sample_N = np.split(
+        step.words, [step.rows, 2 * step.rows, 3 * step.rows + 1]
+    )
+    for array in (
+        out.ids_T,
+        out.positions_T,
+        out.slot_mapping_GT,
+        out.blocks_GRB,
+        out.sample_N,
+        out.starts_R,
+    ):
         array.zero_()
     out.offsets_R1.fill_(step.tokens)
     for row, (slot, start) in enumerate(zip(slots_R.tolist(), starts_R.tolist(), strict=True)):
@@ -200,7 +241,8 @@ def step_reference(table: Tensor, blocks: Tensor, block_size: int, step: StepWor
             blocks[:, slot, positions // block_size].long() * block_size + positions % block_size
         )
         out.blocks_GRB[:, row] = blocks[:, slot, : out.blocks_GRB.shape[2]]
-        out.starts_R[row], out.offsets_R1[row] = start, mine.start
+        out.starts_R[row] = start
+        out.offsets_R1[row] = mine.start
     out.sample_N[: step.samples] = torch.from_numpy(sample_N)
 
 

@@ -1,5 +1,5 @@
-"""What works row by row, GB/s or microseconds: norms, activation, routing, sorting, summing, sampling; and dense
-linear layers beside cuBLAS.
+"""What works row by row, GB/s or microseconds: norms, activation, routing, sorting, summing,
+sampling; and dense linear layers beside cuBLAS.
 
 T tokens, K experts per token, E experts, D model width, V vocabulary, M rows, N outputs.
 """
@@ -24,20 +24,27 @@ from tools.gpu.bench import Bench, Run, figures
 
 RENORMALIZED = RouterRule(renormalize=True)
 
-DIM, EXPERTS, TOP_K, WIDTH, VOCAB = 2048, 128, 8, 768, 151_936
+DIM = 2048
+EXPERTS = 128
+TOP_K = 8
+WIDTH = 768
+VOCAB = 151_936
 TOKENS = (1, 64, 256, 2048, 16_384)
 SAMPLED = (1, 64, 256)
 # QKV and output projection, LM head of Qwen3-30B-A3B; one of Mixtral's. Outputs, inputs.
 LINEARS = ((5120, 2048), (2048, 4096), (151_936, 2048), (6144, 4096))
 LINEAR_ROWS = (1, 16, 64, 256, 1024, 4096)
 
-Maker = Callable[[], tuple[Run, int]]  # a call over data of its own, and the bytes that it must move
+Maker = Callable[
+    [], tuple[Run, int]
+]  # a call over data of its own, and the bytes that it must move
 
 
 def per_token(bench: Bench, tokens: int) -> dict[str, Maker]:
     """Makers of calls for so many tokens."""
     dim, experts, top_k, width = (64, 16, 2, 32) if bench.smoke else (DIM, EXPERTS, TOP_K, WIDTH)
-    size, pairs = bench.dtype.itemsize, tokens * top_k
+    size = bench.dtype.itemsize
+    pairs = tokens * top_k
     weight = torch.ones(dim, device=bench.device)
     table = bench.random(1000, dim)
 
@@ -45,14 +52,19 @@ def per_token(bench: Bench, tokens: int) -> dict[str, Maker]:
         return torch.rand(tokens, experts, device=bench.device).topk(top_k).indices.int()
 
     def combining() -> tuple[Run, int]:
-        y, shares, chosen = bench.random(tokens, top_k, dim), torch.rand(tokens, top_k, device=bench.device), ids()
+        y = bench.random(tokens, top_k, dim)
+        shares = torch.rand(tokens, top_k, device=bench.device)
+        chosen = ids()
         return partial(combine, y, shares, chosen), (top_k + 1) * tokens * dim * size
 
     def routing() -> tuple[Run, int]:
-        return partial(route, bench.random(tokens, experts), top_k, RENORMALIZED), tokens * experts * size
+        return partial(
+            route, bench.random(tokens, experts), top_k, RENORMALIZED
+        ), tokens * experts * size
 
     def adding() -> tuple[Run, int]:
-        x, residual = bench.random(tokens, dim), bench.random(tokens, dim)
+        x = bench.random(tokens, dim)
+        residual = bench.random(tokens, dim)
         return partial(add_rms_norm, x, residual, weight, 1e-6), 4 * tokens * dim * size
 
     def embedded() -> tuple[Run, int]:
@@ -79,16 +91,23 @@ def sampling(bench: Bench, rows: int) -> dict[str, Maker]:
             return torch.full((rows,), value, dtype=dtype, device=bench.device)
 
         seeds = torch.randint(0, 2**31 - 1, (2, rows), dtype=torch.int32, device=bench.device)
-        return SamplingTensors(full(temperature), full(-torch.inf), full(top_k, torch.int32), full(top_p), *seeds)
+        return SamplingTensors(
+            full(temperature), full(-torch.inf), full(top_k, torch.int32), full(top_p), *seeds
+        )
 
     def sampled(temperature: float, top_k: int = 1 << 30, top_p: float = 1.0) -> tuple[Run, int]:
-        logits, cuts = bench.random(rows, vocab, scale=3.0, dtype=torch.float32), top_p < 1
-        run = partial(sample, logits, settings(temperature, top_k, top_p), draws=temperature > 0, cuts=cuts)
+        logits = bench.random(rows, vocab, scale=3.0, dtype=torch.float32)
+        cuts = top_p < 1
+        run = partial(
+            sample, logits, settings(temperature, top_k, top_p), draws=temperature > 0, cuts=cuts
+        )
         return run, logits.nbytes
 
     def logged() -> tuple[Run, int]:
         logits = bench.random(rows, vocab, dtype=torch.float32)
-        return partial(logprobs, logits, torch.zeros(rows, dtype=torch.int64, device=bench.device), 20), logits.nbytes
+        return partial(
+            logprobs, logits, torch.zeros(rows, dtype=torch.int64, device=bench.device), 20
+        ), logits.nbytes
 
     return {
         "sample greedy": lambda: sampled(0.0),
@@ -101,7 +120,12 @@ def sampling(bench: Bench, rows: int) -> dict[str, Maker]:
 def timed(bench: Bench, name: str, rows: int, make: Maker) -> dict[str, Any]:
     run, num_bytes = make()
     runs = [run] + [make()[0] for _ in range(bench.copies(num_bytes) - 1)]
-    return {"kernel": name, "rows": rows, "copies": len(runs), **figures(bench.time({name: runs})[name], num_bytes)}
+    return {
+        "kernel": name,
+        "rows": rows,
+        "copies": len(runs),
+        **figures(bench.time({name: runs})[name], num_bytes),
+    }
 
 
 def dense(bench: Bench, width: int, inner: int, rows: int) -> dict[str, Any]:
@@ -113,7 +137,10 @@ def dense(bench: Bench, width: int, inner: int, rows: int) -> dict[str, Any]:
         "moeserve": [partial(linear, x, w) for w in weights],
         "cublas": [partial(torch.nn.functional.linear, x, w) for w in weights],
     })  # fmt: skip
-    work = {"num_bytes": (width * inner + rows * (width + inner)) * x.element_size(), "flops": 2 * rows * width * inner}
+    work = {
+        "num_bytes": (width * inner + rows * (width + inner)) * x.element_size(),
+        "flops": 2 * rows * width * inner,
+    }
     found = {name: figures(taken, **work) for name, taken in samples.items()}
     return {"outputs": width, "inputs": inner, "rows": rows, **found}
 
@@ -121,9 +148,13 @@ def dense(bench: Bench, width: int, inner: int, rows: int) -> dict[str, Any]:
 def run(bench: Bench) -> None:
     """Cases are (a number of rows, a kernel), and (outputs, inputs, rows) of dense products."""
     tokens, rows = ((3,), (2,)) if bench.smoke else (TOKENS, SAMPLED)
-    makers = {("", n): per_token(bench, n) for n in tokens} | {("sampled ", n): sampling(bench, n) for n in rows}
+    makers = {("", n): per_token(bench, n) for n in tokens} | {
+        ("sampled ", n): sampling(bench, n) for n in rows
+    }
     named = {
-        f"{kind}{n} {name}": (name, n, make) for (kind, n), found in makers.items() for name, make in found.items()
+        f"{kind}{n} {name}": (name, n, make)
+        for (kind, n), found in makers.items()
+        for name, make in found.items()
     }
     bench.each("kernels", named, lambda case: timed(bench, *named[case]))
     shapes = ((48, 64),) if bench.smoke else LINEARS

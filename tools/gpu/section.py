@@ -18,7 +18,8 @@ import torch
 from tools.gpu.bench import Bench
 from tools.gpu.process import read_json
 
-# Where a section is, unless in the module of its name, and the seconds after which one of its cases hangs.
+# Where a section is, unless in the module of its name, and the seconds after which one of its cases
+# hangs.
 MODULES = {
     "checks": ("correct", 90), "environment": ("ceilings", 60), "tests": ("pytest_cases", 90),
     "transformers": ("transformers_peer", 150), "families": ("families", 120), "ranks": ("ranks", 70),
@@ -43,7 +44,9 @@ def run(name: str, bench: Bench, peers: Path | None) -> None:
 
 def main() -> None:
     faulthandler.enable()
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--smoke", action="store_true")
     flags.add_argument("--peers", type=Path)
     for name in ("name", "result", "known", "seconds", "part"):
@@ -61,7 +64,9 @@ def main() -> None:
         except Exception as error:
             if not bench.compiles:
                 raise
-            print(f"{name}: {error}", file=sys.stderr)  # fails again, and is told, where it is measured
+            print(
+                f"{name}: {error}", file=sys.stderr
+            )  # fails again, and is told, where it is measured
     if bench.compiles:  # nothing else was found
         bench.found = {}
     bench.save()

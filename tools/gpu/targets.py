@@ -36,11 +36,16 @@ class Row:
 
 
 def rows(results: Mapping[str, Any], card: str) -> list[Row]:
-    """results: of the sections by name; any of them may be missing or without figures. card: as its folder is named."""
+    """results: of the sections by name; any of them may be missing or without figures. card: as its
+    folder is named.
+    """
     peaks = {one["name"]: one for one in (results.get("environment") or {}).get("ceilings", ())}
     copy_tb_s = peaks.get("copy", {}).get("tb_s") or COPY_TB_S.get(card, COPY_TB_S["h200"])
     matmul = peaks.get("matmul", {}).get("tflop_s") or MATMUL_TFLOP_S
-    found = [*_moe(results.get("moe") or {}, card), *_attention(results.get("attention") or {}, copy_tb_s)]
+    found = [
+        *_moe(results.get("moe") or {}, card),
+        *_attention(results.get("attention") or {}, copy_tb_s),
+    ]
     found += _qwen3(results, card)
     for name in ("qwen3", "gpt_oss", "v2_lite", "qwen3_fp8", "qwen3_int4"):
         found += _beside_floor(name, results.get(f"engine_{name}") or {}, copy_tb_s, matmul)
@@ -49,7 +54,9 @@ def rows(results: Mapping[str, Any], card: str) -> list[Row]:
 
 def _moe(found: Mapping[str, Any], card: str) -> list[Row]:
     cases = [case for case in found.get("cases", ()) if case["shape"] == SHAPE]
-    even = {case["tokens"]: case["figures"]["moeserve"] for case in cases if case["routing"] == "even"}
+    even = {
+        case["tokens"]: case["figures"]["moeserve"] for case in cases if case["routing"] == "even"
+    }
     fp8 = {case["tokens"]: case for case in found.get("w8a8", ())}
     note = "" if card == "h200" else "an H200's target"
     table = [
@@ -63,15 +70,27 @@ def _moe(found: Mapping[str, Any], card: str) -> list[Row]:
             ratios.setdefault(name, []).append(ratio)
     ratios["vllm 0.24, published"] = published_ratios(cases, card)
     for peer, values in ratios.items():
-        table.append(Row(f"fused MoE, time of {peer} over ours, geomean", ">=", 1.15, geomean(values)))
-        table.append(Row(f"fused MoE, time of {peer} over ours, least", ">=", 0.95, min(values, default=None)))
+        table.append(
+            Row(f"fused MoE, time of {peer} over ours, geomean", ">=", 1.15, geomean(values))
+        )
+        table.append(
+            Row(
+                f"fused MoE, time of {peer} over ours, least", ">=", 0.95, min(values, default=None)
+            )
+        )
     return table
 
 
 def published_ratios(cases: Iterable[Mapping[str, Any]], card: str) -> list[float]:
-    """Of times that others measured on such a card, of a whole layer with balanced choices, over ours of the same."""
+    """Of times that others measured on such a card, of a whole layer with balanced choices, over
+    ours of the same.
+    """
     known = read_json(PUBLISHED)["cards"].get(card, {}).get(SHAPE, {}).get("bfloat16", {})
-    ours = {str(c["tokens"]): c["figures"]["moeserve layer"]["us"] for c in cases if c["routing"] == "balanced"}
+    ours = {
+        str(c["tokens"]): c["figures"]["moeserve layer"]["us"]
+        for c in cases
+        if c["routing"] == "balanced"
+    }
     return [known[tokens] / us for tokens, us in ours.items() if us and tokens in known]
 
 
@@ -82,17 +101,30 @@ def geomean(values: Iterable[float]) -> float | None:
 
 def _attention(found: Mapping[str, Any], copy_tb_s: float) -> list[Row]:
     by_name = {
-        case["contexts"]: case["fast"].get("tb_s") for key in ("decode", "latent") for case in found.get(key, ())
+        case["contexts"]: case["fast"].get("tb_s")
+        for key in ("decode", "latent")
+        for case in found.get(key, ())
     }
 
     def share(name: str) -> float | None:
         return 100 * by_name[name] / copy_tb_s if by_name.get(name) else None
 
-    skewed, shown = by_name.get("1 x 128k + 31 x 4k"), f"{copy_tb_s:.2f} TB/s"
+    skewed = by_name.get("1 x 128k + 31 x 4k")
+    shown = f"{copy_tb_s:.2f} TB/s"
     return [
         Row(f"decode attention 64 x 8k, % of {shown}", ">=", 80.0, share("64 x 8k")),
-        Row(f"latent decode attention 64 x 8k, 16 heads, % of {shown}", ">=", 80.0, share("64 x 8k, 16 heads")),
-        Row("decode attention 1 x 128k + 31 x 4k, times its floor", "<=", 1.3, copy_tb_s / skewed if skewed else None),
+        Row(
+            f"latent decode attention 64 x 8k, 16 heads, % of {shown}",
+            ">=",
+            80.0,
+            share("64 x 8k, 16 heads"),
+        ),
+        Row(
+            "decode attention 1 x 128k + 31 x 4k, times its floor",
+            "<=",
+            1.3,
+            copy_tb_s / skewed if skewed else None,
+        ),
     ]
 
 
@@ -102,11 +134,15 @@ def _decodes(found: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 def _qwen3(results: Mapping[str, Any], card: str) -> list[Row]:
     fast, batch = (results.get(f"engine_{name}") or {} for name in ("qwen3", "qwen3_batch"))
-    decodes, table, where = _decodes(fast), [], "" if card == "h200" else "an H200's target"
+    decodes = _decodes(fast)
+    table = []
+    where = "" if card == "h200" else "an H200's target"
     for size, must in DECODE:
         case = decodes.get(size, {})
         note = where + (f", context {case['context']}" if case.get("context", 1024) < 1024 else "")
-        table.append(Row(f"Qwen3-30B decode {size}, tok/s", ">=", must, case.get("tokens_per_s"), note))
+        table.append(
+            Row(f"Qwen3-30B decode {size}, tok/s", ">=", must, case.get("tokens_per_s"), note)
+        )
     rate = next((one["tokens_per_s"] for one in fast.get("prefill", ())), None)
     idle, whole = (decodes.get(64, {}).get(key) for key in ("idle_share", "tokens_per_s"))
     exact = _decodes(batch).get(64, {}).get("tokens_per_s")
@@ -116,20 +152,35 @@ def _qwen3(results: Mapping[str, Any], card: str) -> list[Row]:
         Row("Qwen3-30B prefill 4k, tok/s", ">=", 60_000.0, rate, where),
         Row("idle between steps at batch 64, %", "<=", 1.5, None if idle is None else 100 * idle),
         Row("cost of --determinism batch at batch 64, %", "<=", 10.0, cost),
-        Row("start of a 30B engine to its first token, s", "<=", 20.0, fast.get("start_to_first_token_s")),
+        Row(
+            "start of a 30B engine to its first token, s",
+            "<=",
+            20.0,
+            fast.get("start_to_first_token_s"),
+        ),
     ]
 
 
-def _beside_floor(name: str, found: Mapping[str, Any], copy_tb_s: float, matmul: float) -> list[Row]:
-    """Tokens per second over those that reading each weight and cache entry once allows; prefill over the products'."""
+def _beside_floor(
+    name: str, found: Mapping[str, Any], copy_tb_s: float, matmul: float
+) -> list[Row]:
+    """Tokens per second over those that reading each weight and cache entry once allows; prefill
+    over the products'.
+    """
     table = []
     for batch, case in _decodes(found).items():
         floor = batch * copy_tb_s * 1e12 / case["step_bytes"] if "step_bytes" in case else None
         table.append(
-            Row(f"{name} decode {batch}, of its floor", ">=", 0.5, case["tokens_per_s"] / floor if floor else None)
+            Row(
+                f"{name} decode {batch}, of its floor",
+                ">=",
+                0.5,
+                case["tokens_per_s"] / floor if floor else None,
+            )
         )
     table += [
-        Row(f"{name} prefill, of its floor", ">=", 0.5, one["tflop_s"] / matmul) for one in found.get("prefill", ())
+        Row(f"{name} prefill, of its floor", ">=", 0.5, one["tflop_s"] / matmul)
+        for one in found.get("prefill", ())
     ]
     return table or [Row(f"{name}, of its floor", ">=", 0.5, None)]
 
@@ -143,9 +194,17 @@ def _correct(results: Mapping[str, Any]) -> list[Row]:
     tests = (results.get("tests") or {}).get("failures")
     return [
         Row(
-            "two ranks on one card, ways with one rank's tokens", ">=", 2.0, float(sum(same.values())) if same else None
+            "two ranks on one card, ways with one rank's tokens",
+            ">=",
+            2.0,
+            float(sum(same.values())) if same else None,
         ),
-        Row("their exchange, hidden by two micro-batches, %", ">=", 50.0, None if overlap is None else 100 * overlap),
+        Row(
+            "their exchange, hidden by two micro-batches, %",
+            ">=",
+            50.0,
+            None if overlap is None else 100 * overlap,
+        ),
         Row("families with the CPU's tokens, %", ">=", 100.0, alike),
         Row("tests that failed", "<=", 0.0, None if tests is None else float(tests)),
     ]

@@ -1,4 +1,5 @@
-"""transformers' own engine (continuous batching, its grouped experts) on the shape that tools/gpu/engine.py measures.
+"""transformers' own engine (continuous batching, its grouped experts) on the shape that
+tools/gpu/engine.py measures.
 
 Decode is what many new tokens take longer than few, as there.
 """
@@ -24,15 +25,22 @@ def run(bench: Bench) -> None:
     with torch.device(bench.device):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=bench.dtype, attn_implementation="sdpa", experts_implementation="grouped_mm"
+            config,
+            dtype=bench.dtype,
+            attn_implementation="sdpa",
+            experts_implementation="grouped_mm",
         ).eval()
     bench.found["transformers"] = transformers.__version__
     bench.end()
-    batches, context, few, many = ((1, 3), 20, 2, 6) if bench.smoke else (BATCHES, CONTEXT, FEW, MANY)
+    batches, context, few, many = (
+        ((1, 3), 20, 2, 6) if bench.smoke else (BATCHES, CONTEXT, FEW, MANY)
+    )
 
     def seconds(batch: int, new: int) -> float:
         prompts = [random.choices(range(config.vocab_size), k=context) for _ in range(batch)]
-        sampling = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
+        sampling = transformers.GenerationConfig(
+            max_new_tokens=new, do_sample=False, eos_token_id=-1
+        )
         begun_s = time.perf_counter()
         answers = model.generate_batch(prompts, generation_config=sampling)
         taken_s = time.perf_counter() - begun_s

@@ -1,4 +1,6 @@
-"""Prompts of a benchmark: random token ids, ShareGPT conversations, or JSON Lines. Local files only."""
+"""Prompts of a benchmark: random token ids, ShareGPT conversations, or JSON Lines. Local files
+only.
+"""
 
 import argparse
 import random
@@ -13,7 +15,10 @@ import msgspec
 from moeserve.client import AsyncClient
 from moeserve.errors import ConfigError, RequestError
 
-SHAREGPT_SHORTEST, SHAREGPT_LONGEST_PROMPT, SHAREGPT_LONGEST = 4, 1024, 2048  # tokens; vLLM's filter
+# tokens; vLLM's filter
+SHAREGPT_SHORTEST = 4
+SHAREGPT_LONGEST_PROMPT = 1024
+SHAREGPT_LONGEST = 2048
 
 
 @dataclass(slots=True)
@@ -26,7 +31,9 @@ class Sample:
 
 
 class Tokens:
-    """The server's vocabulary, read by its /tokenize and /detokenize, or the ids below `vocab_size`."""
+    """The server's vocabulary, read by its /tokenize and /detokenize, or the ids below
+    `vocab_size`.
+    """
 
     def __init__(self, client: AsyncClient, model: str, vocab_size: int | None = None) -> None:
         self._client = client
@@ -34,9 +41,13 @@ class Tokens:
         self._vocab_size = vocab_size
 
     async def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, special tokens not added. Raises ConfigError if the server cannot."""
+        """Returns the token ids of `text`, special tokens not added. Raises ConfigError if the
+        server cannot.
+        """
         try:
-            return (await self._client.tokenize(text, model=self._model, add_special_tokens=False)).tokens
+            return (
+                await self._client.tokenize(text, model=self._model, add_special_tokens=False)
+            ).tokens
         except RequestError as error:
             raise ConfigError(
                 f"the server cannot tokenize ({error}); use random prompts with --random-vocab-size N"
@@ -51,7 +62,9 @@ class Tokens:
         if self._vocab_size is not None:
             return list(range(self._vocab_size))
         rng = random.Random(0)
-        words = ("".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 9))) for _ in range(3000))
+        words = (
+            "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 9))) for _ in range(3000)
+        )
         return sorted(set(await self.encode(" ".join(words))))
 
 
@@ -63,29 +76,67 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         """Adds an integer flag."""
         group.add_argument(*flags, type=int, default=default, metavar="N", help=help)
 
-    group.add_argument("--dataset-name", default="random", choices=tuple(BUILDERS), help="source of prompts [random]")
-    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="JSON (sharegpt) or JSON Lines (custom)")
-    number("--random-vocab-size", default=None, help="server without a tokenizer: random prompts of ids below N")
+    group.add_argument(
+        "--dataset-name",
+        default="random",
+        choices=tuple(BUILDERS),
+        help="source of prompts [random]",
+    )
+    group.add_argument(
+        "--dataset-path", type=Path, metavar="FILE", help="JSON (sharegpt) or JSON Lines (custom)"
+    )
+    number(
+        "--random-vocab-size",
+        default=None,
+        help="server without a tokenizer: random prompts of ids below N",
+    )
     number("--num-prompts", default=1000, help="requests to send [1000]")
     number("--output-len", default=None, help="answer tokens, for any dataset")
-    number("--random-input-len", "--input-len", default=1024, help="prompt tokens, for random prompts [1024]")
+    number(
+        "--random-input-len",
+        "--input-len",
+        default=1024,
+        help="prompt tokens, for random prompts [1024]",
+    )
     number("--random-output-len", default=128, help="answer tokens [128]")
     group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths spread over len*(1-R..1+R) [0]"
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="lengths spread over len*(1-R..1+R) [0]",
     )
-    number("--random-prefix-len", default=0, help="tokens that all random prompts begin with, besides their own [0]")
+    number(
+        "--random-prefix-len",
+        default=0,
+        help="tokens that all random prompts begin with, besides their own [0]",
+    )
     number("--sharegpt-output-len", default=None, help="answer tokens (default: as in the file)")
-    number("--custom-output-len", default=256, help="tokens of lines without output_tokens; -1: no limit [256]")
+    number(
+        "--custom-output-len",
+        default=256,
+        help="tokens of lines without output_tokens; -1: no limit [256]",
+    )
     group.add_argument("--disable-shuffle", action="store_true", help="keep the order of the file")
-    group.add_argument("--no-oversample", action="store_true", help="a short file is not repeated up to --num-prompts")
+    group.add_argument(
+        "--no-oversample",
+        action="store_true",
+        help="a short file is not repeated up to --num-prompts",
+    )
     number("--seed", default=0, help="seed of prompts, lengths and arrivals [0]")
 
 
-async def build_samples(args: argparse.Namespace, tokens: Tokens, *, text_only: bool) -> list[Sample]:
-    """Returns the samples that the flags describe, the same for the same seed. text_only: no prompts of token ids."""
+async def build_samples(
+    args: argparse.Namespace, tokens: Tokens, *, text_only: bool
+) -> list[Sample]:
+    """Returns the samples that the flags describe, the same for the same seed. text_only: no
+    prompts of token ids.
+    """
     if args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
-    samples: list[Sample] = await BUILDERS[args.dataset_name](args, tokens, random.Random(args.seed))
+    samples: list[Sample] = await BUILDERS[args.dataset_name](
+        args, tokens, random.Random(args.seed)
+    )
     if text_only:
         for sample in samples:
             if not isinstance(sample.prompt, str):
@@ -94,12 +145,18 @@ async def build_samples(args: argparse.Namespace, tokens: Tokens, *, text_only: 
 
 
 async def _random(args: argparse.Namespace, tokens: Tokens, rng: random.Random) -> list[Sample]:
-    ratio, prefix_len = args.random_range_ratio, args.random_prefix_len
-    input_len, output_len = args.random_input_len, args.output_len or args.random_output_len
+    ratio = args.random_range_ratio
+    prefix_len = args.random_prefix_len
+    input_len = args.random_input_len
+    output_len = args.output_len or args.random_output_len
     if not 0 <= ratio < 1 or prefix_len < 0:
-        raise ConfigError("--random-range-ratio must be in [0, 1) and --random-prefix-len at least 0")
+        raise ConfigError(
+            "--random-range-ratio must be in [0, 1) and --random-prefix-len at least 0"
+        )
     if input_len < 1 or output_len < 1:
-        raise ConfigError(f"input and output lengths must be at least 1, got {input_len} and {output_len}")
+        raise ConfigError(
+            f"input and output lengths must be at least 1, got {input_len} and {output_len}"
+        )
 
     def spread(length: int) -> int:
         """Returns a random length in len*(1-R..1+R)."""
@@ -121,7 +178,9 @@ async def _sharegpt(args: argparse.Namespace, tokens: Tokens, rng: random.Random
     turns = []
     for entry in entries:
         talk = entry.get("conversations", []) if isinstance(entry, dict) else []
-        if len(talk) >= 2 and all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in talk[:2]):
+        if len(talk) >= 2 and all(
+            isinstance(t, dict) and isinstance(t.get("value"), str) for t in talk[:2]
+        ):
             turns.append((talk[0]["value"], talk[1]["value"]))
     if not args.disable_shuffle:
         rng.shuffle(turns)
@@ -147,10 +206,14 @@ async def _custom(args: argparse.Namespace, tokens: Tokens, rng: random.Random) 
     samples = []
     for line in lines[: args.num_prompts]:
         if not isinstance(line, dict) or not isinstance(line.get("prompt"), str):
-            raise ConfigError(f'{args.dataset_path}: each line must be {{"prompt": "...", "output_tokens": N}}')
+            raise ConfigError(
+                f'{args.dataset_path}: each line must be {{"prompt": "...", "output_tokens": N}}'
+            )
         output_len = line.get("output_tokens", args.output_len or args.custom_output_len)
         prompt_len = len(await tokens.encode(line["prompt"]))
-        samples.append(Sample(line["prompt"], prompt_len, None if output_len == -1 else int(output_len)))
+        samples.append(
+            Sample(line["prompt"], prompt_len, None if output_len == -1 else int(output_len))
+        )
     return _enough(samples, args)
 
 
@@ -172,5 +235,7 @@ def _read(args: argparse.Namespace) -> bytes:
 
 
 def _decode(args: argparse.Namespace, text: bytes, where: str) -> Any:
-    with ConfigError.instead_of(msgspec.MsgspecError, f"--dataset-path {args.dataset_path}{where}: not JSON"):
+    with ConfigError.instead_of(
+        msgspec.MsgspecError, f"--dataset-path {args.dataset_path}{where}: not JSON"
+    ):
         return msgspec.json.decode(text)

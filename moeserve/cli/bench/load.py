@@ -53,18 +53,25 @@ class Target:
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Returns the seconds after the start at which each request is sent. rate inf: all at once.
 
-    Gaps are gamma distributed with mean 1/rate and shape `burstiness` (1: a Poisson process; inf: even), then scaled so
-    that the last request comes at count/rate: the seed changes the order of gaps, not the offered load.
+    Gaps are gamma distributed with mean 1/rate and shape `burstiness` (1: a Poisson process; inf:
+    even), then scaled so that the last request comes at count/rate: the seed changes the order of
+    gaps, not the offered load.
     """
     if math.isinf(rate):
         return [0.0] * count
-    gaps = np.ones(count) if math.isinf(burstiness) else np.random.default_rng(seed).gamma(burstiness, size=count)
+    gaps = (
+        np.ones(count)
+        if math.isinf(burstiness)
+        else np.random.default_rng(seed).gamma(burstiness, size=count)
+    )
     times: list[float] = (gaps.cumsum() * (count / rate / gaps.sum())).tolist()
     return times
 
 
 async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
-    """Streams one request, from first byte sent to last byte received. An error is an outcome, not an exception."""
+    """Streams one request, from first byte sent to last byte received. An error is an outcome, not
+    an exception.
+    """
     outcome = Outcome(sample.prompt_len, start_s=time.perf_counter())
     kind: Any = ChatCompletionChunk if target.chat else Completion
     last_s = outcome.start_s
@@ -106,7 +113,9 @@ async def run_load(
     max_concurrency: int | None,
     on_done: Callable[[], Any],
 ) -> tuple[list[Outcome], float]:
-    """Sends every sample at its time; returns the outcomes in that order and the seconds until the last was done."""
+    """Sends every sample at its time; returns the outcomes in that order and the seconds until the
+    last was done.
+    """
     gate = asyncio.Semaphore(max_concurrency or len(samples))
 
     async def send_one(sample: Sample) -> Outcome:

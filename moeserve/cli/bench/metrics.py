@@ -1,4 +1,6 @@
-"""Turns the outcomes of a load into the numbers that `vllm bench serve` writes, under its JSON keys."""
+"""Turns the outcomes of a load into the numbers that `vllm bench serve` writes, under its JSON
+keys.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,11 +18,17 @@ METRICS = {
 
 
 def summarize(
-    outcomes: Sequence[Outcome], duration_s: float, metrics: Sequence[str], percentiles: Sequence[float]
+    outcomes: Sequence[Outcome],
+    duration_s: float,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """Returns the numbers of all requests together. TPOT is vLLM's: (latency - TTFT) / (tokens - 1) of a request."""
+    """Returns the numbers of all requests together. TPOT is vLLM's: (latency - TTFT) / (tokens - 1)
+    of a request.
+    """
     good = [o for o in outcomes if o.success]
-    total_in, total_out = sum(o.prompt_len for o in good), sum(o.output_tokens for o in good)
+    total_in = sum(o.prompt_len for o in good)
+    total_out = sum(o.output_tokens for o in good)
     result: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(good),
@@ -33,7 +41,9 @@ def summarize(
     }
     seconds: dict[str, list[float]] = {
         "ttft": [o.ttft_s for o in good],
-        "tpot": [(o.latency_s - o.ttft_s) / (o.output_tokens - 1) for o in good if o.output_tokens > 1],
+        "tpot": [
+            (o.latency_s - o.ttft_s) / (o.output_tokens - 1) for o in good if o.output_tokens > 1
+        ],
         "itl": [gap for o in good for gap in o.itl_s],
         "e2el": [o.latency_s for o in good],
     }
@@ -85,4 +95,8 @@ def table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:
 
 
 def _row(label: str, value: Any) -> str:
-    return f"{label + ':':<40} {value:.2f}" if isinstance(value, float) else f"{label + ':':<40} {value}"
+    return (
+        f"{label + ':':<40} {value:.2f}"
+        if isinstance(value, float)
+        else f"{label + ':':<40} {value}"
+    )

@@ -1,4 +1,6 @@
-"""`moeserve bench latency` and `throughput`: an LLM without a server. JSON keys are those of `vllm bench`."""
+"""`moeserve bench latency` and `throughput`: an LLM without a server. JSON keys are those of `vllm
+bench`.
+"""
 
 import argparse
 import json
@@ -19,7 +21,9 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 class Benchmark(ABC):
-    """One offline benchmark. `numbers` are its flags, named as in `vllm bench`: (name, default, least, help)."""
+    """One offline benchmark. `numbers` are its flags, named as in `vllm bench`: (name, default,
+    least, help).
+    """
 
     numbers: ClassVar[list[tuple[str, int, int, str]]] = [
         ("input_len", 32, 1, "prompt tokens"),
@@ -28,13 +32,21 @@ class Benchmark(ABC):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds model, numbers, seed and output file, and the flags of `moeserve serve` without help."""
+        """Adds model, numbers, seed and output file, and the flags of `moeserve serve` without
+        help.
+        """
         parser.usage = "%(prog)s [--model MODEL] [flags] [flags of `moeserve serve`]"
-        parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory (default: demo)")
+        parser.add_argument(
+            "--model", metavar="MODEL", help="Hugging Face model directory (default: demo)"
+        )
         for name, default, _, help in [*cls.numbers, ("seed", 0, 0, "seed of the prompts")]:
             flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{help} [{default}]")
-        parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
+            parser.add_argument(
+                flag, type=int, default=default, metavar="N", help=f"{help} [{default}]"
+            )
+        parser.add_argument(
+            "--output-json", type=Path, metavar="FILE", help="write the result there too"
+        )
         add_flags(parser, shown=False, model=False)
 
     @classmethod
@@ -42,14 +54,20 @@ class Benchmark(ABC):
         """Generates with an LLM that takes and returns token ids, and prints the result as JSON."""
         for name, _, least, _ in cls.numbers:
             if getattr(args, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}"
+                )
         config = resolve(args).config
         from moeserve import LLM, SamplingParams
 
         params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=args.output_len)
-        with LLM(config=replace(config, model=replace(config.model, skip_tokenizer_init=True))) as llm:
+        with LLM(
+            config=replace(config, model=replace(config.model, skip_tokenizer_init=True))
+        ) as llm:
             result = cls.measure(args, llm, params)
-        text = json.dumps({**result, "input_len": args.input_len, "output_len": args.output_len}, indent=2)
+        text = json.dumps(
+            {**result, "input_len": args.input_len, "output_len": args.output_len}, indent=2
+        )
         print(text)
         if args.output_json is not None:
             args.output_json.write_text(text + "\n", "utf-8")
@@ -104,7 +122,9 @@ class Throughput(Benchmark):
     @staticmethod
     def measure(args: argparse.Namespace, llm: "LLM", params: "SamplingParams") -> dict[str, Any]:
         """Returns the time of all prompts, and the rates."""
-        prompts = random_prompts(llm, args.num_warmups + args.num_prompts, args.input_len, args.seed)
+        prompts = random_prompts(
+            llm, args.num_warmups + args.num_prompts, args.input_len, args.seed
+        )
         if args.num_warmups:
             llm.generate(prompts[: args.num_warmups], params, use_tqdm=False)
         begin_s = time.perf_counter()
@@ -125,5 +145,6 @@ class Throughput(Benchmark):
 def random_prompts(llm: "LLM", count: int, length: int, seed: int) -> list[Any]:
     """Returns `count` prompts of `length` token ids each, drawn from the model's whole vocabulary."""
     assert llm.ready is not None
-    rng, ids = random.Random(seed), range(llm.ready.vocab_size)
+    rng = random.Random(seed)
+    ids = range(llm.ready.vocab_size)
     return [{"prompt_token_ids": rng.choices(ids, k=length)} for _ in range(count)]

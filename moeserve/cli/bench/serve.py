@@ -1,4 +1,6 @@
-"""`moeserve bench serve`: loads a running OpenAI-compatible server, moeserve or another, and reports its speed."""
+"""`moeserve bench serve`: loads a running OpenAI-compatible server, moeserve or another, and
+reports its speed.
+"""
 
 import argparse
 import json
@@ -18,7 +20,15 @@ from moeserve.cli.connect import add_server_flags, client_from, model_name
 from moeserve.errors import ConfigError
 
 BACKENDS = ("openai", "openai-chat", "vllm")  # vllm is another name of openai
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
 LONGEST_REQUEST_S = 6 * 3600
 
 
@@ -27,34 +37,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [--base-url URL] [flags]"
     add_server_flags(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--backend", default="openai", choices=BACKENDS, help="completions or chat [openai]")
+    group.add_argument(
+        "--backend", default="openai", choices=BACKENDS, help="completions or chat [openai]"
+    )
     group.add_argument("--host", metavar="TEXT", help="instead of --base-url [127.0.0.1]")
     group.add_argument("--port", type=int, metavar="N", help="instead of --base-url [8000]")
     group.add_argument("--endpoint", metavar="PATH", help="(default: the backend's)")
-    group.add_argument("--model", metavar="NAME", help="model in the requests (default: the server's first)")
-    group.add_argument("--served-model-name", metavar="NAME", help="the same, if --model names something else")
     group.add_argument(
-        "--ready-check-timeout-sec", type=float, default=0.0, metavar="S", help="wait for the server [0]"
+        "--model", metavar="NAME", help="model in the requests (default: the server's first)"
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="the same, if --model names something else"
+    )
+    group.add_argument(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="wait for the server [0]",
     )
     group = parser.add_argument_group("load")
-    group.add_argument("--request-rate", type=float, default=math.inf, metavar="R", help="requests per second [inf]")
-    group.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; lower: burstier [1]")
+    group.add_argument(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="requests per second [inf]",
+    )
+    group.add_argument(
+        "--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; lower: burstier [1]"
+    )
     group.add_argument("--max-concurrency", type=int, metavar="N", help="requests sent at once")
-    group.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests that do not count [0]")
+    group.add_argument(
+        "--num-warmups", type=int, default=0, metavar="N", help="requests that do not count [0]"
+    )
     add_dataset_flags(parser)
     group = parser.add_argument_group("sampling (default: the server's)")
     for name in SAMPLING:
         kind = int if name == "top_k" else float
         group.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X")
-    group.add_argument("--ignore-eos", action="store_true", help="always generate the full length (random: always on)")
-    group.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields of each request")
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="always generate the full length (random: always on)",
+    )
+    group.add_argument(
+        "--extra-body",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="more fields of each request",
+    )
     group = parser.add_argument_group("results")
-    group.add_argument("--percentile-metrics", default=",".join(METRICS), metavar="M,M", help="[ttft,tpot,itl,e2el]")
+    group.add_argument(
+        "--percentile-metrics",
+        default=",".join(METRICS),
+        metavar="M,M",
+        help="[ttft,tpot,itl,e2el]",
+    )
     group.add_argument("--metric-percentiles", default="99", metavar="P,P", help="[99]")
     group.add_argument("--save-result", action="store_true", help="write a JSON file")
-    group.add_argument("--save-detailed", action="store_true", help="with every request's times, text and error")
-    group.add_argument("--result-dir", type=Path, default=Path(), metavar="DIR", help="folder of that file [.]")
-    group.add_argument("--result-filename", metavar="NAME", help="(default: backend-rate-concurrency-model-date.json)")
+    group.add_argument(
+        "--save-detailed", action="store_true", help="with every request's times, text and error"
+    )
+    group.add_argument(
+        "--result-dir", type=Path, default=Path(), metavar="DIR", help="folder of that file [.]"
+    )
+    group.add_argument(
+        "--result-filename",
+        metavar="NAME",
+        help="(default: backend-rate-concurrency-model-date.json)",
+    )
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
@@ -67,7 +120,10 @@ def run(args: argparse.Namespace) -> int:
     for error in [outcome.error for outcome in outcomes if outcome.error][:10]:
         print(f"failed: {error}", file=sys.stderr)
     if args.save_result:
-        print(f"saved in {_save(args, result | (details(outcomes) if args.save_detailed else {}))}", file=sys.stderr)
+        print(
+            f"saved in {_save(args, result | (details(outcomes) if args.save_detailed else {}))}",
+            file=sys.stderr,
+        )
     return 0 if result["completed"] else 1
 
 
@@ -75,12 +131,16 @@ def _check(args: argparse.Namespace) -> tuple[list[str], list[float]]:
     """Returns the metrics and percentiles that are asked for. Raises ConfigError for a bad flag."""
     metrics: list[str] = args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(METRICS):
-        raise ConfigError(f"--percentile-metrics knows {', '.join(METRICS)}; got {', '.join(sorted(unknown))}")
+        raise ConfigError(
+            f"--percentile-metrics knows {', '.join(METRICS)}; got {', '.join(sorted(unknown))}"
+        )
     percentiles = []
     with suppress(ValueError):
         percentiles = [float(p) for p in args.metric_percentiles.split(",")]
     if not percentiles or not all(0 <= p <= 100 for p in percentiles):
-        raise ConfigError(f"--metric-percentiles takes numbers from 0 to 100, got {args.metric_percentiles!r}")
+        raise ConfigError(
+            f"--metric-percentiles takes numbers from 0 to 100, got {args.metric_percentiles!r}"
+        )
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be above 0")
     if args.max_concurrency is not None and args.max_concurrency < 1:
@@ -107,8 +167,12 @@ async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome
         if warm and not any(o.success for o in warm):
             raise ConfigError(f"every warm-up request failed: {warm[0].error}")
         times_s = arrival_times(len(samples), args.request_rate, args.burstiness, args.seed)
-        with tqdm(total=len(samples), disable=args.disable_tqdm, unit="req", dynamic_ncols=True) as bar:
-            outcomes, duration_s = await run_load(client, target, samples, times_s, args.max_concurrency, bar.update)
+        with tqdm(
+            total=len(samples), disable=args.disable_tqdm, unit="req", dynamic_ncols=True
+        ) as bar:
+            outcomes, duration_s = await run_load(
+                client, target, samples, times_s, args.max_concurrency, bar.update
+            )
     head = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,

@@ -1,1 +1,3 @@
-"""`moeserve launch`: starts, watches and stops the parts of all machines, over ssh, under Slurm, or on this one."""
+"""`moeserve launch`: starts, watches and stops the parts of all machines, over ssh, under Slurm, or
+on this one.
+"""

@@ -55,7 +55,9 @@ class ProcessConnection(PartConnection):
     async def open(command: Sequence[str]) -> "ProcessConnection":
         """Starts the command. Raises ConfigError if there is no such program."""
         pipe = asyncio.subprocess.PIPE
-        with ConfigError.instead_of(OSError, f"cannot run {command[0]}", "; install it on this machine"):
+        with ConfigError.instead_of(
+            OSError, f"cannot run {command[0]}", "; install it on this machine"
+        ):
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=pipe,

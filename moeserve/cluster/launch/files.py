@@ -1,4 +1,6 @@
-"""Files for what starts machines without `moeserve launch`, or around it: `moeserve launch --print KIND`."""
+"""Files for what starts machines without `moeserve launch`, or around it: `moeserve launch --print
+KIND`.
+"""
 
 import re
 import shlex
@@ -52,7 +54,9 @@ class Deployment:
     @property
     def model_folder(self) -> str | None:
         """The folder that has to be there on all machines, if the model is in one."""
-        return str(self.model.parent) if self.model is not None and self.model.is_absolute() else None
+        return (
+            str(self.model.parent) if self.model is not None and self.model.is_absolute() else None
+        )
 
     @property
     def stop_s(self) -> int:
@@ -67,10 +71,13 @@ def as_yaml(head: str, *documents: dict[str, Any]) -> str:
 
 
 def lws(it: Deployment) -> str:
-    """Returns a LeaderWorkerSet, whose pods are the machines, and a Service in front of its leader, for Kubernetes."""
+    """Returns a LeaderWorkerSet, whose pods are the machines, and a Service in front of its leader,
+    for Kubernetes.
+    """
     template = {
         "size": it.nodes,
-        # The other policies end the whole group with one pod, which would join again while requests wait.
+        # The other policies end the whole group with one pod, which would join again while requests
+        # wait.
         "restartPolicy": "None",
         "leaderTemplate": {"spec": _pod(it, leads=True)},
         "workerTemplate": {"spec": _pod(it, leads=False)},
@@ -86,14 +93,19 @@ def lws(it: Deployment) -> str:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": NAME},
-        "spec": {"selector": leader, "ports": [{"name": "http", "port": it.port, "targetPort": "http"}]},
+        "spec": {
+            "selector": leader,
+            "ports": [{"name": "http", "port": it.port, "targetPort": "http"}],
+        },
     }
     return as_yaml(LWS_HEAD + (LWS_HEAD_OF_MODELS if it.model_folder else ""), group, service)
 
 
 def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}]
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
+    ]
     words = [word.replace("$(", "$$(") for word in it.words_for_all]  # the kubelet replaces $(NAME)
     container: dict[str, Any] = {"name": NAME, "image": it.image, "args": words}
     if it.nodes > 1:
@@ -104,12 +116,18 @@ def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
         volumes.append({"name": "cluster-key", "secret": secret})
     if it.model_folder:
         mounts.append({"name": "models", "mountPath": it.model_folder, "readOnly": True})
-        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}})
+        volumes.append(
+            {"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+        )
     if leads:
         container["ports"] = [{"name": "http", "containerPort": it.port}]
-        container |= {"startupProbe": _probe(it, "/livez", 5, 24), "readinessProbe": _probe(it, "/readyz", 2, 1)}
+        container |= {
+            "startupProbe": _probe(it, "/livez", 5, 24),
+            "readinessProbe": _probe(it, "/readyz", 2, 1),
+        }
         container["livenessProbe"] = _probe(it, "/livez", 10, 6)
-    else:  # It ends with the leader. Kubernetes would end all pods at once, in the middle of the requests.
+    # It ends with the leader. Kubernetes would end all pods at once, in the middle of the requests.
+    else:
         container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(it.drain_s)]}}}
     return {
         "terminationGracePeriodSeconds": it.stop_s,
@@ -123,13 +141,22 @@ def _pod(it: Deployment, *, leads: bool) -> dict[str, Any]:
 
 def _probe(it: Deployment, path: str, period_s: int, failures: int) -> dict[str, Any]:
     get = {"path": path, "port": "http", "scheme": "HTTPS" if it.https else "HTTP"}
-    return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 3, "failureThreshold": failures}
+    return {
+        "httpGet": get,
+        "periodSeconds": period_s,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }
 
 
 def compose(it: Deployment) -> str:
     """Returns a compose file: the machines are containers of one computer."""
     return as_yaml(
-        COMPOSE_HEAD, {"name": "moeserve", "services": {f"machine-{n}": _service(it, n) for n in range(it.nodes)}}
+        COMPOSE_HEAD,
+        {
+            "name": "moeserve",
+            "services": {f"machine-{n}": _service(it, n) for n in range(it.nodes)},
+        },
     )
 
 
@@ -151,7 +178,10 @@ def _service(it: Deployment, rank: int) -> dict[str, Any]:
     if not volumes:
         del service["volumes"]
     if rank:
-        return service | {"healthcheck": {"disable": True}, "stop_signal": "SIGWINCH"}  # no HTTP; ends with machine 0
+        return service | {
+            "healthcheck": {"disable": True},
+            "stop_signal": "SIGWINCH",
+        }  # no HTTP; ends with machine 0
     return service | {"ports": [f"{it.port}:{it.port}"], "healthcheck": _health(it)}
 
 
@@ -184,12 +214,16 @@ exec moeserve launch --slurm -- serve {shlex.join(it.words_for_all)}
 
 
 def systemd(it: Deployment) -> str:
-    """Returns one systemd unit for all machines: its instance is the machine's number. Raises ConfigError without
-    --rendezvous."""
+    """Returns one systemd unit for all machines: its instance is the machine's number. Raises
+    ConfigError without --rendezvous."""
     if it.rendezvous is None and it.nodes > 1:
-        raise ConfigError("--print systemd: say where machine 0 is, as in `-- serve MODEL --rendezvous 10.0.0.1:29500`")
+        raise ConfigError(
+            "--print systemd: say where machine 0 is, as in `-- serve MODEL --rendezvous 10.0.0.1:29500`"
+        )
     several = (
-        f" --nnodes {it.nodes} --node-rank %i --cluster-key-file /etc/moeserve/cluster.key" if it.nodes > 1 else ""
+        f" --nnodes {it.nodes} --node-rank %i --cluster-key-file /etc/moeserve/cluster.key"
+        if it.nodes > 1
+        else ""
     )
     return f"""# /etc/systemd/system/moeserve@.service on each of {it.nodes} machines; then on machine 0, 1, ...:
 #   systemctl enable --now moeserve@0      (its own number on each)

@@ -1,5 +1,6 @@
-"""Kubernetes, by the system's kubectl: creates what `--print lws` prints and the machines' secret, says what becomes of
-the pods, shows their logs, and deletes everything when the leader has ended."""
+"""Kubernetes, by the system's kubectl: creates what `--print lws` prints and the machines' secret,
+says what becomes of the pods, shows their logs, and deletes everything when the leader has ended.
+"""
 
 import asyncio
 import json
@@ -23,8 +24,8 @@ MARGIN_S = 30.0  # for the end of pods that have drained
 
 
 async def run_on_kubernetes(it: Deployment, namespace: str | None) -> int:
-    """Serves until the leader ends; returns its exit code, 1 if it was lost. Raises ConfigError if kubectl cannot
-    create something."""
+    """Serves until the leader ends; returns its exit code, 1 if it was lost. Raises ConfigError if
+    kubectl cannot create something."""
     return await KubernetesLaunch(it, namespace).run()
 
 
@@ -51,7 +52,9 @@ class KubernetesLaunch:
             await asyncio.wait((deleting, kill), return_when=asyncio.FIRST_COMPLETED)
             if kill.done():
                 deleting.cancel()
-                await self._run("delete", "pods", "-l", f"{LABEL}name={NAME}", "--grace-period=0", "--force")
+                await self._run(
+                    "delete", "pods", "-l", f"{LABEL}name={NAME}", "--grace-period=0", "--force"
+                )
                 await self._delete(created)
                 return 128 + int(kill.result())
             if watching.done():
@@ -76,11 +79,17 @@ class KubernetesLaunch:
 
     async def _create(self) -> list[str]:
         """Returns what was created, as kubectl names it."""
-        # `create` refuses what is there, where `apply` would change a server that somebody else has started.
+        # `create` refuses what is there, where `apply` would change a server that somebody else has
+        # started.
         documents = lws(self._it)
         if self._it.nodes > 1:
             key = {"cluster.key": secrets.token_urlsafe(32)}
-            secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "stringData": key}
+            secret = {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": SECRET},
+                "stringData": key,
+            }
             documents = f"{yaml.safe_dump(secret)}---\n{documents}"
         code, out, why = await self._run("create", "-f", "-", "-o", "name", stdin=documents)
         created = out.split()
@@ -88,7 +97,11 @@ class KubernetesLaunch:
             if created:
                 await self._delete(created)
             left = f"{' '.join(self._kubectl)} delete leaderworkerset/{NAME} service/{NAME} secret/{SECRET}"
-            remedy = f"; `{left}` ends another launch or what is left of it" if "AlreadyExists" in why else ""
+            remedy = (
+                f"; `{left}` ends another launch or what is left of it"
+                if "AlreadyExists" in why
+                else ""
+            )
             raise ConfigError(f"kubectl create: {why}{remedy}")
         to_stderr(f"moeserve launch: created {', '.join(created)}")
         return created
@@ -96,7 +109,13 @@ class KubernetesLaunch:
     async def _delete(self, created: list[str]) -> bool:
         """Deletes that, and waits until its pods are gone. Returns whether they are."""
         limit_s = self._it.stop_s + MARGIN_S
-        words = ("delete", *created, "--ignore-not-found", "--cascade=foreground", f"--timeout={limit_s:g}s")
+        words = (
+            "delete",
+            *created,
+            "--ignore-not-found",
+            "--cascade=foreground",
+            f"--timeout={limit_s:g}s",
+        )
         code, _, why = await self._run(*words, limit_s=limit_s + KUBECTL_S)
         if code:
             to_stderr(f"moeserve launch: kubectl delete: {why}; delete {' '.join(created)} by hand")
@@ -119,20 +138,26 @@ class KubernetesLaunch:
             await asyncio.sleep(AGAIN_S)
 
     def _on_pod(self, pod: dict[str, Any]) -> None:
-        meta, status = pod["metadata"], pod.get("status", {})
-        uid, rank = meta["uid"], int(meta["labels"][f"{LABEL}worker-index"])
+        meta = pod["metadata"]
+        status = pod.get("status", {})
+        uid = meta["uid"]
+        rank = int(meta["labels"][f"{LABEL}worker-index"])
         if uid not in self._states and "deletionTimestamp" in meta:
             return  # of a launch before this one
         container: dict[str, Any] = next(iter(status.get("containerStatuses", ())), {})
         state = _state(status, container, leads=rank == 0)
         if state != self._states.get(uid):
             self._states[uid] = state
-            to_stderr(f"moeserve launch: {meta['name']} (machine {rank} of {self._it.nodes}): {state}")
+            to_stderr(
+                f"moeserve launch: {meta['name']} (machine {rank} of {self._it.nodes}): {state}"
+            )
         if {"running", "terminated"} & container.get("state", {}).keys():
             name = f"{uid} {container.get('restartCount', 0)}"
             if name not in self._logs:
                 self._logs[name] = asyncio.create_task(self._follow(meta["name"], uid))
-        end = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
+        end = container.get("state", {}).get("terminated") or container.get("lastState", {}).get(
+            "terminated"
+        )
         if rank == 0 and not self._ended.done() and (end or status.get("phase") == "Failed"):
             self._ended.set_result(int(end["exitCode"]) if end else 1)
 
@@ -153,10 +178,16 @@ class KubernetesLaunch:
         finally:
             await connection.close()
 
-    async def _run(self, *words: str, stdin: str = "", limit_s: float = KUBECTL_S) -> tuple[int, str, str]:
-        """Returns kubectl's exit code, what it printed, and the last line of its errors, which are all shown."""
+    async def _run(
+        self, *words: str, stdin: str = "", limit_s: float = KUBECTL_S
+    ) -> tuple[int, str, str]:
+        """Returns kubectl's exit code, what it printed, and the last line of its errors, which are
+        all shown.
+        """
         if shutil.which("kubectl") is None:
-            raise ConfigError("--kubernetes: there is no kubectl on PATH; install it on this machine")
+            raise ConfigError(
+                "--kubernetes: there is no kubectl on PATH; install it on this machine"
+            )
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self._kubectl, *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True

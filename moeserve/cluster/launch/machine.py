@@ -19,7 +19,9 @@ class Machine:
     """A machine and, while it is connected, its part. on_state: hears each new state."""
 
     def __init__(self, place: LaunchTarget, rank: int, num_machines: int) -> None:
-        self.name, self.remedy, self.rank = place.name, place.remedy, rank
+        self.name = place.name
+        self.remedy = place.remedy
+        self.rank = rank
         self.state = ""
         self.joined = False  # once at least; machine 0 has been ready
         self.alive = False  # its part has an order
@@ -40,7 +42,9 @@ class Machine:
             self.on_state(state)
 
     async def connect(self) -> PartHello:
-        """Starts the part, which waits for its order then. Raises PartNotStarted; ConfigError without ssh or srun."""
+        """Starts the part, which waits for its order then. Raises PartNotStarted; ConfigError
+        without ssh or srun.
+        """
         self.last_line = "it said nothing"
         try:
             async with asyncio.timeout(HELLO_S):
@@ -56,8 +60,11 @@ class Machine:
         raise PartNotStarted(why)
 
     async def live(self, order: Order) -> int | None:
-        """Gives the part its order, and returns the exit code once it has ended; None if it was lost before that."""
-        self._code, self.alive = None, True
+        """Gives the part its order, and returns the exit code once it has ended; None if it was
+        lost before that.
+        """
+        self._code = None
+        self.alive = True
         self.send(msgspec.json.encode(order) + b"\n")
         pinging = asyncio.create_task(self._ping())
         try:
@@ -75,12 +82,15 @@ class Machine:
 
     async def end(self) -> None:
         """Ends the connection, and with it the part."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             await connection.close()
 
     async def _ping(self) -> None:
-        """Ends the connection if the part is silent. It counts pings, not seconds: Ctrl-Z may stop this process."""
+        """Ends the connection if the part is silent. It counts pings, not seconds: Ctrl-Z may stop
+        this process.
+        """
         most = UNANSWERED if self.rank else UNANSWERED_BY_FIRST
         self._unanswered = 0
         while self._unanswered < most:

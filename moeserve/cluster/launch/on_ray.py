@@ -1,6 +1,8 @@
-"""Ray: an actor for each machine in a placement group. It starts the part as its child and carries what is said.
+"""Ray: an actor for each machine in a placement group. It starts the part as its child and carries
+what is said.
 
-Ray starts an actor again where it can, on another node if need be; the launcher then starts its part again.
+Ray starts an actor again where it can, on another node if need be; the launcher then starts its
+part again.
 """
 
 import asyncio
@@ -12,7 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeserve.actor.process import one_line, to_stderr
-from moeserve.cluster.launch.connection import MAX_LINE_BYTES, PartConnection, PartNotStarted, ProcessConnection
+from moeserve.cluster.launch.connection import (
+    MAX_LINE_BYTES,
+    PartConnection,
+    PartNotStarted,
+    ProcessConnection,
+)
 from moeserve.cluster.launch.targets import PART, LaunchTarget
 from moeserve.errors import ConfigError
 
@@ -23,8 +30,8 @@ _REMEDY = "Check `ray status`, and that Ray's Python on all nodes has moeserve"
 
 
 def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) -> list[LaunchTarget]:
-    """Returns as many machines, every node of the cluster if None, each with a CPU and so many GPUs of a node. Raises
-    ConfigError without Ray, or if there is no room."""
+    """Returns as many machines, every node of the cluster if None, each with a CPU and so many GPUs
+    of a node. Raises ConfigError without Ray, or if there is no room."""
     with ConfigError.instead_of(ImportError, "--ray", "; install Ray: pip install 'moeserve[ray]'"):
         import ray
         from ray.util.placement_group import placement_group, placement_group_table
@@ -34,7 +41,9 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
                 raise ValueError("must be HOST:PORT or ray://HOST:10001")
-            socket.create_connection((host, int(port)), CONNECT_S).close()  # Ray itself tries for minutes
+            socket.create_connection(
+                (host, int(port)), CONNECT_S
+            ).close()  # Ray itself tries for minutes
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -51,8 +60,11 @@ def on_ray(nodes: int | None, address: str | None, placement: str, gpus: int) ->
             f"free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs (see `ray status`)"
         )
     made = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1)(PartActor)
-    here, chosen = ray.get_runtime_context().get_node_id(), placement_group_table(group)["bundles_to_node_id"]
-    ordered = sorted(range(nodes), key=lambda bundle: chosen[bundle] != here)  # machine 0 is here if it can be
+    here = ray.get_runtime_context().get_node_id()
+    chosen = placement_group_table(group)["bundles_to_node_id"]
+    ordered = sorted(
+        range(nodes), key=lambda bundle: chosen[bundle] != here
+    )  # machine 0 is here if it can be
     places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in ordered]
     actors = [made.options(scheduling_strategy=place).remote() for place in places]
     return [RayTarget(f"ray-{rank}", (), _REMEDY, actor) for rank, actor in enumerate(actors)]
@@ -62,7 +74,9 @@ class PartActor:
     """Runs on a node of Ray: its child is the part."""
 
     def __init__(self) -> None:
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's CPUs; --threads decides
+        os.environ.pop(
+            "OMP_NUM_THREADS", None
+        )  # Ray sets it to the actor's CPUs; --threads decides
         self._part: ProcessConnection | None = None
 
     async def start(self) -> str:
@@ -100,7 +114,8 @@ class RayTarget(LaunchTarget):
         import ray
         from ray.exceptions import RayError
 
-        # Ray keeps a call that may be tried again until the actor is there, and sends it at once then.
+        # Ray keeps a call that may be tried again until the actor is there, and sends it at once
+        # then.
         call = self.actor.start.options(max_task_retries=-1).remote()
         try:
             address = await call
@@ -117,7 +132,8 @@ class RayConnection(PartConnection):
 
     def __init__(self, actor: Any) -> None:
         super().__init__(asyncio.StreamReader(limit=MAX_LINE_BYTES))
-        self._actor, self._unsent = actor, asyncio.Queue[bytes]()
+        self._actor = actor
+        self._unsent = asyncio.Queue[bytes]()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._send())]
 
     def write(self, data: bytes) -> None:

@@ -1,8 +1,10 @@
-"""The part of one machine: `python -m moeserve.cluster.launch.part`, which ssh, srun, Ray or the launcher starts.
+"""The part of one machine: `python -m moeserve.cluster.launch.part`, which ssh, srun, Ray or the
+launcher starts.
 
-It runs `moeserve serve` and ends with it. Its stdin is the launcher: end-of-file, or silence for a minute, means that
-the launcher or the network is gone, and then everything here ends. The secret comes over stdin too and stays in memory:
-serve reads it from a file without a name that only this user can open.
+It runs `moeserve serve` and ends with it. Its stdin is the launcher: end-of-file, or silence for a
+minute, means that the launcher or the network is gone, and then everything here ends. The secret
+comes over stdin too and stays in memory: serve reads it from a file without a name that only this
+user can open.
 """
 
 import os
@@ -17,7 +19,17 @@ from contextlib import suppress
 import msgspec
 
 from moeserve.actor.guard import die_with_parent
-from moeserve.cluster.launch.protocol import DRAIN, ENDED, KILL, PING, PONG, SILENCE_S, Order, PartHello, say
+from moeserve.cluster.launch.protocol import (
+    DRAIN,
+    ENDED,
+    KILL,
+    PING,
+    PONG,
+    SILENCE_S,
+    Order,
+    PartHello,
+    say,
+)
 
 END_S = 10.0  # for a server whose launcher is gone, before it is killed
 
@@ -33,7 +45,9 @@ def main() -> int:
     order = msgspec.json.decode(line, type=Order)
     with suppress(OSError):
         os.chdir(order.folder)
-    with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as key:  # has no name
+    with tempfile.TemporaryFile(
+        dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as key:  # has no name
         key.write(order.key.encode())
         key.flush()
         path = f"/proc/{os.getpid()}/fd/{key.fileno()}"
@@ -52,13 +66,17 @@ def main() -> int:
 
 
 def _own_address(way: str) -> str:
-    """Returns this machine's address on the network by which it was reached. way: ssh, slurm, or that address."""
+    """Returns this machine's address on the network by which it was reached. way: ssh, slurm, or
+    that address.
+    """
     if way == "ssh":
         return os.environ["SSH_CONNECTION"].split()[2]
     if way != "slurm":
         return way
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or os.environ["SLURM_SRUN_COMM_HOST"]
-    with socket.socket(socket.AF_INET6 if ":" in launcher else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(
+        socket.AF_INET6 if ":" in launcher else socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:
         probe.connect((launcher, 9))  # sends nothing, but chooses our address
         return str(probe.getsockname()[0])
 

@@ -1,7 +1,8 @@
 """What the launcher and a machine's part say to each other, over the part's stdin and stdout.
 
-The part says `PartHello`, gets one line with its `Order`, and from then on single bytes. Its stdout is its log; lines
-that begin with MARK are no log but what happens. Logs cannot forge them, because loggers escape control characters.
+The part says `PartHello`, gets one line with its `Order`, and from then on single bytes. Its stdout
+is its log; lines that begin with MARK are no log but what happens. Logs cannot forge them, because
+loggers escape control characters.
 """
 
 import asyncio
@@ -14,25 +15,33 @@ import msgspec
 
 MARK = "\x1e"  # ASCII's record separator
 ENDED = "ended "  # and the exit code: a part that is gone without having said so was lost
-DRAIN, KILL, PING = b"d", b"k", b"."
+DRAIN = b"d"
+KILL = b"k"
+PING = b"."
 PONG = "pong"  # a part's answer to a ping, so that each side notices that the other is gone
 PING_S = 1.0
 SILENCE_S = 60.0  # a part ends after that: as long as one may hold a launcher by Ctrl-Z
 REPORT_S = 0.2
 
-NNODES, NODE_RANK = "MOESERVE_LAUNCH_NNODES", "MOESERVE_LAUNCH_NODE_RANK"
-ADDRESS, PORT = "MOESERVE_LAUNCH_ADDRESS", "MOESERVE_LAUNCH_PORT"
+NNODES = "MOESERVE_LAUNCH_NNODES"
+NODE_RANK = "MOESERVE_LAUNCH_NODE_RANK"
+ADDRESS = "MOESERVE_LAUNCH_ADDRESS"
+PORT = "MOESERVE_LAUNCH_PORT"
 
 
 class PartHello(msgspec.Struct, frozen=True):
-    """A part is there. address: of its machine, on the network by which it was reached. port: a free one."""
+    """A part is there. address: of its machine, on the network by which it was reached. port: a
+    free one.
+    """
 
     address: str
     port: int
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a part runs: `moeserve` with these words, in this folder where there is one. key: the cluster's secret."""
+    """What a part runs: `moeserve` with these words, in this folder where there is one. key: the
+    cluster's secret.
+    """
 
     words: list[str]
     env: dict[str, str]
@@ -54,7 +63,9 @@ def say(what: str) -> None:
 
 
 async def report(state: Callable[[], str]) -> None:
-    """Tells the launcher each change of a state. Returns at once without a launcher, otherwise never."""
+    """Tells the launcher each change of a state. Returns at once without a launcher, otherwise
+    never.
+    """
     told = ""
     while NNODES in os.environ:
         if (now := state()) != told:

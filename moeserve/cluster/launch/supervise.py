@@ -1,8 +1,8 @@
 """The launcher's policy: who is started when, what is started again, and when all end.
 
-Machine 0 decides: where it ends by itself, all end, and its exit code is ours. A machine that is killed or lost is
-started again: machine 0 with nothing of what it knew, any other one while machine 0 goes on. One that cannot be reached
-is tried until it can.
+Machine 0 decides: where it ends by itself, all end, and its exit code is ours. A machine that is
+killed or lost is started again: machine 0 with nothing of what it knew, any other one while machine
+0 goes on. One that cannot be reached is tried until it can.
 """
 
 import asyncio
@@ -21,12 +21,16 @@ from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError
 
 RESTARTS_WITHIN_S = 3600.0
-PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # before a restart; twice as long for each within RECENT_S
+# before a restart; twice as long for each within RECENT_S
+PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
 RECENT_S = 60.0
 REACH_S = 1.0  # between tries to reach a machine
 FAREWELL_S = 10.0  # for the others to end after machine 0
 KILL_S = 2.0
-SETTLED_S = UNHEALTHY_S + 1  # machine 0 says by then that it waits for a machine that has joined, or it serves with it
+SETTLED_S = (
+    UNHEALTHY_S + 1
+)  # machine 0 says by then that it waits for a machine that has joined, or it serves with it
 CONNECTING = "connecting"
 KILLED = 128  # and above: exit codes by a signal
 _HOPELESS = range(2, 6)  # settings, model files, port, memory: a new try would end alike
@@ -37,7 +41,9 @@ MakeOrder = Callable[[int, PartHello], Order]  # by a machine's number and machi
 class Launch:
     """All machines from their start to one exit code."""
 
-    def __init__(self, places: Sequence[LaunchTarget], make_order: MakeOrder, max_restarts: int) -> None:
+    def __init__(
+        self, places: Sequence[LaunchTarget], make_order: MakeOrder, max_restarts: int
+    ) -> None:
         self._machines = [Machine(place, rank, len(places)) for rank, place in enumerate(places)]
         self._make_order = make_order
         self._max_restarts = max_restarts
@@ -46,7 +52,9 @@ class Launch:
         self._killed: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
-        """Returns machine 0's exit code, or the first failure's. Raises ConfigError if a machine cannot be used."""
+        """Returns machine 0's exit code, or the first failure's. Raises ConfigError if a machine
+        cannot be used.
+        """
         loop = asyncio.get_running_loop()
         killed: asyncio.Future[int] = loop.create_future()
         self._killed = killed
@@ -66,7 +74,9 @@ class Launch:
             for machine in self._machines[1:]:
                 machine.on_state = self._on_state_of_other
             await asyncio.wait((*tasks, killed), return_when=asyncio.FIRST_COMPLETED)
-            first = next(it for it in (*tasks, killed) if it.done())  # machine 0's end counts, if it is among them
+            first = next(
+                it for it in (*tasks, killed) if it.done()
+            )  # machine 0's end counts, if it is among them
             return await self._finish(tasks, first.result())
         finally:
             for task in tasks:
@@ -86,12 +96,15 @@ class Launch:
         self._machines[0].send(DRAIN)
 
     async def _connect(self) -> PartHello:
-        """Connects to all machines at once, so that every one that cannot be used is named. Returns machine 0's
-        hello."""
+        """Connects to all machines at once, so that every one that cannot be used is named. Returns
+        machine 0's hello."""
         for machine in self._machines:
             machine.enter(CONNECTING)
-        found = await asyncio.gather(*(machine.connect() for machine in self._machines), return_exceptions=True)
-        bad, remedy = [], ""
+        found = await asyncio.gather(
+            *(machine.connect() for machine in self._machines), return_exceptions=True
+        )
+        bad = []
+        remedy = ""
         for machine, hello in zip(self._machines, found, strict=True):
             if isinstance(hello, PartNotStarted):
                 bad.append(f"{machine.name}: {hello}")
@@ -119,9 +132,13 @@ class Launch:
                 if self._signals or not machine.joined or (code is not None and code < KILLED):
                     self._over.set()
                     return 1 if code is None else code
-                to_stderr("moeserve launch: machine 0 is gone, and all requests with it; it starts anew")
+                to_stderr(
+                    "moeserve launch: machine 0 is gone, and all requests with it; it starts anew"
+                )
             elif code in _HOPELESS and not machine.joined:
-                return self._give_up(f"{machine.name} cannot take part: {machine.last_line}", int(code or 0))
+                return self._give_up(
+                    f"{machine.name} cannot take part: {machine.last_line}", int(code or 0)
+                )
             now = time.monotonic()
             while restarts and now - restarts[0] > RESTARTS_WITHIN_S:
                 restarts.popleft()
@@ -172,7 +189,9 @@ class Launch:
     def _on_state_of_other(self, state: str) -> None:
         """Machine 0 is silent about a machine that comes back so fast that no probe would fail."""
         if state == "joined" and self._machines[0].state == "ready":
-            asyncio.get_running_loop().call_later(SETTLED_S, lambda: self._on_state_of_first(self._machines[0].state))
+            asyncio.get_running_loop().call_later(
+                SETTLED_S, lambda: self._on_state_of_first(self._machines[0].state)
+            )
 
     async def _finish(self, tasks: Sequence[asyncio.Task[int]], code: int) -> int:
         """Ends what still runs: with machine 0 those who have joined end on their own."""

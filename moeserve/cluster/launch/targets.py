@@ -1,5 +1,5 @@
-"""Where parts run: the machines that a user names (--hosts, and the hostfiles of MPI and DeepSpeed), and the command
-that starts one on each machine, over ssh, by srun, or here.
+"""Where parts run: the machines that a user names (--hosts, and the hostfiles of MPI and
+DeepSpeed), and the command that starts one on each machine, over ssh, by srun, or here.
 """
 
 import re
@@ -32,7 +32,9 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Reads a file with `host`, `host slots=8` or `host:8` in each line, and # comments. Raises ConfigError."""
+    """Reads a file with `host`, `host slots=8` or `host:8` in each line, and # comments. Raises
+    ConfigError.
+    """
     with ConfigError.instead_of((OSError, UnicodeDecodeError), f"--hostfile {path}"):
         lines = Path(path).read_text("utf-8-sig").splitlines()
     told = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
@@ -40,11 +42,17 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def common_slots(hosts: Iterable[Host]) -> int | None:
-    """Returns how many processes every host has, if that was said. Raises ConfigError where hosts differ."""
+    """Returns how many processes every host has, if that was said. Raises ConfigError where hosts
+    differ.
+    """
     found = {host.slots: host.name for host in hosts}
     if len(found) > 1:
-        told = ", ".join(f"{name} has {slots or 'no number of'} slots" for slots, name in found.items())
-        raise ConfigError(f"{told}: all machines get equally many engines, so give all the same slots, or none")
+        told = ", ".join(
+            f"{name} has {slots or 'no number of'} slots" for slots, name in found.items()
+        )
+        raise ConfigError(
+            f"{told}: all machines get equally many engines, so give all the same slots, or none"
+        )
     return next(iter(found))
 
 
@@ -63,7 +71,9 @@ def _several(hosts: Iterable[Host], where: str) -> list[Host]:
     found: list[Host] = []
     for host in hosts:
         if host.name in (other.name for other in found):
-            raise ConfigError(f"{where}: {host.name} is named twice; a machine has one part, `slots` say how large")
+            raise ConfigError(
+                f"{where}: {host.name} is named twice; a machine has one part, `slots` say how large"
+            )
         found.append(host)
     if not 1 <= len(found) <= MAX_HOSTS:
         raise ConfigError(f"{where}: names {len(found)} hosts, must be 1 to {MAX_HOSTS}")
@@ -80,14 +90,14 @@ _SSH_REMEDY = (
     "Check that `ssh -o BatchMode=yes HOST true` works, and that moeserve is installed there at the path that it has "
     "here, or name its Python with --python"
 )
-_SLURM_REMEDY = (
-    "Check that `srun hostname` works, and that moeserve is installed on all nodes at the path that it has here"
-)
+_SLURM_REMEDY = "Check that `srun hostname` works, and that moeserve is installed on all nodes at the path that it has here"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTarget:
-    """A machine, by its name for people, the command that starts its part, and what to check if that fails."""
+    """A machine, by its name for people, the command that starts its part, and what to check if
+    that fails.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -100,23 +110,36 @@ class LaunchTarget:
 
 def on_this_machine(number: int) -> list[LaunchTarget]:
     """Returns `number` machines that are all this one."""
-    return [LaunchTarget(f"local-{rank}", (sys.executable, *PART, "127.0.0.1")) for rank in range(number)]
+    return [
+        LaunchTarget(f"local-{rank}", (sys.executable, *PART, "127.0.0.1"))
+        for rank in range(number)
+    ]
 
 
-def over_ssh(hosts: Sequence[Host], python: str | None, options: Sequence[str]) -> list[LaunchTarget]:
-    """Returns the hosts, by the system's ssh, which reads the user's ~/.ssh/config. python: shell text that runs
-    Python there; the path of ours by default. options: as in ssh_config, Port=2222. Raises ConfigError."""
+def over_ssh(
+    hosts: Sequence[Host], python: str | None, options: Sequence[str]
+) -> list[LaunchTarget]:
+    """Returns the hosts, by the system's ssh, which reads the user's ~/.ssh/config. python: shell
+    text that runs Python there; the path of ours by default. options: as in ssh_config, Port=2222.
+    Raises ConfigError."""
     for option in options:
         if "=" not in option or option.startswith(("-", "=")):
-            raise ConfigError(f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222")
+            raise ConfigError(
+                f"--ssh-option {option}: must be NAME=VALUE as in ssh_config, for example Port=2222"
+            )
     remote = f"{python or shlex.quote(sys.executable)} {' '.join(PART)} ssh"
-    words = [f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in _SSH.items()))]
-    return [LaunchTarget(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY) for host in hosts]
+    words = [
+        f"-o{option}" for option in (*options, *(f"{name}={value}" for name, value in _SSH.items()))
+    ]
+    return [
+        LaunchTarget(host.name, ("ssh", "-T", *words, "--", host.name, remote), _SSH_REMEDY)
+        for host in hosts
+    ]
 
 
 def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
-    """Returns the nodes of this job of Slurm: a step for each, so that one alone can be started again. Raises
-    ConfigError outside of a job."""
+    """Returns the nodes of this job of Slurm: a step for each, so that one alone can be started
+    again. Raises ConfigError outside of a job."""
     nodes = env.get("SLURM_JOB_NODELIST") if env.get("SLURM_JOB_ID") else None
     if not nodes:
         raise ConfigError(
@@ -127,6 +150,8 @@ def in_slurm(env: Mapping[str, str]) -> list[LaunchTarget]:
         names = expand(nodes)
     step = ("--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--unbuffered", "--quiet")
     return [
-        LaunchTarget(it, ("srun", *step, f"--nodelist={it}", sys.executable, *PART, "slurm"), _SLURM_REMEDY)
+        LaunchTarget(
+            it, ("srun", *step, f"--nodelist={it}", sys.executable, *PART, "slurm"), _SLURM_REMEDY
+        )
         for it in names
     ]

@@ -1,1 +1,3 @@
-"""Backends that carry rows to their experts and back: one file per transport; `local` is the specification."""
+"""Backends that carry rows to their experts and back: one file per transport; `local` is the
+specification.
+"""

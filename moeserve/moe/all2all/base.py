@@ -1,7 +1,8 @@
-"""The seam between the MoE layer and a transport: capabilities, receipts, split-phase results, layouts.
+"""The seam between the MoE layer and a transport: capabilities, receipts, split-phase results,
+layouts.
 
-T tokens of this rank, K experts per token, D model width, e local experts (those of this rank), P rows received for
-them, C rows that one expert has room for.
+T tokens of this rank, K experts per token, D model width, e local experts (those of this rank), P
+rows received for them, C rows that one expert has room for.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Layout(Enum):
-    """The arrangement of received rows in memory. GROUPED: [P, D], sorted by local expert. SLOTTED: [e, C, D],
-    each expert's rows first in its part."""
+    """The arrangement of received rows in memory. GROUPED: [P, D], sorted by local expert. SLOTTED:
+    [e, C, D], each expert's rows first in its part."""
 
     GROUPED = "grouped"
     SLOTTED = "slotted"
@@ -36,16 +37,19 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class All2AllCaps:
-    """Capabilities of a backend; `plan_moe` compares them with kernels and model once at start. None: no limit.
+    """Capabilities of a backend; `plan_moe` compares them with kernels and model once at start.
+    None: no limit.
 
-    max_tokens: tokens of one dispatch on one rank, the same on all ranks; `join` may change it, and a larger step goes
-    in several rounds. copies: how many times received rows are in memory at once, results included. pad_hidden: returns
-    the width that rows are filled up to, None where they are too wide. not_recorded: why no CUDA graph can record a
-    dispatch, None if one can. most_recorded: with how many tokens of each rank at most; `join` may change it.
-    recorded_rows: how many a recorded dispatch may bring to memory of the graph's own. exact: rows and sums have the
-    order that `Inbound` and `combine` promise, so bits do not depend on where experts are. device_counts: counts of
-    rows must stay on the device, see `Inbound`. in_place: rows stay on this rank as they are, so a kernel may sort and
-    sum them itself (`Fusible`). encrypts: rows between machines can be encrypted. obstacle: why it cannot serve here.
+    max_tokens: tokens of one dispatch on one rank, the same on all ranks; `join` may change it, and
+    a larger step goes in several rounds. copies: how many times received rows are in memory at
+    once, results included. pad_hidden: returns the width that rows are filled up to, None where
+    they are too wide. not_recorded: why no CUDA graph can record a dispatch, None if one can.
+    most_recorded: with how many tokens of each rank at most; `join` may change it. recorded_rows:
+    how many a recorded dispatch may bring to memory of the graph's own. exact: rows and sums have
+    the order that `Inbound` and `combine` promise, so bits do not depend on where experts are.
+    device_counts: counts of rows must stay on the device, see `Inbound`. in_place: rows stay on
+    this rank as they are, so a kernel may sort and sum them itself (`Fusible`). encrypts: rows
+    between machines can be encrypted. obstacle: why it cannot serve here.
     """
 
     name: str
@@ -69,14 +73,16 @@ class All2AllCaps:
 
 @dataclass(frozen=True, slots=True)
 class Inbound:
-    """The rows that the experts compute on. Rows of one expert keep the order (source rank, token, k).
+    """The rows that the experts compute on. Rows of one expert keep the order (source rank, token,
+    k).
 
-    rows: GROUPED [P', D] with P' >= P (rows beyond the last end hold anything finite), SLOTTED [e, C, D] (anything).
-    counts_e: valid rows of each local expert, int64 on the host, or int32 on the device where the host need not wait
-    for them. ends_e: where those end, GROUPED: inclusive prefix sums of counts_e, SLOTTED: in their own part, so
-    counts_e. expected, most: for counts on the device, P with an even load, and at most; 0: all rows.
-    scales: fp32 [..., D / 128] of any strides: rows are e4m3 as they travelled, and each 128 of one have a scale. A
-    kernel that multiplies such rows takes both; any other takes `x`, and no exact backend leaves them so.
+    rows: GROUPED [P', D] with P' >= P (rows beyond the last end hold anything finite), SLOTTED [e,
+    C, D] (anything). counts_e: valid rows of each local expert, int64 on the host, or int32 on the
+    device where the host need not wait for them. ends_e: where those end, GROUPED: inclusive prefix
+    sums of counts_e, SLOTTED: in their own part, so counts_e. expected, most: for counts on the
+    device, P with an even load, and at most; 0: all rows. scales: fp32 [..., D / 128] of any
+    strides: rows are e4m3 as they travelled, and each 128 of one have a scale. A kernel that
+    multiplies such rows takes both; any other takes `x`, and no exact backend leaves them so.
     """
 
     layout: Layout
@@ -89,8 +95,8 @@ class Inbound:
 
     @property
     def x(self) -> Tensor:
-        """The rows as the model has them, which were bfloat16 if they travelled with scales. In slots those beyond the
-        counts stay undefined, and the host waits for nothing."""
+        """The rows as the model has them, which were bfloat16 if they travelled with scales. In
+        slots those beyond the counts stay undefined, and the host waits for nothing."""
         if self.scales is None:
             return self.rows
         if self.layout is Layout.GROUPED:
@@ -104,16 +110,19 @@ class Inbound:
 
     @property
     def host_counts_e(self) -> NDArray[np.int64]:
-        """The counts for kernels that need them on the host; waits for the device if they are there."""
+        """The counts for kernels that need them on the host; waits for the device if they are
+        there.
+        """
         counts_e = self.counts_e
         return counts_e.cpu().numpy().astype(np.int64) if isinstance(counts_e, Tensor) else counts_e
 
     def split(self, num_experts: int) -> "tuple[Inbound, Inbound]":
-        """Returns the rows of the first local experts and those of the others, GROUPED. Both name all local experts,
-        some of them without rows."""
+        """Returns the rows of the first local experts and those of the others, GROUPED. Both name
+        all local experts, some of them without rows."""
         assert self.layout is Layout.GROUPED
         assert self.scales is None
-        first_e, rest_e = self.host_counts_e.copy(), self.host_counts_e.copy()
+        first_e = self.host_counts_e.copy()
+        rest_e = self.host_counts_e.copy()
         first_e[num_experts:] = rest_e[:num_experts] = 0
         rows = int(first_e.sum())
         return (
@@ -124,8 +133,8 @@ class Inbound:
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """Permission to send the first `num_experts` local experts' results while the others are computed: `send(y)`, at
-    most once. Results that were not sent early go with `combine`."""
+    """Permission to send the first `num_experts` local experts' results while the others are
+    computed: `send(y)`, at most once. Results that were not sent early go with `combine`."""
 
     num_experts: int
     send: Callable[[Tensor], None]
@@ -135,8 +144,8 @@ class Early:
 class Ticket:
     """The single-use receipt of one dispatch. `private` belongs to the backend that issued it.
 
-    y: where the experts should write their results, laid out as inbound.rows, to save the backend a copy; None:
-    anywhere. `combine` takes any tensor all the same.
+    y: where the experts should write their results, laid out as inbound.rows, to save the backend a
+    copy; None: anywhere. `combine` takes any tensor all the same.
     """
 
     inbound: Inbound
@@ -147,7 +156,9 @@ class Ticket:
     _used: bool = field(default=False, repr=False)
 
     def use(self) -> None:
-        """Marks the ticket as used, in `combine`. Raises RuntimeError when this dispatch was combined already."""
+        """Marks the ticket as used, in `combine`. Raises RuntimeError when this dispatch was
+        combined already.
+        """
         if self._used:
             raise RuntimeError("this ticket was combined already; dispatch again to get a new one")
         self._used = True
@@ -158,24 +169,27 @@ class Pending(Protocol[T_co]):
 
     @property
     def arrived_ns(self) -> int:
-        """After `wait`: the monotonic time at which the last row had arrived; 0 when nothing travelled or the time is
-        unknown, `ON_DEVICE` (comm/gloo.py) when `wait` has only told the device to wait."""
+        """After `wait`: the monotonic time at which the last row had arrived; 0 when nothing
+        travelled or the time is unknown, `ON_DEVICE` (comm/gloo.py) when `wait` has only told the
+        device to wait."""
 
     def arrive(self) -> None:
-        """Launches the receiving side early, if there is one. The other micro-batch calls this before it sends, any
-        number of times."""
+        """Launches the receiving side early, if there is one. The other micro-batch calls this
+        before it sends, any number of times."""
         return
 
     def wait(self) -> T_co:
-        """Returns the result, once. Raises PeerLost naming the ranks that are missing: at once when they are gone,
-        after the members' deadline when they are silent.
+        """Returns the result, once. Raises PeerLost naming the ranks that are missing: at once when
+        they are gone, after the members' deadline when they are silent.
 
         For a `Checked` backend this only makes the current stream wait."""
 
 
 @dataclass(slots=True)
 class Transfer(Pending[T]):
-    """A transfer that needs no `arrive`. finish: does what `wait` promises. arrived: returns `arrived_ns`."""
+    """A transfer that needs no `arrive`. finish: does what `wait` promises. arrived: returns
+    `arrived_ns`.
+    """
 
     finish: Callable[[], T]
     arrived: Callable[[], int] = lambda: ON_DEVICE
@@ -207,40 +221,47 @@ class Checked(Protocol):
     """A backend whose transfers the host does not wait for, so that errors may come to light later."""
 
     def check(self) -> None:
-        """Raises PeerLost if a transfer has failed. To be called when the host has waited for the device, before it
-        uses what was computed from transfers."""
+        """Raises PeerLost if a transfer has failed. To be called when the host has waited for the
+        device, before it uses what was computed from transfers."""
 
 
 class All2All(Protocol):
     """A transport of rows between ranks. All state of a call lives in its Ticket.
 
-    Between `join` and `leave` every rank must make the same calls in the same order on each micro-batch. Micro-batches
-    have channels of their own and are used by one thread each. Routing ids are physical experts: physical expert p is
-    local expert p % experts_per_rank of rank p // experts_per_rank.
+    Between `join` and `leave` every rank must make the same calls in the same order on each
+    micro-batch. Micro-batches have channels of their own and are used by one thread each. Routing
+    ids are physical experts: physical expert p is local expert p % experts_per_rank of rank p //
+    experts_per_rank.
     """
 
     caps: All2AllCaps
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        """Connects to all members, one channel per micro-batch. Blocks. Raises PeerLost naming the ranks that did not
-        come."""
+        """Connects to all members, one channel per micro-batch. Blocks. Raises PeerLost naming the
+        ranks that did not come."""
 
     def leave(self) -> None:
-        """Drops all connections, at any time and from any thread; all waits, here and at peers, raise PeerLost."""
+        """Drops all connections, at any time and from any thread; all waits, here and at peers,
+        raise PeerLost.
+        """
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: "UBatch") -> Pending[Ticket]:
         """Sends every row to the ranks that have its experts. x is not kept beyond `wait`."""
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: "UBatch") -> Pending[Tensor]:
+    def combine(
+        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: "UBatch"
+    ) -> Pending[Tensor]:
         """Sends results (laid out as the inbound rows) home and writes the weighted sums to out_TD.
 
-        A token's rank sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become zero. y is free
-        again, for the next dispatch of this micro-batch, when `wait` has returned.
+        A token's rank sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become
+        zero. y is free again, for the next dispatch of this micro-batch, when `wait` has returned.
         """
 
 
 class Absent:
-    """Stands for a backend that cannot serve, so that the plan can show the reason. Nothing but `caps` is ever used."""
+    """Stands for a backend that cannot serve, so that the plan can show the reason. Nothing but
+    `caps` is ever used.
+    """
 
     def __init__(self, name: str, why: str) -> None:
         self.caps = All2AllCaps(name=name, layouts=frozenset(), wires=frozenset(), obstacle=why)

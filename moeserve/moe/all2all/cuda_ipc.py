@@ -1,17 +1,21 @@
-"""CUDA ranks of one host: rows are pulled from each other's device memory, and the host never waits.
+"""CUDA ranks of one host: rows are pulled from each other's device memory, and the host never
+waits.
 
-The kernels are in kernels/exchange.py, and run on a stream per micro-batch beside the one that computes. A dispatch has
-four steps: copy the rows to the own region and send the ids; meet the others; sort all ranks' pairs by local expert;
-pull the rows. A combine has two: meet again; pull and add up the results from where the experts wrote them. Counts stay
-on the device, so the host plans for the most rows that there can be.
+The kernels are in kernels/exchange.py, and run on a stream per micro-batch beside the one that
+computes. A dispatch has four steps: copy the rows to the own region and send the ids; meet the
+others; sort all ranks' pairs by local expert; pull the rows. A combine has two: meet again; pull
+and add up the results from where the experts wrote them. Counts stay on the device, so the host
+plans for the most rows that there can be.
 
-Why a turn may be written again without asking. A meeting ends when every rank's stream has done the work that it was
-given before. A turn has two meetings, D in its dispatch and C in its combine. The next dispatch writes rows and ids
-before its D; peers have read the old ones before this C. It writes places and results after its D; all ranks have read
-the old ones, for the sums of this combine, before that D. All ranks make the same calls in the same order, so a number
-identifies a meeting.
+Why a turn may be written again without asking. A meeting ends when every rank's stream has done the
+work that it was given before. A turn has two meetings, D in its dispatch and C in its combine. The
+next dispatch writes rows and ids before its D; peers have read the old ones before this C. It
+writes places and results after its D; all ranks have read the old ones, for the sums of this
+combine, before that D. All ranks make the same calls in the same order, so a number identifies a
+meeting.
 
-T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that there can be.
+T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that
+there can be.
 """
 
 from collections.abc import Callable
@@ -51,7 +55,9 @@ class _Parts(NamedTuple):
 
 @dataclass(slots=True)
 class _Turn:
-    """Memory for one dispatch in flight. y [P', D]: this rank's results. rows_PW: the buffer for pulled rows."""
+    """Memory for one dispatch in flight. y [P', D]: this rank's results. rows_PW: the buffer for
+    pulled rows.
+    """
 
     at: _Parts
     y: Tensor
@@ -71,11 +77,17 @@ class _IpcChannel:
 def make(facts: BackendFacts) -> "CudaIpcAll2All":
     """Returns the backend for GPU ranks of one machine."""
     if facts.num_hosts > 1:
-        raise Unavailable(f"cuda_ipc serves one machine, these ranks are on {facts.num_hosts}; use deepep_v2")
+        raise Unavailable(
+            f"cuda_ipc serves one machine, these ranks are on {facts.num_hosts}; use deepep_v2"
+        )
     if facts.device != "cuda":
-        raise Unavailable(f"cuda_ipc moves rows between GPUs, these ranks are on {facts.device}; use shm")
+        raise Unavailable(
+            f"cuda_ipc moves rows between GPUs, these ranks are on {facts.device}; use shm"
+        )
     if native() is None:
-        raise Unavailable("cuda_ipc needs moeserve's native code; reinstall moeserve with a C++20 compiler")
+        raise Unavailable(
+            "cuda_ipc needs moeserve's native code; reinstall moeserve with a C++20 compiler"
+        )
     try:
         memory = Symmetric(CudaMemory(torch.device(facts.device)))
     except ConfigError as error:
@@ -84,16 +96,22 @@ def make(facts: BackendFacts) -> "CudaIpcAll2All":
 
 
 class CudaIpcAll2All:
-    """Moves rows between ranks on GPUs of one host, or on one GPU. After a failure `wait` returns as always, with
-    undefined results: `check`, called after waiting for the device, raises PeerLost.
+    """Moves rows between ranks on GPUs of one host, or on one GPU. After a failure `wait` returns
+    as always, with undefined results: `check`, called after waiting for the device, raises
+    PeerLost.
 
-    All ranks must agree on `ubatch.most_tokens`; each has as many tokens or fewer (0: as many as a round may have).
+    All ranks must agree on `ubatch.most_tokens`; each has as many tokens or fewer (0: as many as a
+    round may have).
     """
 
     def __init__(
-        self, facts: BackendFacts, memory: Symmetric, new_stream: Callable[[torch.device], CommStream] = comm_stream
+        self,
+        facts: BackendFacts,
+        memory: Symmetric,
+        new_stream: Callable[[torch.device], CommStream] = comm_stream,
     ) -> None:
-        self._facts, dtype = facts, facts.dtype
+        self._facts = facts
+        dtype = facts.dtype
         self._wire = facts.wire if facts.wire.lossy else RawWire(dtype)
         self._row_words = self._wire.row_bytes(facts.hidden_size) // 4
         self._device = torch.device(facts.device)
@@ -121,13 +139,16 @@ class CudaIpcAll2All:
         self.caps = replace(self.caps, max_tokens=self._facts.round_tokens(members.size))
         self._num_rows = max(self._facts.planned_rows, members.size * self._facts.top_k)
         parts, ubatch_bytes = self._layout()
-        facts, wire = self._facts, f"{self._row_words} words of {self._wire.name}"
+        facts = self._facts
+        wire = f"{self._row_words} words of {self._wire.name}"
         terms = f"{experts_per_rank} experts, {wire}, {facts.hidden_size} {facts.dtype}"
         terms = f"{terms}, {self.caps.max_tokens} tokens to {facts.top_k} experts"
         windows = self._memory.join(members, ubatches, ubatch_bytes, terms)
         self._channels = []  # not before: the device might still have been filling the buffers
         self._channels = [
-            _IpcChannel(window, self._new_stream(self._device), [self._turn(window, at) for at in parts])
+            _IpcChannel(
+                window, self._new_stream(self._device), [self._turn(window, at) for at in parts]
+            )
             for window in windows
         ]
         self._is_member = True
@@ -135,8 +156,15 @@ class CudaIpcAll2All:
     def _layout(self) -> tuple[list[_Parts], int]:
         """Returns each turn's parts of a micro-batch's region, and the region's bytes."""
         tokens = self._facts.round_tokens(1)
-        sizes = (4 * self._num_rows, 4 * tokens * self._facts.top_k, 4 * self._row_words * tokens, self._y_bytes)
-        starts = list(accumulate((-(-size // PART) * PART for size in sizes * TURNS), initial=HEAD_BYTES))
+        sizes = (
+            4 * self._num_rows,
+            4 * tokens * self._facts.top_k,
+            4 * self._row_words * tokens,
+            self._y_bytes,
+        )
+        starts = list(
+            accumulate((-(-size // PART) * PART for size in sizes * TURNS), initial=HEAD_BYTES)
+        )
         return [_Parts(*starts[4 * turn :][:4]) for turn in range(TURNS)], starts[-1]
 
     @property
@@ -144,8 +172,14 @@ class CudaIpcAll2All:
         return self._num_rows * self._facts.row_bytes
 
     def _turn(self, window: Window, at: _Parts) -> _Turn:
-        y = window.own_B[at.y :][: self._y_bytes].view(self._facts.dtype).view(-1, self._facts.hidden_size)
-        rows_PW = torch.zeros((self._num_rows, self._row_words), dtype=torch.int32, device=self._device)
+        y = (
+            window.own_B[at.y :][: self._y_bytes]
+            .view(self._facts.dtype)
+            .view(-1, self._facts.hidden_size)
+        )
+        rows_PW = torch.zeros(
+            (self._num_rows, self._row_words), dtype=torch.int32, device=self._device
+        )
         return _Turn(at, y, rows_PW)
 
     def leave(self) -> None:
@@ -161,11 +195,16 @@ class CudaIpcAll2All:
         """See `All2All`."""
         if not self._is_member:
             raise PeerLost("this rank is in no group")
-        limit, channel = self.caps.max_tokens, self._channels[ubatch.index]
+        limit = self.caps.max_tokens
+        channel = self._channels[ubatch.index]
         assert limit is not None
         tokens = routing.ids_TK.shape[0]
         most_tokens = min(ubatch.most_tokens or limit, limit)
-        if x_TD.shape != (tokens, self._facts.hidden_size) or x_TD.dtype != self._facts.dtype or tokens > most_tokens:
+        if (
+            x_TD.shape != (tokens, self._facts.hidden_size)
+            or x_TD.dtype != self._facts.dtype
+            or tokens > most_tokens
+        ):
             asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
             takes = f"[T, {self._facts.hidden_size}] {self._facts.dtype} with T <= {most_tokens}"
             raise ValueError(f"cannot dispatch {asked}; this backend takes {takes}")
@@ -175,35 +214,70 @@ class CudaIpcAll2All:
                 f"{TURNS} dispatches of micro-batch {ubatch.index} are in flight; combine one of them first"
             )
         turn.busy = True
-        join = channel.stream.launch(lambda: self._exchange(channel, turn, x_TD, routing, most_tokens))
+        join = channel.stream.launch(
+            lambda: self._exchange(channel, turn, x_TD, routing, most_tokens)
+        )
         return Transfer(join)
 
-    def _exchange(self, channel: _IpcChannel, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int) -> Ticket:
-        window, programs, num_local = channel.window, self._facts.comm_sms, self._num_local
-        num_ranks, top_k = len(window.bases_R), routing.ids_TK.shape[1]
+    def _exchange(
+        self, channel: _IpcChannel, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int
+    ) -> Ticket:
+        window = channel.window
+        programs = self._facts.comm_sms
+        num_local = self._num_local
+        num_ranks = len(window.bases_R)
+        top_k = routing.ids_TK.shape[1]
         regions = window.bases_R, window.state
         x_TW = self._wire.encode(x_TD).contiguous().view(torch.int32)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
-        publish(*regions, window.rank, x_TW, ids_TK, most_tokens, num_local, turn.at.x, turn.at.ids, programs)
+        publish(
+            *regions,
+            window.rank,
+            x_TW,
+            ids_TK,
+            most_tokens,
+            num_local,
+            turn.at.x,
+            turn.at.ids,
+            programs,
+        )
         window.meet(most_tokens)
         room = num_ranks * most_tokens
         ids_NK = window.own_B[turn.at.ids :][: 4 * room * top_k].view(torch.int32).view(room, top_k)
         found = align(ids_NK, num_local, 128)
         rows_PW = turn.rows_PW[: room * top_k]
         assert found.order_N is not None
-        gather(*regions, found.order_N, found.ends_e, most_tokens, top_k, turn.at.x, turn.at.places, rows_PW, programs)
-        x_PD = self._wire.decode(rows_PW.view(torch.uint8), self._facts.dtype, self._facts.hidden_size)
-        inbound = Inbound(Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k)
+        gather(
+            *regions,
+            found.order_N,
+            found.ends_e,
+            most_tokens,
+            top_k,
+            turn.at.x,
+            turn.at.places,
+            rows_PW,
+            programs,
+        )
+        x_PD = self._wire.decode(
+            rows_PW.view(torch.uint8), self._facts.dtype, self._facts.hidden_size
+        )
+        inbound = Inbound(
+            Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k
+        )
         return Ticket(inbound, routing, (channel, turn), turn.y[: len(x_PD)])
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
+    def combine(
+        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
+    ) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         channel, turn = ticket.private
         assert ticket.y is not None
         if y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: len(ticket.y)])
-        join = channel.stream.launch(lambda: self._sum(channel.window, turn, ticket.routing, out_TD))
+        join = channel.stream.launch(
+            lambda: self._sum(channel.window, turn, ticket.routing, out_TD)
+        )
         turn.busy = False  # for work that this micro-batch's stream is given from now on
         return Transfer(join)
 

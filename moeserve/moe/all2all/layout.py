@@ -15,8 +15,9 @@ TERMS = 1 << 20  # fp32 elements that the weighted sum holds at a time
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The destination of each (token, k) pair. order_P: pair t * K + k of every grouped row. place_N: row of every
-    pair, -1 for one that goes nowhere. counts_e: rows of each expert, on the host."""
+    """The destination of each (token, k) pair. order_P: pair t * K + k of every grouped row.
+    place_N: row of every pair, -1 for one that goes nowhere. counts_e: rows of each expert, on the
+    host."""
 
     order_P: Tensor
     place_N: Tensor
@@ -31,12 +32,14 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> Grouping:
 
 
 def group_rows_plainly(ids_TK: Tensor, num_experts: int) -> Grouping:
-    """Returns the stable order that makes each expert's rows contiguous; pairs with id -1 are left out.
+    """Returns the stable order that makes each expert's rows contiguous; pairs with id -1 are left
+    out.
 
     ids [[1], [0], [-1], [1]], 2 experts -> order [1, 0, 3], place [1, 0, -1, 2], counts [1, 2]
     """
     flat_N = ids_TK.reshape(-1)
-    # NumPy: this is a handful of small integers, and the host needs the counts. Radix sort, as ids fit 16 bits.
+    # NumPy: this is a handful of small integers, and the host needs the counts. Radix sort, as ids
+    # fit 16 bits.
     ids = flat_N.cpu().numpy().astype(np.int16)
     counts = np.bincount(ids + 1, minlength=num_experts + 1)
     order = ids.argsort(kind="stable")[counts[0] :]
@@ -61,7 +64,8 @@ def weighted_sum(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor)
 
 
 def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
-    """Computes out[t] = sum over k = 0..K-1 of weights[t, k] * y[place of (t, k)]; in order, in fp32, rounded once.
+    """Computes out[t] = sum over k = 0..K-1 of weights[t, k] * y[place of (t, k)]; in order, in
+    fp32, rounded once.
 
     Pairs that went nowhere add zero. y may have more rows than were grouped.
     """
@@ -75,7 +79,10 @@ def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD:
         found_MD = y_PD.index_select(0, place_M if complete else place_M.clamp(min=0))
         if not complete:
             found_MD.masked_fill_((place_M < 0)[:, None], 0)
-        terms_TKD = found_MD.view(-1, top_k, y_PD.shape[1]) * routing.weights_TK[start : start + step, :, None]
+        terms_TKD = (
+            found_MD.view(-1, top_k, y_PD.shape[1])
+            * routing.weights_TK[start : start + step, :, None]
+        )
         total_TD, *rest = terms_TKD.unbind(1)
         for term_TD in rest:
             total_TD += term_TD

@@ -19,8 +19,8 @@ def make(facts: BackendFacts) -> "LocalAll2All":
 
 
 class LocalAll2All:
-    """All experts are on this rank: dispatch is a sort, combine is a sum. A wire that rounds rounds here too, so that
-    one rank has the bits of many."""
+    """All experts are on this rank: dispatch is a sort, combine is a sum. A wire that rounds rounds
+    here too, so that one rank has the bits of many."""
 
     caps = All2AllCaps(
         name="local",
@@ -52,7 +52,9 @@ class LocalAll2All:
         inbound = Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum())
         return Completed(Ticket(inbound, routing, rows))
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Completed[Tensor]:
+    def combine(
+        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
+    ) -> Completed[Tensor]:
         """See `All2All`."""
         ticket.use()
         return Completed(weighted_sum(y, ticket.private, ticket.routing, out_TD))

@@ -24,7 +24,9 @@ class MeshAll2All(All2All, Generic[M]):
     """
 
     def __init__(self, facts: BackendFacts, device: str) -> None:
-        wire, width, dtype = facts.wire, facts.hidden_size, facts.dtype
+        wire = facts.wire
+        width = facts.hidden_size
+        dtype = facts.dtype
         self.caps = All2AllCaps(
             name="torch",
             layouts=frozenset({Layout.GROUPED}),
@@ -34,7 +36,9 @@ class MeshAll2All(All2All, Generic[M]):
             devices=frozenset({device}),
             encrypts=device == "cpu",
         )
-        self._wire, self._width, self._dtype = wire, width, dtype
+        self._wire = wire
+        self._width = width
+        self._dtype = dtype
         self._top_k = facts.top_k
         self._max_tokens = facts.max_tokens  # of one dispatch, from `join` on
         self._facts = facts
@@ -51,7 +55,9 @@ class MeshAll2All(All2All, Generic[M]):
         self._max_tokens = self._facts.round_tokens(members.size)
         self.caps = replace(self.caps, max_tokens=self._max_tokens)
         terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, top {self._top_k}, {self._max_tokens} tokens"
-        self._mesh = self.new_mesh(members, ubatches, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches")
+        self._mesh = self.new_mesh(
+            members, ubatches, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches"
+        )
         self._mesh.connect()
 
     def leave(self) -> None:
@@ -68,5 +74,7 @@ class MeshAll2All(All2All, Generic[M]):
 
     def _check_size(self, x_TD: Tensor, routing: Routing) -> None:
         (tokens, top_k), limit = routing.ids_TK.shape, self._max_tokens
-        assert len(x_TD) == tokens <= limit, f"{len(x_TD)} rows with {tokens} rows of ids, at most {limit}"
+        assert len(x_TD) == tokens <= limit, (
+            f"{len(x_TD)} rows with {tokens} rows of ids, at most {limit}"
+        )
         assert top_k <= self._top_k, f"{top_k} experts per token of at most {self._top_k}"

@@ -1,9 +1,9 @@
 """Every all2all backend by name: `BUILT_IN`, and those that other packages register.
 
-A backend is a callable that takes `BackendFacts` and returns an `All2All`, or raises `Unavailable` with the reason why
-it cannot serve here. Another package adds one by an entry point in the group "moeserve.all2all" that names the
-callable; users ask for it by name, because "auto" considers built-in backends only. This module does not import torch,
-because settings are checked without it.
+A backend is a callable that takes `BackendFacts` and returns an `All2All`, or raises `Unavailable`
+with the reason why it cannot serve here. Another package adds one by an entry point in the group
+"moeserve.all2all" that names the callable; users ask for it by name, because "auto" considers
+built-in backends only. This module does not import torch, because settings are checked without it.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,9 @@ GROUP = "moeserve.all2all"  # of entry points
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A backend of this package. maker: "module:function". auto_on: devices on which "auto" offers it."""
+    """A backend of this package. maker: "module:function". auto_on: devices on which "auto" offers
+    it.
+    """
 
     maker: str
     auto_on: tuple[str, ...] = ()
@@ -40,8 +42,9 @@ BUILT_IN = {
     "cuda_ipc": BuiltIn("moeserve.moe.all2all.cuda_ipc:make", ("cuda",)),
     "torch": BuiltIn("moeserve.moe.all2all.torch_a2a:make", ("cpu", "cuda")),
 }
-# In the worst case every token of every rank has all its experts on one rank. The rows that are planned for depend only
-# on what all ranks of all epochs share; the tokens of a round also depend on the size of the group.
+# In the worst case every token of every rank has all its experts on one rank. The rows that are
+# planned for depend only on what all ranks of all epochs share; the tokens of a round also depend
+# on the size of the group.
 ROUND_BYTES = 128 << 20  # for the rows that one dispatch may bring to a rank
 ON_GPUS = 4  # times as many: each round reads all experts' weights, and there is more memory
 USUAL_RANKS = 8  # planned for where rows are so small that ROUND_BYTES would be far too many
@@ -52,8 +55,9 @@ REMOVED = {"allgather": "torch", "deepep_ht": "deepep_v2"}  # name -> successor
 class BackendFacts:
     """The facts that a backend is made for; they never change.
 
-    max_tokens: rows of one step on one rank. num_ranks: ranks that the experts are sharded over. comm_sms:
-    multiprocessors that moving rows may take. sms_asked: whether the user named that number.
+    max_tokens: rows of one step on one rank. num_ranks: ranks that the experts are sharded over.
+    comm_sms: multiprocessors that moving rows may take. sms_asked: whether the user named that
+    number.
     """
 
     hidden_size: int
@@ -85,7 +89,9 @@ class BackendFacts:
 
 
 def most_rows(max_tokens: int, top_k: int, row_bytes: int, device: str) -> int:
-    """Returns the rows that one dispatch may bring to a rank. max_tokens: of one rank's step. row_bytes: unencoded."""
+    """Returns the rows that one dispatch may bring to a rank. max_tokens: of one rank's step.
+    row_bytes: unencoded.
+    """
     budget = ROUND_BYTES if device == "cpu" else ON_GPUS * ROUND_BYTES
     return max(top_k, min(budget // row_bytes, USUAL_RANKS * max_tokens * top_k))
 
@@ -97,7 +103,9 @@ class Unavailable(Exception):
 def check_name(asked: str) -> None:
     """Raises ConfigError for a backend that does not exist, or not any more."""
     if asked in REMOVED:
-        raise ConfigError(f"the all2all backend {asked!r} was removed; use {REMOVED[asked]!r}, or auto")
+        raise ConfigError(
+            f"the all2all backend {asked!r} was removed; use {REMOVED[asked]!r}, or auto"
+        )
     known = list(_entries())
     if asked not in ("auto", *known):
         near = get_close_matches(asked, known, 1)
@@ -118,8 +126,8 @@ def make_backends(
 ) -> "list[All2All]":
     """Returns what `plan_moe` may choose from, best first; all but one may be `Absent`.
 
-    num_ranks: ranks that the experts are sharded over; by default as `config` has them. Raises ConfigError for an
-    unknown name.
+    num_ranks: ranks that the experts are sharded over; by default as `config` has them. Raises
+    ConfigError for an unknown name.
     """
     from moeserve.moe.all2all.base import Absent
     from moeserve.moe.all2all.wire_format import wire_of
@@ -141,16 +149,27 @@ def make_backends(
     asked = config.all2all
     check_name(asked)
     if facts.num_ranks == 1:
-        unused = [] if asked in ("auto", "local") else [Absent(asked, "one rank has all experts: nothing travels")]
+        unused = (
+            []
+            if asked in ("auto", "local")
+            else [Absent(asked, "one rank has all experts: nothing travels")]
+        )
         return [*unused, _make("local", facts)]
-    names = [name for name, backend in BUILT_IN.items() if device in backend.auto_on] if asked == "auto" else [asked]
+    names = (
+        [name for name, backend in BUILT_IN.items() if device in backend.auto_on]
+        if asked == "auto"
+        else [asked]
+    )
     return [_make(name, facts) for name in names]
 
 
 def _entries() -> dict[str, EntryPoint]:
     """All backends; a built-in one comes before another package's of the same name."""
     built_in = {name: EntryPoint(name, backend.maker, GROUP) for name, backend in BUILT_IN.items()}
-    return {**built_in, **{entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in built_in}}
+    return {
+        **built_in,
+        **{entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in built_in},
+    }
 
 
 def _make(name: str, facts: BackendFacts) -> "All2All":
@@ -167,6 +186,7 @@ def _make(name: str, facts: BackendFacts) -> "All2All":
         return Absent(name, str(why))
     if facts.encrypt_rows and not backend.caps.encrypts:
         return Absent(
-            name, "it does not encrypt rows; without --encrypt-rows it needs a private network of the machines"
+            name,
+            "it does not encrypt rows; without --encrypt-rows it needs a private network of the machines",
         )
     return backend

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _ShmChannel:
-    """One micro-batch's end of the exchange. rows, room, address, y: for each turn, where rows are gathered, how many
-    fit there, its address, and shared memory for results; to ask a tensor for these would take a microsecond each."""
+    """One micro-batch's end of the exchange. rows, room, address, y: for each turn, where rows are
+    gathered, how many fit there, its address, and shared memory for results; to ask a tensor for
+    these would take a microsecond each."""
 
     exchange: "Exchange"
     num_local: int
@@ -46,21 +47,26 @@ def make(facts: BackendFacts) -> "ShmAll2All":
     if facts.device != "cpu":
         raise Unavailable(f"shm moves rows between CPU ranks, these are on {facts.device}")
     if native() is None:
-        raise Unavailable("shm needs moeserve's native code; reinstall moeserve with a C++20 compiler")
+        raise Unavailable(
+            "shm needs moeserve's native code; reinstall moeserve with a C++20 compiler"
+        )
     return ShmAll2All(facts)
 
 
 class ShmAll2All:
     """Moves rows between any number of CPU ranks on one host.
 
-    Up to two dispatches of a micro-batch may be in flight; all ranks must wait for their results in the same order.
+    Up to two dispatches of a micro-batch may be in flight; all ranks must wait for their results in
+    the same order.
     """
 
     def __init__(self, facts: BackendFacts) -> None:
         self._facts = facts
         self._hidden = facts.hidden_size
         self._dtype = facts.dtype
-        self._wire = facts.wire if facts.wire.lossy else None  # None: rows travel as they lie in memory
+        self._wire = (
+            facts.wire if facts.wire.lossy else None
+        )  # None: rows travel as they lie in memory
         self._element = getattr(module().Element, str(facts.dtype).removeprefix("torch."))
         self._group: ShmGroup | None = None
         self._channels: list[_ShmChannel] = []
@@ -86,29 +92,45 @@ class ShmAll2All:
             "x_row_bytes": row_bytes if self._wire is None else self._wire.row_bytes(self._hidden),
             "y_row_bytes": row_bytes,
         }
-        exchange, shape = module().Exchange, module().Shape(**facts)
+        exchange = module().Exchange
+        shape = module().Shape(**facts)
         group = self._group = ShmGroup(members, range(members.size), "all2all", ubatches)
         region_bytes = exchange.region_bytes(members.size, shape)
-        opened = group.open_channels(region_bytes, f"{facts} {self._dtype} {self._wire and self._wire.name}")
+        opened = group.open_channels(
+            region_bytes, f"{facts} {self._dtype} {self._wire and self._wire.name}"
+        )
         self._channels = [
             self._channel(exchange(channel, shape), region, experts_per_rank, members.deadline_s)
             for channel, region in opened
         ]
 
-    def _channel(self, exchange: "Exchange", region: "Region", num_local: int, deadline_s: float) -> _ShmChannel:
-        turns, elements = range(exchange.TURNS), exchange.y_capacity * self._hidden
+    def _channel(
+        self, exchange: "Exchange", region: "Region", num_local: int, deadline_s: float
+    ) -> _ShmChannel:
+        turns = range(exchange.TURNS)
+        elements = exchange.y_capacity * self._hidden
         y = [
-            torch.frombuffer(region, dtype=self._dtype, count=elements, offset=exchange.y_offset(turn))
+            torch.frombuffer(
+                region, dtype=self._dtype, count=elements, offset=exchange.y_offset(turn)
+            )
             for turn in turns
         ]
-        rows, nothing = [self._row_buffer(0) for _ in turns], [0 for _ in turns]
+        rows = [self._row_buffer(0) for _ in turns]
+        nothing = [0 for _ in turns]
         return _ShmChannel(
-            exchange, num_local, deadline_s, rows, nothing, [*nothing], [f.view(-1, self._hidden) for f in y]
+            exchange,
+            num_local,
+            deadline_s,
+            rows,
+            nothing,
+            [*nothing],
+            [f.view(-1, self._hidden) for f in y],
         )
 
     def leave(self) -> None:
         """See `All2All`."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.leave()
         self._channels = []  # memory goes with the last call and the last tensor that use it
@@ -121,18 +143,30 @@ class ShmAll2All:
         tokens, top_k = routing.ids_TK.shape
         if x_TD.shape != (tokens, self._hidden) or x_TD.dtype != self._dtype:
             asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
-            raise ValueError(f"cannot dispatch {asked}; this backend takes [T, {self._hidden}] {self._dtype}")
+            raise ValueError(
+                f"cannot dispatch {asked}; this backend takes [T, {self._hidden}] {self._dtype}"
+            )
         ids_TK = _plain(routing.ids_TK, torch.int32)
-        rows = _plain(x_TD, x_TD.dtype) if self._wire is None else self._wire.encode(x_TD).contiguous()
+        rows = (
+            _plain(x_TD, x_TD.dtype) if self._wire is None else self._wire.encode(x_TD).contiguous()
+        )
         channel = channels[ubatch.index]
         turn = channel.exchange.dispatch(ids_TK.data_ptr(), tokens, top_k, rows.data_ptr())
-        return Transfer(partial(self._receive, channel, turn, routing), partial(channel.exchange.arrived_ns, turn))
+        return Transfer(
+            partial(self._receive, channel, turn, routing),
+            partial(channel.exchange.arrived_ns, turn),
+        )
 
     def _receive(self, channel: _ShmChannel, turn: int, routing: Routing) -> Ticket:
-        """Pulls the rows x_PD of all ranks; they are valid until the micro-batch's turn is dispatched again."""
+        """Pulls the rows x_PD of all ranks; they are valid until the micro-batch's turn is
+        dispatched again.
+        """
         counts_e, ends_e = counts_and_ends = np.empty((2, channel.num_local), np.int64)
-        room, timeout_s = channel.room[turn], channel.deadline_s
-        num_rows = channel.exchange.await_rows(turn, timeout_s, counts_and_ends, channel.address[turn], room)
+        room = channel.room[turn]
+        timeout_s = channel.deadline_s
+        num_rows = channel.exchange.await_rows(
+            turn, timeout_s, counts_and_ends, channel.address[turn], room
+        )
         if num_rows > room:
             grown = channel.rows[turn] = self._row_buffer(num_rows)
             channel.room[turn], channel.address[turn] = num_rows, grown.data_ptr()
@@ -148,20 +182,25 @@ class ShmAll2All:
             return torch.empty((num_rows, self._hidden), dtype=self._dtype)
         return torch.empty((num_rows, self._wire.row_bytes(self._hidden)), dtype=torch.uint8)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
+    def combine(
+        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
+    ) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         channel, turn = ticket.private
         assert ticket.y is not None
         if y is not ticket.y and y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: ticket.y.shape[0]])
-        exchange, weights_TK = channel.exchange, _plain(ticket.routing.weights_TK, torch.float32)
+        exchange = channel.exchange
+        weights_TK = _plain(ticket.routing.weights_TK, torch.float32)
         exchange.combine(turn)
 
         def add_up() -> Tensor:
             """Adds the results up where they lie in the other ranks' memory."""
             plain_TD = out_TD if out_TD.is_contiguous() else out_TD.new_empty(out_TD.shape)
-            weights, width, out = weights_TK.data_ptr(), plain_TD.shape[1], plain_TD.data_ptr()
+            weights = weights_TK.data_ptr()
+            width = plain_TD.shape[1]
+            out = plain_TD.data_ptr()
             exchange.await_sums(turn, channel.deadline_s, weights, self._element, width, out)
             return out_TD if plain_TD is out_TD else out_TD.copy_(plain_TD)
 
@@ -169,5 +208,7 @@ class ShmAll2All:
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x as the native code reads it, without a torch call (a microsecond each) where nothing has to change."""
+    """Returns x as the native code reads it, without a torch call (a microsecond each) where
+    nothing has to change.
+    """
     return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()

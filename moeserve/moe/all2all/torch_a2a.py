@@ -1,10 +1,12 @@
-"""All-to-all over torch's Gloo: one message per pair of ranks and direction, of any size, so no counts travel ahead.
+"""All-to-all over torch's Gloo: one message per pair of ranks and direction, of any size, so no
+counts travel ahead.
 
-A row travels once to each rank that has experts for it, behind an index that names them. The results come back one per
-(token, k) pair, because the token's rank has to add them up in order of k.
+A row travels once to each rank that has experts for it, behind an index that names them. The
+results come back one per (token, k) pair, because the token's rank has to add them up in order of
+k.
 
-T tokens of this rank, K experts per token, D model width, R ranks, e experts of one rank, P rows for this rank's
-experts, B bytes of a row on the wire, n pairs of one message.
+T tokens of this rank, K experts per token, D model width, R ranks, e experts of one rank, P rows
+for this rank's experts, B bytes of a row on the wire, n pairs of one message.
 """
 
 from collections.abc import Iterator
@@ -40,7 +42,9 @@ def make(facts: BackendFacts) -> All2All:
 
 
 class TorchAll2All(MeshAll2All[Mesh]):
-    """Sends one message to each rank and direction; the first half of the local experts' results may go early."""
+    """Sends one message to each rank and direction; the first half of the local experts' results
+    may go early.
+    """
 
     def __init__(self, facts: BackendFacts) -> None:
         super().__init__(facts, "cpu")
@@ -55,29 +59,38 @@ class TorchAll2All(MeshAll2All[Mesh]):
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         """See `All2All`."""
         self._check_size(x_TD, routing)
-        mesh, pool = self.mesh, self._pools[ubatch.index]
-        size, me = mesh.members.size, mesh.members.rank
+        mesh = self.mesh
+        pool = self._pools[ubatch.index]
+        size = mesh.members.size
+        me = mesh.members.rank
         rows = group_rows(routing.ids_TK, size * self._num_local)
         counts_Re = rows.counts_e.reshape(size, self._num_local)
         encoded_TB = self._wire.encode(x_TD)
         send_buffers = self._send_buffers(rows, counts_Re, routing.ids_TK)
         limit = self._max_tokens
-        region = self._index_rows(limit * self._top_k) + limit  # rows of B bytes that any message fits in
+        region = (
+            self._index_rows(limit * self._top_k) + limit
+        )  # rows of B bytes that any message fits in
         taken = pool.take(size * region * self._row_bytes)
         taken_RNB = taken[: size * region * self._row_bytes].view(size, region, self._row_bytes)
-        outbox = pool.take(sum(send_buffer.num_rows for send_buffer in send_buffers) * self._row_bytes)
-        send, start = {}, 0
+        outbox = pool.take(
+            sum(send_buffer.num_rows for send_buffer in send_buffers) * self._row_bytes
+        )
+        send = {}
+        start = 0
         for rank, send_buffer in enumerate(send_buffers):
             if rank == me:
                 send_buffer.write(encoded_TB, taken_RNB[me])
                 continue
             end = start + send_buffer.num_rows * self._row_bytes
             send_buffer.write(encoded_TB, outbox[start:end].view(-1, self._row_bytes))
-            send[rank], start = outbox[start:end], end
+            send[rank] = outbox[start:end]
+            start = end
         receive = {rank: taken_RNB[rank].view(-1) for rank in range(size) if rank != me}
         channel = mesh.channel(ubatch.index)
         exchange = channel.post(receive, send, lambda: pool.give(outbox))
-        # With one micro-batch no result could go early: that one waits for its rows as soon as all are sent.
+        # With one micro-batch no result could go early: that one waits for its rows as soon as all
+        # are sent.
         num_early = self._num_local // 2 if ubatch.in_turns else 0
 
         def sorted_rows() -> Ticket:
@@ -92,11 +105,18 @@ class TorchAll2All(MeshAll2All[Mesh]):
             counts_e = counts_Re.sum(0)
             handle = _TorchHandle(channel, pool, rows, counts_Re, place_P, x_PD, num_early)
             early = Early(num_early, handle.send) if num_early else None
-            return Ticket(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), routing, handle, early=early)
+            return Ticket(
+                Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()),
+                routing,
+                handle,
+                early=early,
+            )
 
         return Transfer(sorted_rows, lambda: exchange.arrived_ns)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
+    def combine(
+        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
+    ) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         handle: _TorchHandle = ticket.private
@@ -123,7 +143,9 @@ class TorchAll2All(MeshAll2All[Mesh]):
             chosen_T[token_n] = True
             index = np.concatenate((counts_e, (chosen_T.cumsum() - 1)[token_n])).astype(np.int32)
             send_buffers.append(
-                _SendBuffer(index, torch.from_numpy(chosen_T.nonzero()[0]), self._index_rows(len(token_n)))
+                _SendBuffer(
+                    index, torch.from_numpy(chosen_T.nonzero()[0]), self._index_rows(len(token_n))
+                )
             )
         return send_buffers
 
@@ -132,8 +154,8 @@ class TorchAll2All(MeshAll2All[Mesh]):
         return -(-4 * (self._num_local + pairs) // self._row_bytes)
 
     def _read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
-        """Returns the rows from each rank for each local expert [R, e], and where in the memory [R * N, B] the rows of
-        all messages are, in order [P]."""
+        """Returns the rows from each rank for each local expert [R, e], and where in the memory [R
+        * N, B] the rows of all messages are, in order [P]."""
         size, region, _ = taken_RNB.shape
         counts_Re = np.empty((size, self._num_local), np.int64)
         places = []
@@ -148,7 +170,9 @@ class TorchAll2All(MeshAll2All[Mesh]):
 
 @dataclass(frozen=True, slots=True)
 class _SendBuffer:
-    """One message: an int32 index (pairs of each local expert, each pair's row) padded to whole rows, then the rows."""
+    """One message: an int32 index (pairs of each local expert, each pair's row) padded to whole
+    rows, then the rows.
+    """
 
     index: NDArray[np.int32]
     token_n: Tensor
@@ -167,11 +191,13 @@ class _SendBuffer:
 
 
 class _TorchHandle:
-    """The way back of one dispatch. Its receives are posted before the experts compute, so that results travel as soon
-    as they are sent. The results of every rank's first `num_early` experts are a message of their own.
+    """The way back of one dispatch. Its receives are posted before the experts compute, so that
+    results travel as soon as they are sent. The results of every rank's first `num_early` experts
+    are a message of their own.
 
-    rows: own pairs by physical expert. counts_Re: rows from each rank for each local expert. place_P: where the inbound
-    rows hold each pair of the messages, in order. like: has the width and dtype of results.
+    rows: own pairs by physical expert. counts_Re: rows from each rank for each local expert.
+    place_P: where the inbound rows hold each pair of the messages, in order. like: has the width
+    and dtype of results.
     """
 
     def __init__(
@@ -191,7 +217,11 @@ class _TorchHandle:
         self._me = channel.mesh.members.rank
         self._buffer, self.home_ND = pool.take_rows(len(rows.order_P), like)
         size, num_local = counts_Re.shape
-        self._parts = [slice(start, end) for start, end in ((0, num_early), (num_early, num_local)) if start < end]
+        self._parts = [
+            slice(start, end)
+            for start, end in ((0, num_early), (num_early, num_local))
+            if start < end
+        ]
         expected_Re = rows.counts_e.reshape(size, num_local)
         self._ends_R = expected_Re.sum(1).cumsum()
         self.exchange = channel.expect(
@@ -203,13 +233,17 @@ class _TorchHandle:
     def send(self, y: Tensor) -> None:
         """Sends the next message to each rank; y holds its results."""
         messages = list(self._messages(self._counts_Re, self._parts.pop(0)))
-        buffer, outbox_ND = self._pool.take_rows(sum(rows.stop - rows.start for _, rows in messages), y)
-        send, start = {}, 0
+        buffer, outbox_ND = self._pool.take_rows(
+            sum(rows.stop - rows.start for _, rows in messages), y
+        )
+        send = {}
+        start = 0
         for rank, rows in messages:
             place = self._place_P[rows]
             into_ND = outbox_ND[start : start + len(place)]
             torch.index_select(y, 0, place, out=into_ND)
-            send[rank], start = _bytes(into_ND), start + len(place)
+            send[rank] = _bytes(into_ND)
+            start = start + len(place)
         self.exchange.send(send, lambda: self._pool.give(buffer))
 
     def send_all(self, y: Tensor) -> None:
@@ -222,12 +256,14 @@ class _TorchHandle:
         torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
 
     def give(self) -> None:
-        """Gives back the memory of home_ND, which holds the results of the own pairs, by physical expert."""
+        """Gives back the memory of home_ND, which holds the results of the own pairs, by physical
+        expert.
+        """
         self._pool.give(self._buffer)
 
     def _messages(self, counts_Re: I64, part: slice) -> Iterator[tuple[int, slice]]:
-        """Yields (rank, rows of its message about these local experts) for each other rank that has any; rows are in
-        order of rank, then expert."""
+        """Yields (rank, rows of its message about these local experts) for each other rank that has
+        any; rows are in order of rank, then expert."""
         starts_R = counts_Re.sum(1).cumsum() - counts_Re.sum(1) + counts_Re[:, : part.start].sum(1)
         ends_R = starts_R + counts_Re[:, part].sum(1)
         for rank, (start, end) in enumerate(zip(starts_R.tolist(), ends_R.tolist(), strict=True)):
@@ -257,16 +293,20 @@ def _part(ends: I64, index: int) -> slice:
 
 
 class Pool:
-    """Byte buffers of one micro-batch, lent to one exchange at a time. Used by one thread at a time.
+    """Byte buffers of one micro-batch, lent to one exchange at a time. Used by one thread at a
+    time.
 
-    Fresh memory for every exchange would cost more than the copy into it: the kernel has to clear each page first.
+    Fresh memory for every exchange would cost more than the copy into it: the kernel has to clear
+    each page first.
     """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Returns uint8 [at least num_bytes], the smallest free buffer that fits; its contents are undefined."""
+        """Returns uint8 [at least num_bytes], the smallest free buffer that fits; its contents are
+        undefined.
+        """
         fits = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
         if not fits:
             return torch.empty(max(ALIGNMENT, 1 << (num_bytes - 1).bit_length()), dtype=torch.uint8)

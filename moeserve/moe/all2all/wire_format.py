@@ -1,8 +1,8 @@
 """The format of a row while it travels: its own dtype, or fp8 with a scale for every 128 elements.
 
-T rows of D elements; B bytes of one row on the wire. Whatever the format, the bytes of a row depend on that row alone.
-A format that rounds applies to every row, also to those that stay on their rank: otherwise the bits of a request would
-depend on where its experts are.
+T rows of D elements; B bytes of one row on the wire. Whatever the format, the bytes of a row depend
+on that row alone. A format that rounds applies to every row, also to those that stay on their rank:
+otherwise the bits of a request would depend on where its experts are.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 
-ALIGNMENT = 16  # bytes that a row's length is a multiple of, so that rows can be moved and viewed in wide elements
+# bytes that a row's length is a multiple of, so that rows can be moved and viewed in wide elements
+ALIGNMENT = 16
 BLOCK = 128  # elements that share a scale
 E4M3_MAX = 448.0
 LEAST_AMAX = 1e-4
@@ -22,7 +23,9 @@ FP8 = "fp8_b128"
 
 
 def wire_of(name: str, dtype: torch.dtype) -> "WireFormat":
-    """Returns the format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an unknown name."""
+    """Returns the format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an
+    unknown name.
+    """
     own = str(dtype).removeprefix("torch.")
     if name in ("auto", own) and own in RAW:
         return RawWire(dtype)
@@ -32,7 +35,9 @@ def wire_of(name: str, dtype: torch.dtype) -> "WireFormat":
 
 
 class RawWire:
-    """The elements as they are. name: the dtype, or the name of a format that rounds. lossy: whether it rounds."""
+    """The elements as they are. name: the dtype, or the name of a format that rounds. lossy:
+    whether it rounds.
+    """
 
     lossy = False
 
@@ -61,8 +66,8 @@ class RawWire:
 class Fp8Wire:
     """e4m3 elements, then one fp32 scale per block of 128: max(largest magnitude, 1e-4) / 448.
 
-    The width is filled up to whole blocks with zeros. An element that is not finite arrives as NaN and leaves its
-    neighbours unharmed.
+    The width is filled up to whole blocks with zeros. An element that is not finite arrives as NaN
+    and leaves its neighbours unharmed.
     """
 
     name = FP8
@@ -90,10 +95,14 @@ class Fp8Wire:
     def _encode(self, x_TD: Tensor, out_TB: Tensor) -> None:
         rows, width = x_TD.shape
         blocks = -(-width // BLOCK)
-        x_TbB = torch.nn.functional.pad(x_TD.float(), (0, blocks * BLOCK - width)).view(rows, blocks, BLOCK)
+        x_TbB = torch.nn.functional.pad(x_TD.float(), (0, blocks * BLOCK - width)).view(
+            rows, blocks, BLOCK
+        )
         odd_TbB = ~x_TbB.isfinite()
         scale_Tb = x_TbB.abs().masked_fill_(odd_TbB, 0).amax(2).clamp_(min=LEAST_AMAX) / E4M3_MAX
-        x_TbB = x_TbB.masked_fill(odd_TbB, torch.nan)  # some versions of torch make infinities finite
+        x_TbB = x_TbB.masked_fill(
+            odd_TbB, torch.nan
+        )  # some versions of torch make infinities finite
         data_TbB = (x_TbB / scale_Tb[:, :, None]).to(torch.float8_e4m3fn)
         out_TB[:, : blocks * BLOCK] = data_TbB.view(torch.uint8).flatten(1)
         out_TB[:, blocks * BLOCK : blocks * (BLOCK + 4)] = scale_Tb.view(torch.uint8)
@@ -101,8 +110,15 @@ class Fp8Wire:
     def _decode(self, rows_TB: Tensor, out_TD: Tensor) -> None:
         rows, width = out_TD.shape
         blocks = -(-width // BLOCK)
-        data_TbB = rows_TB[:, : blocks * BLOCK].contiguous().view(torch.float8_e4m3fn).view(rows, blocks, BLOCK)
-        scale_Tb = rows_TB[:, blocks * BLOCK : blocks * (BLOCK + 4)].contiguous().view(torch.float32)
+        data_TbB = (
+            rows_TB[:, : blocks * BLOCK]
+            .contiguous()
+            .view(torch.float8_e4m3fn)
+            .view(rows, blocks, BLOCK)
+        )
+        scale_Tb = (
+            rows_TB[:, blocks * BLOCK : blocks * (BLOCK + 4)].contiguous().view(torch.float32)
+        )
         out_TD.copy_((data_TbB.float() * scale_Tb[:, :, None]).flatten(1)[:, :width])
 
 

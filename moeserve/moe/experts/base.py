@@ -1,4 +1,5 @@
-"""The seam between the MoE layer and an expert kernel. Kernels never see top-k, and never reduce over it.
+"""The seam between the MoE layer and an expert kernel. Kernels never see top-k, and never reduce
+over it.
 
 e local experts, P received rows, D model width, I expert width.
 """
@@ -19,10 +20,12 @@ from moeserve.ops.rules import SWIGLU, Activation
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of one layer's local experts; the first dimension of every tensor is the local expert.
+    """The weights of one layer's local experts; the first dimension of every tensor is the local
+    expert.
 
-    w13_eFD: gate rows, then up rows, [e, 2I, D], or [e, I, D] without gates. w2_eDI: [e, D, I]. Tensors, or
-    Quantised where the kernel takes it. b13_eF, b2_eD: biases of their outputs, fp32; both or neither.
+    w13_eFD: gate rows, then up rows, [e, 2I, D], or [e, I, D] without gates. w2_eDI: [e, D, I].
+    Tensors, or Quantised where the kernel takes it. b13_eF, b2_eD: biases of their outputs, fp32;
+    both or neither.
     """
 
     w13_eFD: Any
@@ -39,7 +42,9 @@ class ExpertWeights:
         return int(self.w13_eFD.shape[0])
 
     @staticmethod
-    def of_one(w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> "ExpertWeights":
+    def of_one(
+        w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
+    ) -> "ExpertWeights":
         """Returns the weights of a single expert, as the only local one."""
         parts = (w13_FD, w2_DI, b13_F, b2_D)
         return ExpertWeights(*(None if part is None else part[None] for part in parts))
@@ -49,10 +54,11 @@ class ExpertWeights:
 class ExpertsCaps:
     """Capabilities of a kernel; `plan_moe` compares them with backends and model once at start.
 
-    not_on: why the kernel does not run on a device, where that needs a reason. width_step: elements that the model's
-    width and an expert's must be multiples of. device_counts: whether the kernel takes row counts that only the device
-    knows, see `Inbound`. biases: whether it takes experts with biases. ungated: whether it takes experts without gates;
-    fuses_ungated: whether its fused form does, too. obstacle: why it cannot serve here.
+    not_on: why the kernel does not run on a device, where that needs a reason. width_step: elements
+    that the model's width and an expert's must be multiples of. device_counts: whether the kernel
+    takes row counts that only the device knows, see `Inbound`. biases: whether it takes experts
+    with biases. ungated: whether it takes experts without gates; fuses_ungated: whether its fused
+    form does, too. obstacle: why it cannot serve here.
     """
 
     name: str
@@ -75,16 +81,24 @@ class Experts(Protocol):
     _activation: Activation = SWIGLU
 
     def with_activation(self, activation: Activation) -> Self:
-        """Returns the same kernel for experts with another activation; what either packs serves both."""
+        """Returns the same kernel for experts with another activation; what either packs serves
+        both.
+        """
         kernel = copy(self)
         kernel._activation = activation
         return kernel
 
     def pack(self, weights: ExpertWeights) -> Any:
-        """Returns the weights in this kernel's own layout, expert by expert; keeps none of the tensors it replaces."""
+        """Returns the weights in this kernel's own layout, expert by expert; keeps none of the
+        tensors it replaces.
+        """
 
-    def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Any:
-        """Returns one expert's weights in this kernel's layout, for `put`. For any thread, while others compute."""
+    def pack_expert(
+        self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
+    ) -> Any:
+        """Returns one expert's weights in this kernel's layout, for `put`. For any thread, while
+        others compute.
+        """
 
     def put(self, packed: Any, index: int, expert: Any) -> None:
         """Replaces a local expert, between two steps. Takes no longer than copying one expert."""
@@ -93,18 +107,23 @@ class Experts(Protocol):
         """Returns a local expert as `put` takes it, unchanged by a later `put`. For any thread."""
 
     def stack(self, experts: Sequence[Any]) -> Any:
-        """Returns packed weights with these as local experts 0, 1, ...; each came from `pack_expert` or `take`."""
+        """Returns packed weights with these as local experts 0, 1, ...; each came from
+        `pack_expert` or `take`.
+        """
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
-        """Computes out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases out =
-        w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.rows."""
+        """Computes out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases
+        out = w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.rows."""
 
 
 class StackedExperts(Experts):
-    """A base of kernels whose packed weights are tensors with the local expert as their first dimension: `parts` has
-    all of them, and `of_parts` returns the same weights with other tensors."""
+    """A base of kernels whose packed weights are tensors with the local expert as their first
+    dimension: `parts` has all of them, and `of_parts` returns the same weights with other tensors.
+    """
 
-    def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Any:
+    def pack_expert(
+        self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
+    ) -> Any:
         """See `Experts`."""
         return self.pack(ExpertWeights.of_one(w13_FD, w2_DI, b13_F, b2_D))
 
@@ -123,9 +142,9 @@ class StackedExperts(Experts):
         return experts[0].of_parts([torch.cat(column) for column in columns])
 
 
-# Router, dispatch, experts and combine of rows that stay on their rank, in one call: maps x [T, D], the packed weights
-# and the number of tokens (rows from there on are padding) to the weighted sums [T, D] and the rows of each expert [E].
-# Logical expert e is local expert e.
+# Router, dispatch, experts and combine of rows that stay on their rank, in one call: maps x [T, D],
+# the packed weights and the number of tokens (rows from there on are padding) to the weighted sums
+# [T, D] and the rows of each expert [E]. Logical expert e is local expert e.
 FusedExperts = Callable[[Tensor, Any, int | Tensor], tuple[Tensor, Load]]
 
 
@@ -134,4 +153,6 @@ class Fusible(Experts, Protocol):
     """A kernel family that has a fused form as well."""
 
     def fuse(self, router: Router) -> FusedExperts:
-        """Returns the fused form for the layer with this router; its bits are those of the separate steps."""
+        """Returns the fused form for the layer with this router; its bits are those of the separate
+        steps.
+        """

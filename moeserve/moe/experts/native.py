@@ -1,9 +1,10 @@
-"""Experts in C++: all local experts with rows in one call, gate and up read as pairs of blocks with the activation on
-the fp32 sums.
+"""Experts in C++: all local experts with rows in one call, gate and up read as pairs of blocks with
+the activation on the fp32 sums.
 
-An expert is one piece of memory, gate and up in alternating blocks (up alone where there are no gates), then down, then
-the biases of all these blocks, if there are any. So moving an expert copies a row of bytes. A row costs what its
-expert's weights and its own products cost, whatever the number of rows.
+An expert is one piece of memory, gate and up in alternating blocks (up alone where there are no
+gates), then down, then the biases of all these blocks, if there are any. So moving an expert copies
+a row of bytes. A row costs what its expert's weights and its own products cost, whatever the number
+of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import BLOCK, ExpertsBlock, NativeLinear, Room, ToDisk, new_room, pack, packing_of
+from moeserve.ops.native_layer import (
+    BLOCK,
+    ExpertsBlock,
+    NativeLinear,
+    Room,
+    ToDisk,
+    new_room,
+    pack,
+    packing_of,
+)
 from moeserve.ops.native_rows import TYPES, native_activation
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import SWIGLU, Activation
@@ -29,9 +39,9 @@ from moeserve.ops.rules import SWIGLU, Activation
 
 @dataclass(frozen=True, slots=True)
 class PackedNative:
-    """bytes_eB: [e, bytes of an expert]. width: D. gate_up: how each of the two is packed. halves: how many of them
-    there are, 1 without gates. biased: with biases. cached: where they are if they are on disk; then bytes_eB is on
-    "meta"."""
+    """bytes_eB: [e, bytes of an expert]. width: D. gate_up: how each of the two is packed. halves:
+    how many of them there are, 1 without gates. biased: with biases. cached: where they are if they
+    are on disk; then bytes_eB is on "meta"."""
 
     bytes_eB: Tensor
     width: int
@@ -45,18 +55,28 @@ class PackedNative:
 
     @staticmethod
     def empty(
-        num_experts: int, w13: Weight, w2: Weight, biased: bool, room: Room = new_room, lossless: bool = False
+        num_experts: int,
+        w13: Weight,
+        w2: Weight,
+        biased: bool,
+        room: Room = new_room,
+        lossless: bool = False,
     ) -> tuple[PackedNative, bool]:
-        """Returns memory for weights such as these, [..., 2I, D] and [..., D, I], and whether it holds them already."""
+        """Returns memory for weights such as these, [..., 2I, D] and [..., D, I], and whether it
+        holds them already.
+        """
         width, hidden = w2.shape[-2:]
-        gate_up, down = packing_of(w13, hidden, lossless), packing_of(w2, lossless=lossless)
+        gate_up = packing_of(w13, hidden, lossless)
+        down = packing_of(w2, lossless=lossless)
         halves = w13.shape[-2] // hidden
         num_bytes = halves * gate_up.bytes + down.bytes
         if biased:
             num_bytes += 4 * (halves * padded(hidden) + padded(width))
         memory, is_there = room(num_experts * num_bytes)
         bytes_eB = memory.view(num_experts, num_bytes)
-        return PackedNative(bytes_eB, width, w2.dtype, TYPES[w2.dtype], gate_up, down, biased, halves), is_there
+        return PackedNative(
+            bytes_eB, width, w2.dtype, TYPES[w2.dtype], gate_up, down, biased, halves
+        ), is_there
 
     @property
     def parts(self) -> tuple[Tensor]:
@@ -69,14 +89,27 @@ class PackedNative:
         return replace(self, bytes_eB=parts[0])
 
     def fill(
-        self, index: int, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None, b2_D: Tensor | None, all_threads: bool
+        self,
+        index: int,
+        w13_FD: Weight,
+        w2_DI: Weight,
+        b13_F: Tensor | None,
+        b2_D: Tensor | None,
+        all_threads: bool,
     ) -> None:
         """Packs one expert's weights into its place."""
-        to, block = self.bytes_eB[index].data_ptr(), self.gate_up.block_bytes
+        to = self.bytes_eB[index].data_ptr()
+        block = self.gate_up.block_bytes
         halves: Sequence[Weight] = w13_FD.chunk(self.halves)
         for i, half in enumerate(halves):
             pack(self.gate_up, half, to + i * block, self.halves * block, all_threads)
-        pack(self.down, w2_DI, to + self.halves * self.gate_up.bytes, self.down.block_bytes, all_threads)
+        pack(
+            self.down,
+            w2_DI,
+            to + self.halves * self.gate_up.bytes,
+            self.down.block_bytes,
+            all_threads,
+        )
         if b13_F is None or b2_D is None:
             return
         by_block = [filled_up(half).view(-1, BLOCK) for half in b13_F.chunk(self.halves)]
@@ -113,7 +146,10 @@ class NativeExperts(StackedExperts):
         to_disk: ToDisk | None = None,
         lossless: bool = False,
     ) -> None:
-        self._room, self._activation, self._to_disk, self._lossless = room, activation, to_disk, lossless
+        self._room = room
+        self._activation = activation
+        self._to_disk = to_disk
+        self._lossless = lossless
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
         """See `Experts`."""
@@ -122,7 +158,9 @@ class NativeExperts(StackedExperts):
             w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room, self._lossless
         )
         values = w.w13_eFD.values if isinstance(w.w13_eFD, Quantised) else w.w13_eFD
-        copies = w.num_experts > 1 and values.stride(0) == 0  # of one random expert (loader/dummy.py)
+        copies = (
+            w.num_experts > 1 and values.stride(0) == 0
+        )  # of one random expert (loader/dummy.py)
         for index in range(0 if is_there else 1 if copies else w.num_experts):
             b13_F, b2_D = (None if bias is None else bias[index] for bias in (w.b13_eF, w.b2_eD))
             packed.fill(index, w.w13_eFD[index], w.w2_eDI[index], b13_F, b2_D, all_threads=True)
@@ -132,20 +170,28 @@ class NativeExperts(StackedExperts):
                 list(pool.map(lambda other: np.copyto(other, first), others))
         if self._to_disk is None:
             return packed
-        return replace(packed, bytes_eB=packed.bytes_eB.to("meta"), cached=self._to_disk(packed.bytes_eB))
+        return replace(
+            packed, bytes_eB=packed.bytes_eB.to("meta"), cached=self._to_disk(packed.bytes_eB)
+        )
 
     def pack_expert(
         self, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None = None, b2_D: Tensor | None = None
     ) -> PackedNative:
         """See `Experts`."""
         expert, _ = PackedNative.empty(1, w13_FD, w2_DI, b13_F is not None, lossless=self._lossless)
-        expert.fill(0, w13_FD, w2_DI, b13_F, b2_D, all_threads=False)  # the pool is for the threads that compute
+        expert.fill(
+            0, w13_FD, w2_DI, b13_F, b2_D, all_threads=False
+        )  # the pool is for the threads that compute
         return expert
 
     def stack(self, experts: Sequence[PackedNative]) -> PackedNative:
         """See `Experts`."""
-        bytes_eB = new_room(sum(expert.bytes_eB.nbytes for expert in experts))[0].view(len(experts), -1)
-        return experts[0].of_parts([torch.cat([expert.bytes_eB for expert in experts], out=bytes_eB)])
+        bytes_eB = new_room(sum(expert.bytes_eB.nbytes for expert in experts))[0].view(
+            len(experts), -1
+        )
+        return experts[0].of_parts(
+            [torch.cat([expert.bytes_eB for expert in experts], out=bytes_eB)]
+        )
 
     def run(self, inbound: Inbound, weights: PackedNative, out: Tensor) -> None:
         """See `Experts`."""

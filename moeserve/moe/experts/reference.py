@@ -1,8 +1,8 @@
-"""Experts one after another with the matrix products of the ops table: the reference of every expert kernel. And all
-experts in two launches of torch's grouped product.
+"""Experts one after another with the matrix products of the ops table: the reference of every
+expert kernel. And all experts in two launches of torch's grouped product.
 
-An expert's weights are read once per step, experts without rows are skipped, and row counts are rounded up over the
-following rows instead of being copied.
+An expert's weights are read once per step, experts without rows are skipped, and row counts are
+rounded up over the following rows instead of being copied.
 """
 
 from collections.abc import Sequence
@@ -35,15 +35,20 @@ class ReferenceExperts(Experts):
     )
 
     def __init__(self, ops: Ops, activation: Activation = SWIGLU) -> None:
-        self._ops, self._activation = ops, activation
+        self._ops = ops
+        self._activation = activation
 
     def pack(self, weights: ExpertWeights) -> list[Products]:
         """See `Experts`."""
         none = [None] * weights.num_experts
         biases = (none if part is None else part for part in (weights.b13_eF, weights.b2_eD))
-        return list(starmap(self.pack_expert, zip(weights.w13_eFD, weights.w2_eDI, *biases, strict=True)))
+        return list(
+            starmap(self.pack_expert, zip(weights.w13_eFD, weights.w2_eDI, *biases, strict=True))
+        )
 
-    def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Products:
+    def pack_expert(
+        self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None
+    ) -> Products:
         """See `Experts`."""
         w13, w2 = (
             self._ops.pack_linear(weight, None if bias is None else bias.to(weight.dtype))
@@ -77,7 +82,9 @@ class ReferenceExperts(Experts):
             padded = start + ops.pad_rows(end - start)
             w13, w2 = weights[expert]
             if padded <= x.shape[0]:
-                x_MD = x[start:padded]  # whatever follows fills up the shape; its results are dropped
+                x_MD = x[
+                    start:padded
+                ]  # whatever follows fills up the shape; its results are dropped
             else:
                 x_MD = torch.nn.functional.pad(x[start:end], (0, 0, 0, padded - end))
             out[start:end] = w2(ops.act_mul(w13(x_MD), self._activation))[: end - start]
@@ -85,7 +92,9 @@ class ReferenceExperts(Experts):
 
 @dataclass(frozen=True, slots=True)
 class PackedGroupedMM:
-    """parts: w13 [e, 2I, D] and w2 [e, D, I], as checkpoints have them; the products take transposed views."""
+    """parts: w13 [e, 2I, D] and w2 [e, D, I], as checkpoints have them; the products take
+    transposed views.
+    """
 
     parts: tuple[Tensor, ...]
 
@@ -95,8 +104,9 @@ class PackedGroupedMM:
 
 
 class GroupedMM(StackedExperts):
-    """Experts without biases over grouped rows, for GPUs: on CPUs the bits of a row depend on how many rows its expert
-    has (seen with fp32), and a request's bits must not depend on the other requests in its batch."""
+    """Experts without biases over grouped rows, for GPUs: on CPUs the bits of a row depend on how
+    many rows its expert has (seen with fp32), and a request's bits must not depend on the other
+    requests in its batch."""
 
     caps = ExpertsCaps(
         name="grouped_mm",
@@ -109,7 +119,8 @@ class GroupedMM(StackedExperts):
     )
 
     def __init__(self, ops: Ops, activation: Activation = SWIGLU) -> None:
-        self._ops, self._activation = ops, activation
+        self._ops = ops
+        self._activation = activation
 
     def pack(self, weights: ExpertWeights) -> PackedGroupedMM:
         """See `Experts`."""
@@ -125,4 +136,6 @@ class GroupedMM(StackedExperts):
         w13_eDF, w2_eID = (part.transpose(1, 2) for part in weights.parts)
         ends_e = torch.from_numpy(ends).to(inbound.rows.device, torch.int32)
         hidden_PF = torch._grouped_mm(inbound.x[:rows], w13_eDF, offs=ends_e)
-        out[:rows] = torch._grouped_mm(self._ops.act_mul(hidden_PF, self._activation), w2_eID, offs=ends_e)
+        out[:rows] = torch._grouped_mm(
+            self._ops.act_mul(hidden_PF, self._activation), w2_eID, offs=ends_e
+        )

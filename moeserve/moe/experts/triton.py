@@ -1,6 +1,8 @@
-"""Experts by the Triton kernels: grouped products over rows sorted by expert, gate and up with their activation in one.
+"""Experts by the Triton kernels: grouped products over rows sorted by expert, gate and up with
+their activation in one.
 
-Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid out for their kernels.
+Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid out for their
+kernels.
 
 T tokens, P received rows, D model width, I expert width, e local experts.
 """
@@ -31,8 +33,8 @@ EXACT = "bits of {} may depend on the batch; use --determinism fast"
 
 @dataclass(frozen=True, slots=True)
 class PackedTriton:
-    """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows, then up rows; up
-    rows first for FlashInfer. biases: fp32 [e, 2I] and [e, D], or empty."""
+    """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows,
+    then up rows; up rows first for FlashInfer. biases: fp32 [e, 2I] and [e, D], or empty."""
 
     kernels: laid.Kernels
     w13: Any
@@ -48,14 +50,23 @@ class PackedTriton:
         """See `StackedExperts`."""
         split = len(laid.parts_of(self.w13))
         end = split + len(laid.parts_of(self.w2))
-        w13, w2 = laid.with_parts(self.w13, parts[:split]), laid.with_parts(self.w2, parts[split:end])
+        w13 = laid.with_parts(self.w13, parts[:split])
+        w2 = laid.with_parts(self.w2, parts[split:end])
         return PackedTriton(self.kernels, w13, w2, tuple(parts[end:]))
 
     def launch(self, num_rows: int, x: Tensor) -> Config:
         """Returns how products of so many rows like x with these weights run."""
         return self.kernels.launch(num_rows, self.w2, x)
 
-    def run(self, x: Tensor, to: Alignment, config: Config, out: Tensor, top_k: int = 1, act: Act = SWIGLU_ACT) -> None:
+    def run(
+        self,
+        x: Tensor,
+        to: Alignment,
+        config: Config,
+        out: Tensor,
+        top_k: int = 1,
+        act: Act = SWIGLU_ACT,
+    ) -> None:
         """Runs both products, from rows x to rows of out."""
         kernels, (b13, b2) = self.kernels, self.biases or (None, None)
         if kernels.flashinfer:
@@ -66,11 +77,15 @@ class PackedTriton:
 
 
 def _rows(inbound: Inbound, weights: PackedTriton, num_rows: int) -> Any:
-    """Returns the first rows, one below the other; as they travelled where the products take them so."""
+    """Returns the first rows, one below the other; as they travelled where the products take them
+    so.
+    """
     if inbound.scales is None or not isinstance(weights.w13, Scaled):
         return inbound.x.view(-1, inbound.rows.shape[-1])[:num_rows]
     values = inbound.rows.view(-1, inbound.rows.shape[-1])[:num_rows]
-    return Scaled(values, inbound.scales if inbound.layout is Layout.SLOTTED else inbound.scales[:num_rows])
+    return Scaled(
+        values, inbound.scales if inbound.layout is Layout.SLOTTED else inbound.scales[:num_rows]
+    )
 
 
 class TritonExperts(StackedExperts):
@@ -90,15 +105,21 @@ class TritonExperts(StackedExperts):
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         """See `Experts`."""
         kernels = laid.kernels_for(weights.w13_eFD, weights.w2_eDI)
-        biases = tuple(b.float().contiguous() for b in (weights.b13_eF, weights.b2_eD) if b is not None)
-        return PackedTriton(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI), biases)
+        biases = tuple(
+            b.float().contiguous() for b in (weights.b13_eF, weights.b2_eD) if b is not None
+        )
+        return PackedTriton(
+            kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI), biases
+        )
 
     def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
         """See `Experts`."""
-        ends_e, room = inbound.ends_e, inbound.rows.shape[1] if inbound.layout is Layout.SLOTTED else 0
+        ends_e = inbound.ends_e
+        room = inbound.rows.shape[1] if inbound.layout is Layout.SLOTTED else 0
         y = out.view(-1, out.shape[-1])
         if isinstance(ends_e, Tensor):
-            rows, expected = inbound.most or len(y), inbound.expected
+            rows = inbound.most or len(y)
+            expected = inbound.expected
         else:
             rows = expected = int(inbound.host_counts_e.sum())
             ends_e = torch.from_numpy(ends_e).to(y.device, torch.int32)
@@ -109,7 +130,13 @@ class TritonExperts(StackedExperts):
             flashinfer_moe.of_sorted(inbound.x[:rows], ends_e, weights.w13, weights.w2, y[:rows])
             return
         to = align_groups(ends_e, rows, config["block_m"], room)
-        weights.run(_rows(inbound, weights, len(y) if room else rows), to, config, y, act=act_of(self._activation))
+        weights.run(
+            _rows(inbound, weights, len(y) if room else rows),
+            to,
+            config,
+            y,
+            act=act_of(self._activation),
+        )
 
     def fuse(self, router: Router) -> FusedExperts:
         """See `Fusible`."""
@@ -117,10 +144,12 @@ class TritonExperts(StackedExperts):
 
 
 class DeepGemmExperts(TritonExperts):
-    """Triton's experts, whose products of e4m3 blocks are DeepGEMM's: where that was measured to be faster for e, I and
-    D, the sizes, or always, if it was asked for."""
+    """Triton's experts, whose products of e4m3 blocks are DeepGEMM's: where that was measured to be
+    faster for e, I and D, the sizes, or always, if it was asked for."""
 
-    def __init__(self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, ...]
+    ) -> None:
         super().__init__()
         obstacle = (
             ("" if blocks else "deep_gemm takes experts in e4m3 blocks of 128 x 128")
@@ -128,7 +157,9 @@ class DeepGemmExperts(TritonExperts):
             or ("" if asked or deep_gemm.is_faster(device, *sizes) else deep_gemm.NOT_MEASURED)
             or deep_gemm.obstacle(device)
         )
-        self.caps = replace(TritonExperts.caps, name="deep_gemm", biases=False, width_step=BLOCK, obstacle=obstacle)
+        self.caps = replace(
+            TritonExperts.caps, name="deep_gemm", biases=False, width_step=BLOCK, obstacle=obstacle
+        )
         self._kernels = laid.DEEP_GEMM if asked else laid.W8A8_OR_DEEP_GEMM
 
     def pack(self, weights: ExpertWeights) -> PackedTriton:
@@ -138,8 +169,9 @@ class DeepGemmExperts(TritonExperts):
 
 
 class FlashInferExperts(TritonExperts):
-    """FlashInfer's experts, products and sums in one: where that was measured to be faster for e, I and D, the sizes,
-    beside Triton's, or always, if it was asked for. swiglu: whether no layer has another activation."""
+    """FlashInfer's experts, products and sums in one: where that was measured to be faster for e, I
+    and D, the sizes, beside Triton's, or always, if it was asked for. swiglu: whether no layer has
+    another activation."""
 
     def __init__(
         self, device: torch.device, asked: bool, blocks: bool, exact: bool, sizes: tuple[int, int, int],
@@ -150,7 +182,11 @@ class FlashInferExperts(TritonExperts):
         obstacle = (
             ("" if swiglu else "flashinfer takes experts with SwiGLU alone")
             or (EXACT.format("flashinfer") if exact else "")
-            or ("" if asked or flashinfer_moe.is_faster(device, *sizes, dtype) else flashinfer_moe.NOT_MEASURED)
+            or (
+                ""
+                if asked or flashinfer_moe.is_faster(device, *sizes, dtype)
+                else flashinfer_moe.NOT_MEASURED
+            )
             or flashinfer_moe.obstacle(device, blocks)
         )
         self.caps = replace(
@@ -167,7 +203,9 @@ class FlashInferExperts(TritonExperts):
         """See `Experts`. Raises ConfigError for weights that it does not take, if it was asked for."""
         packed = super().pack(weights)
         if not (fits := packed.kernels in (laid.PLAIN, laid.W8A8)) and self._asked:
-            raise ConfigError("flashinfer takes experts in 16 bits or e4m3 blocks of 128 x 128; use kernels: auto")
+            raise ConfigError(
+                "flashinfer takes experts in 16 bits or e4m3 blocks of 128 x 128; use kernels: auto"
+            )
         if not fits:
             return packed
         launch = (lambda n, w2, x: flashinfer_moe.CONFIG) if self._asked else packed.kernels.launch
@@ -187,7 +225,9 @@ def _run_fused(
     config = packed.launch(tokens * top_k, x_TD)
     to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
     if packed.kernels.flashinfer and config.get("flashinfer"):
-        out_TD = flashinfer_moe.fused_moe(x_TD, routing.ids_TK, routing.weights_TK, packed.w13, packed.w2)
+        out_TD = flashinfer_moe.fused_moe(
+            x_TD, routing.ids_TK, routing.weights_TK, packed.w13, packed.w2
+        )
         return out_TD, to.counts_e
     y_ND = x_TD.new_empty((tokens * top_k, width))
     packed.run(x_TD, to, config, y_ND, top_k, act)

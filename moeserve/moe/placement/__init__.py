@@ -1,1 +1,3 @@
-"""The map of experts to ranks, how it follows the load, and when that is worth moving weights. No torch."""
+"""The map of experts to ranks, how it follows the load, and when that is worth moving weights. No
+torch.
+"""

@@ -1,4 +1,5 @@
-"""Decides when to move experts: watches the load of all engines, and proposes a placement when that pays.
+"""Decides when to move experts: watches the load of all engines, and proposes a placement when that
+pays.
 
 NumPy only: this runs in the front end. One placement is on its way at a time.
 """
@@ -20,10 +21,11 @@ logger = logging.getLogger(__name__)
 class Gate:
     """Thresholds for a move to a better placement. Times are seconds in which steps run.
 
-    half_life_s: of the counted load. horizon_s: how long the load is assumed to stay the same. expert_share: the part
-    of a step in which all ranks wait for the fullest one's experts. slowdown: the part of a step that moving takes.
-    margin: least ratio of gain to cost. min_saving: least part of the experts' time that is no noise. min_tokens: to be
-    counted per expert and layer before any decision. bytes_per_s: of one rank, until it was measured.
+    half_life_s: of the counted load. horizon_s: how long the load is assumed to stay the same.
+    expert_share: the part of a step in which all ranks wait for the fullest one's experts.
+    slowdown: the part of a step that moving takes. margin: least ratio of gain to cost. min_saving:
+    least part of the experts' time that is no noise. min_tokens: to be counted per expert and layer
+    before any decision. bytes_per_s: of one rank, until it was measured.
     """
 
     half_life_s: float = 120.0
@@ -38,21 +40,29 @@ class Gate:
 
 
 class Rebalancer:
-    """The placement in force as the front end knows it, the one on its way, and the load that decides about the next.
+    """The placement in force as the front end knows it, the one on its way, and the load that
+    decides about the next.
 
-    current: the placement for a Join. pending: the one that was proposed and is not in force yet. why: the last
-    decision, in words. moved_bytes: fetched since the start, by all ranks that reported. expert_bytes: of one expert in
-    one layer. nodes: under the ranks of `current`.
+    current: the placement for a Join. pending: the one that was proposed and is not in force yet.
+    why: the last decision, in words. moved_bytes: fetched since the start, by all ranks that
+    reported. expert_bytes: of one expert in one layer. nodes: under the ranks of `current`.
     """
 
     def __init__(
-        self, placement: Placement, expert_bytes: int = 0, *, gate: Gate = Gate(), nodes: Nodes = ONE_NODE
+        self,
+        placement: Placement,
+        expert_bytes: int = 0,
+        *,
+        gate: Gate = Gate(),
+        nodes: Nodes = ONE_NODE,
     ) -> None:
         self.current = placement
         self.pending: Placement | None = None
         self.why = "nothing was counted yet"
         self.moved_bytes = 0
-        self.load_LE = np.zeros((placement.num_layers, placement.num_experts))  # fades with half_life_s
+        self.load_LE = np.zeros(
+            (placement.num_layers, placement.num_experts)
+        )  # fades with half_life_s
         self.expert_bytes = expert_bytes
         self._gate = gate
         self.nodes = nodes
@@ -63,23 +73,30 @@ class Rebalancer:
         self._not_before_s = -np.inf
 
     def note(self, report: ExpertLoad, now_s: float) -> None:
-        """Adds an engine's report to the load. now_s: on any monotonic clock, the same as for `propose`."""
+        """Adds an engine's report to the load. now_s: on any monotonic clock, the same as for
+        `propose`.
+        """
         counts = np.frombuffer(report.counts, "<i8")
         if counts.size != self.load_LE.size:
-            raise ValueError(f"a report of {counts.size} counts does not fit {self.load_LE.shape} layers and experts")
+            raise ValueError(
+                f"a report of {counts.size} counts does not fit {self.load_LE.shape} layers and experts"
+            )
         if self._noted_s is not None and now_s > self._noted_s:
             self.load_LE *= 0.5 ** ((now_s - self._noted_s) / self._gate.half_life_s)
         self._noted_s = now_s
         self.load_LE += counts.reshape(self.load_LE.shape)
 
     def balance(self) -> F64:
-        """Returns mean over fullest rank of each layer, [L], for the counted load and the placement in force."""
+        """Returns mean over fullest rank of each layer, [L], for the counted load and the placement
+        in force.
+        """
         return balance(rank_loads(self.load_LE, self.current))
 
     def propose(self, now_s: float, force: bool = False) -> Placement | None:
         """Returns the placement to send to all engines now, or None; `why` has the reason.
 
-        force: at any cost, if there is a better one. Nothing is proposed while a placement is on its way.
+        force: at any cost, if there is a better one. Nothing is proposed while a placement is on
+        its way.
         """
         if self.pending is not None:
             waited_s = now_s - self._proposed_s
@@ -95,15 +112,20 @@ class Rebalancer:
             return None
         if not worth:
             self.why = f"asked for, though: {self.why}"
-        self.pending, self._newest, self._proposed_s = new, new.version, now_s
+        self.pending = new
+        self._newest = new.version
+        self._proposed_s = now_s
         return new
 
     def conclude(self, notice: Placed, now_s: float) -> bool:
-        """Takes an engine's answer. Returns whether that ends `pending`: then `current` is in force on all ranks."""
+        """Takes an engine's answer. Returns whether that ends `pending`: then `current` is in force
+        on all ranks.
+        """
         self.moved_bytes += notice.moved_bytes
         if self.pending is None or notice.version != self.pending.version:
             return False  # the other engines' answers about the same placement
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         self._not_before_s = now_s + self._gate.interval_s
         if notice.error:
             self.current = self.current.with_layers(pending, notice.layers, pending.version)
@@ -115,24 +137,39 @@ class Rebalancer:
             self.why = f"placement {pending.version} is in force since {notice.took_s:.1f} s after it was proposed"
             if notice.moved_bytes and notice.took_s > 0:
                 # Not what a move took that waited for steps to come: it would forbid all others.
-                self._bytes_per_s = max(notice.moved_bytes / notice.took_s, self._gate.bytes_per_s / 10)
+                self._bytes_per_s = max(
+                    notice.moved_bytes / notice.took_s, self._gate.bytes_per_s / 10
+                )
         return True
 
     def joined(self, placement: Placement) -> None:
-        """Notes that a Join brings all ranks to this placement; they all drop the one that was on its way."""
+        """Notes that a Join brings all ranks to this placement; they all drop the one that was on
+        its way.
+        """
         if self.pending is not None:
-            logger.warning("placement %d is dropped: the group is formed anew", self.pending.version)
-        self.current, self.pending = placement, None
+            logger.warning(
+                "placement %d is dropped: the group is formed anew", self.pending.version
+            )
+        self.current = placement
+        self.pending = None
         self._newest = max(self._newest, placement.version)
         self.why = f"placement {placement.version} came with a new epoch"
 
     def rescaled(
-        self, num_ranks: int, redundant: int, nodes: Nodes | None = None, was: Sequence[int] | None = None
+        self,
+        num_ranks: int,
+        redundant: int,
+        nodes: Nodes | None = None,
+        was: Sequence[int] | None = None,
     ) -> Placement:
-        """Returns the placement with which to Join other ranks; call `joined` with it then. was: see `rescaled`."""
+        """Returns the placement with which to Join other ranks; call `joined` with it then. was:
+        see `rescaled`.
+        """
         load_LE = self.load_LE if self.load_LE.any() else None
         self._newest += 1
-        return rescaled(self.current, num_ranks, redundant, self._newest, load_LE, nodes or self.nodes, was)
+        return rescaled(
+            self.current, num_ranks, redundant, self._newest, load_LE, nodes or self.nodes, was
+        )
 
     def _too_early(self, now_s: float) -> str:
         if now_s < self._not_before_s:
@@ -143,15 +180,21 @@ class Rebalancer:
         return ""
 
     def _saving(self, new: Placement) -> float:
-        """Returns the part of the experts' time that `new` saves, if all layers wait for their fullest rank."""
+        """Returns the part of the experts' time that `new` saves, if all layers wait for their
+        fullest rank.
+        """
         before, after = (rank_loads(self.load_LE, p).max(1).sum() for p in (self.current, new))
         return 1 - float(after / before) if before else 0.0
 
     def _weigh(self, new: Placement) -> tuple[bool, str]:
-        gate, saving = self._gate, self._saving(new)
+        gate = self._gate
+        saving = self._saving(new)
         even = f"mean/fullest rank is {self.balance().mean():.2f}"
         if saving < gate.min_saving:
-            return False, f"{even}; another placement would save {saving:.1%} of the experts' time: not worth it"
+            return (
+                False,
+                f"{even}; another placement would save {saving:.1%} of the experts' time: not worth it",
+            )
         num_bytes = int(moved(self.current, new).max()) * self.expert_bytes
         gain_s = saving * gate.expert_share * gate.horizon_s
         cost_s = num_bytes / self._bytes_per_s * gate.slowdown

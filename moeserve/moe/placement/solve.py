@@ -1,19 +1,24 @@
-"""From the load of each expert to a placement that evens out the ranks' load, changing as little as possible.
+"""From the load of each expert to a placement that evens out the ranks' load, changing as little as
+possible.
 
-1. `replica_counts`: places beyond one per expert go, one by one, to the expert with the most load per replica.
-2. Surplus replicas leave the fullest ranks; missing ones go, heaviest first, to the lightest rank with a free place
-   that lacks the expert.
-3. The fullest rank swaps an expert with another rank as long as that makes the fuller of the two lighter.
-4. `keep_places`: experts that stay on a rank stay in their place, so that their weights need not move.
+1. `replica_counts`: places beyond one per expert go, one by one, to the expert with the most load
+   per replica.
+2. Surplus replicas leave the fullest ranks; missing ones go, heaviest first, to the lightest rank
+   with a free place that lacks the expert.
+3. The fullest rank swaps an expert with another rank as long as that makes the fuller of the two
+   lighter.
+4. `keep_places`: experts that stay on a rank stay in their place, so that their weights need not
+   move.
 
-With several nodes that happens twice, first with nodes for ranks: what lies on which node, then on which of its ranks.
-Where the router's groups stay on a node, groups are what nodes share, and each node replicates its own experts; layers
-in which that leaves the nodes uneven spread over them.
+With several nodes that happens twice, first with nodes for ranks: what lies on which node, then on
+which of its ranks. Where the router's groups stay on a node, groups are what nodes share, and each
+node replicates its own experts; layers in which that leaves the nodes uneven spread over them.
 
-Pure functions over all layers at once; equal input gives equal output. An expert's tokens are assumed to spread evenly
-over its replicas. A place is a physical expert that may be EMPTY for now.
+Pure functions over all layers at once; equal input gives equal output. An expert's tokens are
+assumed to spread evenly over its replicas. A place is a physical expert that may be EMPTY for now.
 
-L layers, E experts, R ranks (or nodes), e places of each, S = R * e places, A layers still at work, N nodes, G groups.
+L layers, E experts, R ranks (or nodes), e places of each, S = R * e places, A layers still at work,
+N nodes, G groups.
 """
 
 import math
@@ -32,7 +37,8 @@ EMPTY = -1
 MAX_SWAPS = 1000  # per layer; a few dozen are usual
 WORTH = 1e-3  # of the mean load: a swap that gains less is not made
 GROUP_WORTH = 0.02  # the same for two groups that change their nodes: all of their experts move
-EVEN = 1.01  # fullest over mean at which swaps end: the load to come differs by more from the counted one
+# fullest over mean at which swaps end: the load to come differs by more from the counted one
+EVEN = 1.01
 
 
 def rank_loads(load_LE: F64, placement: Placement) -> F64:
@@ -43,7 +49,9 @@ def rank_loads(load_LE: F64, placement: Placement) -> F64:
 
 
 def balance(load_LR: F64) -> F64:
-    """Returns mean over fullest rank per layer [L]: 1 is even, 1 / R is everything on one rank; 1 without any load."""
+    """Returns mean over fullest rank per layer [L]: 1 is even, 1 / R is everything on one rank; 1
+    without any load.
+    """
     peak_L = load_LR.max(1)
     even_L: F64 = np.divide(load_LR.mean(1), peak_L, out=np.ones_like(peak_L), where=peak_L > 0)
     return even_L
@@ -59,16 +67,25 @@ def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
 
 
 def solve(load_LE: F64, current: Placement, version: int, nodes: Nodes = ONE_NODE) -> Placement:
-    """Returns a placement for this load with the ranks and sizes of `current`: no layer gets worse, few experts move.
+    """Returns a placement for this load with the ranks and sizes of `current`: no layer gets worse,
+    few experts move.
 
-    In layers that change, new replicas of an expert go to different ranks, unless there are more of them than ranks;
-    where no groups stay on nodes, also to different nodes.
+    In layers that change, new replicas of an expert go to different ranks, unless there are more of
+    them than ranks; where no groups stay on nodes, also to different nodes.
     """
     load_LE = np.asarray(load_LE, np.float64)
-    assert load_LE.shape == (current.num_layers, current.num_experts), (load_LE.shape, current.experts_LS.shape)
+    assert load_LE.shape == (current.num_layers, current.num_experts), (
+        load_LE.shape,
+        current.experts_LS.shape,
+    )
     rows_LS = current.experts_LS
     new_LS = arrange(load_LE, rows_LS, current.num_ranks, current.experts_per_rank, nodes)
-    new = Placement(version, current.num_ranks, current.num_experts, keep_places(rows_LS, new_LS, current.num_ranks))
+    new = Placement(
+        version,
+        current.num_ranks,
+        current.num_experts,
+        keep_places(rows_LS, new_LS, current.num_ranks),
+    )
     better_L = rank_loads(load_LE, new).max(1) < rank_loads(load_LE, current).max(1) * (1 - 1e-9)
     rows_LS = np.where(better_L[:, None], new.experts_LS, rows_LS)
     return Placement(version, current.num_ranks, current.num_experts, rows_LS)
@@ -85,20 +102,25 @@ def rescaled(
 ) -> Placement:
     """Returns the placement for other ranks: those that stay keep what they can.
 
-    redundant: see `Placement.initial`. Without load_LE all experts count alike. was: the former number of each rank, -1
-    for a new one; without it the last ranks come or go.
+    redundant: see `Placement.initial`. Without load_LE all experts count alike. was: the former
+    number of each rank, -1 for a new one; without it the last ranks come or go.
     """
     per_rank = -(-(placement.num_experts + redundant) // num_ranks)
     if load_LE is None:
         load_LE = np.ones((placement.num_layers, placement.num_experts))
-    layers, old_per_rank = placement.num_layers, placement.experts_per_rank
+    layers = placement.num_layers
+    old_per_rank = placement.experts_per_rank
     was_R = np.arange(num_ranks) if was is None else np.asarray(was)
     stays_R = (was_R >= 0) & (was_R < placement.num_ranks)
     width = max(per_rank, old_per_rank)
     old_LRe = np.full((layers, num_ranks, width), EMPTY, np.int32)
-    old_LRe[:, stays_R, :old_per_rank] = placement.experts_LS.reshape(layers, -1, old_per_rank)[:, was_R[stays_R]]
+    old_LRe[:, stays_R, :old_per_rank] = placement.experts_LS.reshape(layers, -1, old_per_rank)[
+        :, was_R[stays_R]
+    ]
     rows_LS = arrange(load_LE, old_LRe.reshape(layers, -1), num_ranks, per_rank, nodes)
-    return Placement(version, num_ranks, placement.num_experts, keep_places(old_LRe, rows_LS, num_ranks))
+    return Placement(
+        version, num_ranks, placement.num_experts, keep_places(old_LRe, rows_LS, num_ranks)
+    )
 
 
 def _on_ranks(placement: Placement) -> Bool:
@@ -108,9 +130,11 @@ def _on_ranks(placement: Placement) -> Bool:
     return on_ranks
 
 
-def arrange(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes = ONE_NODE) -> I32:
-    """Returns the expert in each place, [L, num_ranks * per_rank]. now_LS: where experts are, [L, num_ranks * any
-    number], possibly EMPTY and without some experts."""
+def arrange(
+    load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes = ONE_NODE
+) -> I32:
+    """Returns the expert in each place, [L, num_ranks * per_rank]. now_LS: where experts are, [L,
+    num_ranks * any number], possibly EMPTY and without some experts."""
     layers, num_experts = load_LE.shape
     nodes = nodes.under(num_ranks)
     if nodes.groups > 1 and nodes.even > 0:
@@ -120,7 +144,9 @@ def arrange(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nod
     if nodes.groups > 1:
         here_LNE = _share_groups(load_LE, now_LNn, nodes.groups)
         load_LE = (load_LE[:, None] * here_LNE).reshape(-1, num_experts)
-        counts_LE = replica_counts(load_LE, ranks * per_rank, ranks, here_LNE.reshape(-1, num_experts))
+        counts_LE = replica_counts(
+            load_LE, ranks * per_rank, ranks, here_LNE.reshape(-1, num_experts)
+        )
         share_LE = load_LE / np.maximum(counts_LE, 1)
     else:
         counts_LE = replica_counts(load_LE, num_ranks * per_rank, num_ranks)
@@ -129,16 +155,25 @@ def arrange(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nod
         rows_LRe = _deal(now_LS.reshape(len(counts_LE), ranks, -1), counts_LE, share_LE, per_rank)
         return rows_LRe.reshape(layers, -1)
     most_LE = -(-counts_LE // nodes.number)
-    on_nodes_LNE = _count(_deal(now_LNn, counts_LE, share_LE, ranks * per_rank, most_LE=most_LE), num_experts)
+    on_nodes_LNE = _count(
+        _deal(now_LNn, counts_LE, share_LE, ranks * per_rank, most_LE=most_LE), num_experts
+    )
     counts_NE = on_nodes_LNE.reshape(-1, num_experts).astype(np.int32)
-    rows_NRe = _deal(now_LS.reshape(len(counts_NE), ranks, -1), counts_NE, share_LE.repeat(nodes.number, 0), per_rank)
+    rows_NRe = _deal(
+        now_LS.reshape(len(counts_NE), ranks, -1),
+        counts_NE,
+        share_LE.repeat(nodes.number, 0),
+        per_rank,
+    )
     rows_LRe = rows_NRe.reshape(layers, num_ranks, per_rank)
     _swap(rows_LRe, share_LE, np.ones_like(most_LE), on_node_LE=most_LE, nodes=nodes.number)
     return rows_LRe.reshape(layers, -1)
 
 
 def _where_even(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes: Nodes) -> I32:
-    """Returns the expert in each place: groups stay on nodes in those layers whose nodes are even enough with that."""
+    """Returns the expert in each place: groups stay on nodes in those layers whose nodes are even
+    enough with that.
+    """
     now_LNn = now_LS.reshape(len(load_LE), nodes.number, now_LS.shape[1] // nodes.number)
     load_LN = (load_LE[:, None] * _share_groups(load_LE, now_LNn, nodes.groups)).sum(2)
     even_L = balance(load_LN) >= nodes.even
@@ -146,25 +181,41 @@ def _where_even(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int, nodes:
     for layers_L, groups in ((even_L, nodes.groups), (~even_L, 1)):
         if layers_L.any():
             there = Nodes(nodes.number, groups, even=0)
-            new_LS[layers_L] = arrange(load_LE[layers_L], now_LS[layers_L], num_ranks, per_rank, there)
+            new_LS[layers_L] = arrange(
+                load_LE[layers_L], now_LS[layers_L], num_ranks, per_rank, there
+            )
     return new_LS
 
 
 def _share_groups(load_LE: F64, now_LNn: I32, groups: int) -> NDArray[np.int64]:
-    """Returns 1 for the experts whose group is to lie on a node, [L, N, E]: equally many groups on each node."""
+    """Returns 1 for the experts whose group is to lie on a node, [L, N, E]: equally many groups on
+    each node.
+    """
     layers, num_experts = load_LE.shape
-    number, size = now_LNn.shape[1], num_experts // groups
+    number = now_LNn.shape[1]
+    size = num_experts // groups
     home_LG = _count(now_LNn, num_experts).reshape(layers, number, groups, size).sum(3).argmax(1)
-    now_LNG = np.where(home_LG[:, None] == np.arange(number)[:, None], np.arange(groups, dtype=np.int32), EMPTY)
+    now_LNG = np.where(
+        home_LG[:, None] == np.arange(number)[:, None], np.arange(groups, dtype=np.int32), EMPTY
+    )
     load_LG = load_LE.reshape(layers, groups, size).sum(2)
     one_LG = np.ones((layers, groups), np.int32)
-    return _count(_deal(now_LNG, one_LG, load_LG, groups // number, worth=GROUP_WORTH), groups).repeat(size, axis=2)
+    return _count(
+        _deal(now_LNG, one_LG, load_LG, groups // number, worth=GROUP_WORTH), groups
+    ).repeat(size, axis=2)
 
 
 def _deal(
-    now_LRn: I32, counts_LE: I32, share_LE: F64, per_rank: int, *, most_LE: I32 | None = None, worth: float = WORTH
+    now_LRn: I32,
+    counts_LE: I32,
+    share_LE: F64,
+    per_rank: int,
+    *,
+    most_LE: I32 | None = None,
+    worth: float = WORTH,
 ) -> I32:
-    """Returns which experts lie on each rank, [L, R, per_rank]: each as often as it counts, with few changes.
+    """Returns which experts lie on each rank, [L, R, per_rank]: each as often as it counts, with
+    few changes.
 
     most_LE: of an expert's replicas on one rank, as long as that can be; one if not given.
     """
@@ -176,10 +227,12 @@ def _deal(
     return rows_LRe
 
 
-def replica_counts(load_LE: F64, num_places: int, most: int, here_LE: NDArray[np.int64] | None = None) -> I32:
-    """Returns the replicas of each expert, [L, E]: one each, the rest where the load per replica is highest; ties go to
-    the lower expert. No expert has more than `most` before all have that many. here_LE: 0 for experts to leave out,
-    equally many in each layer.
+def replica_counts(
+    load_LE: F64, num_places: int, most: int, here_LE: NDArray[np.int64] | None = None
+) -> I32:
+    """Returns the replicas of each expert, [L, E]: one each, the rest where the load per replica is
+    highest; ties go to the lower expert. No expert has more than `most` before all have that many.
+    here_LE: 0 for experts to leave out, equally many in each layer.
 
     loads [6, 3, 1], 5 places -> [3, 1, 1]
     """
@@ -188,19 +241,22 @@ def replica_counts(load_LE: F64, num_places: int, most: int, here_LE: NDArray[np
     rows = np.arange(len(load_LE))
     for placed in range(num_experts, num_places):
         limit = max(most, placed // num_experts + 1)
-        chosen = np.where((counts_LE > 0) & (counts_LE < limit), load_LE / np.maximum(counts_LE, 1), -1.0).argmax(1)
+        chosen = np.where(
+            (counts_LE > 0) & (counts_LE < limit), load_LE / np.maximum(counts_LE, 1), -1.0
+        ).argmax(1)
         counts_LE[rows, chosen] += 1
     return counts_LE
 
 
 def keep_places(old: I32, new_LS: I32, num_ranks: int) -> I32:
-    """Returns the same experts on each rank, those that were there before in their old place. old: [L, places] or
-    [L, R, places of a rank], possibly with another number of places per rank.
+    """Returns the same experts on each rank, those that were there before in their old place. old:
+    [L, places] or [L, R, places of a rank], possibly with another number of places per rank.
 
     one rank, [0, 1, 2] before, {2, 3, 0} now -> [0, 3, 2]
     """
     layers = new_LS.shape[0]
-    old_LRe, new_LRe = old.reshape(layers, num_ranks, -1), new_LS.reshape(layers, num_ranks, -1).copy()
+    old_LRe = old.reshape(layers, num_ranks, -1)
+    new_LRe = new_LS.reshape(layers, num_ranks, -1).copy()
     per_rank = new_LRe.shape[2]
     same_width = old_LRe.shape[2] == per_rank
     differ = (old_LRe != new_LRe).any(2) if same_width else np.ones((layers, num_ranks), np.bool_)
@@ -234,7 +290,9 @@ def _count(rows_LRe: I32, num_experts: int) -> NDArray[np.int64]:
 
 
 def _repeats(rows_LRe: I32, most_LE: I32) -> Bool:
-    """Returns which places have an expert of which earlier places of the same rank have as many as there may be."""
+    """Returns which places have an expert of which earlier places of the same rank have as many as
+    there may be.
+    """
     layers, _, width = rows_LRe.shape
     earlier = np.tri(width, k=-1, dtype=np.bool_)
     same = (rows_LRe[..., :, None] == rows_LRe[..., None, :]) & earlier
@@ -244,7 +302,9 @@ def _repeats(rows_LRe: I32, most_LE: I32) -> Bool:
 
 
 def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> I32:
-    """Empties places until no expert has more than its count: repeats on one rank first, then on the fullest rank."""
+    """Empties places until no expert has more than its count: repeats on one rank first, then on
+    the fullest rank.
+    """
     rows = now_LRn.copy()
     layers, num_experts = counts_LE.shape
     flat = rows.reshape(layers, -1)
@@ -265,7 +325,9 @@ def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64, most_LE: I32) 
 
 
 def _first(rows_LRn: I32, per_rank: int) -> I32:
-    """Returns per_rank places of each rank: the first that are not EMPTY, unmoved where the number stays the same."""
+    """Returns per_rank places of each rank: the first that are not EMPTY, unmoved where the number
+    stays the same.
+    """
     layers, ranks, width = rows_LRn.shape
     if width == per_rank:
         return rows_LRn
@@ -276,7 +338,9 @@ def _first(rows_LRn: I32, per_rank: int) -> I32:
 
 
 def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> None:
-    """Puts missing replicas, heaviest first, on the lightest rank with a free place that may have the expert."""
+    """Puts missing replicas, heaviest first, on the lightest rank with a free place that may have
+    the expert.
+    """
     have_LRE = _count(rows_LRe, counts_LE.shape[1])
     missing_LE = counts_LE - have_LRE.sum(1)
     load_LR = _per_rank(share_LE, rows_LRe).sum(2)
@@ -297,27 +361,40 @@ def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64, most_LE: I32) -> None:
 
 
 def _spread(rows_LRe: I32, share_LE: F64, most_LE: I32) -> None:
-    """Swaps away replicas of which a rank has too many, each with the expert of another rank whose load is nearest."""
+    """Swaps away replicas of which a rank has too many, each with the expert of another rank whose
+    load is nearest.
+    """
     for layer in np.flatnonzero(_repeats(rows_LRe, most_LE).any((1, 2))):
-        rows_Re, share_E, most_E = rows_LRe[layer], share_LE[layer], most_LE[layer]
+        rows_Re = rows_LRe[layer]
+        share_E = share_LE[layer]
+        most_E = most_LE[layer]
         swapped = True
         while swapped:
             swapped = False
             for rank, place in np.argwhere(_repeats(rows_Re[None], most_E[None])[0]):
-                expert, full_RE = rows_Re[rank, place], _count(rows_Re[None], len(share_E))[0] >= most_E
+                expert = rows_Re[rank, place]
+                full_RE = _count(rows_Re[None], len(share_E))[0] >= most_E
                 fits_Re = ~full_RE[:, expert][:, None] & ~full_RE[rank][rows_Re]
                 if fits_Re.any():
                     distance = np.where(fits_Re, np.abs(share_E[rows_Re] - share_E[expert]), np.inf)
                     there = np.unravel_index(distance.argmin(), distance.shape)
-                    rows_Re[rank, place], rows_Re[there] = rows_Re[there], expert
+                    rows_Re[rank, place] = rows_Re[there]
+                    rows_Re[there] = expert
                     swapped = True
                     break
 
 
 def _swap(
-    rows_LRe: I32, share_LE: F64, most_LE: I32, *, worth: float = WORTH, on_node_LE: I32 | None = None, nodes: int = 1
+    rows_LRe: I32,
+    share_LE: F64,
+    most_LE: I32,
+    *,
+    worth: float = WORTH,
+    on_node_LE: I32 | None = None,
+    nodes: int = 1,
 ) -> None:
-    """The fullest rank swaps the pair of experts that leaves the fuller of both ranks lightest, while that helps.
+    """The fullest rank swaps the pair of experts that leaves the fuller of both ranks lightest,
+    while that helps.
 
     on_node_LE: of an expert's replicas on one of several nodes.
     """
@@ -333,8 +410,12 @@ def _swap(
         active = active[load_LR[active].max(1) > EVEN * mean_L[active]]
         full = load_LR[active].argmax(1)
         peak = load_LR[active, full]
-        less = share_LRe[active, full][:, :, None, None] - share_LRe[active][:, None]  # [A, e, R, e]
-        after = np.maximum(peak[:, None, None, None] - less, load_LR[active][:, None, :, None] + less)
+        less = (
+            share_LRe[active, full][:, :, None, None] - share_LRe[active][:, None]
+        )  # [A, e, R, e]
+        after = np.maximum(
+            peak[:, None, None, None] - less, load_LR[active][:, None, :, None] + less
+        )
         after[~_may_swap(rows_LRe[active], full, have_LRE[active], most_LE[active])] = np.inf
         if on_node_LE is not None:
             of_nodes = rows_LRe[active], full, have_LRE[active], on_node_LE[active]
@@ -342,12 +423,15 @@ def _swap(
         flat = after.reshape(len(active), math.prod(after.shape[1:]))
         best = flat.argmin(1)
         gains = flat[np.arange(len(active)), best] < peak - worth * mean_L[active]
-        active, full = active[gains], full[gains]
+        active = active[gains]
+        full = full[gains]
         if not len(active):
             return
         i, rank, j = np.unravel_index(best[gains], after.shape[1:])
-        a, b = rows_LRe[active, full, i], rows_LRe[active, rank, j]
-        rows_LRe[active, full, i], rows_LRe[active, rank, j] = b, a
+        a = rows_LRe[active, full, i]
+        b = rows_LRe[active, rank, j]
+        rows_LRe[active, full, i] = b
+        rows_LRe[active, rank, j] = a
         less_A = share_LE[active, a] - share_LE[active, b]
         share_LRe[active, full, i] -= less_A
         share_LRe[active, rank, j] += less_A
@@ -360,20 +444,33 @@ def _swap(
 
 
 def _may_swap(
-    rows_ARe: I32, full: NDArray[np.int64], have_ARE: NDArray[np.int64], most_AE: I32, nodes: int = 0
+    rows_ARe: I32,
+    full: NDArray[np.int64],
+    have_ARE: NDArray[np.int64],
+    most_AE: I32,
+    nodes: int = 0,
 ) -> Bool:
-    """Returns which swaps of the fullest rank leave neither side more replicas than `most_AE`, [A, e, R, e].
+    """Returns which swaps of the fullest rank leave neither side more replicas than `most_AE`, [A,
+    e, R, e].
 
     nodes: if given, sides are nodes, and any swap inside of one is fine.
     """
     every, ranks, per_rank = np.arange(len(full)), *rows_ARe.shape[1:]
-    side, width = full, 1
+    side = full
+    width = 1
     if nodes:
         width = ranks // nodes
-        side, have_ARE = full // width, have_ARE.reshape(len(full), nodes, width, most_AE.shape[1]).sum(2)
-    mine, theirs = rows_ARe[every, full], rows_ARe.reshape(len(full), ranks * per_rank)  # [A, e], [A, R * e]
-    there = have_ARE[every[:, None], :, mine] < np.take_along_axis(most_AE, mine, axis=1)[:, :, None]
-    here = np.take_along_axis(have_ARE[every, side] < most_AE, theirs, axis=1).reshape(rows_ARe.shape)
+        side = full // width
+        have_ARE = have_ARE.reshape(len(full), nodes, width, most_AE.shape[1]).sum(2)
+    # [A, e], [A, R * e]
+    mine = rows_ARe[every, full]
+    theirs = rows_ARe.reshape(len(full), ranks * per_rank)
+    there = (
+        have_ARE[every[:, None], :, mine] < np.take_along_axis(most_AE, mine, axis=1)[:, :, None]
+    )
+    here = np.take_along_axis(have_ARE[every, side] < most_AE, theirs, axis=1).reshape(
+        rows_ARe.shape
+    )
     fits: Bool = there.repeat(width, axis=2)[:, :, :, None] & here[:, None]
     if nodes:
         fits |= (np.arange(ranks) // width == side[:, None])[:, None, :, None]

@@ -1,10 +1,12 @@
-"""Grammars of the requests in an engine's slots: the tokens that each may sample next, and how far each has come.
+"""Grammars of the requests in an engine's slots: the tokens that each may sample next, and how far
+each has come.
 
-A matcher follows its request's tokens on the host: `accept` takes those of a step, and the masks of the next step are
-filled in a thread while its forward pass runs. Its state is a function of grammar and tokens, so a preempted, replayed
-or repeated step finds the same masks, with and without drafts.
+A matcher follows its request's tokens on the host: `accept` takes those of a step, and the masks of
+the next step are filled in a thread while its forward pass runs. Its state is a function of grammar
+and tokens, so a preempted, replayed or repeated step finds the same masks, with and without drafts.
 
-S rows that sample, each at 1 + its drafts positions: N in all. C of them belong to requests with a grammar.
+S rows that sample, each at 1 + its drafts positions: N in all. C of them belong to requests with a
+grammar.
 """
 
 import logging
@@ -33,8 +35,8 @@ T = TypeVar("T")
 
 
 class Accepted(NamedTuple):
-    """What a step's tokens mean to the grammars. complete: slot -> how many of the step's tokens belong to its answer,
-    which ends with them. failed: slot -> message."""
+    """What a step's tokens mean to the grammars. complete: slot -> how many of the step's tokens
+    belong to its answer, which ends with them. failed: slot -> message."""
 
     complete: dict[int, int]
     failed: dict[int, str]
@@ -42,8 +44,8 @@ class Accepted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """The request in a slot. matcher: in the making until its grammar is compiled. failure: why it must fail. ended: it
-    failed elsewhere, so that steps in flight for it wait in vain."""
+    """The request in a slot. matcher: in the making until its grammar is compiled. failure: why it
+    must fail. ended: it failed elsewhere, so that steps in flight for it wait in vain."""
 
     slot: int
     num_prompt: int
@@ -64,9 +66,11 @@ class Constrained:
 
 
 class Constraints:
-    """The grammars of an engine's requests. `add` and `begin` belong to the thread that launches steps.
+    """The grammars of an engine's requests. `add` and `begin` belong to the thread that launches
+    steps.
 
-    Its thread reads the tokenizer for the first request that has a grammar. end_ids: the tokens that end answers.
+    Its thread reads the tokenizer for the first request that has a grammar. end_ids: the tokens
+    that end answers.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -83,22 +87,30 @@ class Constraints:
         return bool(self._requests)
 
     def add(self, request: NewRequest) -> None:
-        """Takes the request of a slot: its grammar, if it has one, begins to compile and go through its answer so far.
-        What is wrong with it comes from the next `accept`."""
+        """Takes the request of a slot: its grammar, if it has one, begins to compile and go through
+        its answer so far. What is wrong with it comes from the next `accept`."""
         self._requests.pop(request.slot, None)
         if request.sampling.grammar is not None:
             matcher = self._submit(lambda: self._matcher(request))
             self._requests[request.slot] = Constrained(request.slot, request.num_prompt, matcher)
 
     def begin(
-        self, slots_S: Iterable[int], positions_S: Iterable[int], drafts_S: Sequence[I32] | None = None
+        self,
+        slots_S: Iterable[int],
+        positions_S: Iterable[int],
+        drafts_S: Sequence[I32] | None = None,
     ) -> "StepMasks | None":
-        """Starts to fill the masks of a step's rows; None if no row has a grammar. May be called again for a step.
+        """Starts to fill the masks of a step's rows; None if no row has a grammar. May be called
+        again for a step.
 
-        positions_S: the known tokens of each row, drafts not counted. The masks wait until `accept` has had them.
+        positions_S: the known tokens of each row, drafts not counted. The masks wait until `accept`
+        has had them.
         """
-        rows, first = [], 0
-        for i, (slot, position) in enumerate(zip(map(int, slots_S), map(int, positions_S), strict=True)):
+        rows = []
+        first = 0
+        for i, (slot, position) in enumerate(
+            zip(map(int, slots_S), map(int, positions_S), strict=True)
+        ):
             drafts = drafts_S[i].tolist() if drafts_S is not None else []
             if (request := self._requests.get(slot)) is not None:
                 rows.append(MaskedRow(i, request, position - request.num_prompt, first, drafts))
@@ -143,14 +155,19 @@ class Constraints:
             model_dir, vocab_size, end_ids = self._model
             self._grammars = Grammars(Tokenizer.load(model_dir), vocab_size, end_ids)
         assert request.sampling.grammar is not None
-        return self._grammars.matcher(request.sampling.grammar, request.tokens[request.num_prompt :].tolist())
+        return self._grammars.matcher(
+            request.sampling.grammar, request.tokens[request.num_prompt :].tolist()
+        )
 
     def _fill(self, step: "StepMasks") -> Masks:
         rows_C = np.concatenate([row.first + np.arange(1 + len(row.drafts)) for row in step.rows])
-        bits_CW = np.full((len(rows_C), -(-self._model[1] // 32)), -1, np.int32)  # what a request that fails gets
+        bits_CW = np.full(
+            (len(rows_C), -(-self._model[1] // 32)), -1, np.int32
+        )  # what a request that fails gets
         filled: list[tuple[MaskedRow, Matcher, int]] = []
         first = 0
-        before, step.before = step.before, None
+        before = step.before
+        step.before = None
         lost: BaseException | None = None
         with self._moved:
             for row in step.rows:
@@ -160,7 +177,11 @@ class Constraints:
                         if before is not None and (lost := before.lost) is not None:
                             break
                         self._moved.wait()
-                    if self._latest is step and not row.request.failure and matcher.num_tokens >= row.known:
+                    if (
+                        self._latest is step
+                        and not row.request.failure
+                        and matcher.num_tokens >= row.known
+                    ):
                         row.rewind()
                         filled.append((row, matcher, first))
                 first += 1 + len(row.drafts)
@@ -176,8 +197,8 @@ class Constraints:
 
 @dataclass(slots=True, eq=False)
 class MaskedRow:
-    """A row whose request has a grammar: the index-th of the step's rows, sampling from position `first` of N on, when
-    `known` tokens of its answer are."""
+    """A row whose request has a grammar: the index-th of the step's rows, sampling from position
+    `first` of N on, when `known` tokens of its answer are."""
 
     index: int
     request: Constrained
@@ -189,7 +210,9 @@ class MaskedRow:
     def is_due(self) -> bool:
         """Whether the matcher has had all known tokens, or never will."""
         return (
-            bool(self.request.failure) or self.request.ended or self.request.matcher.result().num_tokens >= self.known
+            bool(self.request.failure)
+            or self.request.ended
+            or self.request.matcher.result().num_tokens >= self.known
         )
 
     def rewind(self) -> None:
@@ -200,7 +223,9 @@ class MaskedRow:
             matcher.rewind(self.known)
 
     def accept(self, tokens: list[int]) -> int:
-        """Gives the matcher new tokens up to the one that completes the text; returns how many those are, else 0."""
+        """Gives the matcher new tokens up to the one that completes the text; returns how many
+        those are, else 0.
+        """
         self.rewind()
         matcher = self.request.matcher.result()
         for i, token in enumerate(tokens):
@@ -211,12 +236,15 @@ class MaskedRow:
 
 
 class StepMasks:
-    """The masks of one step, in the making. A step that runs again has new ones; the old ones are forgotten.
+    """The masks of one step, in the making. A step that runs again has new ones; the old ones are
+    forgotten.
 
     before: those of the step before, until they are of no use. lost: why that step has no result.
     """
 
-    def __init__(self, rows: list[MaskedRow], moved: threading.Condition, before: "StepMasks | None") -> None:
+    def __init__(
+        self, rows: list[MaskedRow], moved: threading.Condition, before: "StepMasks | None"
+    ) -> None:
         self.rows = rows
         self.masks: Future[Masks]
         self.before = before
@@ -228,8 +256,8 @@ class StepMasks:
         return self.masks.result()
 
     def accept(self, tokens_S: Sequence[Sequence[int] | I32]) -> Accepted:
-        """Takes the tokens that were kept, of each of `begin`'s rows; none of a row that failed, whose request ends.
-        From any thread, in the order of steps."""
+        """Takes the tokens that were kept, of each of `begin`'s rows; none of a row that failed,
+        whose request ends. From any thread, in the order of steps."""
         self.result()
         accepted = Accepted({}, {})
         with self._moved:
@@ -247,8 +275,8 @@ class StepMasks:
 
     @contextmanager
     def lost_by_errors(self) -> "Iterator[None]":
-        """Around what gets the step's tokens. After an error there are none, and the masks of the step behind it, which
-        wait for them, raise the error as well."""
+        """Around what gets the step's tokens. After an error there are none, and the masks of the
+        step behind it, which wait for them, raise the error as well."""
         try:
             yield
         except BaseException as error:

@@ -21,7 +21,9 @@ PROMPT_ELEMENTS = 1 << 24  # most logits of prompt positions that are computed a
 
 
 class LogprobRows(NamedTuple):
-    """P rows, each a chosen token and the n likeliest in order: on the device, before it becomes messages."""
+    """P rows, each a chosen token and the n likeliest in order: on the device, before it becomes
+    messages.
+    """
 
     ids_PN: Tensor  # int64 [P, 1 + n], the chosen token first
     values_PN: Tensor  # float32
@@ -29,9 +31,14 @@ class LogprobRows(NamedTuple):
 
 
 def logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
-    """Returns log-softmax of raw logits at the chosen tokens (int64) and the n likeliest, in chunks of rows."""
+    """Returns log-softmax of raw logits at the chosen tokens (int64) and the n likeliest, in chunks
+    of rows.
+    """
     step = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
-    parts = [_logprob_rows(logits_PV[i : i + step], chosen_P[i : i + step], n) for i in range(0, len(chosen_P), step)]
+    parts = [
+        _logprob_rows(logits_PV[i : i + step], chosen_P[i : i + step], n)
+        for i in range(0, len(chosen_P), step)
+    ]
     return _join(parts)
 
 
@@ -48,10 +55,11 @@ def _logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
 
 
 def likeliest(x_PV: Tensor, n: int) -> Tensor:
-    """Returns the ids of the n largest values of each row, best first, equal ones by id: int64 [P, min(n, V)].
+    """Returns the ids of the n largest values of each row, best first, equal ones by id: int64 [P,
+    min(n, V)].
 
-    torch's `topk` picks among equal values as it likes, by n among others; half-precision logits are full of them.
-    [[1, 7, 7, 0]], 2 -> [[1, 2]]
+    torch's `topk` picks among equal values as it likes, by n among others; half-precision logits
+    are full of them. [[1, 7, 7, 0]], 2 -> [[1, 2]]
     """
     rows, width = x_PV.shape
     n = min(n, width)
@@ -59,8 +67,11 @@ def likeliest(x_PV: Tensor, n: int) -> Tensor:
         return _ordered_topk(x_PV, torch.arange(width, device=x_PV.device), n)
     x_PV = torch.nn.functional.pad(x_PV, (0, -width % LANES), value=float("-inf"))
     x_PBL = x_PV.view(rows, -1, LANES)
-    # Each block before the one of a token that is in has a better token: its maximum. So n blocks are enough.
-    blocks_Pn = _ordered_topk(x_PBL.amax(dim=-1), torch.arange(x_PBL.shape[1], device=x_PV.device), n)
+    # Each block before the one of a token that is in has a better token: its maximum. So n blocks
+    # are enough.
+    blocks_Pn = _ordered_topk(
+        x_PBL.amax(dim=-1), torch.arange(x_PBL.shape[1], device=x_PV.device), n
+    )
     ids_PnL = blocks_Pn.unsqueeze(-1) * LANES + torch.arange(LANES, device=x_PV.device)
     ids_PW = ids_PnL.view(rows, -1)
     return ids_PW.gather(1, _ordered_topk(x_PV.gather(1, ids_PW), ids_PW, n))
@@ -75,12 +86,17 @@ def _ordered_topk(x_PW: Tensor, ids_PW: Tensor, n: int) -> Tensor:
 
 
 def to_messages(
-    counts: Sequence[int], ids_PN: NDArray[np.int64], values_PN: NDArray[np.float32], rank_P: NDArray[np.int64]
+    counts: Sequence[int],
+    ids_PN: NDArray[np.int64],
+    values_PN: NDArray[np.float32],
+    rank_P: NDArray[np.int64],
 ) -> list[Logprobs]:
     """Returns a message for each row: row i with its counts[i] likeliest tokens."""
     return [
         Logprobs(ids[: 1 + n], values[: 1 + n], rank)
-        for ids, values, rank, n in zip(ids_PN.tolist(), values_PN.tolist(), rank_P.tolist(), counts, strict=True)
+        for ids, values, rank, n in zip(
+            ids_PN.tolist(), values_PN.tolist(), rank_P.tolist(), counts, strict=True
+        )
     ]
 
 
@@ -110,16 +126,18 @@ def prompt_logprobs(
     hidden_TD: Tensor,
     logits: Callable[[Tensor], Tensor],
 ) -> PromptRows | None:
-    """Returns the logprobs of the prompt tokens that this step's positions predict: position p predicts token p + 1.
-    asking: the plan's rows whose requests want them.
+    """Returns the logprobs of the prompt tokens that this step's positions predict: position p
+    predicts token p + 1. asking: the plan's rows whose requests want them.
 
-    The next token comes from the token table, so a chunk's last position needs nothing of the next chunk.
+    The next token comes from the token table, so a chunk's last position needs nothing of the next
+    chunk.
     """
     spans: list[PromptSpan] = []
     tokens_P: list[I64] = []
     targets_P: list[I64] = []
     for row in asking.tolist():
-        slot, start = int(plan.slots_R[row]), int(plan.starts_R[row])
+        slot = int(plan.slots_R[row])
+        start = int(plan.starts_R[row])
         end = min(start + int(plan.counts_R[row]), int(rows.num_prompt[slot]) - 1)
         if end <= start:
             continue
@@ -133,14 +151,21 @@ def prompt_logprobs(
     chosen = tables.arena.index_select(0, target_index).long()
     at_once = max(1, PROMPT_ELEMENTS // rows.vocab_size)
     parts = [
-        logprob_rows(logits(hidden_TD.index_select(0, token_index[i : i + at_once])), chosen[i : i + at_once], most)
+        logprob_rows(
+            logits(hidden_TD.index_select(0, token_index[i : i + at_once])),
+            chosen[i : i + at_once],
+            most,
+        )
         for i in range(0, len(chosen), at_once)
     ]
     return PromptRows(_join(parts), spans)
 
 
 def prompt_messages(
-    spans: Sequence[PromptSpan], ids_PN: NDArray[np.int64], values_PN: NDArray[np.float32], rank_P: NDArray[np.int64]
+    spans: Sequence[PromptSpan],
+    ids_PN: NDArray[np.int64],
+    values_PN: NDArray[np.float32],
+    rank_P: NDArray[np.int64],
 ) -> tuple[dict[int, PromptLogprobs], list[int]]:
     """Returns a message for each slot, and the slots whose logprobs are not finite."""
     counts = [span.alternatives for span in spans for _ in range(span.num_tokens)]

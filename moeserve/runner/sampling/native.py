@@ -1,8 +1,10 @@
-"""The sampler for CPUs: reads only the part of a row that can matter, and leaves the draw to native code.
+"""The sampler for CPUs: reads only the part of a row that can matter, and leaves the draw to native
+code.
 
-Rows without filters are one native call. Rows with top-k or min-p are narrowed to the few blocks of LANES tokens that
-hold their largest logits, and top-p sorts only what its sum can reach. Which way a row goes depends on that row alone,
-so its bits never depend on its neighbours. r rows, V padded vocabulary, B blocks of a narrowed row, W = B * LANES.
+Rows without filters are one native call. Rows with top-k or min-p are narrowed to the few blocks of
+LANES tokens that hold their largest logits, and top-p sorts only what its sum can reach. Which way
+a row goes depends on that row alone, so its bits never depend on its neighbours. r rows, V padded
+vocabulary, B blocks of a narrowed row, W = B * LANES.
 """
 
 import numpy as np
@@ -19,7 +21,9 @@ from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks that a row is narrowed to
 HEAD_TOKENS = 64  # tokens that a top-p is usually reached with
-ELSEWHERE = Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P  # what one native call does not do
+ELSEWHERE = (
+    Trait.CHANGED & ~Trait.GRAMMAR | Trait.CUT | Trait.TOP_P
+)  # what one native call does not do
 ROUNDING = 1e-4  # of sums of probabilities, generously
 
 
@@ -40,10 +44,18 @@ class NativeSampler(ReferenceSampler):
     def _first(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
-        # Most requests have a temperature and perhaps a grammar: one call chooses for them, a row at a time.
+        # Most requests have a temperature and perhaps a grammar: one call chooses for them, a row
+        # at a time.
         columns = self.rows.traits, self.rows.temperature, self.rows.seed
         tokens_S, peak_S, status_S = native_rows.draw(
-            logits_SV, slots_S, positions_S, columns, self.gumbel.token_hash, ELSEWHERE, Trait.RANDOM, masks
+            logits_SV,
+            slots_S,
+            positions_S,
+            columns,
+            self.gumbel.token_hash,
+            ELSEWHERE,
+            Trait.RANDOM,
+            masks,
         )
         return tokens_S, peak_S, status_S, np.flatnonzero(tokens_S.numpy() < 0)
 
@@ -58,7 +70,9 @@ class NativeSampler(ReferenceSampler):
             tokens_r[rest] = self._draw_from(x_rV[rest], slots_r[rest], positions_r[rest])
         return tokens_r
 
-    def _draw_from(self, x_rW: Tensor, slots_r: I64, positions_r: I64, blocks_rB: Tensor | None = None) -> Tensor:
+    def _draw_from(
+        self, x_rW: Tensor, slots_r: I64, positions_r: I64, blocks_rB: Tensor | None = None
+    ) -> Tensor:
         """Returns tokens drawn from whole rows, or from the given blocks of each row."""
         self._filter(x_rW, slots_r)
         low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
@@ -69,24 +83,36 @@ class NativeSampler(ReferenceSampler):
         return (blocks_rB.gather(1, column_r1 // LANES) * LANES + column_r1 % LANES).squeeze(1)
 
     def _is_enough(self, x_rW: Tensor, floor_r: Tensor, slots_r: I64) -> NDArray[np.bool_]:
-        """Returns which of the narrowed rows hold all that top-k or min-p would keep of the whole ones."""
+        """Returns which of the narrowed rows hold all that top-k or min-p would keep of the whole
+        ones.
+        """
         count_r = (x_rW > NEG_INF).sum(dim=-1).numpy()
         has_top_k_r = (self.rows.traits[slots_r] & Trait.TOP_K) != 0
         is_enough_r: NDArray[np.bool_] = has_top_k_r & (count_r >= self.rows.top_k[slots_r])
         return is_enough_r | (floor_r.numpy() < self.rows.log_min_p[slots_r])
 
 
-def race(gumbel: noise.Gumbel, x_rV: Tensor, low_r: Tensor, high_r: Tensor, blocks_rB: Tensor | None = None) -> Tensor:
-    """Returns each row's column with the largest x + Gumbel noise, int64; arguments as for `Gumbel`.
+def race(
+    gumbel: noise.Gumbel,
+    x_rV: Tensor,
+    low_r: Tensor,
+    high_r: Tensor,
+    blocks_rB: Tensor | None = None,
+) -> Tensor:
+    """Returns each row's column with the largest x + Gumbel noise, int64; arguments as for
+    `Gumbel`.
 
-    Equivalently, tokens race: each arrives after an exponential time divided by its probability, and the first wins
-    (Maddison et al., 2014, "A* Sampling"). Native code leaves out tokens that cannot win. It is not sure of rows where
-    two tokens are about equally early; the definition decides those.
+    Equivalently, tokens race: each arrives after an exponential time divided by its probability,
+    and the first wins (Maddison et al., 2014, "A* Sampling"). Native code leaves out tokens that
+    cannot win. It is not sure of rows where two tokens are about equally early; the definition
+    decides those.
     """
     column_r = native_rows.race(x_rV, low_r, high_r, gumbel.token_hash, blocks_rB)
     for i in (column_r < 0).nonzero().flatten().tolist():
         row = slice(i, i + 1)
-        scores = x_rV[row] + gumbel(low_r[row], high_r[row], None if blocks_rB is None else blocks_rB[row])
+        scores = x_rV[row] + gumbel(
+            low_r[row], high_r[row], None if blocks_rB is None else blocks_rB[row]
+        )
         column_r[row] = native_rows.argmax(scores)[1]
     return column_r
 
@@ -99,8 +125,8 @@ def can_narrow(width: int) -> bool:
 def narrow(x_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (x_rW, blocks_rB, floor_r): the few blocks of each row that hold its largest values.
 
-    Every value above floor_r[i] of row i is there, in order of its id; all others are -inf. blocks_rB: which blocks of
-    LANES tokens they are.
+    Every value above floor_r[i] of row i is there, in order of its id; all others are -inf.
+    blocks_rB: which blocks of LANES tokens they are.
     """
     rows, width = x_rV.shape
     count = width // LANES
@@ -108,16 +134,20 @@ def narrow(x_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     floor_r = top.values[:, -1]
     blocks_rB = top.indices.sort(dim=-1).values
     first_r = torch.arange(0, rows * count, count)
-    x_rW = x_rV.view(-1, LANES).index_select(0, (blocks_rB + first_r.unsqueeze(1)).view(-1)).view(rows, -1)
+    x_rW = (
+        x_rV.view(-1, LANES)
+        .index_select(0, (blocks_rB + first_r.unsqueeze(1)).view(-1))
+        .view(rows, -1)
+    )
     return x_rW.masked_fill_(x_rW <= floor_r.unsqueeze(1), NEG_INF), blocks_rB, floor_r
 
 
 def top_p_cutoff_head(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
     """Returns what `top_p_cutoff` returns, but sorts only what can matter.
 
-    First the largest few of each row, if they reach top_p; sums from the largest on are the same however many follow.
-    Where they do not, the tokens below half of (1 - top_p) / V are left out: they sum to less than half of what may be
-    dropped, so none of them stays.
+    First the largest few of each row, if they reach top_p; sums from the largest on are the same
+    however many follow. Where they do not, the tokens below half of (1 - top_p) / V are left out:
+    they sum to less than half of what may be dropped, so none of them stays.
     """
     width = probs_rV.shape[1]
     head_rW = narrow(probs_rV)[0].clamp_(min=0.0) if can_narrow(width) else probs_rV
@@ -125,7 +155,10 @@ def top_p_cutoff_head(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
     num_short_r = (top_rK.cumsum(dim=-1) < top_p_r.unsqueeze(1)).sum(dim=-1)
     cutoff_r = top_rK.gather(1, num_short_r.clamp(max=top_rK.shape[1] - 1).unsqueeze(1)).squeeze(1)
     for i in (num_short_r == top_rK.shape[1]).nonzero().flatten().tolist():
-        rest, probs_V = 1 - float(top_p_r[i]), probs_rV[i]
+        rest = 1 - float(top_p_r[i])
+        probs_V = probs_rV[i]
         likely = probs_V[probs_V >= rest / (2 * width)] if rest > ROUNDING else probs_V
-        cutoff_r[i] = top_p_cutoff((likely if len(likely) else probs_V).unsqueeze(0), top_p_r[i : i + 1])
+        cutoff_r[i] = top_p_cutoff(
+            (likely if len(likely) else probs_V).unsqueeze(0), top_p_r[i : i + 1]
+        )
     return cutoff_r

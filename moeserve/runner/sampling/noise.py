@@ -1,8 +1,9 @@
 """Sampling noise without a generator: Gumbel noise is a hash of (seed, position, token id).
 
-So a request draws the same tokens in any batch, after a preemption, and on any rank. The noise of one position is
-independent between tokens; argmax(logits / temperature + noise) is a draw from softmax(logits / temperature)
-(Maddison et al., 2014, "A* Sampling"). The hash mixes token and key in three multiply-xorshift rounds on 32-bit words.
+So a request draws the same tokens in any batch, after a preemption, and on any rank. The noise of
+one position is independent between tokens; argmax(logits / temperature + noise) is a draw from
+softmax(logits / temperature) (Maddison et al., 2014, "A* Sampling"). The hash mixes token and key
+in three multiply-xorshift rounds on 32-bit words.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from torch import Tensor
 LANES = 64  # a row's length is padded to a multiple of this
 _SERIAL = 32_768  # torch runs an elementwise kernel of at most this many elements on one thread
 _MASK31 = 2**31 - 1
-# Maps the hash's 31 bits into (0, 1): 2^-32 at the winning end, where float32 is densest, below 1 at the other.
+# Maps the hash's 31 bits into (0, 1): 2^-32 at the winning end, where float32 is densest, below 1
+# at the other.
 _SCALE = 2.0**-31 * (1 - 2.0**-23)
-# Odd factors with well mixed bits: murmur3's two, and one of Wellons' search for good hash constants.
+# Odd factors with well mixed bits: murmur3's two, and one of Wellons' search for good hash
+# constants.
 _FACTORS = (-2048144789, -1028477387, 2146121005)
 
 
@@ -25,7 +28,9 @@ def padded(vocab_size: int) -> int:
 
 
 class Gumbel:
-    """Gumbel noise, float32 in -2.8 .. 22.2: row i, column j is the noise of token j for row i's key."""
+    """Gumbel noise, float32 in -2.8 .. 22.2: row i, column j is the noise of token j for row i's
+    key.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         ids = torch.arange(padded(vocab_size), dtype=torch.int32, device=device)
@@ -33,14 +38,17 @@ class Gumbel:
         self._scratch = torch.empty((3, 0), dtype=torch.int32, device=device)
 
     def __call__(self, low_S: Tensor, high_S: Tensor, blocks_SB: Tensor | None = None) -> Tensor:
-        """Returns the noise [S, padded vocabulary], valid until the next call. low_S, high_S: int32, from `row_keys`.
+        """Returns the noise [S, padded vocabulary], valid until the next call. low_S, high_S:
+        int32, from `row_keys`.
 
         blocks_SB: each row's blocks of LANES tokens, if only those are wanted.
         """
         rows = len(low_S)
         token_hash = self.token_hash.unsqueeze(0)
         if blocks_SB is not None:
-            token_hash = self.token_hash.view(-1, LANES).index_select(0, blocks_SB.view(-1)).view(rows, -1)
+            token_hash = (
+                self.token_hash.view(-1, LANES).index_select(0, blocks_SB.view(-1)).view(rows, -1)
+            )
         count = rows * token_hash.shape[1]
         if self._scratch.shape[1] < count:
             self._scratch = self._scratch.new_empty((3, count))
@@ -58,9 +66,10 @@ class Gumbel:
 def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Applies an in-place elementwise op so that an element's bits depend on its value alone.
 
-    torch vectorises such ops over the flat tensor and ends each thread's share with scalar code, whose log and exp may
-    differ in the last bit (it depends on the build). Pieces that the threads share evenly, in multiples of LANES,
-    have no such ends. x: contiguous, its size a multiple of LANES.
+    torch vectorises such ops over the flat tensor and ends each thread's share with scalar code,
+    whose log and exp may differ in the last bit (it depends on the build). Pieces that the threads
+    share evenly, in multiples of LANES, have no such ends. x: contiguous, its size a multiple of
+    LANES.
     """
     if not x.is_cpu:
         return op(x)
@@ -77,7 +86,8 @@ def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def is_invariant(vocab_size: int = 50_000) -> bool:
-    """Returns whether rows of noise have the same bits alone and among others, with the thread count that is set.
+    """Returns whether rows of noise have the same bits alone and among others, with the thread
+    count that is set.
 
     Takes a millisecond; checked at start, since all samplers on the CPU rely on it.
     """
@@ -85,7 +95,9 @@ def is_invariant(vocab_size: int = 50_000) -> bool:
     gumbel = Gumbel(vocab_size, torch.device("cpu"))
     low, high = torch.arange(2 * rows, dtype=torch.int32).view(2, rows)
     together = gumbel(low, high).clone()
-    return all(torch.equal(gumbel(low[i : i + 1], high[i : i + 1])[0], together[i]) for i in range(rows))
+    return all(
+        torch.equal(gumbel(low[i : i + 1], high[i : i + 1])[0], together[i]) for i in range(rows)
+    )
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""The sampler in plain torch: the definition of what the others compute. It never waits for the device.
+"""The sampler in plain torch: the definition of what the others compute. It never waits for the
+device.
 
-r rows, V vocabulary padded to a multiple of LANES. Ties at a cut are kept, so that no result depends on an order of
-equal logits.
+r rows, V vocabulary padded to a multiple of LANES. Ties at a cut are kept, so that no result
+depends on an order of equal logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,10 +12,20 @@ from torch import Tensor
 
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
-from moeserve.runner.sampling.sampler import NEG_INF, Failures, Masks, Sampler, Status, Trait, row_keys
+from moeserve.runner.sampling.sampler import (
+    NEG_INF,
+    Failures,
+    Masks,
+    Sampler,
+    Status,
+    Trait,
+    row_keys,
+)
 from moeserve.runner.tables import I64, Tables, Upload
 
-CHUNK_ELEMENTS = 1 << 18  # logits that are worked on at once: they and their temporaries stay in a core's cache
+CHUNK_ELEMENTS = (
+    1 << 18
+)  # logits that are worked on at once: they and their temporaries stay in a core's cache
 
 
 class ReferenceSampler(Sampler):
@@ -32,12 +43,16 @@ class ReferenceSampler(Sampler):
         failures: Failures = {}
         for chunk in self._chunks(rest, slots_S):
             (index,) = self._upload(chunk)
-            slots_r, positions_r = slots_S[chunk], positions_S[chunk]
-            x_rV, peak_r = logits_SV.index_select(0, index), peak_S.index_select(0, index)
+            slots_r = slots_S[chunk]
+            positions_r = positions_S[chunk]
+            x_rV = logits_SV.index_select(0, index)
+            peak_r = peak_S.index_select(0, index)
             if x_rV.shape[1] % LANES:
                 x_rV = torch.nn.functional.pad(x_rV, (0, -x_rV.shape[1] % LANES), value=NEG_INF)
             if len(self.rows.having(Trait.CHANGED, slots_r)):
-                found = self._change(x_rV, slots_r, positions_r, None if masks is None else masks.among(chunk))
+                found = self._change(
+                    x_rV, slots_r, positions_r, None if masks is None else masks.among(chunk)
+                )
                 failures |= {int(chunk[i]): why for i, why in found.items()}
                 peak_r, tokens_S[index] = self._argmax(x_rV)
                 status_r = status_S.index_select(0, index)
@@ -52,14 +67,18 @@ class ReferenceSampler(Sampler):
     def _first(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor, I64]:
-        """Returns (tokens int64, peaks of the logits, `Status`) as far as they are known at once, and the rows, in
-        order, whose tokens are not."""
-        peak_S, tokens_S = self._argmax(logits_SV)  # a NaN in a row is its maximum, and infinity less itself is NaN
+        """Returns (tokens int64, peaks of the logits, `Status`) as far as they are known at once,
+        and the rows, in order, whose tokens are not."""
+        peak_S, tokens_S = self._argmax(
+            logits_SV
+        )  # a NaN in a row is its maximum, and infinity less itself is NaN
         status_S = ((peak_S - peak_S) != 0).to(torch.uint8).mul_(Status.NOT_FINITE)
         return tokens_S, peak_S, status_S, self.rows.having(Trait.RANDOM | Trait.CHANGED, slots_S)
 
     def _chunks(self, rest: I64, slots_S: I64) -> Iterator[I64]:
-        """Yields the rows in chunks: greedy ones whose logits are changed, random ones, random ones with a cut."""
+        """Yields the rows in chunks: greedy ones whose logits are changed, random ones, random ones
+        with a cut.
+        """
         if not len(rest):
             return
         traits_r = self.rows.traits[slots_S[rest]]
@@ -72,7 +91,9 @@ class ReferenceSampler(Sampler):
                 yield rows[start : start + most]
 
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
-        """Returns tokens drawn from rows whose maximum is 0, after their filters. May write to x_rV."""
+        """Returns tokens drawn from rows whose maximum is 0, after their filters. May write to
+        x_rV.
+        """
         self._filter(x_rV, slots_r)
         low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
         return self._argmax(x_rV.add_(self.gumbel(low_r, high_r)))[1]
@@ -80,7 +101,9 @@ class ReferenceSampler(Sampler):
     def _filter(self, x_rV: Tensor, slots_r: I64) -> None:
         """Sets what may not be drawn to -inf; each row's maximum stays."""
         rows = self.rows
-        log_min_p, top_k, top_p = self._upload(rows.log_min_p[slots_r], rows.top_k[slots_r], rows.top_p[slots_r])
+        log_min_p, top_k, top_p = self._upload(
+            rows.log_min_p[slots_r], rows.top_k[slots_r], rows.top_p[slots_r]
+        )
         if len(rows.having(Trait.MIN_P, slots_r)):
             keep_min_p(x_rV, log_min_p)
         limited = rows.having(Trait.TOP_K, slots_r)
@@ -95,7 +118,9 @@ class ReferenceSampler(Sampler):
     def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
         params = self.rows
         index, slot, *lengths = self._upload(rows, slots, known, params.num_prompt[slots])
-        strengths = self._upload(params.repetition[slots], params.frequency[slots], params.presence[slots])
+        strengths = self._upload(
+            params.repetition[slots], params.frequency[slots], params.presence[slots]
+        )
         history_pL = self._tables.tokens[:, : int(known.max())].index_select(0, slot).long()
         x_pV = x_rV.index_select(0, index)
         apply_penalties(x_pV, history_pL, *lengths, *strengths)
@@ -113,23 +138,28 @@ class ReferenceSampler(Sampler):
 
 
 def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
-    """Sets the tokens whose bit is 0 to -inf in the given rows (int64), in place. bits: int32, bit v % 32 of word
-    v // 32 is token v; W * 32 is at least V.
+    """Sets the tokens whose bit is 0 to -inf in the given rows (int64), in place. bits: int32, bit
+    v % 32 of word v // 32 is token v; W * 32 is at least V.
 
     x [[1, 2, 3]], rows [0], bits [[0b101]] -> [[1, -inf, 3]]
     """
-    allowed_CWb = (bits_CW.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=x_rV.device)) & 1
+    allowed_CWb = (
+        bits_CW.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=x_rV.device)
+    ) & 1
     banned_CV = allowed_CWb.view(len(bits_CW), -1)[:, : x_rV.shape[1]] == 0
     x_rV.index_copy_(0, rows_C, x_rV.index_select(0, rows_C).masked_fill_(banned_CV, NEG_INF))
 
 
 def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:
-    """Drops tokens less likely than min_p times the likeliest. log_min_p_r: -inf where min-p is off."""
+    """Drops tokens less likely than min_p times the likeliest. log_min_p_r: -inf where min-p is
+    off.
+    """
     x_rV.masked_fill_(x_rV < log_min_p_r.unsqueeze(1), NEG_INF)
 
 
 def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
-    """Drops tokens below the k-th largest logit of their row; equal ones stay. k_r: int64 >= 1; V where top-k is off.
+    """Drops tokens below the k-th largest logit of their row; equal ones stay. k_r: int64 >= 1; V
+    where top-k is off.
 
     largest_k: the largest k of those rows that have one.
     """
@@ -141,7 +171,8 @@ def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
 
 
 def keep_top_p(x_rV: Tensor, top_p_r: Tensor, cutoff: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Drops the least likely tokens of each row that are not needed to reach its top_p (1: off); ties stay.
+    """Drops the least likely tokens of each row that are not needed to reach its top_p (1: off);
+    ties stay.
 
     cutoff: `top_p_cutoff`, or a faster function with the same results.
     """
@@ -152,13 +183,16 @@ def keep_top_p(x_rV: Tensor, top_p_r: Tensor, cutoff: Callable[[Tensor, Tensor],
 
 
 def top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
-    """Returns the smallest probability that stays in each row: tokens from the likeliest on until their sum is top_p.
+    """Returns the smallest probability that stays in each row: tokens from the likeliest on until
+    their sum is top_p.
 
     probs [[0.2, 0.5, 0.3]], top_p [0.6] -> [0.3]
     """
     sorted_rV = probs_rV.sort(dim=-1, descending=True).values
     num_short_r = (sorted_rV.cumsum(dim=-1) < top_p_r.unsqueeze(1)).sum(dim=-1)
-    return sorted_rV.gather(1, num_short_r.clamp_(max=probs_rV.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    return sorted_rV.gather(1, num_short_r.clamp_(max=probs_rV.shape[1] - 1).unsqueeze(1)).squeeze(
+        1
+    )
 
 
 def apply_penalties(
@@ -172,12 +206,13 @@ def apply_penalties(
 ) -> None:
     """Changes logits x_rV in place.
 
-    history_rL: int64 token ids of which row i has known_r[i] (the rest is arbitrary), the first num_prompt_r[i] of
-    them prompt. Repetition divides positive and multiplies negative logits of every token in the history; frequency
-    is subtracted once per occurrence in the answer, presence once if there is any (as OpenAI defines them).
+    history_rL: int64 token ids of which row i has known_r[i] (the rest is arbitrary), the first
+    num_prompt_r[i] of them prompt. Repetition divides positive and multiplies negative logits of
+    every token in the history; frequency is subtracted once per occurrence in the answer, presence
+    once if there is any (as OpenAI defines them).
 
-    The history comes from the device's token table, so penalties are right one step ahead of the host, after a
-    preemption and after a replay.
+    The history comes from the device's token table, so penalties are right one step ahead of the
+    host, after a preemption and after a replay.
     """
     index_L = torch.arange(history_rL.shape[1], device=x_rV.device)
     known_rL = index_L < known_r.unsqueeze(1)

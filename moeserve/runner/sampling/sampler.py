@@ -1,13 +1,13 @@
 """The seam of the samplers: which tokens a step's logits become.
 
-A row's token depends on its own logits, parameters and position, never on its neighbours. Order: logits processors;
-grammar; allowed ids, logit bias and min_tokens; penalties; bad sequences; temperature; min-p; top-k; top-p; argmax
-with Gumbel noise.
-S rows that sample, V vocabulary, r some of the rows.
+A row's token depends on its own logits, parameters and position, never on its neighbours. Order:
+logits processors; grammar; allowed ids, logit bias and min_tokens; penalties; bad sequences;
+temperature; min-p; top-k; top-p; argmax with Gumbel noise. S rows that sample, V vocabulary, r some
+of the rows.
 
-The parameters of the request in each slot are NumPy columns and 16 bits of traits on the host. Rules say which tokens a
-request may produce (allowed ids, biases, min_tokens, bad sequences); few requests have any, so they are applied row by
-row.
+The parameters of the request in each slot are NumPy columns and 16 bits of traits on the host.
+Rules say which tokens a request may produce (allowed ids, biases, min_tokens, bad sequences); few
+requests have any, so they are applied row by row.
 """
 
 import logging
@@ -49,7 +49,9 @@ class Trait:
     DIGESTS = 256
     GRAMMAR = 512
 
-    CHANGED = PENALTY | RULES | GRAMMAR  # the logits are changed before the likeliest token is chosen
+    CHANGED = (
+        PENALTY | RULES | GRAMMAR
+    )  # the logits are changed before the likeliest token is chosen
     CUT = MIN_P | TOP_K  # only tokens close to the likeliest one stay; RANDOM rows only
 
 
@@ -62,11 +64,15 @@ class SamplingRows:
         self.seed = np.zeros(slots, np.uint64)
         self.temperature, self.log_min_p, self.top_p = np.zeros((3, slots), np.float32)
         self.repetition, self.frequency, self.presence = np.zeros((3, slots), np.float32)
-        self.top_k, self.num_prompt, self.logprobs, self.prompt_logprobs = np.zeros((4, slots), np.int64)
+        self.top_k, self.num_prompt, self.logprobs, self.prompt_logprobs = np.zeros(
+            (4, slots), np.int64
+        )
 
     def add(self, request: NewRequest) -> None:
         """Writes the row of the request's slot. A top-k that is off becomes the vocabulary's size."""
-        slot, sampling, vocab_size = request.slot, request.sampling, self.vocab_size
+        slot = request.slot
+        sampling = request.sampling
+        vocab_size = self.vocab_size
         has_top_k = 0 < sampling.top_k < vocab_size
         self.traits[slot] = _traits(request, has_top_k)
         self.seed[slot] = np.uint64(sampling.seed & (2**64 - 1))
@@ -82,7 +88,9 @@ class SamplingRows:
         self.prompt_logprobs[slot] = sampling.prompt_logprobs or 0
 
     def refuse(self, slot: int) -> None:
-        """Clears the traits of a request that will fail, so that none of its parameters reach a kernel."""
+        """Clears the traits of a request that will fail, so that none of its parameters reach a
+        kernel.
+        """
         self.traits[slot] = 0
 
     def having(self, traits: int, slots_S: NDArray[np.integer]) -> I64:
@@ -91,8 +99,8 @@ class SamplingRows:
 
 
 def row_keys(seeds_S: NDArray[np.uint64], positions_S: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Returns the key of each row's noise, from its request's seed and the position that it samples for: 64 bits, as
-    int32 [2, S]."""
+    """Returns the key of each row's noise, from its request's seed and the position that it samples
+    for: 64 bits, as int32 [2, S]."""
     with np.errstate(over="ignore"):
         key_S = seeds_S + positions_S.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
@@ -110,13 +118,20 @@ def _traits(request: NewRequest, has_top_k: bool) -> int:
         Trait.MIN_P: is_random and sampling.min_p > 0,
         Trait.TOP_K: is_random and has_top_k,
         Trait.TOP_P: is_random and sampling.top_p < 1,
-        Trait.PENALTY: any((sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty != 1.0)),
+        Trait.PENALTY: any(
+            (
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty != 1.0,
+            )
+        ),
         Trait.RULES: sampling.allowed_ids is not None or any(changes),
         Trait.GRAMMAR: sampling.grammar is not None,
         Trait.LOGPROBS: sampling.logprobs is not None,
         Trait.DIGESTS: sampling.receipt,
         # A request that comes back with part of its answer has had its prompt's logprobs.
-        Trait.PROMPT_LOGPROBS: sampling.prompt_logprobs is not None and len(request.tokens) == request.num_prompt,
+        Trait.PROMPT_LOGPROBS: sampling.prompt_logprobs is not None
+        and len(request.tokens) == request.num_prompt,
     }
     return sum(trait for trait, wanted in asked.items() if wanted)
 
@@ -130,7 +145,9 @@ class Rules:
     bias_values: Tensor  # float32
     min_tokens: int
     stop_ids: Tensor  # banned until min_tokens were produced
-    bad: tuple[tuple[Tensor, Tensor], ...]  # for each length 1 + L: [M, L] beginnings, [M] tokens that must not follow
+    bad: tuple[
+        tuple[Tensor, Tensor], ...
+    ]  # for each length 1 + L: [M, L] beginnings, [M] tokens that must not follow
 
     @classmethod
     def of(cls, sampling: TokenSampling, vocab_size: int, device: torch.device) -> "Rules":
@@ -157,7 +174,9 @@ class Rules:
         )
 
     def apply(self, x_V: Tensor, num_answer: int) -> None:
-        """Applies the rules that come before the penalties. num_answer: tokens that the request has produced."""
+        """Applies the rules that come before the penalties. num_answer: tokens that the request has
+        produced.
+        """
         if self.not_allowed is not None:
             x_V.masked_fill_(self.not_allowed, NEG_INF)
         if len(self.bias_ids):
@@ -166,8 +185,8 @@ class Rules:
             x_V.index_fill_(0, self.stop_ids, NEG_INF)
 
     def ban_sequences(self, x_V: Tensor, history: Tensor) -> None:
-        """Applies the bad sequences, after the penalties. history: all known tokens of the request; a bad sequence
-        may begin in the prompt."""
+        """Applies the bad sequences, after the penalties. history: all known tokens of the request;
+        a bad sequence may begin in the prompt."""
         for starts_ML, last_M in self.bad:
             length = starts_ML.shape[1]
             if length <= len(history):
@@ -178,7 +197,11 @@ class Rules:
 
 def unknown_token(sampling: TokenSampling, vocab_size: int) -> int | None:
     """Returns a token id in `sampling` that the model does not have, or None."""
-    ids: list[int] = [*sampling.stop_ids, *(sampling.logit_bias or ()), *(sampling.allowed_ids or ())]
+    ids: list[int] = [
+        *sampling.stop_ids,
+        *(sampling.logit_bias or ()),
+        *(sampling.allowed_ids or ()),
+    ]
     for sequence in sampling.bad_seqs:
         ids.extend(sequence)
     return next((token for token in ids if not 0 <= token < vocab_size), None)
@@ -202,19 +225,27 @@ class Status:
 
 
 class Masks(NamedTuple):
-    """What the grammars of C of a step's rows allow: bit v % 32 of word v // 32 is token v. Arrays on the host."""
+    """What the grammars of C of a step's rows allow: bit v % 32 of word v // 32 is token v. Arrays
+    on the host.
+    """
 
     rows_C: I64
     bits_CW: NDArray[np.int32]
 
     def among(self, rows: I64) -> "Masks | None":
-        """Returns the masks of some of the step's rows, which are numbered by their places in `rows`."""
-        _, places, which = np.intersect1d(rows, self.rows_C, assume_unique=True, return_indices=True)
+        """Returns the masks of some of the step's rows, which are numbered by their places in
+        `rows`.
+        """
+        _, places, which = np.intersect1d(
+            rows, self.rows_C, assume_unique=True, return_indices=True
+        )
         return Masks(places.astype(np.int64), self.bits_CW[which]) if len(places) else None
 
 
 class Sampled(NamedTuple):
-    """A step's tokens, on the device. Rows with a status other than FINE hold token 0; a failed row's is arbitrary."""
+    """A step's tokens, on the device. Rows with a status other than FINE hold token 0; a failed
+    row's is arbitrary.
+    """
 
     tokens_S: Tensor  # int32
     status_S: Tensor  # uint8
@@ -259,12 +290,17 @@ class Sampler(ABC):
         failures: Failures = {}
         for name, args in request.sampling.processors:
             with _caught(failures, 0, f"logits processor {name!r}"):
-                self._processors.setdefault(request.slot, []).append((name, self.factories.make(name, args)))
+                self._processors.setdefault(request.slot, []).append(
+                    (name, self.factories.make(name, args))
+                )
         return failures.get(0)
 
-    def sample(self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None = None) -> Sampled:
-        """Chooses a token for each row. logits_SV: float32, left as they are. positions_S: where in its request each
-        new token goes, which is the number of the request's known tokens. masks: of requests with a grammar."""
+    def sample(
+        self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None = None
+    ) -> Sampled:
+        """Chooses a token for each row. logits_SV: float32, left as they are. positions_S: where in
+        its request each new token goes, which is the number of the request's known tokens. masks:
+        of requests with a grammar."""
         tokens_S, status_S, failures = self._choose(logits_SV, slots_S, positions_S, masks)
         asking = self.rows.having(Trait.LOGPROBS | Trait.DIGESTS, slots_S)
         if failures:
@@ -279,11 +315,17 @@ class Sampler(ABC):
         (index,) = self._upload(wants_P)
         counts_P = self.rows.logprobs[slots_S[wants_P]]
         most = int(counts_P.max())
-        logprobs = self._logprobs(logits_SV.index_select(0, index), tokens_S.index_select(0, index), most)
-        return Sampled(tokens_S, status_S, failures, logprobs, wants_P, counts_P.tolist(), raw, raw_Q)
+        logprobs = self._logprobs(
+            logits_SV.index_select(0, index), tokens_S.index_select(0, index), most
+        )
+        return Sampled(
+            tokens_S, status_S, failures, logprobs, wants_P, counts_P.tolist(), raw, raw_Q
+        )
 
     def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
-        """Returns the token, int32, that `sample` would choose for each row; any token where it would fail."""
+        """Returns the token, int32, that `sample` would choose for each row; any token where it
+        would fail.
+        """
         return self._choose(logits_SV, slots_S, positions_S, None)[0]
 
     @abstractmethod
@@ -298,17 +340,27 @@ class Sampler(ABC):
 
     @abstractmethod
     def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
-        """Applies the penalties of the given rows of x_rV in place. known: tokens in the history of each."""
+        """Applies the penalties of the given rows of x_rV in place. known: tokens in the history of
+        each.
+        """
 
     def _logprobs(self, logits_PV: Tensor, tokens_P: Tensor, n: int) -> LogprobRows:
         """Returns the logprobs of the chosen tokens (int32) and the n likeliest ones."""
         return logprob_rows(logits_PV, tokens_P.long(), n)
 
-    def _change(self, x_rV: Tensor, slots_r: I64, positions_r: I64, masks: Masks | None) -> Failures:
-        """Applies processors, masks, rules and penalties in place. An exception in a request's is its own failure."""
+    def _change(
+        self, x_rV: Tensor, slots_r: I64, positions_r: I64, masks: Masks | None
+    ) -> Failures:
+        """Applies processors, masks, rules and penalties in place. An exception in a request's is
+        its own failure.
+        """
         failures: Failures = {}
-        ruled = [(i, self._rules[int(slots_r[i])]) for i in self.rows.having(Trait.RULES, slots_r).tolist()]
-        tokens, num_prompt = self._tables.tokens, self.rows.num_prompt
+        ruled = [
+            (i, self._rules[int(slots_r[i])])
+            for i in self.rows.having(Trait.RULES, slots_r).tolist()
+        ]
+        tokens = self._tables.tokens
+        num_prompt = self.rows.num_prompt
         for i, _ in ruled if self._processors else ():
             for name, processor in self._processors.get(slot := int(slots_r[i]), ()):
                 with _caught(failures, i, f"logits processor {name!r}"):
@@ -318,23 +370,31 @@ class Sampler(ABC):
             self._mask(x_rV[:, : self._vocab_size], *self._upload(*masks))
         for i, rules in ruled:
             with _caught(failures, i):
-                rules.apply(x_rV[i, : self._vocab_size], int(positions_r[i] - num_prompt[slots_r[i]]))
+                rules.apply(
+                    x_rV[i, : self._vocab_size], int(positions_r[i] - num_prompt[slots_r[i]])
+                )
         punished = self.rows.having(Trait.PENALTY, slots_r)
         if len(punished):
             self._penalise(x_rV, punished, slots_r[punished], positions_r[punished])
         for i, rules in ruled:
             with _caught(failures, i):
-                rules.ban_sequences(x_rV[i, : self._vocab_size], tokens[int(slots_r[i]), : int(positions_r[i])])
+                rules.ban_sequences(
+                    x_rV[i, : self._vocab_size], tokens[int(slots_r[i]), : int(positions_r[i])]
+                )
         return failures
 
 
 def process(processor: LogitsProcessor, x_V: Tensor, ids: list[int], num_prompt: int) -> None:
-    """Changes logits in place by a request's own function. Raises what that raises, ValueError if it returns no logits.
-    Waits for the device."""
+    """Changes logits in place by a request's own function. Raises what that raises, ValueError if
+    it returns no logits. Waits for the device."""
     if not x_V.amax().isfinite():
         return  # `Status` says so
     y_V: Any = processor(ids[:num_prompt], ids[num_prompt:], x_V.clone())
-    is_like_x = isinstance(y_V, Tensor) and (y_V.shape, y_V.dtype, y_V.device) == (x_V.shape, x_V.dtype, x_V.device)
+    is_like_x = isinstance(y_V, Tensor) and (y_V.shape, y_V.dtype, y_V.device) == (
+        x_V.shape,
+        x_V.dtype,
+        x_V.device,
+    )
     if not is_like_x or not (y_V < torch.inf).all():
         like = f"{x_V.dtype} {list(x_V.shape)} on {x_V.device}"
         raise ValueError(f"expected {like} below infinity, got {y_V!r:.200}")

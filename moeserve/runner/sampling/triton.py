@@ -23,18 +23,25 @@ class TritonSampler(Sampler):
     def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
         super().__init__(vocab_size, tables, upload)
         nothing = torch.zeros(tables.slots, device=self._device)
-        self._greedy = SamplingTensors(nothing, nothing, nothing.int(), nothing, nothing.int(), nothing.int())
+        self._greedy = SamplingTensors(
+            nothing, nothing, nothing.int(), nothing, nothing.int(), nothing.int()
+        )
         self._counts_WV: Tensor | None = None
 
     def _choose(
         self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Failures]:
-        params, raw_peaks_S, failures = self.rows, None, Failures()
+        params = self.rows
+        raw_peaks_S = None
+        failures = Failures()
         if len(params.having(Trait.CHANGED, slots_S)):
             raw_peaks_S = logits_SV.amax(dim=1)
             logits_SV = logits_SV.clone()
             failures = self._change(logits_SV, slots_S, positions_S, masks)
-        draws, cuts = (len(params.having(traits, slots_S)) > 0 for traits in (Trait.RANDOM, Trait.TOP_K | Trait.TOP_P))
+        draws, cuts = (
+            len(params.having(traits, slots_S)) > 0
+            for traits in (Trait.RANDOM, Trait.TOP_K | Trait.TOP_P)
+        )
         rows = self._greedy
         if draws:
             is_random_S = (params.traits[slots_S] & Trait.RANDOM) != 0
@@ -59,7 +66,9 @@ class TritonSampler(Sampler):
         params = self.rows
         if self._counts_WV is None:  # few requests have penalties
             self._counts_WV = new_counts(COUNTED_ROWS, self._vocab_size, self._device)
-        integers = (column.astype(np.int32) for column in (rows, slots, known, params.num_prompt[slots]))
+        integers = (
+            column.astype(np.int32) for column in (rows, slots, known, params.num_prompt[slots])
+        )
         strengths = params.repetition[slots], params.frequency[slots], params.presence[slots]
         on_device = PenaltyRows(*self._upload(*integers, *strengths))
         penalise(x_rV, self._tables.tokens, on_device, int(known.max()), self._counts_WV)

@@ -1,8 +1,8 @@
 """The seam of speculation: what may guess a request's next tokens.
 
-A proposer's guesses (drafts) are the input of the next step's row, which computes them all and samples at each; those
-that equal what is sampled are kept. So drafts never change a token: a proposer may guess whatever it likes.
-All ranks of an engine verify what the first one guesses.
+A proposer's guesses (drafts) are the input of the next step's row, which computes them all and
+samples at each; those that equal what is sampled are kept. So drafts never change a token: a
+proposer may guess whatever it likes. All ranks of an engine verify what the first one guesses.
 
 S rows that sample, N tokens that are sampled, or drafts; T tokens of the step.
 """
@@ -23,9 +23,9 @@ from moeserve.runner.tables import I64, HostRows, Upload
 class Verified:
     """A step whose tokens have been sampled and written to the tables; tensors on the device.
 
-    hidden_TD: after the model's last norm. slots_S: the slots that sampled. accepted_S: int64, sampled tokens of each
-    that are kept (1 + the drafts that were right). last_S: int64, of the T tokens the one that gave the last of them.
-    taps_TN: the streams of `spec.taps` side by side.
+    hidden_TD: after the model's last norm. slots_S: the slots that sampled. accepted_S: int64,
+    sampled tokens of each that are kept (1 + the drafts that were right). last_S: int64, of the T
+    tokens the one that gave the last of them. taps_TN: the streams of `spec.taps` side by side.
     """
 
     plan: StepPlan
@@ -48,18 +48,23 @@ class Proposer(ABC):
 
     @abstractmethod
     def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
-        """Returns guesses, int32 [N] on the device: of slots_N[i], the one that is places_N[i] behind the first."""
+        """Returns guesses, int32 [N] on the device: of slots_N[i], the one that is places_N[i]
+        behind the first.
+        """
 
     def add(self, request: NewRequest) -> None:  # noqa: B027
-        """Takes a request that begins, or begins again, with the tokens it has, before the first `collect` for it."""
+        """Takes a request that begins, or begins again, with the tokens it has, before the first
+        `collect` for it.
+        """
 
     def launch(self, step: Verified) -> None:  # noqa: B027
-        """Reads a step, whether or not a row samples, and guesses, if its plan asks for that, on the device, behind the
-        step. Does not wait for the device."""
+        """Reads a step, whether or not a row samples, and guesses, if its plan asks for that, on
+        the device, behind the step. Does not wait for the device."""
 
     def start(self, step: Verified) -> bool:
-        """Does what `launch` does beside the host's work, on a thread that needs no interpreter, and returns True; or
-        nothing, and False. Nothing else of the runner's may change until `finish`."""
+        """Does what `launch` does beside the host's work, on a thread that needs no interpreter,
+        and returns True; or nothing, and False. Nothing else of the runner's may change until
+        `finish`."""
         return False
 
     def finish(self) -> None:  # noqa: B027
@@ -67,7 +72,9 @@ class Proposer(ABC):
 
     @abstractmethod
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
-        """Returns how many drafts there are now for each slot. tokens_S: its new tokens, on the host."""
+        """Returns how many drafts there are now for each slot. tokens_S: its new tokens, on the
+        host.
+        """
 
 
 class LookupProposer(Proposer):
@@ -97,10 +104,12 @@ class LookupProposer(Proposer):
 
 
 def count_accepted(right_N: Tensor, drafts_S: I32, upload: Upload) -> Tensor:
-    """Returns how many sampled tokens of each row are kept, int64 [S]: those up to the first that its draft was not.
+    """Returns how many sampled tokens of each row are kept, int64 [S]: those up to the first that
+    its draft was not.
 
-    right_N: bool, whether the draft at the same place equals the sampled token; drafts_S of a row, then one without a
-    draft whose value does not matter. right [yes, no, yes, x, x], drafts [3, 0] -> [2, 1]
+    right_N: bool, whether the draft at the same place equals the sampled token; drafts_S of a row,
+    then one without a draft whose value does not matter. right [yes, no, yes, x, x], drafts [3, 0]
+    -> [2, 1]
     """
     most = int(drafts_S.max())
     if (drafts_S == most).all():

@@ -1,7 +1,8 @@
-"""Models that guess: the model's own head, an EAGLE-3 head, or a smaller model with the same vocabulary.
+"""Models that guess: the model's own head, an EAGLE-3 head, or a smaller model with the same
+vocabulary.
 
-The last two are whole on every tensor-parallel rank, in the dtype of the model that is served, and in the format of
-their files: `--quantization` does not concern them.
+The last two are whole on every tensor-parallel rank, in the dtype of the model that is served, and
+in the format of their files: `--quantization` does not concern them.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,8 @@ TOKENIZER = "tokenizer.json"
 
 
 def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec) -> ModelSpec:
-    """Returns the spec of a model whose tokens are guessed so: kinds mtp, model and eagle add layers.
+    """Returns the spec of a model whose tokens are guessed so: kinds mtp, model and eagle add
+    layers.
 
     Raises ConfigError, CheckpointError where the drafter does not belong to the model.
     """
@@ -69,20 +71,32 @@ def load_drafter(
     shard: Shard,
     memory: MemoryFacts,
 ) -> Drafter:
-    """Loads the drafter of `spec`, which `with_drafter` returned; its caches are still to come. Other arguments and
-    errors are those of `load_model`."""
+    """Loads the drafter of `spec`, which `with_drafter` returned; its caches are still to come.
+    Other arguments and errors are those of `load_model`."""
     longest = config.model.max_model_len or spec.max_position
     if speculation.kind == "mtp":
         with draft_params(
-            spec, model_dir, model, config, asked, memory, lambda names: mtp_load_plan(spec, names, shard.world)
+            spec,
+            model_dir,
+            model,
+            config,
+            asked,
+            memory,
+            lambda names: mtp_load_plan(spec, names, shard.world),
         ) as loaded:
-            world, tp, most = shard.world, shard.tp, shard.max_tokens
-            head = build_mtp(spec, *loaded, model, world=world, tp=tp, max_tokens=most, max_position=longest)
+            world = shard.world
+            tp = shard.tp
+            most = shard.max_tokens
+            head = build_mtp(
+                spec, *loaded, model, world=world, tp=tp, max_tokens=most, max_position=longest
+            )
         return Drafter(head, (), spec.draft_rules, takes_hidden=True)
     path = resolve_model_dir(speculation.path)
     if speculation.kind == "model":
         draft = read_model_spec(path)
-        with draft_params(draft, path, model, config, None, memory, lambda names: load_plan(draft, names)) as loaded:
+        with draft_params(
+            draft, path, model, config, None, memory, lambda names: load_plan(draft, names)
+        ) as loaded:
             small = build_decoder(draft, *loaded, max_tokens=shard.max_tokens, max_position=longest)
         return Drafter(small, (), spec.draft_rules, takes_hidden=False)
     eagle = read_eagle3(path, spec)
@@ -103,7 +117,9 @@ def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:
     drafts, tokens = (_vocabulary(directory) for directory in (draft_dir, model_dir))
     if different := sorted((drafts.items() ^ tokens.items()), key=lambda item: (item[1], item[0])):
         token, number = different[0]
-        where, other = (paths[0], tokens) if (token, number) in drafts.items() else (paths[1], drafts)
+        where, other = (
+            (paths[0], tokens) if (token, number) in drafts.items() else (paths[1], drafts)
+        )
         raise ConfigError(
             f"{where}: token {number} is {token!r}, and that is {other.get(token, 'no token')} for the other model: "
             "the draft model's tokenizer is not the served model's; use a draft model of the same family"
@@ -117,6 +133,10 @@ def _vocabulary(directory: Path) -> Mapping[str, int]:
     try:
         if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-        return dict(vocabulary) | {token["content"]: token["id"] for token in config.raw("added_tokens") or ()}
+        return dict(vocabulary) | {
+            token["content"]: token["id"] for token in config.raw("added_tokens") or ()
+        }
     except (TypeError, ValueError, KeyError):
-        raise CheckpointError(f"{config.path}: its vocabulary cannot be read; download it again") from None
+        raise CheckpointError(
+            f"{config.path}: its vocabulary cannot be read; download it again"
+        ) from None

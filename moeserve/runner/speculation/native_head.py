@@ -1,8 +1,9 @@
-"""All guesses of a head for multi-token prediction in one native call, on a thread beside the host's work.
+"""All guesses of a head for multi-token prediction in one native call, on a thread beside the
+host's work.
 
 The call needs no interpreter, so a step's result travels and the next step is planned meanwhile
-(csrc/bindings/draft_head.cpp). Guesses have the bits of those that `ModelProposer` makes call by call, except where
-fp32 logarithms could decide between two tokens.
+(csrc/bindings/draft_head.cpp). Guesses have the bits of those that `ModelProposer` makes call by
+call, except where fp32 logarithms could decide between two tokens.
 """
 
 from collections.abc import Sequence
@@ -43,17 +44,29 @@ class NativeHead:
     ) -> None:
         module: Any = native()
         (layer,), (k_cache, v_cache) = head.layers, cache
-        merge, mixer, dense = head.merge, layer.mixer, layer.feed_forward
+        merge = head.merge
+        mixer = layer.mixer
+        dense = layer.feed_forward
         assert isinstance(merge, Merge)
         assert isinstance(mixer, AttentionLayer)
         assert isinstance(dense, DenseLayer)
         mlp = dense.mlp
         attention: Any = mixer.block  # native, as `_is_plain` has seen
         mlp_block: Any = mlp.block
-        norms: Any = (merge.embed_norm, merge.hidden_norm, layer.attn_norm, layer.mlp_norm, head.norm)
-        rotary, shape, rows = mixer.prepare.rotary, mixer.prepare.shape, sampler.rows
+        norms: Any = (
+            merge.embed_norm,
+            merge.hidden_norm,
+            layer.attn_norm,
+            layer.mlp_norm,
+            head.norm,
+        )
+        rotary = mixer.prepare.rotary
+        shape = mixer.prepare.shape
+        rows = sampler.rows
         full = next(i for i, group in enumerate(groups) if group.rule == FULL)
-        blocks, logits, product = tables.blocks[full], head.head, merge.product.part
+        blocks = tables.blocks[full]
+        logits = head.head
+        product = merge.product.part
         weights = module.HeadWeights(
             type=TYPES[head.embed_VD.dtype], eps=head.norm.eps, norms=[norm.weight_D.data_ptr() for norm in norms],
             embedding=head.embed_VD.data_ptr(), merge=matrix(product), attention=attention.native,
@@ -68,14 +81,18 @@ class NativeHead:
             v=v_cache.data_ptr(), kv_type=KV_TYPES[k_cache.dtype], columns=[column.ctypes.data for column in columns],
             token_hash=sampler.gumbel.token_hash.data_ptr(), random=Trait.RANDOM,
         )  # fmt: skip
-        self._rows, self._slots = rows, np.zeros(0, np.int64)
+        self._rows = rows
+        self._slots = np.zeros(0, np.int64)
         self._native = module.DraftHead(weights, where, keep=(head, cache, tables, sampler))
 
     def start(self, step: Verified, num_drafts: int) -> bool:
-        """Begins to read a step and to guess behind it; `False` where a request's parameters ask for more."""
+        """Begins to read a step and to guess behind it; `False` where a request's parameters ask
+        for more.
+        """
         if len(self._rows.having(ELSEWHERE, step.slots_S)):
             return False
-        plan, hidden = step.plan, step.hidden_TD
+        plan = step.plan
+        hidden = step.hidden_TD
         self._slots = step.slots_S if plan.propose else step.slots_S[:0]
         self._native.start(
             slots=plan.slots_R, starts=plan.starts_R, offsets=step.rows.offsets_R1, last=step.last_S.numpy(),
@@ -84,9 +101,12 @@ class NativeHead:
         return True
 
     def wait(self) -> tuple[I64, I32]:
-        """Returns the slots of the step that was started last, and guesses for each, [S, num_drafts]."""
+        """Returns the slots of the step that was started last, and guesses for each, [S,
+        num_drafts].
+        """
         drafts: I32 = self._native.wait()
-        slots, self._slots = self._slots, self._slots[:0]
+        slots = self._slots
+        self._slots = self._slots[:0]
         return slots, drafts.reshape(len(slots), -1) if len(slots) else drafts
 
 
@@ -104,16 +124,26 @@ def native_head(
     tables: Tables,
     sampler: Sampler,
 ) -> NativeHead | None:
-    """Returns the drafter in one call if it can be: a head of one dense layer whose attention is one call as well,
-    alone on its rank, with plain norms and scores. Arguments are those of `ModelProposer`."""
-    if not (isinstance(model, Decoder) and isinstance(model.merge, Merge) and isinstance(sampler, NativeSampler)):
+    """Returns the drafter in one call if it can be: a head of one dense layer whose attention is
+    one call as well, alone on its rank, with plain norms and scores. Arguments are those of
+    `ModelProposer`."""
+    if not (
+        isinstance(model, Decoder)
+        and isinstance(model.merge, Merge)
+        and isinstance(sampler, NativeSampler)
+    ):
         return None
-    return NativeHead(model, caches[0], rules[0], groups, tables, sampler) if _is_plain(model, model.merge) else None
+    return (
+        NativeHead(model, caches[0], rules[0], groups, tables, sampler)
+        if _is_plain(model, model.merge)
+        else None
+    )
 
 
 def _is_plain(head: Decoder, merge: Merge) -> bool:
     spec, (layer,) = head.spec, head.layers
-    mixer, dense = layer.mixer, layer.feed_forward
+    mixer = layer.mixer
+    dense = layer.feed_forward
     norms = merge.embed_norm, merge.hidden_norm, layer.attn_norm, layer.mlp_norm, head.norm
     return (
         head.embed_VD.dtype in (torch.float32, torch.bfloat16)
@@ -123,7 +153,9 @@ def _is_plain(head: Decoder, merge: Merge) -> bool:
         and isinstance(head.head, NativeLinear)
         and isinstance(merge.product.part, NativeLinear)
         and merge.product.tp.size == 1
-        and all(norm is not None and not norm.centred and norm.eps == head.norm.eps for norm in norms)
+        and all(
+            norm is not None and not norm.centred and norm.eps == head.norm.eps for norm in norms
+        )
         and isinstance(mixer, AttentionLayer)
         and isinstance(dense, DenseLayer)
         and mixer.block is not None

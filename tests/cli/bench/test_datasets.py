@@ -32,14 +32,25 @@ async def build(*argv: str, text_only: bool = False) -> list[Sample]:
 
 
 async def test_random_prompts_have_the_length_that_was_asked() -> None:
-    samples = await build("--num-prompts", "20", "--random-input-len", "7", "--random-output-len", "3")
+    samples = await build(
+        "--num-prompts", "20", "--random-input-len", "7", "--random-output-len", "3"
+    )
     assert all(len(s.prompt) == s.prompt_len == 7 and s.output_len == 3 for s in samples)
     assert len({tuple(s.prompt) for s in samples}) == 20
     assert all(0 <= token < 50 for s in samples for token in s.prompt if isinstance(token, int))
 
 
 async def test_random_lengths_spread_and_prefixes_are_shared() -> None:
-    argv = ("--num-prompts", "200", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
+    argv = (
+        "--num-prompts",
+        "200",
+        "--input-len",
+        "10",
+        "--output-len",
+        "20",
+        "--random-range-ratio",
+        "0.5",
+    )
     samples = await build(*argv, "--random-prefix-len", "4")
     assert {s.prompt_len - 4 for s in samples} == set(range(5, 16))
     assert {s.output_len for s in samples} == set(range(10, 31))
@@ -58,12 +69,24 @@ async def test_chat_gets_text() -> None:
 
 
 def talk(question: int, answer: int) -> dict[str, Any]:
-    return {"conversations": [{"from": "human", "value": "q " * question}, {"from": "gpt", "value": "a " * answer}]}
+    return {
+        "conversations": [
+            {"from": "human", "value": "q " * question},
+            {"from": "gpt", "value": "a " * answer},
+        ]
+    }
 
 
 async def test_sharegpt_keeps_what_vllm_keeps(tmp_path: Path) -> None:
     path = tmp_path / "share.json"
-    talks: list[Any] = [talk(3, 10), talk(10, 3), talk(1025, 10), talk(1000, 1049), talk(4, 4), talk(1000, 1048)]
+    talks: list[Any] = [
+        talk(3, 10),
+        talk(10, 3),
+        talk(1025, 10),
+        talk(1000, 1049),
+        talk(4, 4),
+        talk(1000, 1048),
+    ]
     path.write_text(json.dumps([*talks, {"conversations": [{"value": "alone"}]}, 5, {}]))
     argv = ("--dataset-name", "sharegpt", "--dataset-path", str(path), "--disable-shuffle")
     samples = await build(*argv, "--no-oversample")

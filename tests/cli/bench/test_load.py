@@ -29,7 +29,9 @@ def test_the_load_is_what_was_asked_for_every_seed(burstiness: float) -> None:
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
     found = gaps(arrival_times(20_000, 10.0, burstiness, 1))
-    spread = statistics.stdev(found) / statistics.mean(found)  # of a gamma distribution: 1 / sqrt(shape)
+    spread = statistics.stdev(found) / statistics.mean(
+        found
+    )  # of a gamma distribution: 1 / sqrt(shape)
     assert spread == pytest.approx(1 / math.sqrt(burstiness), rel=0.05)
 
 

@@ -26,7 +26,9 @@ def test_every_number_by_hand() -> None:
     assert got["mean_ttft_ms"] == pytest.approx(200)
     assert got["median_ttft_ms"] == pytest.approx(200)
     assert got["std_ttft_ms"] == pytest.approx(81.65, abs=0.01)
-    assert got["mean_tpot_ms"] == pytest.approx((200 + 50) / 2)  # (0.5-0.1)/2 and 0.05/1; one token has none
+    assert got["mean_tpot_ms"] == pytest.approx(
+        (200 + 50) / 2
+    )  # (0.5-0.1)/2 and 0.05/1; one token has none
     assert got["mean_itl_ms"] == pytest.approx(150)
     assert got["p50_itl_ms"] == pytest.approx(100)
     assert got["mean_e2el_ms"] == pytest.approx(350)

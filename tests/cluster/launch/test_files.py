@@ -1,6 +1,7 @@
 """The files of `moeserve launch --print`, to the letter, and what reads them.
 
-After a change that is meant: `python -m moeserve.cli.main launch --print KIND ...` as in COMMANDS, into golden/.
+After a change that is meant: `python -m moeserve.cli.main launch --print KIND ...` as in COMMANDS,
+into golden/.
 """
 
 from __future__ import annotations
@@ -19,10 +20,46 @@ from moeserve.cluster.launch.files import _quoted
 HERE = Path(__file__).parent
 SERVE = ["/models/qwen3-30b", "--tp", "2", "--port", "8080", "--shutdown-timeout", "60"]
 COMMANDS = {
-    "moeserve.sbatch": ["slurm", "--nodes", "4", "--", "serve", *SERVE, "--served-model-name", "my model"],
-    "lws.yaml": ["lws", "--nodes", "2", "--image", "registry.example.org/moeserve:1", "--", "serve", *SERVE],
-    "compose.yaml": ["compose", "--nodes", "2", "--", "serve", *SERVE, "--api-key-file", "/models/keys$.yaml"],
-    "moeserve@.service": ["systemd", "--nodes", "2", "--", "serve", *SERVE, "--rendezvous", "10.0.0.1:29500"],
+    "moeserve.sbatch": [
+        "slurm",
+        "--nodes",
+        "4",
+        "--",
+        "serve",
+        *SERVE,
+        "--served-model-name",
+        "my model",
+    ],
+    "lws.yaml": [
+        "lws",
+        "--nodes",
+        "2",
+        "--image",
+        "registry.example.org/moeserve:1",
+        "--",
+        "serve",
+        *SERVE,
+    ],
+    "compose.yaml": [
+        "compose",
+        "--nodes",
+        "2",
+        "--",
+        "serve",
+        *SERVE,
+        "--api-key-file",
+        "/models/keys$.yaml",
+    ],
+    "moeserve@.service": [
+        "systemd",
+        "--nodes",
+        "2",
+        "--",
+        "serve",
+        *SERVE,
+        "--rendezvous",
+        "10.0.0.1:29500",
+    ],
 }
 
 
@@ -46,7 +83,10 @@ def test_lws_knows_every_field(lws: tuple[dict[str, Any], dict[str, Any]]) -> No
     schema = yaml.safe_load((HERE / "lws_schema.yaml").read_text())
     check = jsonschema.Draft202012Validator(schema)
     assert list(check.iter_errors(lws[0])) == []
-    for path, value in ((("restartPolicy",), "Never"), (("leaderTemplate", "spec", "containerz"), [])):
+    for path, value in (
+        (("restartPolicy",), "Never"),
+        (("leaderTemplate", "spec", "containerz"), []),
+    ):
         wrong = yaml.safe_load(yaml.safe_dump(lws[0]))
         *folders, last = "spec", "leaderWorkerTemplate", *path
         at = wrong
@@ -56,28 +96,40 @@ def test_lws_knows_every_field(lws: tuple[dict[str, Any], dict[str, Any]]) -> No
         assert len(list(check.iter_errors(wrong))) == 1
 
 
-def test_pods_find_what_they_mount_and_the_service_finds_its_port(lws: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_pods_find_what_they_mount_and_the_service_finds_its_port(
+    lws: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
     group, service = lws
     template = group["spec"]["leaderWorkerTemplate"]
     for which in ("leaderTemplate", "workerTemplate"):
         pod = template[which]["spec"]
         (container,) = pod["containers"]
-        assert {it["name"] for it in container["volumeMounts"]} == {it["name"] for it in pod["volumes"]}
+        assert {it["name"] for it in container["volumeMounts"]} == {
+            it["name"] for it in pod["volumes"]
+        }
         (secret,) = [it["secret"] for it in pod["volumes"] if "secret" in it]
         assert secret["defaultMode"] == 0o400
         key = container["env"][0]["value"]
         assert key.rpartition("/")[0] in {it["mountPath"] for it in container["volumeMounts"]}
         assert pod["terminationGracePeriodSeconds"] > 60  # --shutdown-timeout
-        assert ("readinessProbe" in container) == (which == "leaderTemplate")  # the others answer no HTTP
+        assert ("readinessProbe" in container) == (
+            which == "leaderTemplate"
+        )  # the others answer no HTTP
     (port,) = template["leaderTemplate"]["spec"]["containers"][0]["ports"]
-    assert (port["name"], port["containerPort"]) == (service["spec"]["ports"][0]["targetPort"], 8080)
+    assert (port["name"], port["containerPort"]) == (
+        service["spec"]["ports"][0]["targetPort"],
+        8080,
+    )
 
 
 def test_bash_reads_the_batch_script() -> None:
     script = HERE / "golden" / "moeserve.sbatch"
     subprocess.run(["bash", "-n", script], check=True)
     said = subprocess.run(
-        ["bash", "-c", f"exec() {{ printf '%s\\n' \"$@\"; }}; . '{script}'"], capture_output=True, text=True, check=True
+        ["bash", "-c", f"exec() {{ printf '%s\\n' \"$@\"; }}; . '{script}'"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "my model" in said.stdout.splitlines()
 
@@ -89,7 +141,9 @@ def test_words_of_systemd() -> None:
 
 def test_one_machine_needs_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in ("lws", "compose", "systemd"):
-        assert "cluster-key-file" not in printed(capsys, kind, "--nodes", "1", "--", "serve", "demo")
+        assert "cluster-key-file" not in printed(
+            capsys, kind, "--nodes", "1", "--", "serve", "demo"
+        )
 
 
 def test_systemd_has_to_know_machine_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,5 +157,8 @@ def test_a_container_has_no_folder_beside_the_caller(
 ) -> None:
     (tmp_path / "qwen3").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main(["launch", "--print", kind, "--nodes", "2", "--image", "x", "--", "serve", "./qwen3"]) == 2
+    assert (
+        main(["launch", "--print", kind, "--nodes", "2", "--image", "x", "--", "serve", "./qwen3"])
+        == 2
+    )
     assert f"give {tmp_path / 'qwen3'}" in capsys.readouterr().err

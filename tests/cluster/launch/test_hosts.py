@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.cluster.launch.targets import Host, common_slots, in_slurm, over_ssh, parse_hosts, read_hostfile
+from moeserve.cluster.launch.targets import (
+    Host,
+    common_slots,
+    in_slurm,
+    over_ssh,
+    parse_hosts,
+    read_hostfile,
+)
 from moeserve.errors import ConfigError
 
 
@@ -15,7 +22,9 @@ def test_hosts_by_commas() -> None:
 
 def test_hostfiles_of_mpi_and_deepspeed(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_bytes(b"\xef\xbb\xbf# two racks\r\n\na\tslots=8  # the first\r\nb:8\n  me@c slots = 8\n")
+    file.write_bytes(
+        b"\xef\xbb\xbf# two racks\r\n\na\tslots=8  # the first\r\nb:8\n  me@c slots = 8\n"
+    )
     hosts = read_hostfile(str(file))
     assert hosts == [Host("a", 8), Host("b", 8), Host("me@c", 8)]
     assert common_slots(hosts) == 8

@@ -20,7 +20,12 @@ from moeserve.errors import ConfigError
 STANDIN = Path(__file__).with_name("kubectl_standin.py")
 WAIT_S = 20.0
 RUNS = {"running": {"startedAt": "2026-11-25T00:00:00Z"}}
-NEVER_FITS = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes have GPUs"}
+NEVER_FITS = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "Unschedulable",
+    "message": "0/3 nodes have GPUs",
+}
 
 
 def ended(code: int) -> dict[str, Any]:
@@ -31,17 +36,23 @@ class Cluster:
     """The cluster and the launcher's output, as a test plays and reads them."""
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._capfd, self._said = folder, capfd, ""
+        self.folder = folder
+        self._capfd = capfd
+        self._said = ""
         for name in ("bin", "pods", "logs"):
             (folder / name).mkdir()
         program = folder / "bin" / "kubectl"
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {STANDIN} "$@"\n')
         program.chmod(0o755)
 
-    def pod(self, rank: int, state: dict[str, Any] | None = None, *, uid: str = "", **status: Any) -> None:
+    def pod(
+        self, rank: int, state: dict[str, Any] | None = None, *, uid: str = "", **status: Any
+    ) -> None:
         name = "moeserve-0" if rank == 0 else f"moeserve-0-{rank}"
         container = {"ready": status.pop("ready", False), "restartCount": 0, "state": state}
-        status = {"phase": "Pending"} | status | ({"containerStatuses": [container]} if state else {})
+        status = (
+            {"phase": "Pending"} | status | ({"containerStatuses": [container]} if state else {})
+        )
         labels = {"leaderworkerset.sigs.k8s.io/worker-index": str(rank)}
         pod = {"metadata": {"name": name, "uid": uid or name, "labels": labels}, "status": status}
         if uid:
@@ -65,7 +76,9 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cluster:
+def cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Cluster:
     made = Cluster(tmp_path, capfd)
     monkeypatch.setenv("STANDIN", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -94,18 +107,27 @@ async def test_from_the_first_pod_to_a_drain(cluster: Cluster) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     await cluster.said("SIGTERM: draining")
     cluster.pod(0, ended(0))
-    assert "of a launch before" not in await cluster.said("moeserve-0 (machine 0 of 2): ended with code 0")
+    assert "of a launch before" not in await cluster.said(
+        "moeserve-0 (machine 0 of 2): ended with code 0"
+    )
     assert not running.done()  # its pods are still there
     cluster.mark("gone")
     assert await running == 0
-    assert "delete secret/moeserve-cluster-key leaderworkerset/moeserve service/moeserve" in cluster.calls()
+    assert (
+        "delete secret/moeserve-cluster-key leaderworkerset/moeserve service/moeserve"
+        in cluster.calls()
+    )
 
 
 async def test_the_secret_is_in_no_argument(cluster: Cluster) -> None:
     running = launched()
-    await cluster.said("created secret/moeserve-cluster-key, leaderworkerset/moeserve, service/moeserve")
+    await cluster.said(
+        "created secret/moeserve-cluster-key, leaderworkerset/moeserve, service/moeserve"
+    )
     secret, group, _ = yaml.safe_load_all((cluster.folder / "created").read_text())
-    mounted = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["volumes"][-1]["secret"]
+    mounted = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["volumes"][-1][
+        "secret"
+    ]
     assert mounted["secretName"] == secret["metadata"]["name"]
     key = secret["stringData"]["cluster.key"]
     assert len(key) > 40
@@ -146,15 +168,23 @@ async def test_a_second_signal_ends_all_at_once(cluster: Cluster) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     cluster.mark("gone")
     assert await running == 128 + signal.SIGINT
-    assert "delete pods -l leaderworkerset.sigs.k8s.io/name=moeserve --grace-period=0 --force" in cluster.calls()
+    assert (
+        "delete pods -l leaderworkerset.sigs.k8s.io/name=moeserve --grace-period=0 --force"
+        in cluster.calls()
+    )
 
 
 async def test_what_kubectl_refuses_is_said_at_once_and_nothing_is_left(cluster: Cluster) -> None:
     cluster.mark("exists")
     cluster.mark("gone")
-    with pytest.raises(ConfigError, match=r"AlreadyExists.*`kubectl --namespace space delete leaderworkerset/moeserve"):
+    with pytest.raises(
+        ConfigError,
+        match=r"AlreadyExists.*`kubectl --namespace space delete leaderworkerset/moeserve",
+    ):
         await launched()
-    assert "--namespace space delete secret/moeserve-cluster-key --ignore-not-found" in cluster.calls()
+    assert (
+        "--namespace space delete secret/moeserve-cluster-key --ignore-not-found" in cluster.calls()
+    )
 
 
 async def test_no_kubectl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

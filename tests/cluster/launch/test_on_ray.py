@@ -22,10 +22,14 @@ class Lost(Exception):
 
 
 class Handle:
-    """An actor's handle: `handle.name.remote(...)` begins a call, and what it returns can be awaited."""
+    """An actor's handle: `handle.name.remote(...)` begins a call, and what it returns can be
+    awaited.
+    """
 
     def __init__(self, actor: Any) -> None:
-        self.actor, self.lost, self.slow = actor, False, 0.0
+        self.actor = actor
+        self.lost = False
+        self.slow = 0.0
 
     def __getattr__(self, name: str) -> Any:
         method = type("Method", (), {"remote": staticmethod(self._call(name))})
@@ -35,7 +39,8 @@ class Handle:
     def _call(self, name: str) -> Callable[..., asyncio.Task[Any]]:
         async def call(*args: Any) -> Any:
             if name == "write":
-                delay_s, self.slow = self.slow, 0.0
+                delay_s = self.slow
+                self.slow = 0.0
                 await asyncio.sleep(delay_s)
             done = await getattr(self.actor, name)(*args)
             if self.lost:
@@ -93,7 +98,10 @@ async def test_an_actor_that_is_lost_is_the_end_and_says_why(handle: Handle) -> 
     await until_here(connection)
     handle.lost = True
     await handle.actor.kill()
-    assert [await connection.readline(), await connection.readline()] == [b"Ray: The actor died.\n", b""]
+    assert [await connection.readline(), await connection.readline()] == [
+        b"Ray: The actor died.\n",
+        b"",
+    ]
     await connection.close()
 
 
@@ -106,7 +114,9 @@ async def test_a_silent_part_is_killed(handle: Handle) -> None:
     assert await handle.actor.read() == b""
 
 
-async def test_an_actor_without_a_place_has_not_started(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_actor_without_a_place_has_not_started(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handle.lost = True
     monkeypatch.setattr(handle.actor, "start", handle.actor.kill)
     with pytest.raises(on_ray.PartNotStarted, match=r"^The actor died\.$"):

@@ -12,7 +12,12 @@ import pytest
 
 from moeserve.cluster.launch.protocol import KILL, MARK
 
-ORDER = {"words": ["serve", "--port", "0", "--max-model-len", "512"], "env": {}, "folder": "/nowhere", "key": ""}
+ORDER = {
+    "words": ["serve", "--port", "0", "--max-model-len", "512"],
+    "env": {},
+    "folder": "/nowhere",
+    "key": "",
+}
 
 
 def part(code: str = "", **env: str) -> subprocess.Popen[str]:

@@ -1,4 +1,6 @@
-"""The launcher's policy with parts that are small processes: they speak the protocol and end as told."""
+"""The launcher's policy with parts that are small processes: they speak the protocol and end as
+told.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from moeserve.cluster.launch.targets import LaunchTarget
 from moeserve.errors import ConfigError
 
 HELLO = f"print('\\x1e' + {json.dumps(json.dumps({'address': '10.0.0.1', 'port': 5}))}, flush=True); input()\n"
-FOREVER = "import sys; sys.stdin.read(1) == '.' and sys.stdin.read(1)\n"  # until it is told anything
+FOREVER = (
+    "import sys; sys.stdin.read(1) == '.' and sys.stdin.read(1)\n"  # until it is told anything
+)
 
 
 def place(name: str, *lines: str, hello: bool = True) -> LaunchTarget:
@@ -58,9 +62,7 @@ async def test_machine_0_that_is_killed_once_it_was_ready_starts_anew(
 ) -> None:
     monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
     lives = f"import pathlib\nnumber = pathlib.Path({str(tmp_path / 'lives')!r})\nfirst = not number.exists()"
-    ends = (
-        "number.write_text('')\nprint('\x1eready', flush=True)\nprint(f'\x1eended {137 if first else 3}', flush=True)"
-    )
+    ends = "number.write_text('')\nprint('\x1eready', flush=True)\nprint(f'\x1eended {137 if first else 3}', flush=True)"
     assert await launch(place("a", lives, ends), place("b", FOREVER)) == 3
     err = capfd.readouterr().err
     assert err.count("a (machine 0 of 2): starting") == 2
@@ -73,7 +75,9 @@ async def test_who_cannot_take_part_is_named(capfd: pytest.CaptureFixture[str]) 
     assert "giving up: b cannot take part: moeserve serve: no model here" in capfd.readouterr().err
 
 
-async def test_restarts_are_bounded(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarts_are_bounded(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
     assert await launch(place("a", FOREVER, ended(0)), place("b", ended(1)), max_restarts=2) == 1
     err = capfd.readouterr().err
@@ -83,7 +87,9 @@ async def test_restarts_are_bounded(capfd: pytest.CaptureFixture[str], monkeypat
 
 async def test_a_second_signal_ends_all_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     """The first one asks machine 0 to drain, which takes its time here."""
-    until_killed = "import sys\nprint('\\x1edraining' if sys.stdin.read(2)[1] == 'd' else '', flush=True)\n"
+    until_killed = (
+        "import sys\nprint('\\x1edraining' if sys.stdin.read(2)[1] == 'd' else '', flush=True)\n"
+    )
     until_killed += "while sys.stdin.read(1) != 'k': pass\n" + ended(137)
     running = asyncio.create_task(launch(place("a", until_killed), place("b", until_killed)))
     said = ""
@@ -97,7 +103,9 @@ async def test_a_second_signal_ends_all_at_once(capfd: pytest.CaptureFixture[str
     assert "a (machine 0 of 2): ended with code 137" in capfd.readouterr().err
 
 
-async def test_a_silent_machine_is_lost(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_machine_is_lost(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its connection stands, but nothing comes any more; a new one is made."""
     monkeypatch.setattr(machine, "PING_S", 0.02)
     monkeypatch.setattr(supervise, "PAUSE_S", 0.01)
@@ -116,9 +124,12 @@ async def test_a_machine_that_joins_while_the_first_one_serves_is_ready_once_tha
 ) -> None:
     """Machine 0 says nothing about one that is back so fast that no probe would have failed."""
     monkeypatch.setattr(supervise, "SETTLED_S", 0.1)
-    ready, joins = "print('\\x1eready', flush=True)", "print('\\x1ejoined', flush=True)"
+    ready = "print('\\x1eready', flush=True)"
+    joins = "print('\\x1ejoined', flush=True)"
     later = "import time; time.sleep(0.5)"
-    running = asyncio.create_task(launch(place("a", ready, FOREVER, ended(0)), place("b", later, joins, FOREVER)))
+    running = asyncio.create_task(
+        launch(place("a", ready, FOREVER, ended(0)), place("b", later, joins, FOREVER))
+    )
     said = ""
     async with asyncio.timeout(20):
         while "b (machine 1 of 2): ready" not in said:
@@ -132,8 +143,12 @@ async def test_a_machine_that_joins_while_the_first_one_serves_is_ready_once_tha
 async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
     began = time.monotonic()
     refused = "print('ssh: PartConnection refused')"
-    with pytest.raises(ConfigError, match="cannot start on b: ssh: PartConnection refused; c: it said nothing"):
-        await launch(place("a", FOREVER), place("b", refused, hello=False), place("c", "pass", hello=False))
+    with pytest.raises(
+        ConfigError, match="cannot start on b: ssh: PartConnection refused; c: it said nothing"
+    ):
+        await launch(
+            place("a", FOREVER), place("b", refused, hello=False), place("c", "pass", hello=False)
+        )
     assert time.monotonic() - began < 10
     with pytest.raises(ConfigError, match="cannot run /no/ssh: No such file"):
         await launch(LaunchTarget("a", ("/no/ssh",)))
@@ -142,7 +157,12 @@ async def test_all_that_cannot_be_reached_are_named_at_once() -> None:
 async def test_noise_and_long_lines_hurt_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     """A shell's greeting comes before the hello; a line may be longer than any buffer."""
     noise = LaunchTarget(
-        "a", (sys.executable, "-c", "print('welcome')\n" + HELLO + "print('x' * 3_000_000)\n" + ended(0))
+        "a",
+        (
+            sys.executable,
+            "-c",
+            "print('welcome')\n" + HELLO + "print('x' * 3_000_000)\n" + ended(0),
+        ),
     )
     assert await launch(noise) == 0
     assert "a (machine 0 of 1): ended with code 0" in capfd.readouterr().err

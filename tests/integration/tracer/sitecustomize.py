@@ -1,6 +1,8 @@
-"""Notes which source files of moeserve a process runs: imported by Python itself at the start of every process.
+"""Notes which source files of moeserve a process runs: imported by Python itself at the start of
+every process.
 
-SIGUSR1 begins anew; SIGUSR2 writes the files, in the order of their first call, to $MOESERVE_TRACE/<pid>.
+SIGUSR1 begins anew; SIGUSR2 writes the files, in the order of their first call, to
+$MOESERVE_TRACE/<pid>.
 """
 
 import os

@@ -28,7 +28,9 @@ TOP_K = 3
 MAX_TOKENS = 40
 
 
-def facts_of(dtype: torch.dtype, ranks: int = 2, wire: str = "auto", **changes: Any) -> BackendFacts:
+def facts_of(
+    dtype: torch.dtype, ranks: int = 2, wire: str = "auto", **changes: Any
+) -> BackendFacts:
     facts = BackendFacts(
         hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=MAX_TOKENS, experts_per_rank=LOCAL, num_ranks=ranks,
         wire=wire_of(wire, dtype),
@@ -61,8 +63,12 @@ class SmallSteps(NcclAll2All):
         return super().dispatch(x_TD, routing, ubatch)
 
 
-def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS) -> All2All:
-    """The backend itself where one rank would be given `local`; `cuda_ipc` with interpreted kernels."""
+def make(
+    name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS
+) -> All2All:
+    """The backend itself where one rank would be given `local`; `cuda_ipc` with interpreted
+    kernels.
+    """
     facts = facts_of(dtype, ranks, wire, max_tokens=max_tokens)
     if name in (BY_NCCL, SMALL_STEPS):
         by_nccl = NcclAll2All(facts) if name == BY_NCCL else SmallSteps(facts)
@@ -103,8 +109,15 @@ def group(
 ) -> Iterator[Group]:
     """settings: deadline_s of the members, max_tokens of the backends."""
     members = members_of(ranks, directory, deadline_s=settings.get("deadline_s", 20.0))
-    backends = [make(name, dtype, ranks, wire, int(settings.get("max_tokens", MAX_TOKENS))) for _ in members]
-    together([lambda b=b, m=m: b.join(m, LOCAL, ubatches) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
+    backends = [
+        make(name, dtype, ranks, wire, int(settings.get("max_tokens", MAX_TOKENS))) for _ in members
+    ]
+    together(
+        [
+            lambda b=b, m=m: b.join(m, LOCAL, ubatches)
+            for b, m in zip(backends, members, strict=True)
+        ]
+    )  # type: ignore[misc]
     try:
         yield Group(backends)
     finally:

@@ -17,7 +17,16 @@ from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
-from tests.moe.contract.backends import INTERPRETED, LOCAL, MAX_TOKENS, NAMES, SMALL_STEPS, TOP_K, WIDTH, group
+from tests.moe.contract.backends import (
+    INTERPRETED,
+    LOCAL,
+    MAX_TOKENS,
+    NAMES,
+    SMALL_STEPS,
+    TOP_K,
+    WIDTH,
+    group,
+)
 
 Batch = tuple[Tensor, Routing]
 EVERY_BACKEND = pytest.mark.parametrize("name", NAMES)
@@ -29,8 +38,12 @@ def batch(ids_TK: np.ndarray, dtype: torch.dtype, seed: int) -> Batch:
     tokens = len(ids_TK)
     x = torch.randn(tokens, WIDTH, generator=generator).to(dtype)
     if tokens > 3:
-        x[0, ::2], x[1, 3], x[2, 4] = -0.0, torch.inf, torch.nan
-    return x, Routing(torch.from_numpy(ids_TK.astype(np.int32)), torch.rand(ids_TK.shape, generator=generator))
+        x[0, ::2] = -0.0
+        x[1, 3] = torch.inf
+        x[2, 4] = torch.nan
+    return x, Routing(
+        torch.from_numpy(ids_TK.astype(np.int32)), torch.rand(ids_TK.shape, generator=generator)
+    )
 
 
 def cases(ranks: int) -> dict[str, list[np.ndarray]]:
@@ -40,7 +53,9 @@ def cases(ranks: int) -> dict[str, list[np.ndarray]]:
     k = min(TOP_K, num_physical)
 
     def distinct(tokens: int) -> np.ndarray:
-        return np.array([rng.permutation(num_physical)[:k] for _ in range(tokens)], int).reshape(tokens, k)
+        return np.array([rng.permutation(num_physical)[:k] for _ in range(tokens)], int).reshape(
+            tokens, k
+        )
 
     uneven = [distinct(n) for n in (5, 17, 1, 9)[:ranks]]
     holes = [np.where(rng.random(ids.shape) < 0.4, -1, ids) for ids in uneven]
@@ -58,8 +73,11 @@ def cases(ranks: int) -> dict[str, list[np.ndarray]]:
 
 
 def experts(inbound: Inbound, first: int) -> Tensor:
-    """Stands in for experts: expert s multiplies by s + 1/2. Results of rows beyond the last are NaN."""
-    counts, slotted = inbound.host_counts_e, inbound.layout is Layout.SLOTTED
+    """Stands in for experts: expert s multiplies by s + 1/2. Results of rows beyond the last are
+    NaN.
+    """
+    counts = inbound.host_counts_e
+    slotted = inbound.layout is Layout.SLOTTED
     assert inbound.ends_e.tolist() == (counts if slotted else np.cumsum(counts)).tolist()
     y = torch.full_like(inbound.x, torch.nan)
     starts = [0] * len(counts) if slotted else (np.cumsum(counts) - counts).tolist()
@@ -83,12 +101,16 @@ def there_and_back(backend: All2All, ubatch: UBatch, part: Batch, first: int) ->
 
 def alone(ranks: int, part: Batch, wire: str = "auto") -> Tensor:
     """The specification."""
-    return there_and_back(LocalAll2All(ranks * LOCAL, wire_of(wire, part[0].dtype)), UBatch(), part, 0)
+    return there_and_back(
+        LocalAll2All(ranks * LOCAL, wire_of(wire, part[0].dtype)), UBatch(), part, 0
+    )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     whole = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.nan_to_num().view(whole), b.nan_to_num().view(whole)) and torch.equal(a.isnan(), b.isnan())
+    return torch.equal(a.nan_to_num().view(whole), b.nan_to_num().view(whole)) and torch.equal(
+        a.isnan(), b.isnan()
+    )
 
 
 BITS = [
@@ -102,8 +124,13 @@ BITS = [
 
 @pytest.mark.full("ranks", keep="pairs")
 @pytest.mark.parametrize(("name", "dtype", "ranks"), BITS)
-def test_bits_are_those_of_one_rank(name: str, dtype: torch.dtype, ranks: int, tmp_path: Path) -> None:
-    parts = [[batch(ids, dtype, 7 * r) for r, ids in enumerate(by_rank)] for by_rank in cases(ranks).values()]
+def test_bits_are_those_of_one_rank(
+    name: str, dtype: torch.dtype, ranks: int, tmp_path: Path
+) -> None:
+    parts = [
+        [batch(ids, dtype, 7 * r) for r, ids in enumerate(by_rank)]
+        for by_rank in cases(ranks).values()
+    ]
     expected = [[alone(ranks, part) for part in by_rank] for by_rank in parts]
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
@@ -121,7 +148,9 @@ def test_a_wire_that_rounds_rounds_every_row(name: str, tmp_path: Path) -> None:
     """Also the rows that stay on their rank: bits do not depend on where an expert is."""
     parts = [batch(ids, torch.bfloat16, r) for r, ids in enumerate(cases(2)["uneven"])]
     with group(name, torch.bfloat16, 2, str(tmp_path), wire="fp8_b128") as ranks_of:
-        outs = ranks_of.run(lambda rank, backend: there_and_back(backend, UBatch(), parts[rank], rank * LOCAL))
+        outs = ranks_of.run(
+            lambda rank, backend: there_and_back(backend, UBatch(), parts[rank], rank * LOCAL)
+        )
     for out, part in zip(outs, parts, strict=True):
         assert same_bits(out, alone(2, part, "fp8_b128"))
         assert not same_bits(out, alone(2, part))
@@ -137,9 +166,10 @@ def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: 
         routing = Routing(torch.from_numpy(ids[rank].astype(np.int32)), torch.ones(9, TOP_K))
         ubatch = UBatch()
         ticket = backend.dispatch(x.contiguous(), routing, ubatch).wait()
-        rows = [part.tolist() for part in np.split(ticket.inbound.x[:, 0].numpy(), np.asarray(ticket.inbound.ends_e))][
-            :LOCAL
-        ]
+        rows = [
+            part.tolist()
+            for part in np.split(ticket.inbound.x[:, 0].numpy(), np.asarray(ticket.inbound.ends_e))
+        ][:LOCAL]
         backend.combine(ticket, ticket.inbound.x, torch.empty(9, WIDTH), ubatch).wait()
         return rows
 
@@ -147,7 +177,11 @@ def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: 
         for rank, rows in enumerate(ranks_of.run(work)):
             for expert in range(LOCAL):
                 wanted = [
-                    100.0 * r + t for r in (0, 1) for t in range(9) for i in ids[r][t] if i == rank * LOCAL + expert
+                    100.0 * r + t
+                    for r in (0, 1)
+                    for t in range(9)
+                    for i in ids[r][t]
+                    if i == rank * LOCAL + expert
                 ]
                 assert rows[expert] == wanted
 
@@ -164,7 +198,10 @@ def test_two_in_flight_do_not_mix(name: str, ubatches: int, tmp_path: Path) -> N
         own = [UBatch(0), UBatch(1) if ubatches == 2 else UBatch(0)]
         outs = [torch.full_like(by_rank[rank][0], torch.nan) for by_rank in parts]
         for _ in range(2 if name in INTERPRETED else 5):
-            sent = [backend.dispatch(*by_rank[rank], ubatch) for by_rank, ubatch in zip(parts, own, strict=True)]
+            sent = [
+                backend.dispatch(*by_rank[rank], ubatch)
+                for by_rank, ubatch in zip(parts, own, strict=True)
+            ]
             for pending in sent:
                 pending.arrive()
                 pending.arrive()
@@ -206,7 +243,9 @@ def test_a_rank_that_never_comes_is_named(name: str, tmp_path: Path) -> None:
         return caught.value.missing
 
     with group(name, torch.float32, 3, str(tmp_path), deadline_s=0.5) as ranks_of:
-        named = () if name == SMALL_STEPS else (1,)  # there the step vote names it: no host waits for rows
+        named = (
+            () if name == SMALL_STEPS else (1,)
+        )  # there the step vote names it: no host waits for rows
         assert ranks_of.run(work, [0, 2]) == [named, named]
 
 

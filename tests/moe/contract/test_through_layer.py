@@ -1,4 +1,6 @@
-"""The whole MoE layer over every backend: rounds, replicas in random places, shared experts, idle ranks, processes."""
+"""The whole MoE layer over every backend: rounds, replicas in random places, shared experts, idle
+ranks, processes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def layer_of(backend: All2All, placement: Placement, rank: int) -> MoELayer:
     w13 = torch.randn(EXPERTS, 32, WIDTH, generator=generator) / 5
     w2 = torch.randn(EXPERTS, WIDTH, 16, generator=generator) / 4
     rule = RouterRule(renormalize=True)
-    kernel, own = ReferenceExperts(ops), placement.local(0, rank)
+    kernel = ReferenceExperts(ops)
+    own = placement.local(0, rank)
     return MoELayer(
         Router(ops.pack_linear(gate, None), TOP_K, rule, ops),
         backend,
@@ -64,7 +67,9 @@ def rows_of(rank: int) -> Tensor:
 
 def outputs(backend: All2All, placement: Placement, rank: int) -> list[Tensor]:
     """Two steps of one rank."""
-    layer, ubatch, x = layer_of(backend, placement, rank), UBatch(), rows_of(rank)
+    layer = layer_of(backend, placement, rank)
+    ubatch = UBatch()
+    x = rows_of(rank)
     outs = []
     for _ in range(2):
         ubatch.most_tokens = max(TOKENS[: placement.num_ranks])
@@ -99,7 +104,9 @@ def test_bits_of_the_layer(name: str, ranks: int, max_tokens: int, tmp_path: Pat
     """Steps beyond a backend's capacity go in rounds; wherever experts live, the bits stay."""
     placements = [random_placement(ranks, seed) for seed in range(3)]
     with group(name, torch.float32, ranks, str(tmp_path), max_tokens=max_tokens) as ranks_of:
-        found = ranks_of.run(lambda r, backend: [out for p in placements for out in outputs(backend, p, r)])
+        found = ranks_of.run(
+            lambda r, backend: [out for p in placements for out in outputs(backend, p, r)]
+        )
     for rank, outs in enumerate(found):
         assert len(outs) == (6 if TOKENS[rank] else 0)
         assert all(torch.equal(out, expected(rank)) for out in outs), rank
@@ -107,11 +114,15 @@ def test_bits_of_the_layer(name: str, ranks: int, max_tokens: int, tmp_path: Pat
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bits_of_two_ubatches(ranks: int, tmp_path: Path) -> None:
-    """Results of an exchange that go out in two parts, while the other micro-batch's rows are on their way."""
+    """Results of an exchange that go out in two parts, while the other micro-batch's rows are on
+    their way.
+    """
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
-        layer, x = layer_of(backend, random_placement(ranks, 2), rank), rows_of(rank)
-        ubatches, ping_pong = (UBatch(0), UBatch(1)), PingPong(2)
+        layer = layer_of(backend, random_placement(ranks, 2), rank)
+        x = rows_of(rank)
+        ubatches = (UBatch(0), UBatch(1))
+        ping_pong = PingPong(2)
         outs: dict[int, Tensor] = {}
         sent: list[int] = []
         ubatches[0].couple(ping_pong, ubatches[1])
@@ -165,7 +176,11 @@ def run_process(name: str, members: Members, path: str) -> None:
 def test_ranks_in_processes(name: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         children = [
-            stack.enter_context(Program(PROCESS, name, msgspec.json.encode(m).decode(), str(tmp_path / f"{m.rank}.pt")))
+            stack.enter_context(
+                Program(
+                    PROCESS, name, msgspec.json.encode(m).decode(), str(tmp_path / f"{m.rank}.pt")
+                )
+            )
             for m in members_of(2, str(tmp_path))
         ]
         assert [child.wait(50) for child in children] == [0, 0]

@@ -1,4 +1,6 @@
-"""Ranks are threads here; OpenMP teams of several of them would fight for the cores, and only one may interpret."""
+"""Ranks are threads here; OpenMP teams of several of them would fight for the cores, and only one
+may interpret.
+"""
 
 from __future__ import annotations
 

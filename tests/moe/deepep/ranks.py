@@ -48,7 +48,10 @@ def joined(
 ) -> Iterator[Any]:
     """The adapters of all ranks. They leave together, and every buffer is destroyed."""
     backends = [adapter(fake, facts(ranks, wire, width)) for _ in range(ranks)]
-    calls = [lambda b=b, m=m: b.join(m, LOCAL, ubatches) for b, m in zip(backends, members_of(ranks), strict=True)]
+    calls = [
+        lambda b=b, m=m: b.join(m, LOCAL, ubatches)
+        for b, m in zip(backends, members_of(ranks), strict=True)
+    ]
     together(calls)
     try:
         yield backends
@@ -61,10 +64,14 @@ def on_all(backends: list[Any], work: Callable[[int, All2All], T]) -> list[T]:
     return together([lambda r=r: work(r, backends[r]) for r in range(len(backends))])  # type: ignore[misc]
 
 
-def some(tokens: int, ranks: int, seed: int, width: int = WIDTH, top_k: int = TOP_K) -> tuple[Tensor, Routing]:
+def some(
+    tokens: int, ranks: int, seed: int, width: int = WIDTH, top_k: int = TOP_K
+) -> tuple[Tensor, Routing]:
     """Rows with distinct experts, some of them missing."""
     rng = np.random.default_rng(seed)
-    ids = np.array([rng.permutation(ranks * LOCAL)[:top_k] for _ in range(tokens)], np.int32).reshape(tokens, top_k)
+    ids = np.array(
+        [rng.permutation(ranks * LOCAL)[:top_k] for _ in range(tokens)], np.int32
+    ).reshape(tokens, top_k)
     ids[rng.random(ids.shape) < 0.1] = -1
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, width, generator=generator).bfloat16()

@@ -15,7 +15,10 @@ from tests.moe.deepep import fake
 from tests.moe.deepep.fake.tensors import POISON_INT
 
 T = TypeVar("T")
-EXPERTS, TOP_K, HIDDEN, LIMIT = 6, 2, 2048, 8
+EXPERTS = 6
+TOP_K = 2
+HIDDEN = 2048
+LIMIT = 8
 
 
 def on_two(work: Callable[[int, Any], T]) -> list[T]:
@@ -46,7 +49,9 @@ def elastic(group: Any, deterministic: bool = True) -> Any:
 
 
 def tokens(rank: int, count: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that tell where they are from, ids and weights: token t goes to experts t and t + 3, modulo 6."""
+    """Rows that tell where they are from, ids and weights: token t goes to experts t and t + 3,
+    modulo 6.
+    """
     x = (torch.arange(count) + 10 * rank)[:, None].expand(-1, HIDDEN).bfloat16().contiguous()
     ids = (torch.arange(count)[:, None] + torch.tensor([0, 3])) % EXPERTS
     return x, ids, torch.full((count, TOP_K), 0.5)
@@ -54,7 +59,8 @@ def tokens(rank: int, count: int = 5) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_a_destroyed_buffer_is_gone() -> None:
     def work(rank: int, group: Any) -> None:
-        old, new = low_latency(group), elastic(group)
+        old = low_latency(group)
+        new = elastic(group)
         old.destroy()
         new.destroy()
         x, ids, _ = tokens(rank)
@@ -104,7 +110,9 @@ def test_low_latency_has_two_buffers() -> None:
         low_latency_send(buffer, rank)[-1]()
         with pytest.raises(AssertionError, match="three low-latency results"):
             low_latency_send(buffer, rank)
-        out, _, hook = buffer.low_latency_combine(first[0], ids, weights, first[2], return_recv_hook=True)
+        out, _, hook = buffer.low_latency_combine(
+            first[0], ids, weights, first[2], return_recv_hook=True
+        )
         assert out.isnan().all()
         hook()
         assert torch.equal(out, tokens(rank)[0])  # weighted: half of it twice
@@ -133,9 +141,16 @@ def test_low_latency_has_two_buffers() -> None:
 def test_low_latency_dispatch_refuses(changes: dict[str, Any], why: str) -> None:
     def work(rank: int, group: Any) -> None:
         x, ids, _ = tokens(rank)
-        arguments = {"num_max_dispatch_tokens_per_rank": LIMIT, "num_experts": EXPERTS, "x": x, "topk_idx": ids}
+        arguments = {
+            "num_max_dispatch_tokens_per_rank": LIMIT,
+            "num_experts": EXPERTS,
+            "x": x,
+            "topk_idx": ids,
+        }
         with pytest.raises(AssertionError, match=why):
-            low_latency(group).low_latency_dispatch(**{**arguments, "return_recv_hook": True, **changes})
+            low_latency(group).low_latency_dispatch(
+                **{**arguments, "return_recv_hook": True, **changes}
+            )
 
     on_two(work)
 
@@ -153,7 +168,13 @@ def test_low_latency_combine_refuses() -> None:
             buffer = low_latency(group)
             x, _, handle, _, hook = low_latency_send(buffer, rank)
             hook()
-            arguments = {"x": x, "topk_idx": ids, "topk_weights": weights, "handle": handle, **changes}
+            arguments = {
+                "x": x,
+                "topk_idx": ids,
+                "topk_weights": weights,
+                "handle": handle,
+                **changes,
+            }
             with pytest.raises(AssertionError, match=why):
                 buffer.low_latency_combine(**arguments)
 
@@ -163,7 +184,9 @@ def test_low_latency_combine_refuses() -> None:
 def test_ranks_must_agree() -> None:
     def work(rank: int, group: Any) -> None:
         buffer, (x, ids, _) = low_latency(group), tokens(rank, 4)
-        hook = buffer.low_latency_dispatch(x, ids, (8, 4)[rank], EXPERTS, use_fp8=False, return_recv_hook=True)[-1]
+        hook = buffer.low_latency_dispatch(
+            x, ids, (8, 4)[rank], EXPERTS, use_fp8=False, return_recv_hook=True
+        )[-1]
         with pytest.raises(AssertionError, match="differ in the most tokens"):
             hook()
         other = elastic(group)
@@ -198,11 +221,15 @@ def test_elastic_rows_by_expert(deterministic: bool) -> None:
 def test_elastic_without_counts_has_room_for_the_worst() -> None:
     def work(rank: int, group: Any) -> None:
         buffer, (x, ids, weights) = elastic(group), tokens(rank)
-        rows, local, _, handle, _ = buffer.dispatch(x, ids, weights, num_experts=EXPERTS, do_cpu_sync=False)
+        rows, local, _, handle, _ = buffer.dispatch(
+            x, ids, weights, num_experts=EXPERTS, do_cpu_sync=False
+        )
         assert rows.shape[0] == local.shape[0] == 2 * LIMIT
         assert rows[10:].isnan().all()
         assert handle.num_recv_tokens_per_expert_list == []
-        wide = buffer.dispatch(x, ids, weights, num_experts=EXPERTS, do_cpu_sync=False, do_expand=True)[0]
+        wide = buffer.dispatch(
+            x, ids, weights, num_experts=EXPERTS, do_cpu_sync=False, do_expand=True
+        )[0]
         assert wide.shape[0] == 2 * LIMIT * TOP_K
         again, _, _, same, _ = buffer.dispatch(x, handle=handle)
         assert same is handle
@@ -228,7 +255,11 @@ def test_elastic_dispatch_refuses() -> None:
             ({"topk_idx": ids[:0], "x": x[:0]}, "sends a dummy"),
             ({"topk_idx": ids, "num_max_tokens_per_rank": 1 << 20}, "the buffer is too small"),
         ):
-            given = {"x": x, **({} if "handle" in arguments else {"num_experts": EXPERTS}), **arguments}
+            given = {
+                "x": x,
+                **({} if "handle" in arguments else {"num_experts": EXPERTS}),
+                **arguments,
+            }
             with pytest.raises(AssertionError, match=why):
                 buffer.dispatch(**given)
 

@@ -1,4 +1,6 @@
-"""Every trap of the contract fires: adapters that are wrong on purpose fail, or give results that are told apart."""
+"""Every trap of the contract fires: adapters that are wrong on purpose fail, or give results that
+are told apart.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def mutation(name: str, why: str) -> Callable[[Patch], Patch]:
     return keep
 
 
-def streams(module: Any, patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+def streams(
+    module: Any, patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]
+) -> None:
     original = module._overlapping
 
     def changed(event: Any) -> dict[str, Any]:
@@ -64,7 +68,9 @@ def padding_taken_for_an_expert(patch: pytest.MonkeyPatch) -> None:
 @mutation("deepep_v2", WRONG)
 def weights_left_to_v2(patch: pytest.MonkeyPatch) -> None:
     original = v2.Ticket
-    patch.setattr(v2, "Ticket", lambda rows, to, own: original(rows, to, (*own[:2], torch.ones_like(own[2]))))
+    patch.setattr(
+        v2, "Ticket", lambda rows, to, own: original(rows, to, (*own[:2], torch.ones_like(own[2])))
+    )
 
 
 @mutation("deepep_ll", WRONG)
@@ -80,7 +86,11 @@ def no_wait_for_the_event_of_v2(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_v2", "raw EventHandle")
 def a_wrapped_event(patch: pytest.MonkeyPatch) -> None:
-    streams(v2, patch, lambda arguments: arguments.update(previous_event=fake.EventOverlap(fake.EventHandle())))
+    streams(
+        v2,
+        patch,
+        lambda arguments: arguments.update(previous_event=fake.EventOverlap(fake.EventHandle())),
+    )
 
 
 @mutation("deepep_v2", "previous_event needs allocate_on_comm_stream")
@@ -172,7 +182,9 @@ def opened_with(adapter: Any, patch: pytest.MonkeyPatch, **facts: Any) -> None:
 def run(name: str, tokens: tuple[int, int] = (13, 8)) -> list[bool]:
     """Whether each of two ranks got the right results."""
     backends: list[Any] = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
-    together([lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+    together(
+        [lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)]
+    )  # type: ignore[misc]
     parts = [some(count, 2, seed) for seed, count in enumerate(tokens)]
     meshes, buffers = ([getattr(b, part) for b in backends] for part in ("_mesh", "_buffer"))
     first: list[Exception] = []

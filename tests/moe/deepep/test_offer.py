@@ -1,4 +1,6 @@
-"""Asked for by name: what the plan says with the package, with one that does not fit, and without any."""
+"""Asked for by name: what the plan says with the package, with one that does not fit, and without
+any.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,18 @@ def offer(
 
 
 def plan(backends: list[All2All], **changes: Any) -> MoEPlan:
-    needs = {"hidden_size": 2880, "dtype": "bfloat16", "device": "cuda", "max_tokens": 300, "world_size": 2}
-    return plan_moe(MoENeeds(**{**needs, **changes}), backends, [ReferenceExperts(pick_ops("cpu", torch.bfloat16))])
+    needs = {
+        "hidden_size": 2880,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "max_tokens": 300,
+        "world_size": 2,
+    }
+    return plan_moe(
+        MoENeeds(**{**needs, **changes}),
+        backends,
+        [ReferenceExperts(pick_ops("cpu", torch.bfloat16))],
+    )
 
 
 @pytest.fixture
@@ -48,7 +60,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="deep_ep is installed")
 @pytest.mark.parametrize("name", NAMES)
 def test_without_the_package(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} needs CUDA and the package deep_ep: pip install sgl-deep-ep"):
+    with pytest.raises(
+        ConfigError, match=f"{name} needs CUDA and the package deep_ep: pip install sgl-deep-ep"
+    ):
         plan(offer(name))
 
 
@@ -61,21 +75,31 @@ def test_without_the_package(name: str) -> None:
             "picked; rows of 2880 travel filled up to 3072; "
             "a step of 300 tokens goes in 3 rounds of 128; bits may depend on where experts are",
         ),
-        ("deepep_v2", "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are"),
+        (
+            "deepep_v2",
+            "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are",
+        ),
     ],
 )
 def test_with_the_package(name: str, terms: str) -> None:
     picked = plan(offer(name))
     assert picked.reasons[0] == (name, "reference", terms)
     eager = {"deepep_ll": "reference must know the counts of rows on the host"}
-    assert picked.reasons[-2] == ("graphs", name, eager.get(name, "deepep_v2 tells the host how many rows come"))
+    assert picked.reasons[-2] == (
+        "graphs",
+        name,
+        eager.get(name, "deepep_v2 tells the host how many rows come"),
+    )
     assert plan(offer(name, wire="fp8_b128")).all2all.caps.name == name
 
 
 @pytest.mark.usefixtures("installed")
 def test_kernels_that_take_its_slots() -> None:
-    ops, triton = pick_ops("cpu", torch.bfloat16), pytest.importorskip("moeserve.moe.experts.triton").TritonExperts()
-    needs = MoENeeds(hidden_size=2880, dtype="bfloat16", device="cuda", max_tokens=300, world_size=2)
+    ops = pick_ops("cpu", torch.bfloat16)
+    triton = pytest.importorskip("moeserve.moe.experts.triton").TritonExperts()
+    needs = MoENeeds(
+        hidden_size=2880, dtype="bfloat16", device="cuda", max_tokens=300, world_size=2
+    )
     picked = plan_moe(needs, offer("deepep_ll"), [GroupedMM(ops), triton, ReferenceExperts(ops)])
     assert [why.split(";")[0] for _, _, why in picked.reasons[:3]] == [
         "deepep_ll and grouped_mm share no layout", "picked", "possible, lower preference",
@@ -103,7 +127,9 @@ def test_what_it_cannot_do(name: str, changes: dict[str, Any], why: str) -> None
 
 @pytest.mark.usefixtures("installed")
 def test_more_experts_per_token_than_there_are_kernels_for() -> None:
-    with pytest.raises(ConfigError, match="deepep_ll takes 11 experts per token at most, the model has 12"):
+    with pytest.raises(
+        ConfigError, match="deepep_ll takes 11 experts per token at most, the model has 12"
+    ):
         plan(offer("deepep_ll", top_k=12))
 
 
@@ -112,7 +138,11 @@ def test_more_experts_per_token_than_there_are_kernels_for() -> None:
     ("name", "sms", "why"),
     [
         ("deepep_v2", 21, "takes an even number of multiprocessors, parallel.comm_sms is 21"),
-        ("deepep_ll", 20, "kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out"),
+        (
+            "deepep_ll",
+            20,
+            "kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out",
+        ),
     ],
 )
 def test_numbers_of_multiprocessors_that_cannot_be_kept(name: str, sms: int, why: str) -> None:
@@ -123,9 +153,13 @@ def test_numbers_of_multiprocessors_that_cannot_be_kept(name: str, sms: int, why
 @pytest.mark.parametrize("has", [{}, {"ElasticBuffer": lambda group, num_nvl_bytes=0: None}])
 def test_a_package_that_is_too_old(has: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     old = ModuleType("deep_ep")
-    old.__dict__.update(has, __version__="1.0.0", __spec__=importlib.util.spec_from_loader("deep_ep", None))
+    old.__dict__.update(
+        has, __version__="1.0.0", __spec__=importlib.util.spec_from_loader("deep_ep", None)
+    )
     monkeypatch.setitem(sys.modules, "deep_ep", old)
-    with pytest.raises(ConfigError, match=r"needs the ElasticBuffer of deep_ep 2\.1 or newer; installed is 1\.0\.0"):
+    with pytest.raises(
+        ConfigError, match=r"needs the ElasticBuffer of deep_ep 2\.1 or newer; installed is 1\.0\.0"
+    ):
         plan(offer("deepep_v2"))
 
 

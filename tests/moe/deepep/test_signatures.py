@@ -1,6 +1,8 @@
-"""The fake's signatures, and the adapters' calls, against what was recorded of the releases; those against the package.
+"""The fake's signatures, and the adapters' calls, against what was recorded of the releases; those
+against the package.
 
-DEEPEP_SOURCE=<wheel or folder> compares a release that is not installed; tools/record_deepep.py records a new one.
+DEEPEP_SOURCE=<wheel or folder> compares a release that is not installed; tools/record_deepep.py
+records a new one.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from tests.moe.deepep.fake.utils import comm
 from tests.moe.deepep.ranks import LOCAL, NAMES, joined, on_all, some
 from tools.record_deepep import record
 
-RELEASES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("signatures.json").read_text())
+RELEASES: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("signatures.json").read_text()
+)
 MAIN = "deep_ep 2.1.0"  # the others may take more arguments
-CLASSES = {name: getattr(fake, name) for name in ("Buffer", "ElasticBuffer", "EPHandle", "EventOverlap")}
+CLASSES = {
+    name: getattr(fake, name) for name in ("Buffer", "ElasticBuffer", "EPHandle", "EventOverlap")
+}
 
 
 def signature(parameters: str) -> inspect.Signature:
@@ -64,7 +70,9 @@ def test_other_releases_only_add(release: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("adapter", NAMES)
-def test_the_adapters_calls_mean_the_same_to_every_release(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapters_calls_mean_the_same_to_every_release(
+    adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from moeserve.moe.all2all.deepep import ADAPTERS
 
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -85,7 +93,10 @@ def test_the_adapters_calls_mean_the_same_to_every_release(adapter: str, monkeyp
         on_all(backends, lambda r, backend: there_and_back(backend, UBatch(), parts[r], r * LOCAL))
     assert {name.split(".")[1] for name, _, _ in calls} > {"__init__", "destroy"}
     for name, args, kwargs in calls:
-        bound = [signature(recorded[name]).bind(*args, **kwargs).arguments for recorded in RELEASES.values()]
+        bound = [
+            signature(recorded[name]).bind(*args, **kwargs).arguments
+            for recorded in RELEASES.values()
+        ]
         assert all(one.keys() == bound[0].keys() for one in bound), name
 
 
@@ -105,9 +116,12 @@ def test_the_record_holds_for_the_package_that_is_here() -> None:
     if found in RELEASES.values():
         return
     for name, _ in offered():
-        main, here = dict(plain(signature(RELEASES[MAIN][name]))), dict(plain(signature(found[name])))
+        main = dict(plain(signature(RELEASES[MAIN][name])))
+        here = dict(plain(signature(found[name])))
         assert main.items() <= here.items(), (name, versions())
-        assert all(here[added] is not inspect.Parameter.empty for added in here.keys() - main.keys()), name
+        assert all(
+            here[added] is not inspect.Parameter.empty for added in here.keys() - main.keys()
+        ), name
 
 
 def versions() -> list[str]:
@@ -126,10 +140,16 @@ def test_a_release_that_differs_is_noticed(tmp_path: Path) -> None:
             lines[-1] += f"def {name}({parameters}): ...\n"
             continue
         kind, method = name.split(".")
-        changed = parameters.replace("return_recv_hook", "hook") if method == "low_latency_combine" else parameters
+        changed = (
+            parameters.replace("return_recv_hook", "hook")
+            if method == "low_latency_combine"
+            else parameters
+        )
         lines[list(CLASSES).index(kind)] += f"    def {method}({changed}): ...\n"
     (tmp_path / "deep_ep" / "all.py").write_text("".join(lines))
     found = record(tmp_path)
-    assert [name for name in found if found[name] != RELEASES[MAIN][name]] == ["Buffer.low_latency_combine"]
+    assert [name for name in found if found[name] != RELEASES[MAIN][name]] == [
+        "Buffer.low_latency_combine"
+    ]
     with pytest.raises(ValueError, match="no Python sources"):
         record(tmp_path / "deep_ep" / "nothing")

@@ -1,4 +1,6 @@
-"""Placements on several machines: router groups stay on one, or an expert's replicas go to different ones."""
+"""Placements on several machines: router groups stay on one, or an expert's replicas go to
+different ones.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Case = tuple[np.ndarray, Placement, Nodes]
 @st.composite
 def cases(draw: st.DrawFn, grouped: bool) -> Case:
     """A load with ties and zeros, and the first placement on 2 to 4 nodes of 1 to 3 ranks."""
-    number, ranks, layers = draw(st.integers(2, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    number = draw(st.integers(2, 4))
+    ranks = draw(st.integers(1, 3))
+    layers = draw(st.integers(1, 3))
     groups = number * draw(st.integers(1, 3)) if grouped else 1
     experts = groups * draw(st.integers(1, 4)) if grouped else draw(st.integers(number * ranks, 24))
     redundant = draw(st.integers(0, 16 if grouped else experts))
@@ -50,11 +54,15 @@ def assert_groups_stay(placement: Placement, nodes: Nodes) -> None:
     lies_LNGs = lies_LNE.reshape(*lies_LNE.shape[:2], nodes.groups, -1)
     assert (lies_LNGs.all(3) == lies_LNGs.any(3)).all(), "a group lies in pieces"
     assert (lies_LNGs.all(3).sum(1) == 1).all(), "a group lies on several nodes"
-    assert (lies_LNGs.all(3).sum(2) == nodes.groups // nodes.number).all(), "a node has more groups than another"
+    assert (lies_LNGs.all(3).sum(2) == nodes.groups // nodes.number).all(), (
+        "a node has more groups than another"
+    )
 
 
 def assert_replicas_spread(placement: Placement, nodes: Nodes) -> None:
-    """With any node gone, each expert that has two replicas is still there: more cannot be, with these counts."""
+    """With any node gone, each expert that has two replicas is still there: more cannot be, with
+    these counts.
+    """
     on_LNE = on_nodes(placement, nodes.number)
     counts_LE = on_LNE.sum(1)
     assert (counts_LE == placement.counts()).all()
@@ -78,7 +86,11 @@ def test_groups_stay_on_their_node(case: Case) -> None:
 def test_a_lost_node_takes_no_replicated_expert_along(case: Case) -> None:
     load, start, nodes = case
     new = solve(load, start, 1, nodes)
-    for placement in (start, new, rescaled(new, start.num_ranks * 2, start.num_experts, 2, load, nodes)):
+    for placement in (
+        start,
+        new,
+        rescaled(new, start.num_ranks * 2, start.num_experts, 2, load, nodes),
+    ):
         assert_replicas_spread(placement, nodes)
     assert (rank_loads(load, new).max(1) <= rank_loads(load, start).max(1) + 1e-6).all()
 
@@ -99,9 +111,9 @@ def least_peak(load_G: np.ndarray, number: int) -> float:
 def zipf(layers: int, experts: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     share = np.arange(1, experts + 1) ** -1.0
-    return np.stack([rng.multinomial(50_000, rng.permutation(share) / share.sum()) for _ in range(layers)]).astype(
-        float
-    )
+    return np.stack(
+        [rng.multinomial(50_000, rng.permutation(share) / share.sum()) for _ in range(layers)]
+    ).astype(float)
 
 
 @pytest.mark.parametrize(("number", "ranks", "redundant"), [(2, 8, 16), (4, 8, 32), (8, 64, 64)])
@@ -123,13 +135,17 @@ def test_nodes_cost_no_more_than_they_must(number: int, ranks: int, redundant: i
     assert (peaks <= best + 0.03 * load.sum(1) / number).all()
     for layer, node in np.ndindex(6, number):  # each node alone, as if there were no others
         theirs = load[[layer]][:, on_nodes(placement, number)[layer, node] > 0]
-        alone = solve(theirs, Placement.initial(1, theirs.shape[1], ranks // number, redundant // number), 1)
+        alone = solve(
+            theirs, Placement.initial(1, theirs.shape[1], ranks // number, redundant // number), 1
+        )
         here = grouped[layer].reshape(number, -1)[node]
         assert here.max() <= 1.03 * rank_loads(theirs, alone).max()
 
 
 def test_groups_are_packed_as_evenly_as_they_can_be() -> None:
-    load = np.repeat([[8.0, 7.0, 2.0, 1.0]], 4, axis=1)  # 4 groups of 4 experts; in order, node 0 would have 60 of 72
+    load = np.repeat(
+        [[8.0, 7.0, 2.0, 1.0]], 4, axis=1
+    )  # 4 groups of 4 experts; in order, node 0 would have 60 of 72
     nodes = Nodes(2, 4)
     new = solve(load, Placement.initial(1, 16, 4, 0, nodes), 1, nodes)
     assert rank_loads(load, new).reshape(2, 2).sum(1).tolist() == [36.0, 36.0]
@@ -138,15 +154,23 @@ def test_groups_are_packed_as_evenly_as_they_can_be() -> None:
 def test_one_node_and_odd_numbers_are_as_without_nodes() -> None:
     rng = np.random.default_rng(3)
     load = np.floor(rng.pareto(1.0, (3, 24)) * 9)
-    for nodes in (Nodes(1, 8), Nodes(4, 8), Nodes(5)):  # 6 ranks on 4 or 5 nodes do not come out even
+    for nodes in (
+        Nodes(1, 8),
+        Nodes(4, 8),
+        Nodes(5),
+    ):  # 6 ranks on 4 or 5 nodes do not come out even
         start = Placement.initial(3, 24, 6, 6, nodes)
         assert (start.experts_LS == Placement.initial(3, 24, 6, 6).experts_LS).all()
         assert (solve(load, start, 1, nodes).experts_LS == solve(load, start, 1).experts_LS).all()
-    assert Nodes(3, 8).under(6) == Nodes(3)  # 8 groups are not shared evenly by 3 nodes: replicas spread
+    assert Nodes(3, 8).under(6) == Nodes(
+        3
+    )  # 8 groups are not shared evenly by 3 nodes: replicas spread
 
 
 def test_the_same_load_again_moves_no_group() -> None:
-    rng, load, nodes = np.random.default_rng(5), zipf(4, 64), Nodes(2, 8, even=0)
+    rng = np.random.default_rng(5)
+    load = zipf(4, 64)
+    nodes = Nodes(2, 8, even=0)
     first = solve(load, Placement.initial(4, 64, 8, 16, nodes), 1, nodes)
     again = solve(load * rng.normal(1, 0.02, load.shape), first, 2, nodes)
     assert moved(first, again).sum() < 0.2 * first.experts_LS.size
@@ -165,8 +189,10 @@ def test_the_rebalancer_keeps_groups_on_their_nodes() -> None:
 
 
 def test_groups_leave_their_nodes_where_these_would_be_too_uneven() -> None:
-    even, uneven = np.repeat([8.0, 7.0, 2.0, 1.0], 4), np.repeat([9.0, 1.0, 1.0, 1.0], 4)
-    load, nodes = np.stack([even, uneven]), Nodes(2, 4)
+    even = np.repeat([8.0, 7.0, 2.0, 1.0], 4)
+    uneven = np.repeat([9.0, 1.0, 1.0, 1.0], 4)
+    load = np.stack([even, uneven])
+    nodes = Nodes(2, 4)
     new = solve(load, Placement.initial(2, 16, 4, 0, nodes), 1, nodes)
     kept = Placement(1, 4, 16, new.experts_LS[:1])
     assert_groups_stay(kept, nodes)
@@ -179,11 +205,18 @@ def test_groups_leave_their_nodes_where_these_would_be_too_uneven() -> None:
 def test_a_fleet_takes_groups_and_machines_from_model_and_settings(kept: int, groups: int) -> None:
     """Groups of which a token gets all mean nothing to a node."""
     plain = make_spec(
-        moe_layers=(True, True), vocab_size=8, hidden_size=4, num_experts=16, experts_per_token=2, expert_size=4
+        moe_layers=(True, True),
+        vocab_size=8,
+        hidden_size=4,
+        num_experts=16,
+        experts_per_token=2,
+        expert_size=4,
     )
     assert plain.moe is not None
     block = replace(plain.moe, router=RouterRule(groups=4, kept_groups=kept))
-    spec = replace(plain, layers=tuple(replace(layer, feed_forward=block) for layer in plain.layers))
+    spec = replace(
+        plain, layers=tuple(replace(layer, feed_forward=block) for layer in plain.layers)
+    )
     experts = Rebalancing.of(spec, ParallelConfig(dp=4, nnodes=2, redundant_experts=4))
     start = Placement.initial(2, 16, 4, 4, Nodes(2, groups))
     assert Placement.from_table(experts.table).experts_LS.tolist() == start.experts_LS.tolist()

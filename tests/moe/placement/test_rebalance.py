@@ -14,7 +14,9 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.rebalance import Gate, Rebalancer
 from moeserve.moe.placement.solve import balance, rank_loads
 
-LAYERS, EXPERTS, RANKS = 3, 16, 4
+LAYERS = 3
+EXPERTS = 16
+RANKS = 4
 EVEN = np.full((LAYERS, EXPERTS), 1000)
 SKEWED = np.tile((16_000 / np.arange(1, EXPERTS + 1)).astype(int), (LAYERS, 1))
 
@@ -42,7 +44,9 @@ def test_skew_is_answered_once_and_explained() -> None:
     assert one.conclude(Placed(version=1, layers=LAYERS, moved_bytes=5000, took_s=2.0), 4.0)
     assert one.current is new
     assert one.pending is None
-    assert not one.conclude(Placed(version=1, layers=LAYERS, moved_bytes=3000, took_s=2.0), 4.0)  # the second engine
+    assert not one.conclude(
+        Placed(version=1, layers=LAYERS, moved_bytes=3000, took_s=2.0), 4.0
+    )  # the second engine
     assert one.moved_bytes == 8000
     assert one.balance().min() > 0.95
     assert one.propose(1000.0) is None
@@ -60,7 +64,8 @@ def test_nothing_is_proposed_without_a_reason() -> None:
 
 
 def test_the_cost_of_moving_is_weighed() -> None:
-    dear, cheap = rebalancer(10**12), rebalancer(10**6)
+    dear = rebalancer(10**12)
+    cheap = rebalancer(10**6)
     for one in (dear, cheap):
         one.note(report(SKEWED), 0.0)
     assert dear.propose(1.0) is None
@@ -83,7 +88,9 @@ def test_a_measured_bandwidth_replaces_the_assumed_one() -> None:
         one.propose(100.0, force=True)
         costs.append(float(one.why.split("costs ")[1].split(" s")[0]))
     assert costs[1] == pytest.approx(5 * costs[0], abs=0.3)
-    assert costs[2] == pytest.approx(10 * costs[0], abs=0.6)  # it waited for steps: at least a tenth of the assumption
+    assert costs[2] == pytest.approx(
+        10 * costs[0], abs=0.6
+    )  # it waited for steps: at least a tenth of the assumption
 
 
 def test_old_load_fades() -> None:
@@ -98,7 +105,8 @@ def test_old_load_fades() -> None:
 def test_a_placement_given_up_leaves_the_layers_it_got(caplog: pytest.LogCaptureFixture) -> None:
     one = rebalancer()
     one.note(report(SKEWED), 0.0)
-    new, old = one.propose(1.0), one.current
+    new = one.propose(1.0)
+    old = one.current
     assert new is not None
     with caplog.at_level(logging.WARNING):
         assert one.conclude(Placed(version=1, layers=2, error="disk on fire"), 2.0)

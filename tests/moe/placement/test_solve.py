@@ -16,19 +16,22 @@ from moeserve.moe.placement.solve import balance, moved, rank_loads, replica_cou
 def zipf(layers: int, experts: int, s: float, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     share = np.arange(1, experts + 1) ** -s
-    return np.stack([rng.multinomial(50_000, rng.permutation(share) / share.sum()) for _ in range(layers)]).astype(
-        float
-    )
+    return np.stack(
+        [rng.multinomial(50_000, rng.permutation(share) / share.sum()) for _ in range(layers)]
+    ).astype(float)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement]:
     """A load of any shape, often with ties and zeros, and any valid placement to start from."""
-    ranks, experts = draw(st.integers(1, 6)), draw(st.integers(1, 12))
-    layers, redundant = draw(st.integers(1, 3)), draw(st.integers(0, 9))
+    ranks = draw(st.integers(1, 6))
+    experts = draw(st.integers(1, 12))
+    layers = draw(st.integers(1, 3))
+    redundant = draw(st.integers(0, 9))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     load = np.floor(
-        rng.pareto(draw(st.sampled_from([0.5, 1.0, 3.0])), (layers, experts)) * draw(st.sampled_from([0, 1, 9]))
+        rng.pareto(draw(st.sampled_from([0.5, 1.0, 3.0])), (layers, experts))
+        * draw(st.sampled_from([0, 1, 9]))
     )
     start = Placement.initial(layers, experts, ranks, redundant)
     if draw(st.booleans()):
@@ -41,23 +44,33 @@ def naive_rank_loads(load: np.ndarray, placement: Placement) -> np.ndarray:
     for layer in range(placement.num_layers):
         row = placement.experts_LS[layer].tolist()
         for slot, expert in enumerate(row):
-            out[layer, slot // placement.experts_per_rank] += load[layer, expert] / row.count(expert)
+            out[layer, slot // placement.experts_per_rank] += load[layer, expert] / row.count(
+                expert
+            )
     return out
 
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_any_load_gets_a_valid_placement_that_is_no_worse(case: tuple[np.ndarray, Placement]) -> None:
+def test_any_load_gets_a_valid_placement_that_is_no_worse(
+    case: tuple[np.ndarray, Placement],
+) -> None:
     load, start = case
     new = solve(load, start, 4)  # Placement itself refuses a layer that lacks an expert
-    assert (new.version, new.num_ranks, new.experts_LS.shape) == (4, start.num_ranks, start.experts_LS.shape)
+    assert (new.version, new.num_ranks, new.experts_LS.shape) == (
+        4,
+        start.num_ranks,
+        start.experts_LS.shape,
+    )
     assert np.allclose(rank_loads(load, new), naive_rank_loads(load, new))
-    before, after = rank_loads(load, start).max(1), rank_loads(load, new).max(1)
+    before = rank_loads(load, start).max(1)
+    after = rank_loads(load, new).max(1)
     assert (after <= before + 1e-6).all()
     assert (solve(load, start, 4).experts_LS == new.experts_LS).all()
     for layer in range(new.num_layers):
         for rank in range(new.num_ranks):
-            was, now = start.local(layer, rank), new.local(layer, rank)
+            was = start.local(layer, rank)
+            now = new.local(layer, rank)
             for slot, expert in enumerate(was):
                 if was != now and now.count(expert) and was.count(expert) == 1:
                     assert now[slot] == expert, "an expert that stayed on its rank changed its slot"
@@ -65,20 +78,28 @@ def test_any_load_gets_a_valid_placement_that_is_no_worse(case: tuple[np.ndarray
         if changed:
             for expert in range(new.num_experts):
                 on = [new.local(layer, rank).count(expert) for rank in range(new.num_ranks)]
-                stayed = [start.local(layer, rank).count(expert) > 1 for rank in range(new.num_ranks)]
+                stayed = [
+                    start.local(layer, rank).count(expert) > 1 for rank in range(new.num_ranks)
+                ]
                 fine = all(count <= 1 or had for count, had in zip(on, stayed, strict=True))
-                assert sum(on) > new.num_ranks or fine, "two replicas on one rank, though others have none"
+                assert sum(on) > new.num_ranks or fine, (
+                    "two replicas on one rank, though others have none"
+                )
 
 
 @settings(max_examples=200, deadline=None)
 @given(cases(), st.integers(1, 7), st.integers(0, 6), st.booleans())
-def test_another_number_of_ranks(case: tuple[np.ndarray, Placement], ranks: int, redundant: int, known: bool) -> None:
+def test_another_number_of_ranks(
+    case: tuple[np.ndarray, Placement], ranks: int, redundant: int, known: bool
+) -> None:
     load, start = case
     new = rescaled(start, ranks, redundant, 9, load if known else None)
     assert new.version == 9
     assert new.experts_per_rank == -(-(start.num_experts + redundant) // ranks)
     same = rescaled(new, ranks, redundant, 10)
-    assert known or (same.experts_LS == new.experts_LS).all(), "the same number of ranks needs no move"
+    assert known or (same.experts_LS == new.experts_LS).all(), (
+        "the same number of ranks needs no move"
+    )
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (4, 8), (8, 4), (4, 3), (1, 4), (4, 1)])
@@ -124,13 +145,17 @@ def test_skewed_loads_become_even(s: float, redundant: int) -> None:
     fresh = np.stack([rng.multinomial(50_000, row / row.sum()) for row in load]).astype(float)
     assert balance(rank_loads(fresh, new)).min() >= 0.93
     again = solve(fresh, new, 2)
-    assert moved(new, again).sum() <= 0.05 * new.experts_LS.size, "the same load again moves next to nothing"
+    assert moved(new, again).sum() <= 0.05 * new.experts_LS.size, (
+        "the same load again moves next to nothing"
+    )
 
 
 def test_replicas_go_where_the_load_per_replica_is_highest() -> None:
     counts = replica_counts(np.array([[6.0, 3.0, 1.0], [1.0, 1.0, 1.0]]), 5, most=9)
     assert counts.tolist() == [[3, 1, 1], [2, 2, 1]]
-    assert replica_counts(np.array([[9.0, 0.0]]), 8, most=3).tolist() == [[4, 4]]  # none beyond, before all have 3
+    assert replica_counts(np.array([[9.0, 0.0]]), 8, most=3).tolist() == [
+        [4, 4]
+    ]  # none beyond, before all have 3
 
 
 def test_a_large_model_is_solved_in_half_a_second() -> None:
@@ -156,7 +181,8 @@ def test_damaged_placements_are_refused() -> None:
 
 
 def test_mixing_layers_of_two_placements() -> None:
-    a, b = Placement.initial(3, 4, 2), Placement(1, 2, 4, Placement.initial(3, 4, 2).experts_LS[:, ::-1].copy())
+    a = Placement.initial(3, 4, 2)
+    b = Placement(1, 2, 4, Placement.initial(3, 4, 2).experts_LS[:, ::-1].copy())
     mixed = a.with_layers(b, 1, 5)
     assert mixed.version == 5
     assert mixed.experts_LS.tolist() == [[3, 2, 1, 0], [0, 1, 2, 3], [0, 1, 2, 3]]

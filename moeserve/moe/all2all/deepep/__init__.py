@@ -1,6 +1,8 @@
-"""All2all by DeepEP's kernels: adapters for the package `deep_ep` (https://github.com/deepseek-ai/DeepEP).
+"""All2all by DeepEP's kernels: adapters for the package `deep_ep`
+(https://github.com/deepseek-ai/DeepEP).
 
-ll: `Buffer` in its low-latency mode. v2: `ElasticBuffer`. Each adapter is given the imported package.
+ll: `Buffer` in its low-latency mode. v2: `ElasticBuffer`. Each adapter is given the imported
+package.
 """
 
 import importlib
@@ -14,7 +16,9 @@ from moeserve.moe.all2all.deepep.ll import DeepEPLowLatency
 from moeserve.moe.all2all.deepep.v2 import DeepEPElastic
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 
-ADAPTERS: dict[str, type[DeepEP]] = {adapter.name: adapter for adapter in (DeepEPElastic, DeepEPLowLatency)}
+ADAPTERS: dict[str, type[DeepEP]] = {
+    adapter.name: adapter for adapter in (DeepEPElastic, DeepEPLowLatency)
+}
 
 
 def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
@@ -28,17 +32,27 @@ def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
     try:
         lib: Any = importlib.import_module("deep_ep")
     except Exception as error:  # it checks drivers, compilers and NCCL, each with errors of its own
-        raise Unavailable(f"{name}: the package deep_ep is installed but does not load: {error}") from error
+        raise Unavailable(
+            f"{name}: the package deep_ep is installed but does not load: {error}"
+        ) from error
     buffer = getattr(lib, adapter.needs, None)
     if buffer is None or "explicitly_destroy" not in inspect.signature(buffer).parameters:
         version = getattr(lib, "__version__", "of unknown version")
-        raise Unavailable(f"{name} needs the {adapter.needs} of deep_ep 2.1 or newer; installed is {version}")
+        raise Unavailable(
+            f"{name} needs the {adapter.needs} of deep_ep 2.1 or newer; installed is {version}"
+        )
     if facts.top_k > adapter.max_top_k:
-        raise Unavailable(f"{name} takes {adapter.max_top_k} experts per token at most, the model has {facts.top_k}")
+        raise Unavailable(
+            f"{name} takes {adapter.max_top_k} experts per token at most, the model has {facts.top_k}"
+        )
     if facts.comm_sms % 2:
-        raise Unavailable(f"{name} takes an even number of multiprocessors, parallel.comm_sms is {facts.comm_sms}")
+        raise Unavailable(
+            f"{name} takes an even number of multiprocessors, parallel.comm_sms is {facts.comm_sms}"
+        )
     if facts.sms_asked and not adapter.takes_sms:
-        raise Unavailable(f"{name}'s kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out")
+        raise Unavailable(
+            f"{name}'s kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out"
+        )
     return adapter(lib, facts)
 
 

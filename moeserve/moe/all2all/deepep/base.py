@@ -1,9 +1,9 @@
 """The base of the adapters: a buffer per epoch, and how errors are reported.
 
-No adapter is `exact`: the kernels add the results of a token up by rank, or with fused multiplies, in bfloat16.
-DeepEP's "experts" are physical experts here. A rank that dies cannot take part in tearing a buffer down, so the
-survivors keep theirs until the process ends; a rank that waits for the dead one gets PeerLost after deep_ep's own limit
-(100 s; v2: the members' deadline).
+No adapter is `exact`: the kernels add the results of a token up by rank, or with fused multiplies,
+in bfloat16. DeepEP's "experts" are physical experts here. A rank that dies cannot take part in
+tearing a buffer down, so the survivors keep theirs until the process ends; a rank that waits for
+the dead one gets PeerLost after deep_ep's own limit (100 s; v2: the members' deadline).
 
 T tokens of D elements, W >= D elements that travel, b = W / 128 blocks.
 """
@@ -42,10 +42,12 @@ class BufferMesh(Mesh):
     _nccl: Any | None = None
 
     def process_group(self, nccl: bool) -> Any:
-        """Connects, and returns a `ProcessGroup` without process-wide state, with NCCL for this rank's GPU if asked.
-        Raises PeerLost naming the ranks that did not come, ConfigError when terms differ."""
+        """Connects, and returns a `ProcessGroup` without process-wide state, with NCCL for this
+        rank's GPU if asked. Raises PeerLost naming the ranks that did not come, ConfigError when
+        terms differ."""
         self.connect()
-        store, gloo = self.store, self.group
+        store = self.store
+        gloo = self.group
         kinds = dist.ProcessGroup.BackendType
         group = dist.ProcessGroup(store, gloo.rank(), gloo.size())
         group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
@@ -53,7 +55,9 @@ class BufferMesh(Mesh):
         if nccl:
             device = torch.device("cuda", torch.cuda.current_device())
             prefix = dist.PrefixStore("nccl", store)
-            self._nccl = dist.ProcessGroupNCCL(prefix, gloo.rank(), gloo.size(), dist.ProcessGroupNCCL.Options())
+            self._nccl = dist.ProcessGroupNCCL(
+                prefix, gloo.rank(), gloo.size(), dist.ProcessGroupNCCL.Options()
+            )
             group.bound_device_id = device
             group._register_backend(torch.device("cuda"), kinds.NCCL, self._nccl)
             self._nccl.eager_connect_single_device(device)
@@ -72,7 +76,8 @@ class BufferMesh(Mesh):
 
     def close(self) -> None:
         """Drops the connections."""
-        nccl, self._nccl = self._nccl, None
+        nccl = self._nccl
+        self._nccl = None
         if nccl is not None:
             nccl.abort()
         super().close()
@@ -122,7 +127,9 @@ class DeepEP(All2All):
         self.deadline_s = members.deadline_s
         self.comm = comm_stream(facts.device)
         terms = f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, {self.max_tokens} tokens"
-        mesh = BufferMesh(members, 1, self.name, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches")
+        mesh = BufferMesh(
+            members, 1, self.name, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches"
+        )
         try:
             buffer = self.open(mesh.process_group(self.nccl and facts.device == "cuda"))
         except BaseException as error:
@@ -130,22 +137,29 @@ class DeepEP(All2All):
             if not isinstance(error, RuntimeError | AssertionError):
                 raise
             if isinstance(error, AssertionError) or "ssert" in str(error):
-                raise ConfigError(f"{self.name} cannot make its buffer: {error}; choose another all2all") from error
+                raise ConfigError(
+                    f"{self.name} cannot make its buffer: {error}; choose another all2all"
+                ) from error
             raise mesh.lost(f"a rank left while buffers were made: {error}") from None
         with self._lock:
-            self._mesh, self._buffer = mesh, buffer
+            self._mesh = mesh
+            self._buffer = buffer
 
     def leave(self) -> None:
         """See `All2All`."""
         with self._lock:
-            mesh, buffer = self._mesh, self._buffer
+            mesh = self._mesh
+            buffer = self._buffer
             self._mesh = self._buffer = None
         if mesh is None or buffer is None:
             return
         if mesh.farewell():
             buffer.destroy()
         else:
-            log.warning("%s: other ranks are gone; the memory of its buffer is lost until this process ends", self.name)
+            log.warning(
+                "%s: other ranks are gone; the memory of its buffer is lost until this process ends",
+                self.name,
+            )
         mesh.close()
 
     @property
@@ -158,7 +172,9 @@ class DeepEP(All2All):
 
     @contextmanager
     def calling(self, buffer: Any) -> Iterator[None]:
-        """Wraps every call of `buffer`: raises PeerLost for an epoch that is over and for peers that are silent."""
+        """Wraps every call of `buffer`: raises PeerLost for an epoch that is over and for peers
+        that are silent.
+        """
         mesh = self._mesh
         if mesh is None or buffer is not self._buffer:
             raise PeerLost("this rank left the group")
@@ -175,11 +191,21 @@ class DeepEP(All2All):
 
     def _check(self, members: Members) -> None:
         if not self.caps.world_sizes(members.size):
-            raise ConfigError(f"{self.name} does not serve {members.size} ranks; choose another all2all or size")
+            raise ConfigError(
+                f"{self.name} does not serve {members.size} ranks; choose another all2all or size"
+            )
         hosts = members.host_of
-        nodes = [hosts[start : start + RANKS_OF_NODE] for start in range(0, members.size, RANKS_OF_NODE)]
-        if self.whole_nodes and members.size > RANKS_OF_NODE and any(len(set(node)) > 1 for node in nodes):
-            raise ConfigError(f"{self.name} wants {RANKS_OF_NODE} ranks, one after the other, on every node: {hosts}")
+        nodes = [
+            hosts[start : start + RANKS_OF_NODE] for start in range(0, members.size, RANKS_OF_NODE)
+        ]
+        if (
+            self.whole_nodes
+            and members.size > RANKS_OF_NODE
+            and any(len(set(node)) > 1 for node in nodes)
+        ):
+            raise ConfigError(
+                f"{self.name} wants {RANKS_OF_NODE} ranks, one after the other, on every node: {hosts}"
+            )
 
 
 def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:

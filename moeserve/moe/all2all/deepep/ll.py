@@ -1,13 +1,14 @@
-"""DeepEP's low-latency kernels: every (token, expert) pair is written straight into the expert's rows on its rank.
+"""DeepEP's low-latency kernels: every (token, expert) pair is written straight into the expert's
+rows on its rank.
 
-Two buffers take turns from operation to operation, and each send wipes the counters of the operation before, which must
-have been received by then. The micro-batches' order sees to that; for any other order the adapter does.
-Every step has an even number of operations, so a graph finds the buffers' turns as it has recorded them.
-The receiving kernel occupies the caller's stream, so `arrive` launches it, as late as possible.
-Rows of one sender reach an expert in any order.
+Two buffers take turns from operation to operation, and each send wipes the counters of the
+operation before, which must have been received by then. The micro-batches' order sees to that; for
+any other order the adapter does. Every step has an even number of operations, so a graph finds the
+buffers' turns as it has recorded them. The receiving kernel occupies the caller's stream, so
+`arrive` launches it, as late as possible. Rows of one sender reach an expert in any order.
 
-T tokens of this rank, K experts per token, D model width, W width that travels, e experts of one rank, C rows that an
-expert has room for: the most tokens of a dispatch times the number of ranks.
+T tokens of this rank, K experts per token, D model width, W width that travels, e experts of one
+rank, C rows that an expert has room for: the most tokens of a dispatch times the number of ranks.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,9 @@ IN_FLIGHT = 2
 
 
 class DeepEPLowLatency(DeepEP):
-    """One buffer for all micro-batches. The kernels round to fp8 themselves, rows are handed over as bfloat16."""
+    """One buffer for all micro-batches. The kernels round to fp8 themselves, rows are handed over
+    as bfloat16.
+    """
 
     name = "deepep_ll"
     needs = "Buffer"
@@ -60,9 +63,12 @@ class DeepEPLowLatency(DeepEP):
 
     def open(self, group: Any) -> Any:
         """See `DeepEP`."""
-        self._in_flight, self._last = 0, None
+        self._in_flight = 0
+        self._last = None
         lib = self.lib.Buffer
-        size = lib.get_low_latency_rdma_size_hint(self.max_tokens, self.width, group.size(), self.num_experts)
+        size = lib.get_low_latency_rdma_size_hint(
+            self.max_tokens, self.width, group.size(), self.num_experts
+        )
         return lib(
             group,
             num_rdma_bytes=size,
@@ -73,7 +79,8 @@ class DeepEPLowLatency(DeepEP):
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> "_Received[Ticket]":
         """See `All2All`."""
-        buffer, ids_TK = self.buffer, self.ids_of(routing)
+        buffer = self.buffer
+        ids_TK = self.ids_of(routing)
         tokens, width = x_TD.shape
         assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
         assert self._in_flight < IN_FLIGHT, f"{IN_FLIGHT} dispatches wait to be combined already"
@@ -90,19 +97,24 @@ class DeepEPLowLatency(DeepEP):
             )
         self._in_flight += 1
 
-        most_tokens, top_k = min(ubatch.most_tokens or self.max_tokens, self.max_tokens), ids_TK.shape[1]
+        most_tokens = min(ubatch.most_tokens or self.max_tokens, self.max_tokens)
+        top_k = ids_TK.shape[1]
 
         def unpacked() -> Ticket:
             """Returns the rows in the model's width. The host waits for nothing."""
             rows_eCD, scales = cut(rows, width)
             most = rows_eCD.shape[1] * min(top_k, len(rows_eCD))
-            inbound = Inbound(Layout.SLOTTED, rows_eCD, counts_e, counts_e, most_tokens * top_k, most, scales)
+            inbound = Inbound(
+                Layout.SLOTTED, rows_eCD, counts_e, counts_e, most_tokens * top_k, most, scales
+            )
             return Ticket(inbound, routing, (buffer, handle, ids_TK))
 
         self._last = pending = _Received(self, buffer, hook, collective, unpacked)
         return pending
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> "_Received[Tensor]":
+    def combine(
+        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
+    ) -> "_Received[Tensor]":
         """See `All2All`."""
         ticket.use()
         buffer, handle, ids_TK = ticket.private
@@ -122,7 +134,11 @@ class DeepEPLowLatency(DeepEP):
 
         def narrowed() -> Tensor:
             """Returns the sums, copied where they are wider than the model."""
-            return out_TD if home_TW.data_ptr() == out_TD.data_ptr() else out_TD.copy_(home_TW[:, : out_TD.shape[1]])
+            return (
+                out_TD
+                if home_TW.data_ptr() == out_TD.data_ptr()
+                else out_TD.copy_(home_TW[:, : out_TD.shape[1]])
+            )
 
         self._last = pending = _Received(self, buffer, hook, collective, narrowed)
         return pending
@@ -144,7 +160,8 @@ class _Received(Pending[T]):
     arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
-        hook, self.hook = self.hook, None
+        hook = self.hook
+        self.hook = None
         if hook is not None:
             with self.owner.calling(self.buffer), self.collective:
                 hook()

@@ -1,6 +1,8 @@
-"""DeepEP's `ElasticBuffer` in its expanding form: the kernels make a row per (token, expert) pair, by expert.
+"""DeepEP's `ElasticBuffer` in its expanding form: the kernels make a row per (token, expert) pair,
+by expert.
 
-Its `combine` adds rows up as they are, so each row is multiplied by its weight before, which rounds once more.
+Its `combine` adds rows up as they are, so each row is multiplied by its weight before, which rounds
+once more.
 
 T tokens of this rank, K experts per token, D model width, W width that travels, P rows received.
 """
@@ -25,7 +27,9 @@ MAX_TOKENS = 4096  # of one dispatch; the buffer has room for that many of each 
 
 
 class DeepEPElastic(DeepEP):
-    """The adapter of `ElasticBuffer`; deterministic: an expert's rows come in the order of (rank, token)."""
+    """The adapter of `ElasticBuffer`; deterministic: an expert's rows come in the order of (rank,
+    token).
+    """
 
     name = "deepep_v2"
     needs = "ElasticBuffer"
@@ -37,12 +41,16 @@ class DeepEPElastic(DeepEP):
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
         """See `DeepEP`."""
-        power = 1 << max(0, facts.max_tokens - 1).bit_length()  # a kernel is compiled for every number there is
+        power = (
+            1 << max(0, facts.max_tokens - 1).bit_length()
+        )  # a kernel is compiled for every number there is
         return caps_with(
             self.name,
             Layout.GROUPED,
             max_tokens=min(MAX_TOKENS, power),
-            pad_hidden=lambda width: _padded(width, ROW_BYTES // (1 if facts.wire.name == FP8 else 2)),
+            pad_hidden=lambda width: _padded(
+                width, ROW_BYTES // (1 if facts.wire.name == FP8 else 2)
+            ),
             world_sizes=lambda size: size >= 2,
             not_recorded="deepep_v2 tells the host how many rows come",
         )
@@ -59,18 +67,23 @@ class DeepEPElastic(DeepEP):
             num_cpu_timeout_secs=math.ceil(self.deadline_s),
             explicitly_destroy=True,
         )
-        self._sms = min(self.facts.comm_sms, buffer.get_theoretical_num_sms(self.num_experts, self.facts.top_k))
+        self._sms = min(
+            self.facts.comm_sms, buffer.get_theoretical_num_sms(self.num_experts, self.facts.top_k)
+        )
         return buffer
 
     def leave(self) -> None:
         """See `All2All`."""
         super().leave()
-        self.lib.utils.comm.destroy_all_managed_nccl_comm()  # it would keep the group, and so rank 0's store, for ever
+        # it would keep the group, and so rank 0's store, for ever
+        self.lib.utils.comm.destroy_all_managed_nccl_comm()
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         """See `All2All`."""
         buffer = self.buffer
-        x_TD, ids_TK, weights_TK = _something(x_TD, self.ids_of(routing), routing.weights_TK.contiguous())
+        x_TD, ids_TK, weights_TK = _something(
+            x_TD, self.ids_of(routing), routing.weights_TK.contiguous()
+        )
         assert len(x_TD) <= self.max_tokens, f"{len(x_TD)} tokens of at most {self.max_tokens}"
         x_TW = widen(x_TD, self.width)
         collective = self.comm.watch()
@@ -94,12 +107,16 @@ class DeepEPElastic(DeepEP):
                 event.current_stream_wait()
             counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
             rows_PD, scales = cut(rows, x_TD.shape[1])
-            inbound = Inbound(Layout.GROUPED, rows_PD.contiguous(), counts_e, counts_e.cumsum(), scales=scales)
+            inbound = Inbound(
+                Layout.GROUPED, rows_PD.contiguous(), counts_e, counts_e.cumsum(), scales=scales
+            )
             return Ticket(inbound, routing, (buffer, handle, weights_P))
 
         return Transfer(receive)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
+    def combine(
+        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch
+    ) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         buffer, handle, weights_P = ticket.private
@@ -108,11 +125,13 @@ class DeepEPElastic(DeepEP):
         torch.mul(y[:rows], weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
         collective = self.comm.watch()
         with self.calling(buffer):
-            home_TW, _, event = buffer.combine(widen(weighted_PD, self.width), handle, **_overlapping(buffer.capture()))
+            home_TW, _, event = buffer.combine(
+                widen(weighted_PD, self.width), handle, **_overlapping(buffer.capture())
+            )
 
         def receive() -> Tensor:
-            """Makes the current stream wait for the sums. A rank without tokens has sent one row that went nowhere, so
-            what comes back is cut to what was asked for."""
+            """Makes the current stream wait for the sums. A rank without tokens has sent one row
+            that went nowhere, so what comes back is cut to what was asked for."""
             with self.calling(buffer), collective:
                 event.current_stream_wait()
             tokens, width = out_TD.shape
@@ -131,20 +150,31 @@ def _pack_fp8(x_TW: Tensor) -> SentRows:
 
 
 def _padded(width: int, step: int) -> int | None:
-    """Returns `width` rounded up to a multiple of `step`, None beyond what there are kernels for: 2880 becomes 3072."""
+    """Returns `width` rounded up to a multiple of `step`, None beyond what there are kernels for:
+    2880 becomes 3072.
+    """
     wide = -(-width // step) * step
     return wide if wide <= MAX_WIDTH else None
 
 
 def _overlapping(event: Any) -> dict[str, Any]:
     """Returns the arguments that make a call run on the buffer's stream behind `event`."""
-    return {"previous_event": event, "async_with_compute_stream": True, "allocate_on_comm_stream": True}
+    return {
+        "previous_event": event,
+        "async_with_compute_stream": True,
+        "allocate_on_comm_stream": True,
+    }
 
 
 def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the arguments, or for a rank without tokens a row that goes nowhere: the host waits for counts, and those
-    come with rows."""
+    """Returns the arguments, or for a rank without tokens a row that goes nowhere: the host waits
+    for counts, and those come with rows."""
     if x_TD.shape[0]:
         return x_TD, ids_TK, weights_TK
-    width, top_k = x_TD.shape[1], ids_TK.shape[1]
-    return x_TD.new_zeros((1, width)), ids_TK.new_full((1, top_k), -1), weights_TK.new_zeros((1, top_k))
+    width = x_TD.shape[1]
+    top_k = ids_TK.shape[1]
+    return (
+        x_TD.new_zeros((1, width)),
+        ids_TK.new_full((1, top_k), -1),
+        weights_TK.new_zeros((1, top_k)),
+    )

@@ -72,11 +72,15 @@ class ElasticBuffer:
         num_gpu_timeout_secs=100,
         explicitly_destroy=False,
     ):
-        self.rank, self.num_ranks = group.rank(), group.size()
+        self.rank = group.rank()
+        self.num_ranks = group.size()
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
-        self.deterministic, self.explicitly_destroy = deterministic, explicitly_destroy
+        self.deterministic = deterministic
+        self.explicitly_destroy = explicitly_destroy
         if num_bytes is None:
-            num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+            num_bytes = self.get_buffer_size_hint(
+                group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
+            )
         trap(isinstance(num_cpu_timeout_secs, int), "whole seconds")
         trap(num_bytes > 0 and num_bytes % ALIGNMENT == 0, "sizes are multiples of 2 MiB")
         self.num_bytes = num_bytes
@@ -110,11 +114,22 @@ class ElasticBuffer:
         allow_multiple_reduction=True,
     ):
         trap(num_max_tokens_per_rank > 0 and hidden > 0, "a size needs tokens and a width")
-        rows = num_max_tokens_per_rank * group.size() * max(1, min(group.size(), num_topk or MAX_TOP_K))
+        rows = (
+            num_max_tokens_per_rank
+            * group.size()
+            * max(1, min(group.size(), num_topk or MAX_TOP_K))
+        )
         return -(-rows * hidden * 2 // ALIGNMENT) * ALIGNMENT
 
     def get_theoretical_num_sms(
-        self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, sm_read_gbs=200, sm_write_gbs=50
+        self,
+        num_experts,
+        num_topk,
+        num_scaleout_topk=0,
+        rdma_gbs=0,
+        nvlink_gbs=0,
+        sm_read_gbs=200,
+        sm_write_gbs=50,
     ):
         trap(num_experts % self.num_ranks == 0, "every rank has as many experts")
         return 12
@@ -149,20 +164,38 @@ class ElasticBuffer:
             trap(topk_idx is None, "a cached layout excludes topk_idx")
             trap(not do_cpu_sync, "a cached layout excludes do_cpu_sync")
             terms = (num_experts, expert_alignment, num_max_tokens_per_rank)
-            same = all(term is None or term == kept for term, kept in zip(terms, handle.terms, strict=True))
+            same = all(
+                term is None or term == kept for term, kept in zip(terms, handle.terms, strict=True)
+            )
             trap(same, f"{terms} are not the handle's {handle.terms}")
-            topk_idx, (num_experts, expert_alignment, num_max_tokens_per_rank) = handle.topk_idx, handle.terms
+            topk_idx, (num_experts, expert_alignment, num_max_tokens_per_rank) = (
+                handle.topk_idx,
+                handle.terms,
+            )
         do_cpu_sync = handle is None if do_cpu_sync is None else do_cpu_sync
-        alignment, limit = expert_alignment or 1, num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        alignment = expert_alignment or 1
+        limit = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         check_ids(topk_idx, num_experts)
         if topk_weights is not None:
             check_weights(topk_weights, topk_idx)
         trap(topk_idx.shape[1] <= MAX_TOP_K, f"more than {MAX_TOP_K} experts per token")
         self.num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
-        trap(len(data) == len(topk_idx) and len(data) <= limit, f"{len(data)} tokens of at most {limit}")
-        trap(len(data) > 0 or not do_cpu_sync, "a rank without tokens sends a dummy where the host waits for counts")
+        trap(
+            len(data) == len(topk_idx) and len(data) <= limit,
+            f"{len(data)} tokens of at most {limit}",
+        )
+        trap(
+            len(data) > 0 or not do_cpu_sync,
+            "a rank without tokens sends a dummy where the host waits for counts",
+        )
         self._check_size(limit, data.shape[1])
-        message = (data.clone(), scales, topk_idx.clone(), topk_weights, (limit, num_experts, alignment, do_expand))
+        message = (
+            data.clone(),
+            scales,
+            topk_idx.clone(),
+            topk_weights,
+            (limit, num_experts, alignment, do_expand),
+        )
         messages = exchange.take(exchange.post(self.rank, "dispatch", message))
         trap(len({message[4] for message in messages}) == 1, "ranks differ in their terms")
         arrived = _Arrived(messages, self.rank, self.deterministic)
@@ -211,11 +244,16 @@ class ElasticBuffer:
         return home, None, EventOverlap(finish([arrive], async_with_compute_stream))
 
     def _check_size(self, limit: int, hidden: int) -> None:
-        trap(limit * self.num_ranks * hidden * 2 <= self.num_bytes, "the buffer is too small for so many rows")
+        trap(
+            limit * self.num_ranks * hidden * 2 <= self.num_bytes,
+            "the buffer is too small for so many rows",
+        )
 
 
 class _Arrived:
-    """What one rank gets of all ranks' messages: tokens once per rank, and one row per (token, expert) pair."""
+    """What one rank gets of all ranks' messages: tokens once per rank, and one row per (token,
+    expert) pair.
+    """
 
     def __init__(self, messages: list[Any], rank: int, deterministic: bool) -> None:
         self.messages = messages
@@ -232,7 +270,9 @@ class _Arrived:
         self.aligned = -(-self.counts // self.alignment) * self.alignment
         starts = self.aligned.cumsum(0) - self.aligned
         order = pairs.argsort(stable=True)[int((pairs < 0).sum()) :]
-        rank_in_expert = torch.arange(len(order)) - (self.counts.cumsum(0) - self.counts)[pairs[order]]
+        rank_in_expert = (
+            torch.arange(len(order)) - (self.counts.cumsum(0) - self.counts)[pairs[order]]
+        )
         self.slot_of = torch.full_like(pairs, -1)
         self.slot_of[order] = starts[pairs[order]] + rank_in_expert
         self.ends = starts + self.counts
@@ -249,12 +289,26 @@ class _Arrived:
 
     def handle(self, topk_idx: Tensor, synced: bool) -> EPHandle:
         tokens, rows = (len(self.ids), int(self.aligned.sum())) if synced else self._worst()
-        meta = torch.cat([self.source[:, None], self.source[:, None], self.slot_of.view(self.ids.shape)], 1).int()
+        meta = torch.cat(
+            [self.source[:, None], self.source[:, None], self.slot_of.view(self.ids.shape)], 1
+        ).int()
         per_rank = torch.tensor([len(at) for at in self.mine]).cumsum(0).int()
         psum = self.ends.int() if self.do_expand else self.aligned.cumsum(0).int()
         counts = self.aligned.tolist() if synced else []
-        terms = (self.do_expand, self.num_experts, self.alignment, self.limit, 4, topk_idx, tokens, rows, counts)
-        return EPHandle(*terms, per_rank, psum, self.counts.int(), padded(meta, tokens), meta, None, None)
+        terms = (
+            self.do_expand,
+            self.num_experts,
+            self.alignment,
+            self.limit,
+            4,
+            topk_idx,
+            tokens,
+            rows,
+            counts,
+        )
+        return EPHandle(
+            *terms, per_rank, psum, self.counts.int(), padded(meta, tokens), meta, None, None
+        )
 
     def truths(self, synced: bool) -> list[Tensor]:
         """Rows, scales, ids unless expanded, and weights: those that there are."""
@@ -269,13 +323,16 @@ class _Arrived:
         for part in (*every, *([] if weights is None else [weights.flatten()])):
             index = pair // self.top_k if part.dim() > 1 else pair
             full = padded(part[:0] if part.dim() == 1 else take(part, index[:0]), rows)
-            view, source = _writable(full), _writable(take(part, index))
+            view = _writable(full)
+            source = _writable(take(part, index))
             view[self.slot_of[pair]] = source
             out.append(full)
         return out
 
     def _all(self, field: int) -> Tensor:
-        return cat([take(message[field], at) for message, at in zip(self.messages, self.mine, strict=True)])
+        return cat(
+            [take(message[field], at) for message, at in zip(self.messages, self.mine, strict=True)]
+        )
 
 
 def _writable(rows: Tensor) -> Tensor:
@@ -285,4 +342,7 @@ def _writable(rows: Tensor) -> Tensor:
 def _check_streams(previous_event: Any, allocate_on_comm_stream: bool) -> None:
     if previous_event is not None and not isinstance(previous_event, EventHandle):
         raise TypeError("previous_event must be a raw EventHandle")
-    trap(previous_event is None or allocate_on_comm_stream, "previous_event needs allocate_on_comm_stream")
+    trap(
+        previous_event is None or allocate_on_comm_stream,
+        "previous_event needs allocate_on_comm_stream",
+    )

@@ -11,7 +11,8 @@ class EventHandle:
         self.arrivals: list[Callable[[], None]] = []
 
     def current_stream_wait(self) -> None:
-        arrivals, self.arrivals = self.arrivals, []
+        arrivals = self.arrivals
+        self.arrivals = []
         for arrive in arrivals:
             arrive()
 
@@ -25,7 +26,8 @@ class EventOverlap:
     def current_stream_wait(self, release_handle=False):
         assert self.event is not None, "there is an event with asynchronous operations only"
         self.event.current_stream_wait()
-        hook, self.hook_after_wait = self.hook_after_wait, None
+        hook = self.hook_after_wait
+        self.hook_after_wait = None
         if hook is not None:
             hook()
         if release_handle:

@@ -1,4 +1,6 @@
-"""Messages between the fake buffers of one process: every operation meets those of the other ranks, in order."""
+"""Messages between the fake buffers of one process: every operation meets those of the other ranks,
+in order.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Exchange:
 
     @classmethod
     def over(cls, group: Any) -> Exchange:
-        """The same for all ranks of the group, found by what deep_ep does itself: gathering objects."""
+        """The same for all ranks of the group, found by what deep_ep does itself: gathering
+        objects.
+        """
         names: list[Any] = [None] * group.size()
         dist.all_gather_object(names, uuid.uuid4().hex, group)
         with _lock:
@@ -35,7 +39,8 @@ class Exchange:
 
     def post(self, rank: int, what: str, message: Any) -> int:
         with self._news:
-            number, self._next[rank] = self._next[rank], self._next[rank] + 1
+            number = self._next[rank]
+            self._next[rank] = self._next[rank] + 1
             if number == len(self._posted):
                 self._posted.append({})
             self._posted[number][rank] = (what, message)
@@ -45,7 +50,9 @@ class Exchange:
     def take(self, number: int) -> list[Any]:
         """The messages of all ranks, once they are there."""
         with self._news:
-            self._news.wait_for(lambda: self._aborted or len(self._posted[number]) == self.size, self.timeout_s)
+            self._news.wait_for(
+                lambda: self._aborted or len(self._posted[number]) == self.size, self.timeout_s
+            )
             if len(self._posted[number]) < self.size:
                 raise RuntimeError("DeepEP error: CPU recv timeout")
             by_rank = self._posted[number]

@@ -1,4 +1,6 @@
-"""`deep_ep.Buffer` in its low-latency mode: two buffers in turn, hooks that receive, rows per expert."""
+"""`deep_ep.Buffer` in its low-latency mode: two buffers in turn, hooks that receive, rows per
+expert.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,19 @@ class Buffer:
         enable_shrink=False,
         comm=None,
     ):
-        self.rank, self.group_size, self.group = group.rank(), group.size(), group
+        self.rank = group.rank()
+        self.group_size = group.size()
+        self.group = group
         trap(self.group_size < 8 or self.group_size % 8 == 0, "ranks beyond 8 come in whole nodes")
         trap(num_nvl_bytes % 128 == 0 and num_rdma_bytes % 128 == 0, "sizes are multiples of 128")
-        trap(num_rdma_bytes == 0 or self.group_size > 8 or low_latency_mode, "one node needs no RDMA buffer")
-        self.num_rdma_bytes, self.num_qps_per_rank = num_rdma_bytes, num_qps_per_rank
-        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        trap(
+            num_rdma_bytes == 0 or self.group_size > 8 or low_latency_mode,
+            "one node needs no RDMA buffer",
+        )
+        self.num_rdma_bytes = num_rdma_bytes
+        self.num_qps_per_rank = num_qps_per_rank
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
         self.exchange: Exchange | None = Exchange.over(group)
         self._live: set[int] = set()  # operations whose result is still in use
         self._on_its_way: int | None = None  # the operation that was sent and not received
@@ -54,8 +63,12 @@ class Buffer:
         return self.exchange
 
     @staticmethod
-    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts):
-        return 128 * -(-4 * num_experts * num_max_dispatch_tokens_per_rank * (2 * hidden + hidden // 32) // 128)
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
+    ):
+        return 128 * -(
+            -4 * num_experts * num_max_dispatch_tokens_per_rank * (2 * hidden + hidden // 32) // 128
+        )
 
     def low_latency_dispatch(
         self,
@@ -72,14 +85,18 @@ class Buffer:
         return_recv_hook=False,
     ):
         self._alive()
-        limit, slots = num_max_dispatch_tokens_per_rank, num_experts // self.group_size
+        limit = num_max_dispatch_tokens_per_rank
+        slots = num_experts // self.group_size
         check_ids(topk_idx, num_experts)
         trap(x.dtype == torch.bfloat16 and x.is_contiguous(), "x must be bfloat16 and contiguous")
         trap(x.shape[1] in WIDTHS, f"no kernels for rows of {x.shape[1]}")
         trap(topk_idx.shape[1] <= MAX_TOP_K, f"more than {MAX_TOP_K} experts per token")
         trap(len(x) == len(topk_idx) and len(x) <= limit, f"{len(x)} tokens of at most {limit}")
         trap(limit * self.group_size % 4 == 0, "slots hold multiples of 4 rows")
-        trap(num_experts % self.group_size == 0 and self.num_qps_per_rank >= slots, "a queue pair per local expert")
+        trap(
+            num_experts % self.group_size == 0 and self.num_qps_per_rank >= slots,
+            "a queue pair per local expert",
+        )
         trap(not use_ue8m0 or round_scale, "use_ue8m0 needs round_scale")
         self._check_mode(limit, x.shape[1], num_experts, async_finish, return_recv_hook)
         number = self._send("dispatch", (limit, x.clone(), topk_idx.clone()))
@@ -87,20 +104,27 @@ class Buffer:
         count, set_count = poisoned(torch.zeros(slots, dtype=torch.int32))
         info, set_info = poisoned(torch.zeros(shape, dtype=torch.int32))
         span, set_span = poisoned(torch.zeros((slots, self.group_size), dtype=torch.int64))
-        data, _ = poisoned(torch.zeros((*shape, x.shape[1]), dtype=FP8 if use_fp8 else torch.bfloat16))
+        data, _ = poisoned(
+            torch.zeros((*shape, x.shape[1]), dtype=FP8 if use_fp8 else torch.bfloat16)
+        )
         scale = torch.full((slots, x.shape[1] // 128, shape[1]), torch.nan).transpose(1, 2)
 
         def receive() -> None:
             for arrive in (set_count, set_info, set_span):
                 arrive()
             messages = self._receive(number)
-            trap(len({message[0] for message in messages}) == 1, "ranks differ in the most tokens of a dispatch")
+            trap(
+                len({message[0] for message in messages}) == 1,
+                "ranks differ in the most tokens of a dispatch",
+            )
             for slot in range(slots):
                 for source, (_, rows, ids) in enumerate(messages):
                     hits = (ids == self.rank * slots + slot).nonzero()[:, 0].flip(0)  # in any order
-                    start, end = int(count[slot]), int(count[slot]) + len(hits)
+                    start = int(count[slot])
+                    end = int(count[slot]) + len(hits)
                     put(data[slot], scale[slot], slice(start, end), rows[hits])
-                    info[slot, start:end], span[slot, source] = hits.int(), start << 32 | len(hits)
+                    info[slot, start:end] = hits.int()
+                    span[slot, source] = start << 32 | len(hits)
                     count[slot] = end
 
         handle = (info, span, limit, x.shape[1], num_experts)
@@ -130,13 +154,19 @@ class Buffer:
         check_ids(topk_idx, num_experts)
         check_weights(topk_weights, topk_idx)
         trap(x.dtype == torch.bfloat16 and x.is_contiguous(), "x must be bfloat16 and contiguous")
-        trap(x.shape == (*info.shape, hidden), f"x must be {(*info.shape, hidden)}, not {tuple(x.shape)}")
+        trap(
+            x.shape == (*info.shape, hidden),
+            f"x must be {(*info.shape, hidden)}, not {tuple(x.shape)}",
+        )
         trap(not (use_logfmt and zero_copy), "use_logfmt and zero_copy exclude each other")
         self._check_mode(limit, hidden, num_experts, async_finish, return_recv_hook)
         number = self._send("combine", (info.clone(), span.clone(), x.clone()))
         if out is None:
             out = torch.empty(len(topk_idx), hidden, dtype=torch.bfloat16)
-        trap(out.shape == (len(topk_idx), hidden) and out.dtype == torch.bfloat16, "out must be bfloat16 [T, H]")
+        trap(
+            out.shape == (len(topk_idx), hidden) and out.dtype == torch.bfloat16,
+            "out must be bfloat16 [T, H]",
+        )
         trap(out.is_contiguous(), "out must be contiguous")
         out.fill_(torch.nan)
 
@@ -147,14 +177,18 @@ class Buffer:
             for k in range(topk_idx.shape[1]):
                 for token, expert in enumerate(topk_idx[:, k].tolist()):
                     if expert >= 0:
-                        row = _row_of(messages[expert // len(info)], expert % len(info), self.rank, token)
+                        row = _row_of(
+                            messages[expert // len(info)], expert % len(info), self.rank, token
+                        )
                         total[token] += row.float() * topk_weights[token, k]
             out.copy_(total)
 
         event, hook = self._finish(number, receive, async_finish, return_recv_hook)
         return out, event, hook
 
-    def _check_mode(self, limit: int, hidden: int, num_experts: int, is_async: bool, hooked: bool) -> None:
+    def _check_mode(
+        self, limit: int, hidden: int, num_experts: int, is_async: bool, hooked: bool
+    ) -> None:
         trap(self.low_latency_mode, "the buffer is not for low latency")
         trap(not (is_async and hooked), "async_finish excludes return_recv_hook")
         trap((limit + 1) * 2 <= QP_DEPTH, "the queue pairs are too short for so many tokens")
@@ -174,7 +208,9 @@ class Buffer:
         self._on_its_way = None
         return messages
 
-    def _finish(self, number: int, receive: Callable[[], None], is_async: bool, hooked: bool) -> Any:
+    def _finish(
+        self, number: int, receive: Callable[[], None], is_async: bool, hooked: bool
+    ) -> Any:
         if hooked:
             return EventOverlap(None), _once(receive)
         if is_async:
@@ -190,13 +226,16 @@ def put(data: Tensor, scale: Tensor, at: slice, rows: Tensor) -> None:
     blocks = rows.float().unflatten(1, (-1, 128))
     amax = blocks.abs().amax(2).clamp(min=1e-4)
     scale[at] = amax / 448
-    data.view(torch.uint8)[at] = (blocks * (448 / amax)[:, :, None]).flatten(1).to(FP8).view(torch.uint8)
+    data.view(torch.uint8)[at] = (
+        (blocks * (448 / amax)[:, :, None]).flatten(1).to(FP8).view(torch.uint8)
+    )
 
 
 def _row_of(message: Any, slot: int, home: int, token: int) -> Tensor:
     info, span, rows = message
     packed = int(span[slot, home])
-    start, count = packed >> 32, packed & 0xFFFFFFFF
+    start = packed >> 32
+    count = packed & 0xFFFFFFFF
     at = (info[slot, start : start + count] == token).nonzero()[0, 0]
     row: Tensor = rows[slot, start + int(at)]
     return row

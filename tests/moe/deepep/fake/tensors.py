@@ -23,23 +23,34 @@ def check_ids(topk_idx: Tensor, num_experts: int) -> None:
     trap(topk_idx.dtype == topk_idx_t, f"topk_idx must be int64, not {topk_idx.dtype}")
     trap(topk_idx.dim() == 2 and topk_idx.is_contiguous(), "topk_idx must be [T, K] and contiguous")
     ok = (topk_idx >= -1) & (topk_idx < num_experts)
-    trap(bool(ok.all()), f"topk_idx holds ids that are not among the {num_experts} experts of all ranks")
+    trap(
+        bool(ok.all()),
+        f"topk_idx holds ids that are not among the {num_experts} experts of all ranks",
+    )
 
 
 def check_weights(topk_weights: Tensor, topk_idx: Tensor) -> None:
     trap(topk_weights.dtype == torch.float32, "topk_weights must be float32")
-    trap(topk_weights.is_contiguous() and topk_weights.shape == topk_idx.shape, "topk_weights must be as topk_idx")
+    trap(
+        topk_weights.is_contiguous() and topk_weights.shape == topk_idx.shape,
+        "topk_weights must be as topk_idx",
+    )
 
 
 def check_rows(x: Any, row_alignment: int = 512) -> tuple[Tensor, Tensor | None]:
     """(rows, scales): bfloat16, or a tuple of fp8 and float32."""
     data, scales = x if isinstance(x, tuple) else (x, None)
     trap(data.dim() == 2 and data.is_contiguous(), "x must be [T, H] and contiguous")
-    trap(data.shape[1] * data.element_size() % row_alignment == 0, f"rows must be multiples of {row_alignment} bytes")
+    trap(
+        data.shape[1] * data.element_size() % row_alignment == 0,
+        f"rows must be multiples of {row_alignment} bytes",
+    )
     if scales is None:
         trap(data.dtype == torch.bfloat16, f"x must be bfloat16, not {data.dtype}")
     else:
-        trap(data.dtype == FP8 and scales.dtype == torch.float32, "fp8 rows come with float32 scales")
+        trap(
+            data.dtype == FP8 and scales.dtype == torch.float32, "fp8 rows come with float32 scales"
+        )
         trap(scales.shape == (data.shape[0], data.shape[1] // 128), "scales must be [T, H / 128]")
     return data, scales
 
@@ -66,7 +77,9 @@ def poisoned(truth: Tensor) -> tuple[Tensor, Callable[[], None]]:
 def padded(rows: Tensor, count: int) -> Tensor:
     """`rows` with poison behind them, `count` in all."""
     shown, _ = poisoned(rows.new_empty((count, *rows.shape[1:])))
-    view, source = (shown.view(torch.uint8), rows.view(torch.uint8)) if rows.dtype == FP8 else (shown, rows)
+    view, source = (
+        (shown.view(torch.uint8), rows.view(torch.uint8)) if rows.dtype == FP8 else (shown, rows)
+    )
     view[: len(rows)] = source
     return shown
 
