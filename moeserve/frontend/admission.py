@@ -173,6 +173,35 @@ class Admission:
         self._last_end_s = now_s
 
 
+class Reservation:
+    """Room for the sequences of one request, from its admission until they are submitted.
+
+    Leaving the `with` block releases what was not used.
+    """
+
+    def __init__(self, running: "Running", num_sequences: int, priority: int) -> None:
+        self._running = running
+        self._num_left = num_sequences
+        self._priority = priority
+        running.count_live(num_sequences, priority)
+
+    def use(self, num_sequences: int) -> None:
+        """Release the room of sequences that are added to the running ones now."""
+        assert num_sequences <= self._num_left, "more sequences than were admitted"
+        self._num_left -= num_sequences
+        self._running.count_live(-num_sequences, self._priority)
+
+    def release(self) -> None:
+        """Release the room that is left. Idempotent."""
+        self.use(self._num_left)
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
 class Running:
     """The sequences that run, by rid, and what is counted of each from start to end. idle: set when
     none runs.
@@ -183,7 +212,18 @@ class Running:
         self.idle = asyncio.Event()
         self._stats = stats
         self._admission = admission
-        self._num_live = Counter[int]()  # sequences by priority
+        self._num_live = Counter[int]()  # running and reserved sequences by priority
+
+    @property
+    def num_live(self) -> int:
+        """The number of sequences that run or are reserved."""
+        return self._num_live.total()
+
+    def count_live(self, num: int, priority: int) -> None:
+        """Count sequences that were added or reserved; a negative number takes some back."""
+        self._num_live[priority] += num
+        if not self._num_live[priority]:
+            del self._num_live[priority]  # clients choose priorities: zeros would pile up
 
     def num_behind(self, priority: int) -> int:
         """Returns how many have to let a request of this priority pass."""
@@ -194,7 +234,7 @@ class Running:
         for sequence in sequences:
             owner = sequence.owner
             self.sequences[sequence.rid] = sequence
-            self._num_live[owner.priority] += 1
+            self.count_live(1, owner.priority)
             self._admission.came(1, owner.submitted_at, len(owner.prompt_token_ids))
         self._stats.num_active = len(self.sequences)
 
@@ -228,7 +268,7 @@ class Running:
         del self.sequences[sequence.rid]
         owner = sequence.owner
         owner.num_live -= 1
-        self._num_live -= Counter((owner.priority,))  # without zeros
+        self.count_live(-1, owner.priority)
         stats.num_active = len(self.sequences)
         stats.end(
             reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens)

@@ -21,7 +21,7 @@ from moeserve import messages as m
 from moeserve.actor.actor import Actor
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
-from moeserve.frontend.admission import Admission, Running
+from moeserve.frontend.admission import Admission, Reservation, Running
 from moeserve.frontend.generation import (
     Delta,
     Generation,
@@ -108,6 +108,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         prompt: list[int],
         params: SamplingParams,
         *,
+        reservation: Reservation | None = None,
         priority: int = 0,
         salt: str = "",
         request_id: str = "",
@@ -116,13 +117,23 @@ class FrontEnd(Actor[FromEngine], ServingState):
         grammar: GrammarSpec | None = None,
         grammar_param: str = "structured_outputs",
     ) -> Generation:
-        """Admits, checks and submits a request. Raises RequestError before anything runs.
+        """Check, admit and submit a request. Raises RequestError before anything runs.
 
-        marked: special tokens are in the text, between marks. parser: makes what reads each
-        sequence's answer, which is marked then. grammar: what answers must match, in place of
-        `params.structured_outputs`. grammar_param: the field that errors in it are said to be in.
+        Args:
+            prompt: The prompt's token ids.
+            params: The sampling parameters of its `params.n` sequences.
+            reservation: Room for the sequences, from `admit`. Without one they are admitted here.
+            priority: Lower values run first.
+            salt: Requests with different salts share no prefix cache.
+            request_id: Any text; it names the request in errors and receipts.
+            marked: Special tokens are in the text, between marks.
+            parser: Makes the parser of each sequence's answer; the text is marked then.
+            grammar: A grammar for the answers, in place of `params.structured_outputs`.
+            grammar_param: The request field that errors in the grammar name.
         """
-        check_request(prompt, priority, ready := self.admit(params.n, priority=priority))
+        ready = self._serving()
+        check_request(prompt, priority, ready)
+        params.check(ready.vocab_size)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise errors.InvalidRequest(
                 "stop strings and bad words need a tokenizer; this server runs without one"
@@ -132,19 +143,32 @@ class FrontEnd(Actor[FromEngine], ServingState):
             if self.tokenizer and params.bad_words
             else ()
         )
-        if grammar is not None or params.structured_outputs is not None:
-            grammar = await self._grammars.of(params, grammar, grammar_param, ready)
-            ready = self.admit(params.n, priority=priority)  # again: others came meanwhile
-        if params.receipt and self.notary is not None:
-            await self.notary.weights(ready)
-            ready = self.admit(params.n, priority=priority)
-        samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
-        marked = marked or parser is not None
-        generation = Generation(
-            prompt, params, request_id, monotonic(), self.drop, priority, salt, marked
-        )
-        generation.begin(samplings, self.rids, self.tokenizer, parser)
-        self.running.add(generation.sequences)
+        own = reservation is None
+        reservation = reservation or self.admit(params.n, priority=priority)
+        try:
+            if grammar is not None or params.structured_outputs is not None:
+                grammar = await self._grammars.of(params, grammar, grammar_param, ready)
+            if params.receipt and self.notary is not None:
+                await self.notary.weights(ready)
+            # The engine may have been lost or replaced meanwhile.
+            ready = self._serving()
+            samplings = token_sampling(params, len(prompt), ready, bad, grammar, self._processors)
+            generation = Generation(
+                prompt,
+                params,
+                request_id,
+                monotonic(),
+                self.drop,
+                priority,
+                salt,
+                marked or parser is not None,
+            )
+            generation.begin(samplings, self.rids, self.tokenizer, parser)
+            reservation.use(params.n)
+            self.running.add(generation.sequences)
+        finally:
+            if own:
+                reservation.release()
         try:
             for sequence in generation.sequences:
                 self.link.send(submission(sequence))
@@ -174,24 +198,36 @@ class FrontEnd(Actor[FromEngine], ServingState):
         return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
     def admit(
-        self, num_sequences: int, within_s: float | None = None, priority: int = 0
-    ) -> m.Ready:
-        """Raises Overloaded unless so many more sequences may come now and would have their turn
-        `within_s` seconds, InvalidRequest if they never may.
+        self, num_sequences: int, *, within_s: float | None = None, priority: int = 0
+    ) -> Reservation:
+        """Reserve room for the sequences of a request; use the reservation in a `with` statement.
 
-        `generate` calls this; call it earlier only to save work on a prompt that would be refused.
+        Admission is decided once, here: the reserved sequences count as running until they are
+        submitted by `generate` or the block ends. Raises Overloaded if they may not come now or
+        could not start within `within_s` seconds, and InvalidRequest if they never may come.
         """
-        if self.ready is None or self.state != "ready":
-            raise self.refusal()
+        ready = self._serving()
         now = monotonic()
+        running = self.running
         try:
-            num_live = len(self.running.sequences)
-            behind = self.running.num_behind(priority)
-            self._admission.check(num_live, num_sequences, self.ready, now, within_s, behind)
+            self._admission.check(
+                running.num_live,
+                num_sequences,
+                ready,
+                now,
+                within_s=within_s,
+                num_behind=running.num_behind(priority),
+            )
         except errors.Overloaded:
             self.stats.rejected += 1
             self._admission.came(num_sequences, now)
             raise
+        return Reservation(running, num_sequences, priority)
+
+    def _serving(self) -> m.Ready:
+        """Return the engine's facts. Raises RequestError while no requests are taken."""
+        if self.ready is None or self.state != "ready":
+            raise self.refusal()
         return self.ready
 
     def drop(self, generation: Generation, reason: str = "abort") -> None:

@@ -347,11 +347,10 @@ def token_sampling(
     """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i,
     and only the first one computes prompt logprobs.
 
-    max_tokens is cut to the room that the context leaves (at least 1: `check_request` came first).
-    known_processors: names of logits processors. Raises InvalidRequest for a parameter out of its
-    range.
+    The parameters were checked by `SamplingParams.check`, and the prompt by `check_request`:
+    max_tokens is cut to the room that the context leaves, which is at least 1. known_processors:
+    names of logits processors. Raises InvalidRequest for an unknown one.
     """
-    params.check(ready.vocab_size)
     room = ready.max_model_len - prompt_len
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     ends = () if params.ignore_eos else ready.eos_token_ids

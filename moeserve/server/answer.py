@@ -17,6 +17,7 @@ from aiohttp import web
 
 from moeserve import protocol
 from moeserve.errors import DeadlineExceeded, RequestError
+from moeserve.frontend.admission import Reservation
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta, Generation
 from moeserve.protocol import CachedTokens, CompletionDetails, Usage
@@ -166,18 +167,20 @@ async def running_request(
     prompts: list[list[int]],
     params: SamplingParams,
     request: Sampling,
+    reservation: Reservation | None,
     **how: Any,
 ) -> AsyncIterator[RunningRequest]:
     """Runs all prompts or none inside the block, at whose end sequences that are still running are
     aborted.
 
-    how: further arguments of `FrontEnd.generate`. The request is known under its id meanwhile.
-    Raises what `FrontEnd.generate` raises for the first refused prompt.
+    reservation: from `call.admit`. how: further arguments of `FrontEnd.generate`. The request is
+    known under its id meanwhile. Raises what `FrontEnd.generate` raises for the first refused
+    prompt.
     """
     left_s = call.time_left_s()
-    call.admit(front, len(prompts) * params.n, request.priority, left_s)
     call.charge(sum(map(len, prompts)))
     options: dict[str, Any] = {
+        "reservation": reservation,
         "priority": call.priority(request.priority),
         "salt": call.salt(request.cache_salt),
     }

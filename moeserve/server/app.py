@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ from aiohttp import web
 
 from moeserve.config import ServerConfig
 from moeserve.errors import InvalidRequest, ModelNotFound, NotFound, Overloaded, RequestError
+from moeserve.frontend.admission import Reservation
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
 from moeserve.server.access_log import Observer, answered
@@ -228,11 +230,17 @@ class HttpCall:
         return self.stream is not None and self.stream.recorded is not None
 
     def admit(
-        self, front: FrontEnd, num: int, priority: int | None, within_s: float | None = None
-    ) -> None:
-        """Raises what `FrontEnd.admit` raises if so many sequences may not begin."""
-        if not self.goes_on:
-            front.admit(num, within_s, self.priority(priority))
+        self, front: FrontEnd, num_sequences: int, priority: int | None
+    ) -> AbstractContextManager[Reservation | None]:
+        """Reserve room for the request's sequences; None if the request resumes a stream.
+
+        Raises what `FrontEnd.admit` raises.
+        """
+        if self.goes_on:
+            return nullcontext()
+        return front.admit(
+            num_sequences, within_s=self.time_left_s(), priority=self.priority(priority)
+        )
 
     def resumed(
         self, front: FrontEnd, parser: Callable[[], AnswerParser] | None

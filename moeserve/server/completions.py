@@ -44,28 +44,27 @@ async def completions(call: HttpCall) -> web.StreamResponse:
             f"{len(asked)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences",
             param="prompt",
         )
-    call.admit(
-        front, params.n * len(asked), request.priority
-    )  # before any work on texts that may not run anyway
-    prompts = await _encode(front, ready, asked, request)
-    call.counts = counts = Counts(sum(map(len, prompts)))
-    head = call.head("cmpl", "text_completion", front, ready)
-    form = None
-    if request.logprobs is not None:
-        form = LogprobFormat(
-            front.tokenizer, request.logprobs, as_ids=request.return_tokens_as_token_ids
-        )
-    async with running_request(call, front, prompts, params, request) as running:
-        echo = [_text(front, prompt) for prompt in asked] if request.echo else None
-        if request.stream:
-            if request.echo and (form is not None or request.max_tokens == 0):
-                what = "logprobs" if form is not None else "max_tokens: 0"
-                raise InvalidRequest(f"echo with {what} cannot be streamed", param="stream")
-            chunks = CompletionChunks(
-                Completion(**head), request, prompts, params.n, counts, form, echo=echo
+    # first, before any work on texts that may not run
+    with call.admit(front, params.n * len(asked), request.priority) as reservation:
+        prompts = await _encode(front, ready, asked, request)
+        call.counts = counts = Counts(sum(map(len, prompts)))
+        head = call.head("cmpl", "text_completion", front, ready)
+        form = None
+        if request.logprobs is not None:
+            form = LogprobFormat(
+                front.tokenizer, request.logprobs, as_ids=request.return_tokens_as_token_ids
             )
-            return await stream_answer(call, running, chunks)
-        found = await collect(running, params.n, counts)
+        async with running_request(call, front, prompts, params, request, reservation) as running:
+            echo = [_text(front, prompt) for prompt in asked] if request.echo else None
+            if request.stream:
+                if request.echo and (form is not None or request.max_tokens == 0):
+                    what = "logprobs" if form is not None else "max_tokens: 0"
+                    raise InvalidRequest(f"echo with {what} cannot be streamed", param="stream")
+                chunks = CompletionChunks(
+                    Completion(**head), request, prompts, params.n, counts, form, echo=echo
+                )
+                return await stream_answer(call, running, chunks)
+            found = await collect(running, params.n, counts)
     if request.max_tokens == 0:  # drops the one token that was made to get at the prompt's logprobs
         counts.completion_tokens = 0
         found = [

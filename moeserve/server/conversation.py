@@ -98,23 +98,26 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
     """
     front, ready = call.context.serving(request.model)
     params = chat_params(request, front.defaults)
-    call.admit(front, params.n, request.priority)  # before any work that may be in vain
-    tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    text, prompt = await chat_prompt(front, ready, request, tools)
-    chat = Conversation(call, front, ready, prompt, params, tools)
-    call.counts = chat.counts
-    options: dict[str, Any] = {}
-    if (form := front.answer_format) is not None:
-        chat.parsed = True
-        chat.num_earlier = sum(len(message.tool_calls or ()) for message in request.messages)
-        if not params.ignore_eos:
-            params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
-        options = await asyncio.to_thread(_reading, form, request, tools, text)
-    elif tools.shown:
-        what = "tools: it is not known how this model writes calls; start the server with --tool-format"
-        raise InvalidRequest(what, param="tools", code="unsupported_parameter")
-    async with running_request(call, front, [prompt], params, request, **options) as chat.running:
-        yield chat
+    # first, before any work that may be in vain
+    with call.admit(front, params.n, request.priority) as reservation:
+        tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        text, prompt = await chat_prompt(front, ready, request, tools)
+        chat = Conversation(call, front, ready, prompt, params, tools)
+        call.counts = chat.counts
+        options: dict[str, Any] = {}
+        if (form := front.answer_format) is not None:
+            chat.parsed = True
+            chat.num_earlier = sum(len(message.tool_calls or ()) for message in request.messages)
+            if not params.ignore_eos:
+                params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
+            options = await asyncio.to_thread(_reading, form, request, tools, text)
+        elif tools.shown:
+            what = "tools: it is not known how this model writes calls; start the server with --tool-format"
+            raise InvalidRequest(what, param="tools", code="unsupported_parameter")
+        async with running_request(
+            call, front, [prompt], params, request, reservation, **options
+        ) as chat.running:
+            yield chat
 
 
 def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from moeserve.messages import (
     StepRecord,
     Submit,
 )
-from moeserve.sampling import SamplingParams
+from moeserve.sampling import SamplingParams, StructuredOutputsParams
 
 from .conftest import ready
 
@@ -234,6 +234,52 @@ async def test_a_full_queue_says_when_to_come_back(front):
         await front.generate([5], SamplingParams())
     assert caught.value.retry_after_s >= 1
     assert front.stats.rejected == 1
+
+
+async def test_admitted_sequences_hold_their_room_until_they_are_submitted(front):
+    with front.admit(4, priority=2) as reservation:
+        with pytest.raises(Overloaded):
+            front.admit(3)
+        assert front.running.num_behind(priority=1) == 4
+        for _ in range(2):
+            await front.generate([5], SamplingParams(n=2), reservation=reservation, priority=2)
+        assert front.running.num_live == 4
+    assert front.running.num_live == 4
+    with front.admit(2):
+        assert front.running.num_live == 6
+    assert front.running.num_live == 4  # the block ended without a request
+    front.admit(2).release()
+    front.admit(2).release()
+
+
+async def test_a_refused_request_gives_its_room_back(front):
+    for _ in range(20):
+        with pytest.raises(InvalidRequest):
+            await front.generate([5], SamplingParams(logits_processors=["unknown"]))
+    assert front.running.num_live == 0
+    assert not front.running._num_live  # no entry for a priority that nobody has any more
+
+
+async def test_admission_is_decided_once(front, monkeypatch):
+    checks = []
+    check = front._admission.check
+    monkeypatch.setattr(
+        front._admission, "check", lambda *a, **k: (checks.append(a), check(*a, **k))
+    )
+    with front.admit(1) as reservation:
+        grammar = StructuredOutputsParams(regex="[ab]+")
+        params = SamplingParams(structured_outputs=grammar)
+        await front.generate([5], params, reservation=reservation)
+    await front.generate([5], params)
+    assert len(checks) == 2  # one for each request
+
+
+async def test_an_engine_that_is_lost_after_admission_refuses_the_request(front, engine):
+    with front.admit(1) as reservation:
+        await engine.die(restarting=True)
+        with pytest.raises(Overloaded, match="restarted"):
+            await front.generate([5], SamplingParams(), reservation=reservation)
+    assert not engine.take(Submit)
 
 
 async def test_a_dead_engine_is_replayed_from_what_was_emitted(front, engine, tokenizer):
