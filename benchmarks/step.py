@@ -136,9 +136,8 @@ class _Bench:
             limits, (KVGroup(KVRule(), BLOCK_SIZE, (0,)),), vocab_size=VOCAB_SIZE + 1
         )
         self.scheduler.plan = self.phases["plan"].wrap(self.scheduler.plan)  # type: ignore[method-assign]
-        self.scheduler.update_from_output = self.phases["update_from_output"].wrap(
-            self.scheduler.update_from_output
-        )  # type: ignore[method-assign]
+        update = self.phases["update_from_output"].wrap(self.scheduler.update_from_output)
+        self.scheduler.update_from_output = update  # type: ignore[method-assign]
         timed_tables = None if tables is None else self.phases["tables"].wrap(tables)
         self.runner = _BenchRunner(timed_tables)
         self.inbox: Inbox[EngineIn] = Inbox("bench", limit=num_running + 10)
