@@ -222,7 +222,7 @@ async def test_the_template_gets_history_and_what_is_offered():
             shown, _, rest = answer["prompt"].rpartition("<|im_start|>user")
             assert [name for name in ("weather", "clock") if f'"{name}"' in shown] == names
             assert rest.startswith(
-                '\na fox<|im_end|>\n<|im_start|>assistant\n-<tool_call>{"name": "weather"'
+                '\na fox<|im_end|>\n<|im_start|>assistant\n<tool_call>{"name": "weather"'
             )
             assert rest.endswith("<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n")
             status, answer, _ = await live.post(CHAT, asked(messages=history) | change)
