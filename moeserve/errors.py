@@ -99,6 +99,10 @@ def place_of(error: BaseException) -> str:
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """The prompt alone does not fit into the model's context."""
 
+    num_tokens = 0  # of the prompt
+    max_tokens = 0  # of the longest prompt that fits, with an answer of one token
+    exact = True  # False: num_tokens is a lower bound
+
 
 class Unauthorized(
     RequestError, http_status=401, type="authentication_error", code="invalid_api_key"

@@ -18,6 +18,7 @@ MAX_N = 128
 MAX_INT = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature below this means argmax
 MAX_CHOICES = 5_000
+MAX_STOP_CHARS = 4_096  # of all stop strings: each token is compared with them
 TOKEN_ID = (
     "token-id"  # the format of such integers in /openapi.json, where the vocabulary bounds them
 )
@@ -31,8 +32,8 @@ TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-StopString = Annotated[str, Meta(min_length=1, max_length=256)]
-StopStrings = Annotated[Sequence[StopString], Meta(max_length=16)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopStrings = Annotated[Sequence[StopString], Meta(max_length=64)]
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -152,6 +153,11 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             what = f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
             raise InvalidRequest(what, param="min_tokens")
+        if (num_chars := sum(map(len, self.stop_strings))) > MAX_STOP_CHARS:
+            what = (
+                f"stop has {num_chars:,} characters in all; at most {MAX_STOP_CHARS:,} are allowed"
+            )
+            raise InvalidRequest(what, param="stop")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             ids = getattr(self, name) or ()
             if len(ids) > vocab_size:

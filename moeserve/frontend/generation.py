@@ -325,11 +325,14 @@ def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
             f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt"
         )
     if len(prompt) >= ready.max_model_len:
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {ready.max_model_len} tokens, prompt and answer together; "
-            f"the prompt has {len(prompt)}, so shorten it",
+        too_long = ContextLengthExceeded(
+            f"this model's maximum context length is {ready.max_model_len} tokens, prompt and "
+            f"answer together; the prompt has {len(prompt)}, so shorten it",
             param="prompt",
         )
+        too_long.num_tokens = len(prompt)
+        too_long.max_tokens = ready.max_model_len - 1
+        raise too_long
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
         raise InvalidRequest(
             "priority must be an integer of 32 bits; lower ones go first", param="priority"

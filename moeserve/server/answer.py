@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from moeserve import protocol
+from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.errors import DeadlineExceeded, RequestError
 from moeserve.frontend.admission import Reservation
 from moeserve.frontend.front_end import FrontEnd
@@ -60,12 +61,10 @@ class Counts:
     def usage(self) -> Usage:
         """Returns the counts in OpenAI's shape."""
         total = self.prompt_tokens + self.completion_tokens
-        details = CompletionDetails()
+        details = CompletionDetails(reasoning_tokens=self.num_reasoning)
         if self.num_drafts:
             details.accepted_prediction_tokens = self.num_accepted
             details.rejected_prediction_tokens = self.num_drafts - self.num_accepted
-        if self.num_reasoning:
-            details.reasoning_tokens = self.num_reasoning
         return Usage(
             self.prompt_tokens,
             self.completion_tokens,
@@ -91,11 +90,14 @@ class RunningRequest:
         self.owner = owner
         self.aborted: RequestAborted | None = None
         self._open = {(prompt, index) for prompt in range(len(generations)) for index in range(n)}
-        self._queue: asyncio.Queue[tuple[int, Delta] | RequestError] = asyncio.Queue()
+        # The next delta of any of several prompts. What comes while it waits here is merged by its
+        # generation, as for one prompt, so a slow reader costs no more than its own answers.
+        self._queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(maxsize=1)
         self._pumps: list[asyncio.Task[None]] = []
         if len(generations) > 1:
             self._pumps = [
-                asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(generations)
+                spawn(self._pump(i, one), name=f"deltas of prompt {i}", on_error=log_error)
+                for i, one in enumerate(generations)
             ]
 
     async def deltas(self) -> Deltas:
@@ -118,16 +120,16 @@ class RunningRequest:
         if not self._pumps:
             return 0, await self.generations[0].__anext__()
         item = await self._queue.get()
-        if isinstance(item, RequestError):
+        if isinstance(item, Exception):
             raise item
         return item
 
     async def _pump(self, prompt: int, generation: Generation) -> None:
         try:
             async for delta in generation:
-                self._queue.put_nowait((prompt, delta))
-        except RequestError as error:
-            self._queue.put_nowait(error)
+                await self._queue.put((prompt, delta))
+        except Exception as error:  # of any kind: whoever reads the answer gets it
+            await self._queue.put(error)
 
     def give_to(self, taker: Callable[[Delta], bool] | None) -> None:
         """Sets the taker of a request of one prompt (see `Generation`)."""
@@ -154,8 +156,7 @@ class RunningRequest:
 
     async def aclose(self) -> None:
         """Aborts what still runs, unless it is resumable; there is no reader any more."""
-        for pump in self._pumps:
-            pump.cancel()
+        await cancel(*self._pumps)
         for generation in self.generations:
             await generation.aclose()
 
@@ -183,7 +184,6 @@ async def running_request(
         "reservation": reservation,
         "priority": call.priority(request.priority),
         "salt": call.salt(request.cache_salt),
-        "owner": call.caller.owner,
     }
     if (constraint := request.constraint()) is not None:
         options["grammar_param"] = constraint[1]

@@ -146,6 +146,7 @@ class HttpCall:
     caller: Caller = OPEN
     tail: str = ""  # what follows a route that ends in a slash
     unknown: list[str] = field(default_factory=list)  # request fields that mean nothing to us
+    ignored: list[str] = field(default_factory=list)  # request fields that change nothing here
     counts: Counts | None = None  # of a generating request
     first_at: float | None = None  # when its first token came
     stream: StreamKey | None = None  # of a resumable stream
@@ -164,7 +165,7 @@ class HttpCall:
         body = await read_json(
             self.request, self.context.config.max_request_bytes, self.context.bodies
         )
-        request, unknown = decode(body, kind)
+        request, unknown, self.ignored = decode(body, kind)
         self.note_unknown(unknown)
         front = self.context.front
         if RESUME_HEADER in self.request.headers or (
@@ -203,9 +204,11 @@ class HttpCall:
             headers |= self.caller.rates.headers()
         if self.is_anthropic:
             headers["Request-Id"] = self.id
-        if self.unknown:
-            names = ", ".join(self.unknown).encode("ascii", "replace").decode().replace('"', "'")
-            headers["Warning"] = f'299 moeserve "unknown fields ignored: {names}"'
+        warnings = {"unknown fields ignored": self.unknown, "no effect here": self.ignored}
+        if self.unknown or self.ignored:
+            headers["Warning"] = ", ".join(
+                _warning(f"{what}: {', '.join(names)}") for what, names in warnings.items() if names
+            )
         return headers
 
     def answer(self, body: msgspec.Struct, status: int = 200, **headers: str) -> web.Response:
@@ -312,6 +315,12 @@ class HttpCall:
             # changes when the same seed may give other tokens
             "system_fingerprint": f"moeserve-{__version__}-{ready.device.partition(' ')[0]}-{ready.dtype}",
         }
+
+
+def _warning(text: str) -> str:
+    """Return a value of the Warning header (RFC 9111, 5.5), whose text is quoted ASCII."""
+    text = text.encode("ascii", "replace").decode().replace('"', "'")
+    return f'299 moeserve "{text}"'
 
 
 class App:

@@ -13,12 +13,18 @@ from moeserve.server.app import HttpCall
 from moeserve.server.chat_request import ChatRequest
 from moeserve.server.conversation import Conversation, conversation, prompt_of
 from moeserve.server.logprobs import LogprobFormat
+from moeserve.server.requests import fields_named
 from moeserve.text.answer_format import Part
 
 
 async def chat_completions(call: HttpCall) -> web.StreamResponse:
     """Answer a conversation, whole or as a stream of chunks."""
     request = await call.read(ChatRequest)
+    with fields_named({"prompt": "messages"}):
+        return await _answer(call, request)
+
+
+async def _answer(call: HttpCall, request: ChatRequest) -> web.StreamResponse:
     async with conversation(call, request) as chat:
         front = chat.front
         ready = chat.ready
@@ -59,8 +65,8 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
 
 
 def _message(chat: Conversation, delta: Delta) -> protocol.ChatMessage:
-    """Returns a whole answer."""
-    message = protocol.ChatMessage(content=None if chat.parsed else "")
+    """Return the message of a whole answer. Its content is null only beside calls, as in streams."""
+    message = protocol.ChatMessage()
     calls = list[dict[str, Any]]()
     for part in chat.parts(delta):
         if part.kind == "content":
@@ -71,7 +77,10 @@ def _message(chat: Conversation, delta: Delta) -> protocol.ChatMessage:
             calls.append(_tool_call(part))
         else:
             calls[-1]["function"]["arguments"] += part.text
-    message.tool_calls = calls or None
+    if calls:
+        message.tool_calls = calls
+    elif message.content is None:
+        message.content = ""
     return message
 
 

@@ -25,10 +25,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class TextPart(Struct, kw_only=True):
-    """A part of a message's content; `type` must be text."""
+    """A part of a message's content: text, or an assistant's refusal, which is text as well."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Function(Struct, kw_only=True, omit_defaults=True):
@@ -86,7 +87,7 @@ class Called(Struct, kw_only=True):
     """The function of a tool call. arguments: JSON text, as OpenAI has it, or the object itself."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Struct, kw_only=True):
@@ -94,7 +95,7 @@ class ToolCall(Struct, kw_only=True):
 
     function: Called
     id: OpenName | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
 
 
 class Message(Struct, kw_only=True, omit_defaults=True):
@@ -111,11 +112,13 @@ class Message(Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatRequest(Sampling, kw_only=True):
-    """A conversation to go on with. reasoning_effort is a variable of the template; verbosity
-    changes nothing.
+    """A conversation to answer.
 
-    include_reasoning: false leaves the reasoning out of the answer.
+    reasoning_effort: a variable of the template. include_reasoning: false omits the reasoning from
+    the answer.
     """
+
+    no_effect = Sampling.no_effect | {"verbosity": ()}
 
     messages: list[Message]
     logprobs: bool | None = None
@@ -245,38 +248,64 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
             checked["tool_calls"] = [
                 _tool_call(call, f"{where}.tool_calls[{j}]") for j, call in calls
             ]
-        content = message.content
-        if content is None and not (
-            message.tool_calls or message.reasoning or message.reasoning_content
-        ):
-            raise InvalidRequest(f"{where}.content must be text", param=f"{where}.content")
-        if isinstance(content, list):
-            content = "\n".join(_part_text(part, f"{where}.content") for part in content)
         for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 checked[name] = value
-        if content is not None or message.tool_calls:  # beside calls, templates look for null
-            checked["content"] = content
+        checked["content"] = _content(message, f"{where}.content")
         found.append(checked)
     return found
 
 
+def _content(message: Message, where: str) -> str:
+    """Return the text of a message.
+
+    Only the system and users have to say something. An assistant that only called tools, or ended
+    at once, has content null or none at all. For all templates but a few that is "" (see
+    `ChatTemplate`).
+    """
+    content = message.content
+    if isinstance(content, list):
+        return "\n".join(
+            _part_text(part, message.role, f"{where}[{i}]") for i, part in enumerate(content)
+        )
+    if content is None and message.role == "assistant":
+        return message.refusal or ""
+    if content is None and message.role != "tool":
+        raise InvalidRequest(f"{where} must be text", param=where)
+    return content or ""
+
+
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns an earlier call with its arguments as an object, as templates take them."""
+    """Return an earlier call with its arguments as an object, as templates take them."""
     checked = convert_at(call, ToolCall, where)
-    if isinstance(arguments := checked.function.arguments, str):
-        try:
-            checked.function.arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one
-            where += ".function.arguments"
-            raise InvalidRequest(
-                f"{where} must be the JSON text of an object", param=where
-            ) from error
+    if not isinstance(checked.function.arguments, dict):
+        checked.function.arguments = _arguments(checked.function.arguments or "")
+    checked.type = "function"
     found: dict[str, Any] = msgspec.to_builtins(checked)
     return found
 
 
-def _part_text(part: TextPart, where: str) -> str:
-    if part.type != "text" or part.text is None:
-        raise InvalidRequest(f"{where}: {MEDIA}; each part must be of type text", param=where)
-    return part.text
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call as an object.
+
+    Clients send what a model once wrote with every turn, so text that is not a JSON object (cut
+    off, say) must not end the conversation. The model reads it as {"raw": text}.
+    """
+    try:
+        value = msgspec.json.decode(text) if text.strip() else None
+    except (msgspec.DecodeError, RecursionError):
+        return {"raw": text}
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"raw": text}
+
+
+def _part_text(part: TextPart, role: str, where: str) -> str:
+    known = ("text", "refusal") if role == "assistant" else ("text",)
+    if part.type not in known:
+        what = f"{where}.type must be {' or '.join(known)}, not {shorten(part.type)!r}: {MEDIA}"
+        raise InvalidRequest(what, param=f"{where}.type", code="unsupported_parameter")
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise InvalidRequest(f"{where}.{part.type} must be text", param=f"{where}.{part.type}")
+    return text

@@ -101,7 +101,7 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
     # first, before any work that may be in vain
     with call.admit(front, params.n, request.priority) as reservation:
         tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        text, prompt = await chat_prompt(front, ready, request, tools, call.caller.owner)
+        text, prompt = await chat_prompt(front, ready, request, tools)
         chat = Conversation(call, front, ready, prompt, params, tools)
         call.counts = chat.counts
         options: dict[str, Any] = {}
@@ -152,17 +152,15 @@ async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int
     front, ready = call.context.serving(request.model)
     chat_params(request, front.defaults).check(ready.vocab_size)
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    return await chat_prompt(front, ready, request, tools, call.caller.owner)
+    return await chat_prompt(front, ready, request, tools)
 
 
 async def chat_prompt(
-    front: FrontEnd,
-    ready: Ready,
-    request: "ChatRequest | TokenizeRequest",
-    tools: Tools,
-    owner: str,
+    front: FrontEnd, ready: Ready, request: "ChatRequest | TokenizeRequest", tools: Tools
 ) -> tuple[str, list[int]]:
-    """Return the rendered prompt as people see it, and its ids. Neither is made on the event loop."""
+    """Returns the rendered prompt as people see it, and its ids; works in a thread, since both may
+    take long.
+    """
     template = front.chat_template
     tokenizer = front.tokenizer
     if template is None or tokenizer is None:
@@ -198,13 +196,16 @@ async def chat_prompt(
         }
         kwargs = effort | kwargs
 
-    rendered = await template.render_async(
-        tokenizer,
-        messages,
-        owner,
-        tools=offered,
-        add_generation_prompt=adds,
-        continue_final_message=continues,
-        kwargs=kwargs,
-    )
-    return await asyncio.to_thread(lambda: (unshield(rendered), tokenizer.encode_prompt(rendered)))
+    def work() -> tuple[str, list[int]]:
+        """Renders and encodes the conversation, in this thread."""
+        text = template.render(
+            tokenizer,
+            messages,
+            tools=offered,
+            add_generation_prompt=adds,
+            continue_final_message=continues,
+            kwargs=kwargs,
+        )
+        return unshield(text), tokenizer.encode_prompt(text)
+
+    return await asyncio.to_thread(work)

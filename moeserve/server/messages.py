@@ -1,13 +1,14 @@
 """POST /v1/messages, Anthropic's API for conversations, and /v1/messages/count_tokens."""
 
 import hashlib
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
-import msgspec
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
-from moeserve.errors import EngineLost, RequestError
+from moeserve.errors import ContextLengthExceeded, EngineLost, RequestError
 from moeserve.frontend.generation import Delta
 from moeserve.protocol import Answer
 from moeserve.server.answer import Counts, stream_answer
@@ -19,9 +20,12 @@ from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
 from moeserve.server.requests import fields_named
 from moeserve.text.answer_format import Part
 
+# This dialect's names of a chat's fields.
 _NAMES = {
-    "response_format.json_schema.schema": "output_config.format.schema"
-}  # of a chat's fields here
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+    "prompt": "messages",
+}
 
 
 class TextBlock(Struct, tag="text", kw_only=True):
@@ -43,11 +47,17 @@ class ThinkingBlock(Struct, tag="thinking", kw_only=True):
 
 
 class ToolUseBlock(Struct, tag="tool_use", kw_only=True):
-    """A call that the client is asked to make. input: {} in the stream's first event about it."""
+    """A call that the client is asked to make.
+
+    input: the JSON of an object, as the stream's deltas have it; {} in the stream's first event
+    about the call.
+    """
 
     id: str
     name: str
-    input: dict[str, Any] = {}
+    input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] = field(
+        default_factory=lambda: Raw(b"{}")
+    )
     caller: dict[str, str] = field(default_factory=lambda: {"type": "direct"})
 
 
@@ -74,9 +84,23 @@ class MessageUsage(Struct, kw_only=True):
     inference_geo: None = None
 
 
+class ContextEdits(Struct):
+    """The changes that were made to the conversation before the model read it: none."""
+
+    applied_edits: list[dict[str, Any]] = []
+
+
+class CountedContext(Struct):
+    """The number of tokens without context management, which is the number with it."""
+
+    original_input_tokens: int
+
+
 class MessageAnswer(Answer, tag="message", kw_only=True):
-    """A whole answer. stop_reason: end_turn, max_tokens, model_context_window_exceeded,
-    stop_sequence or tool_use.
+    """A whole answer.
+
+    stop_reason: end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
+    context_management: for requests that have it; a stream has it at its end.
     """
 
     id: str
@@ -88,12 +112,14 @@ class MessageAnswer(Answer, tag="message", kw_only=True):
     stop_details: None = None
     container: None = None
     usage: MessageUsage
+    context_management: ContextEdits | UnsetType = UNSET
 
 
 class TokenCount(Answer, kw_only=True):
-    """How many tokens a conversation has."""
+    """The number of a conversation's tokens."""
 
     input_tokens: int
+    context_management: CountedContext | UnsetType = UNSET
 
 
 class EventDelta(Struct, kw_only=True):
@@ -118,12 +144,28 @@ class MessageEvent(Struct, omit_defaults=True, kw_only=True):
     content_block: Block | None = None
     delta: EventDelta | None = None
     usage: MessageUsage | None = None
+    context_management: ContextEdits | UnsetType = UNSET
+
+
+@contextmanager
+def _anthropic_errors() -> Iterator[None]:
+    """Make errors inside the block speak this dialect.
+
+    Claude Code knows a prompt that is too long by these words only, and reads by how much.
+    """
+    try:
+        with fields_named(_NAMES):
+            yield
+    except ContextLengthExceeded as error:
+        num = f"{'' if error.exact else 'at least '}{error.num_tokens}"
+        error.message = f"prompt is too long: {num} tokens > {error.max_tokens} maximum"
+        raise
 
 
 async def create_message(call: HttpCall) -> web.StreamResponse:
     """Answer a conversation in Anthropic's shape, whole or as a stream of events."""
     request = await call.read(MessagesRequest)
-    with fields_named(_NAMES):
+    with _anthropic_errors():
         async with conversation(call, request.chat(request.max_tokens)) as chat:
             running = RunningMessage(call, request, chat)
             if request.stream:
@@ -135,8 +177,12 @@ async def create_message(call: HttpCall) -> web.StreamResponse:
 async def count_tokens(call: HttpCall) -> web.StreamResponse:
     """Count the tokens of a conversation."""
     request = await call.read(CountTokensRequest)
-    _, prompt = await prompt_of(call, request.chat())
-    return call.answer(TokenCount(input_tokens=len(prompt)))
+    with _anthropic_errors():
+        _, prompt = await prompt_of(call, request.chat())
+    count = TokenCount(input_tokens=len(prompt))
+    if request.context_management is not None:
+        count.context_management = CountedContext(len(prompt))
+    return call.answer(count)
 
 
 class RunningMessage(EventFrames):
@@ -145,6 +191,7 @@ class RunningMessage(EventFrames):
     def __init__(self, call: HttpCall, request: MessagesRequest, chat: Conversation) -> None:
         super().__init__(chat, streams=bool(request.stream))
         self._max_tokens = request.max_tokens
+        self._manages_context = request.context_management is not None
         self._hides = request.thinking is not None and request.thinking.display == "omitted"
         self._end = Delta(0)
         self._open: Block | None = None
@@ -184,6 +231,8 @@ class RunningMessage(EventFrames):
             self.message.stop_sequence = self._end.stop_reason
         self.message.stop_reason = reason
         self.message.usage = _usage(self._chat.counts)
+        if self._manages_context:
+            self.message.context_management = ContextEdits()
 
     def opening(self) -> bytes:
         """Returns the events before the first text."""
@@ -196,7 +245,14 @@ class RunningMessage(EventFrames):
         self.finish()
         message = self.message
         end = EventDelta(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
-        self._emit(MessageEvent(type="message_delta", delta=end, usage=message.usage))
+        self._emit(
+            MessageEvent(
+                type="message_delta",
+                delta=end,
+                usage=message.usage,
+                context_management=message.context_management,
+            )
+        )
         self._emit(MessageEvent(type="message_stop"))
         return self._taken()
 
@@ -240,7 +296,7 @@ class RunningMessage(EventFrames):
                 block.signature = hashlib.sha256(text.encode()).hexdigest()
                 self._tell(EventDelta(type="signature_delta", signature=block.signature))
             case ToolUseBlock() as block:
-                block.input = _input(text)
+                block.input = Raw(text.encode() or b"{}")
         self._emit(MessageEvent(type="content_block_stop", index=self._index))
         self._open = None
 
@@ -258,13 +314,6 @@ _BLOCKS = {
     "call": ToolUseBlock,
     "arguments": ToolUseBlock,
 }
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return {}
 
 
 def _usage(counts: Counts) -> MessageUsage:

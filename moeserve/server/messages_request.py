@@ -20,16 +20,22 @@ from moeserve.server.requests import (
     Sampling,
     TextItem,
     text_at,
+    texts_at,
     typed_at,
 )
 from moeserve.server.structured import JsonSchema, ResponseFormat
 
 MIN_BUDGET = 1024  # Anthropic's
+BILLING_LINE = "x-anthropic-billing-header:"
 _EFFORTS: dict[str, ReasoningEffort] = {"xhigh": "high", "max": "high"}  # others stay as they are
 
 
 class _Thinking(Struct, kw_only=True):
     thinking: str
+
+
+class _Redacted(Struct):
+    """Thinking that only its maker can read. The model does not see it."""
 
 
 class _ToolUse(Struct, kw_only=True):
@@ -48,7 +54,8 @@ _TEXTS: Kinds = {"text": TextItem}
 _BLOCKS: dict[str, Kinds] = {
     "system": _TEXTS,
     "user": _TEXTS | {"tool_result": _ToolResult},
-    "assistant": _TEXTS | {"thinking": _Thinking, "tool_use": _ToolUse},
+    "assistant": _TEXTS
+    | {"thinking": _Thinking, "redacted_thinking": _Redacted, "tool_use": _ToolUse},
 }
 
 
@@ -110,7 +117,6 @@ class CountTokensRequest(Sampling, kw_only=True):
     refused: ClassVar[Refusals] = {
         "container": (_HOSTED, ()),
         "mcp_servers": (_HOSTED, ([],)),
-        "context_management": ("contexts are never changed here", ()),
         "speed": ("there is one speed", ("standard",)),
         "response_format": ("here it is output_config.format", ()),
         "reasoning_effort": ("here it is output_config.effort", ()),
@@ -120,6 +126,9 @@ class CountTokensRequest(Sampling, kw_only=True):
         "return_token_ids": (_ELSEWHERE, (False,)),
         "return_tokens_as_token_ids": (_ELSEWHERE, (False,)),
     }
+    # It asks for the model to read less than what was sent, some day. It never does: a prompt that
+    # is too long is refused.
+    no_effect = Sampling.no_effect | {"context_management": ({}, {"edits": []})}
 
     model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
@@ -130,12 +139,23 @@ class CountTokensRequest(Sampling, kw_only=True):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None  # prompts are always cached
+    context_management: dict[str, Any] | None = None
+
+    def ignored(self) -> list[str]:
+        """Return the names of the fields in this request that are accepted and change nothing."""
+        found = super().ignored()
+        for i, message in enumerate(self.messages):
+            blocks = message.content if isinstance(message.content, list) else []
+            for j, block in enumerate(blocks):
+                if block.get("type") == "redacted_thinking":
+                    found.append(f"messages[{i}].content[{j}]")
+        return found
 
     def chat(self, max_tokens: int | None = None) -> ChatRequest:
         """Returns the request as a chat. Raises InvalidRequest."""
         messages: list[Message] = []
-        if self.system is not None:
-            messages.append(Message(role="system", content=text_at(self.system, _TEXTS, "system")))
+        if (system := self._system()) is not None:
+            messages.append(Message(role="system", content=system))
         for i, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{i}]")
         output = self.output_config or OutputConfig()
@@ -162,6 +182,22 @@ class CountTokensRequest(Sampling, kw_only=True):
             chat_template_kwargs=thinks,
             continue_final_message=True if self.messages[-1].role == "assistant" else None,
         )
+
+    def _system(self) -> str | None:
+        """Return the system prompt, without the line in which Claude Code says whom to bill.
+
+        That line changes with every new conversation, so with it nothing of the prompt would be
+        found in the prefix cache.
+        """
+        if self.system is None:
+            return None
+        texts = texts_at(self.system, _TEXTS, "system")
+        if texts and texts[0].startswith(BILLING_LINE):
+            _, _, rest = texts[0].partition("\n")
+            texts[:1] = [rest] if rest else []
+            if not texts:
+                return None
+        return "\n".join(texts)
 
     def _effort(self, output: OutputConfig, max_tokens: int | None) -> ReasoningEffort | None:
         budget = None if self.thinking is None else self.thinking.budget_tokens

@@ -114,9 +114,9 @@ def _token_ids(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _operation(route: "Route", shapes: dict[Any, Any], examples: dict[str, Any]) -> dict[str, Any]:
-    summary, _, rest = (route.handler.__doc__ or "").strip().partition("\n")
+    summary, _, rest = (route.handler.__doc__ or "").strip().partition("\n\n")
     operation: dict[str, Any] = {
-        "summary": summary,
+        "summary": " ".join(summary.split()),
         "tags": [_tag(route)],
         "responses": _responses(route, shapes),
     }

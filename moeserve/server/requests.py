@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -32,11 +32,15 @@ MAX_CONTAINERS = 100_000  # objects and arrays in one body
 LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
 SMALL_BODY = 64 * 1024  # bytes; such a body always has room
 MAX_BODIES = 256 * 2**20  # bytes of all larger bodies that are being read or parsed
-MAX_UNKNOWN = 5  # names that are told
+MAX_UNKNOWN = 5  # names that a Warning header lists
+MAX_INTEGRAL_FLOATS = 16  # integers written as floats (5.0) in one object
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
 # Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes
 # for each of its own.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
+# A msgspec.ValidationError about a float where an integer belongs, and the steps of its path.
+_NO_INTEGER = re.compile(r"Expected `int[^`]*`, got `float` - at `\$((?:\.\w+|\[\d+\])+)`$")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 R = TypeVar("R", bound=Struct)
@@ -55,12 +59,13 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class Sampling(StructuredFields, kw_only=True):
-    """Fields that all generating routes share. Ranges are those of `moeserve.SamplingParams`.
+    """Fields that all generating routes share. Ranges are those of `moeserve.SamplingParams`."""
 
-    refused: fields that a route refuses besides those that all refuse.
-    """
-
+    # Fields that a route refuses, besides those that all routes refuse.
     refused: ClassVar[Refusals] = {}
+    # Fields that are accepted and change nothing. The Warning header names them, unless they have
+    # one of these values (or null), which ask for nothing.
+    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"store": (False,)}
 
     model: str | None = None
     n: sampling.NumSequences | None = None
@@ -94,6 +99,7 @@ class Sampling(StructuredFields, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: OpenName | None = None
     spaces_between_special_tokens: bool | None = None
+    store: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """Returns the fields that `SamplingParams` has too and that are not null."""
@@ -108,6 +114,14 @@ class Sampling(StructuredFields, kw_only=True):
         InvalidRequest.
         """
         return []
+
+    def ignored(self) -> list[str]:
+        """Return the names of the fields in this request that are accepted and change nothing."""
+        return [
+            name
+            for name, harmless in self.no_effect.items()
+            if (value := getattr(self, name)) is not None and value not in harmless
+        ]
 
 
 _PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
@@ -135,7 +149,6 @@ _REFUSED: Refusals = {
         "fill-in-the-middle is not supported: write the prompt in the model's own form",
         ("",),
     ),
-    "store": ("nothing is stored on this server", (False,)),
     "documents": ("documents are not supported: put them into a message", ([],)),
     "chat_template": ("a request cannot bring its own template", ()),
     "truncate_prompt_tokens": ("prompts are never truncated here; shorten it yourself", ()),
@@ -281,13 +294,31 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
-    """Returns `value` as a struct; strict: "5" is no integer. Raises InvalidRequest naming the
-    field.
+    """Return `value` as a struct. Raises InvalidRequest naming the field.
+
+    strict: "5" is not an integer. 5.0 is one everywhere: many clients have no other numbers. It
+    becomes 5 in `value`.
     """
-    try:
-        return msgspec.convert(value, kind, str_keys=True, strict=strict)
-    except msgspec.ValidationError as error:
-        raise errors.invalid_request(error) from error
+    for attempt in range(MAX_INTEGRAL_FLOATS + 1):
+        try:
+            return msgspec.convert(value, kind, str_keys=True, strict=strict)
+        except msgspec.ValidationError as error:
+            if attempt == MAX_INTEGRAL_FLOATS or not _made_integer(value, str(error)):
+                raise errors.invalid_request(error) from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _made_integer(value: Any, fault: str) -> bool:
+    """Replace the integral float that msgspec's message is about by an integer, if it is one."""
+    if (match := _NO_INTEGER.match(fault)) is None:
+        return False
+    *path, last = [int(index) if index else name for name, index in _STEP.findall(match[1])]
+    for step in path:
+        value = value[step]
+    if not value[last].is_integer():
+        return False
+    value[last] = int(value[last])
+    return True
 
 
 def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "") -> list[str]:
@@ -303,20 +334,28 @@ def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "")
     return described
 
 
-def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
-    """Returns the request, and the names of its fields that mean nothing to us. Raises
-    InvalidRequest.
-    """
+class Decoded(NamedTuple, Generic[R]):
+    """A checked request body."""
+
+    request: R
+    unknown: list[str]  # names of fields that this server does not know
+    ignored: list[str]  # names of fields that it knows, and that change nothing
+
+
+def decode(raw: dict[str, Any], kind: type[R]) -> Decoded[R]:
+    """Return a body as a checked request. Raises InvalidRequest."""
     refused = _refused(kind)
     unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
     for name in refused.keys() & raw.keys():
         if name != "best_of" or raw[name] != (raw.get("n") or 1):
             _check_harmless(name, raw[name], *refused[name])
     request = convert(raw, kind)
+    ignored: list[str] = []
     if isinstance(request, Sampling):
         unknown += request.unknown_inside(raw)
+        ignored = request.ignored()
         _check_common(request)
-    return request, unknown[:MAX_UNKNOWN]
+    return Decoded(request, unknown[:MAX_UNKNOWN], ignored[:MAX_UNKNOWN])
 
 
 def _refused(kind: type[Struct]) -> Refusals:
@@ -354,12 +393,16 @@ def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param:
     would make it fit.
     """
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
-        raise errors.ContextLengthExceeded(
-            # clients know the error by its first words, which are OpenAI's
-            f"this model's maximum context length is {max_model_len} tokens; the prompt's {num_chars} characters do "
-            "not fit",
+        too_long = errors.ContextLengthExceeded(
+            # Clients know the error by its first words, which are OpenAI's.
+            f"this model's maximum context length is {max_model_len} tokens; the prompt's "
+            f"{num_chars} characters do not fit",
             param=param,
         )
+        too_long.num_tokens = -(-num_chars // tokenizer.longest_token)
+        too_long.max_tokens = max_model_len - 1
+        too_long.exact = False
+        raise too_long
 
 
 Kinds = dict[str, type[Struct]]  # by type
@@ -369,6 +412,16 @@ class TextItem(Struct, kw_only=True):
     """A part of a content that is text."""
 
     text: str
+
+
+class RefusalItem(Struct, kw_only=True):
+    """A part of an assistant's content in which it declines to answer. It is text as well."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 def convert_at(value: Any, kind: type[R], where: str) -> R:
@@ -394,22 +447,33 @@ def typed_at(value: Any, kinds: Kinds, where: str, default: str = "") -> Any:
 
 
 def text_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> str:
-    """Returns the text of a content: itself, or its parts on lines of their own. Raises
+    """Return the text of a content: itself, or its parts on lines of their own. Raises
     InvalidRequest.
     """
+    return "\n".join(texts_at(content, kinds, where))
+
+
+def texts_at(content: str | list[dict[str, Any]], kinds: Kinds, where: str) -> list[str]:
+    """Return the text of a content, or the texts of its parts. Raises InvalidRequest."""
     if isinstance(content, str):
-        return content
-    return "\n".join(typed_at(part, kinds, f"{where}[{i}]").text for i, part in enumerate(content))
+        return [content]
+    return [typed_at(part, kinds, f"{where}[{i}]").text for i, part in enumerate(content)]
 
 
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Makes errors about a chat, raised inside the block, name the fields of another API."""
+    """Make errors about a chat that are raised inside the block name the fields of another API.
+
+    names: the chat's field -> the other API's. A field inside one of them keeps its path.
+    """
     try:
         yield
     except errors.InvalidRequest as error:
-        for theirs, ours in names.items():
-            if error.param is not None and error.param.startswith(theirs):
-                error.param = error.param.replace(theirs, ours, 1)
-                error.message = error.message.replace(theirs, ours, 1)
+        param = error.param or ""
+        for chats, theirs in names.items():
+            if param == chats or param.startswith((f"{chats}.", f"{chats}[")):
+                error.param = theirs + param.removeprefix(chats)
+                if error.message.startswith(chats):  # elsewhere the word is prose
+                    error.message = theirs + error.message.removeprefix(chats)
+                break
         raise

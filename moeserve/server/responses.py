@@ -27,8 +27,10 @@ from moeserve.server.response_store import Stored
 from moeserve.server.responses_request import ResponsesRequest, TextConfig, TextFormat
 from moeserve.text.answer_format import Part
 
-_NAMES = {  # of a chat's fields here
+# This dialect's names of a chat's fields.
+_NAMES = {
     "messages": "input",
+    "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",

@@ -17,6 +17,7 @@ from moeserve.server.chat_request import (
 from moeserve.server.requests import (
     Kinds,
     OpenName,
+    RefusalItem,
     Refusals,
     Sampling,
     TextItem,
@@ -58,6 +59,7 @@ _ITEMS: Kinds = {
     "reasoning": _Reasoning,
 }
 _TEXTS: Kinds = {"input_text": TextItem, "output_text": TextItem, "text": TextItem}
+_OWN_TEXTS: Kinds = _TEXTS | {"refusal": RefusalItem}  # of an assistant
 _REASONING: Kinds = {"reasoning_text": TextItem, "summary_text": TextItem}
 
 
@@ -102,8 +104,6 @@ class ResponsesRequest(Sampling, kw_only=True):
         "background": ("nothing runs in the background: keep the connection, or stream", (False,)),
         "conversation": (_HOSTED, ()),
         "prompt": (_HOSTED, ()),
-        "context_management": ("contexts are never changed here", ([],)),
-        "truncation": ("inputs are never truncated here; shorten it yourself", ("disabled",)),
         "moderation": ("moderation is not supported", ()),
         "messages": ("here the conversation is `input`", ()),
         "max_tokens": ("here it is max_output_tokens", ()),
@@ -112,6 +112,12 @@ class ResponsesRequest(Sampling, kw_only=True):
         "n": (_ELSEWHERE, (1,)),
         "prompt_logprobs": (_ELSEWHERE, ()),
         "return_token_ids": (_ELSEWHERE, (False,)),
+    }
+    # All of them ask for the model to read less than what was sent, some day. It never does: an
+    # input that is too long is refused.
+    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "context_management": ([],),
+        "truncation": ("disabled",),
     }
 
     model: str
@@ -131,9 +137,20 @@ class ResponsesRequest(Sampling, kw_only=True):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
-    store: bool | None = None
+    context_management: list[dict[str, Any]] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_key: OpenName | None = None
     safety_identifier: OpenName | None = None
+
+    def ignored(self) -> list[str]:
+        """Return the names of the fields in this request that are accepted and change nothing."""
+        found = super().ignored()
+        if self.text is not None and self.text.verbosity is not None:
+            found.append("text.verbosity")
+        for i, item in enumerate(self.items()):
+            if item.get("encrypted_content") and not (item.get("content") or item.get("summary")):
+                found.append(f"input[{i}].encrypted_content")
+        return found
 
     def items(self) -> list[dict[str, Any]]:
         """Returns the input as a list of items."""
@@ -189,7 +206,8 @@ def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
         last = messages[-1] if messages and messages[-1].role == "assistant" else None
         match typed_at(given, _ITEMS, where, "message"):
             case _Message(role=role, content=content):
-                text = text_at(content, _TEXTS, f"{where}.content")
+                kinds = _OWN_TEXTS if role == "assistant" else _TEXTS
+                text = text_at(content, kinds, f"{where}.content")
                 if (
                     role == "assistant"
                     and last is not None
@@ -200,8 +218,9 @@ def chat_messages(items: list[dict[str, Any]]) -> list[Message]:
                 else:
                     messages.append(Message(role=role, content=text))
             case _Reasoning(content=content, summary=summary):
-                text = text_at(content or summary, _REASONING, f"{where}.content")
-                messages.append(Message(role="assistant", reasoning_content=text))
+                field = "content" if content else "summary"
+                if text := text_at(content or summary, _REASONING, f"{where}.{field}"):
+                    messages.append(Message(role="assistant", reasoning_content=text))
             case _FunctionCall() as made:
                 if last is None:
                     messages.append(last := Message(role="assistant"))

@@ -24,10 +24,14 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """`response_format`. structures and triggers are those of a structural tag."""
+    """`response_format`. structures and triggers are those of a structural tag.
+
+    schema: of a json_object, as llama.cpp and Together have it.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
     structures: list[Any] | None = None
     triggers: list[Any] | None = None
 
@@ -75,13 +79,17 @@ def _response_format(asked: ResponseFormat) -> dict[str, tuple[str, Any]]:
         for name in asked.__struct_fields__[1:]
         if (value := getattr(asked, name)) is not None
     }
-    allowed = {"json_schema": ["json_schema"], "structural_tag": ["structures", "triggers"]}.get(
-        asked.type, []
-    )
+    allowed = {
+        "json_object": ["schema"],
+        "json_schema": ["json_schema"],
+        "structural_tag": ["structures", "triggers"],
+    }.get(asked.type, [])
     if surplus := sorted(given.keys() - allowed):
         name = f"response_format.{surplus[0]}"
         raise InvalidRequest(f"{name} does not belong to type {asked.type}", param=name)
     match asked.type:
+        case "json_object" if asked.schema is not None:
+            return {"response_format.schema": ("json", asked.schema)}
         case "json_object":
             return {"response_format": ("json_object", True)}
         case "json_schema":

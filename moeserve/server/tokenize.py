@@ -66,11 +66,7 @@ async def tokenize(call: HttpCall) -> web.StreamResponse:
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if request.prompt is None:
         _, tokens = await chat_prompt(
-            front,
-            ready,
-            request,
-            chat_tools(request.tools, request.tool_choice),
-            call.caller.owner,
+            front, ready, request, chat_tools(request.tools, request.tool_choice)
         )
     else:
         if len(request.prompt) > MAX_CHARS:

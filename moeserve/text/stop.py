@@ -17,10 +17,14 @@ class StopMatcher:
     that was pushed with active=True (min_tokens reached).
     """
 
-    __slots__ = ("_held", "_include", "_inert", "_stops")
+    __slots__ = ("_by_first", "_held", "_include", "_inert", "_longest", "_stops")
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._by_first: dict[str, list[str]] = {}  # the stop strings by their first character
+        for stop in self._stops:
+            self._by_first.setdefault(stop[0], []).append(stop)
         self._include = include_stop
         self._held = ""  # seen, not given back: a possible beginning of a stop string
         self._inert = 0  # characters of `_held` in which no match may end
@@ -59,18 +63,15 @@ class StopMatcher:
         return best
 
     def _undecided(self, buffer: str) -> int:
-        """Returns the start of the longest ending of `buffer` that is the beginning of a stop
+        """Return the start of the longest ending of `buffer` that is the beginning of a stop
         string.
         """
-        keep = len(buffer)
-        for stop in self._stops:
-            start = max(len(buffer) - len(stop) + 1, 0)
-            while (start := buffer.find(stop[0], start, keep)) >= 0:
-                if stop.startswith(buffer[start:]):
-                    keep = start
-                    break
-                start += 1
-        return keep
+        end = len(buffer)
+        for start in range(max(end - self._longest + 1, 0), end):
+            for stop in self._by_first.get(buffer[start], ()):
+                if len(stop) > end - start and stop.startswith(buffer[start:]):
+                    return start
+        return end
 
 
 def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

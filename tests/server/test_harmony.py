@@ -54,8 +54,8 @@ async def answering(answer: str, **settings):
 
 
 def join(events: list) -> dict:
-    """The whole answer of a stream's deltas."""
-    message = {"role": "assistant"}
+    """The whole answer of a stream's deltas. Content that stayed empty beside calls is null."""
+    message = {"role": "assistant", "content": ""}
     finish = None
     for event in events:
         for choice in event["choices"]:
@@ -70,6 +70,8 @@ def join(events: list) -> dict:
                     calls.append(call)
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
     return {"message": message, "finish_reason": finish}
 
 
@@ -86,10 +88,10 @@ def plain(choice: dict) -> dict:
     ("answer", "message", "finish", "options"),
     [
         (ANSWER, {"reasoning": "A fox 😀?", "content": "Once upon a time."}, "stop", {}),
-        (ANSWER, {"reasoning": "A "}, "stop", {"stop": "fox"}),
+        (ANSWER, {"reasoning": "A ", "content": ""}, "stop", {"stop": "fox"}),
         (ANSWER, {"reasoning": "A fox 😀?", "content": "Once "}, "stop", {"stop": ["upon"]}),
-        (ANSWER, {"reasoning": "A fox 😀?"}, "length", {"max_tokens": 22}),
-        (ANSWER, {}, "length", {"max_tokens": 1}),
+        (ANSWER, {"reasoning": "A fox 😀?", "content": ""}, "length", {"max_tokens": 22}),
+        (ANSWER, {"content": ""}, "length", {"max_tokens": 1}),
         (
             CALLS,
             {

@@ -348,7 +348,7 @@ REFUSED = [
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "sometimes"}, "truncation"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format"),

@@ -29,7 +29,7 @@ TAG: dict[str, Any] = {
 
 
 def asked(body: dict[str, Any]) -> tuple[GrammarSpec, str] | None:
-    request, _ = decode({"prompt": "x"} | body, CompletionRequest)
+    request = decode({"prompt": "x"} | body, CompletionRequest).request
     constraint = request.constraint()
     return None if constraint is None else (grammar_of(*constraint), constraint[1])
 
