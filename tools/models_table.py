@@ -32,7 +32,7 @@ A checkpoint is served if its `config.json` names one of these architectures and
 a way that is not computed; such a key is refused by name. Every family is compared with transformers' own
 implementation, tokens and logits, in `tests/models`, and its bits alone with its bits in company. Expert parallelism
 (`--dp`, `--ep`), tensor parallelism (`--tp`), prefix caching, preemption, replay and dual-batch overlap work with every
-family. Weights may be quantised in every format of README.md ("Your own model").
+family. Weights may be quantised in every format of [quantization.md](quantization.md).
 
 Sizes are those of the default configuration in transformers. **KV**: elements that one token leaves behind in one
 layer, or those of a recurrent layer's state ([recurrent.md](recurrent.md)). **int8 KV**: whether `kv_cache_dtype: int8`

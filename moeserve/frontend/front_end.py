@@ -111,6 +111,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         reservation: Reservation | None = None,
         priority: int = 0,
         salt: str = "",
+        owner: str = "",
         request_id: str = "",
         marked: bool = False,
         parser: Callable[[], AnswerParser] | None = None,
@@ -125,6 +126,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             reservation: Room for the sequences, from `admit`. Without one they are admitted here.
             priority: Lower values run first.
             salt: Requests with different salts share no prefix cache.
+            owner: The sender. New grammars of several owners are checked in turns.
             request_id: Any text; it names the request in errors and receipts.
             marked: Special tokens are in the text, between marks.
             parser: Makes the parser of each sequence's answer; the text is marked then.
@@ -147,7 +149,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         reservation = reservation or self.admit(params.n, priority=priority)
         try:
             if grammar is not None or params.structured_outputs is not None:
-                grammar = await self._grammars.of(params, grammar, grammar_param, ready)
+                grammar = await self._grammars.of(params, grammar, grammar_param, ready, owner)
             if params.receipt and self.notary is not None:
                 await self.notary.weights(ready)
             # The engine may have been lost or replaced meanwhile.

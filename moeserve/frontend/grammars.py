@@ -1,7 +1,6 @@
-"""The grammars of requests, checked before a request is admitted."""
+"""Checks the grammars of requests before the requests are admitted."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 from moeserve.errors import InvalidRequest
 from moeserve.messages import Ready
@@ -12,45 +11,57 @@ from moeserve.text.tokenizer import Tokenizer
 
 
 class GrammarAdmission:
-    """Checks grammars in a thread of its own, one after the other; those that were checked before
-    need no thread.
+    """Checks the grammars of one front end's requests. It owns the processes that compile new ones;
+    `close` ends them.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._checker: GrammarChecker | None = None
-        self._thread = ThreadPoolExecutor(1, "grammars")  # starts with its first work
 
     async def of(
-        self, params: SamplingParams, grammar: GrammarSpec | None, param: str, ready: Ready
+        self,
+        params: SamplingParams,
+        grammar: GrammarSpec | None,
+        param: str,
+        ready: Ready,
+        owner: str = "",
     ) -> GrammarSpec | None:
-        """Returns the checked grammar: the given one, else what the parameters ask for. Raises
-        InvalidRequest, naming `param`, the field that asks for it."""
-        params.check(ready.vocab_size)
+        """Return the checked grammar: the given one, or the one of the sampling parameters.
+
+        Args:
+            params: The request's sampling parameters, which were checked.
+            grammar: The grammar of a chat with tools.
+            param: The request's field with the grammar, for errors.
+            ready: The engine's answer to its start.
+            owner: The sender. Owners of new grammars take turns.
+
+        Raise InvalidRequest, or Overloaded if the processes that compile are busy for too long.
+        """
         if grammar is None and params.structured_outputs is not None:
-            grammar = grammar_of(params.structured_outputs, param)
+            # In a thread: a schema may be as long as the largest body.
+            grammar = await asyncio.to_thread(grammar_of, params.structured_outputs, param)
         if grammar is not None:
-            await self._check(grammar, param, ready)
+            await self._checker_for(ready, param).check_async(grammar, param, owner)
         return grammar
 
-    async def _check(self, spec: GrammarSpec, param: str, ready: Ready) -> None:
+    def _checker_for(self, ready: Ready, param: str) -> GrammarChecker:
         if self._tokenizer is None:
             raise InvalidRequest(
                 "structured output needs a tokenizer; this server runs without one", param=param
             )
         if not ready.eos_token_ids:
-            what = "this model names no token that ends an answer (eos_token_id), so no text can be complete"
-            raise InvalidRequest(f"{param}: {what}", param=param, code="unsupported_parameter")
+            raise InvalidRequest(
+                f"{param}: this model names no token that ends an answer (eos_token_id), so no "
+                "text can be complete",
+                param=param,
+                code="unsupported_parameter",
+            )
         if self._checker is None:
             self._checker = GrammarChecker(self._tokenizer, ready.vocab_size, ready.eos_token_ids)
-        checker = self._checker
-        if not checker.recall(spec, param):
-            await asyncio.get_running_loop().run_in_executor(
-                self._thread, checker.check, spec, param
-            )
+        return self._checker
 
     async def close(self) -> None:
-        """Ends the thread and the checker's process."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the processes that compile grammars."""
         if self._checker is not None:
             await asyncio.to_thread(self._checker.close)

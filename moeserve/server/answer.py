@@ -184,6 +184,7 @@ async def running_request(
         "reservation": reservation,
         "priority": call.priority(request.priority),
         "salt": call.salt(request.cache_salt),
+        "owner": call.caller.owner,
     }
     if (constraint := request.constraint()) is not None:
         options["grammar_param"] = constraint[1]

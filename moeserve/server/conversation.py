@@ -101,7 +101,7 @@ async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Co
     # first, before any work that may be in vain
     with call.admit(front, params.n, request.priority) as reservation:
         tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        text, prompt = await chat_prompt(front, ready, request, tools)
+        text, prompt = await chat_prompt(front, ready, request, tools, call.caller.owner)
         chat = Conversation(call, front, ready, prompt, params, tools)
         call.counts = chat.counts
         options: dict[str, Any] = {}
@@ -152,15 +152,17 @@ async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int
     front, ready = call.context.serving(request.model)
     chat_params(request, front.defaults).check(ready.vocab_size)
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    return await chat_prompt(front, ready, request, tools)
+    return await chat_prompt(front, ready, request, tools, call.caller.owner)
 
 
 async def chat_prompt(
-    front: FrontEnd, ready: Ready, request: "ChatRequest | TokenizeRequest", tools: Tools
+    front: FrontEnd,
+    ready: Ready,
+    request: "ChatRequest | TokenizeRequest",
+    tools: Tools,
+    owner: str,
 ) -> tuple[str, list[int]]:
-    """Returns the rendered prompt as people see it, and its ids; works in a thread, since both may
-    take long.
-    """
+    """Return the rendered prompt as people see it, and its ids. Neither is made on the event loop."""
     template = front.chat_template
     tokenizer = front.tokenizer
     if template is None or tokenizer is None:
@@ -196,16 +198,13 @@ async def chat_prompt(
         }
         kwargs = effort | kwargs
 
-    def work() -> tuple[str, list[int]]:
-        """Renders and encodes the conversation, in this thread."""
-        text = template.render(
-            tokenizer,
-            messages,
-            tools=offered,
-            add_generation_prompt=adds,
-            continue_final_message=continues,
-            kwargs=kwargs,
-        )
-        return unshield(text), tokenizer.encode_prompt(text)
-
-    return await asyncio.to_thread(work)
+    rendered = await template.render_async(
+        tokenizer,
+        messages,
+        owner,
+        tools=offered,
+        add_generation_prompt=adds,
+        continue_final_message=continues,
+        kwargs=kwargs,
+    )
+    return await asyncio.to_thread(lambda: (unshield(rendered), tokenizer.encode_prompt(rendered)))

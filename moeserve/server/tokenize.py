@@ -66,7 +66,11 @@ async def tokenize(call: HttpCall) -> web.StreamResponse:
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if request.prompt is None:
         _, tokens = await chat_prompt(
-            front, ready, request, chat_tools(request.tools, request.tool_choice)
+            front,
+            ready,
+            request,
+            chat_tools(request.tools, request.tool_choice),
+            call.caller.owner,
         )
     else:
         if len(request.prompt) > MAX_CHARS:

@@ -6,18 +6,22 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from moeserve.sampling import GrammarSpec
-from moeserve.text.grammar_source import grammar_source, special_tokens
+from moeserve.text.grammar_source import digest, grammar_source, special_tokens
 from moeserve.text.json_schema import GrammarFault, parse_json, subschemas
+from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.tokenizer import Tokenizer
 
-MAX_VERDICTS = 256
+MAX_VERDICTS = 4096  # of less than 2 kB each
 SEARCH_S = 0.2  # for the place of an error in a schema
-_NOISE = (  # in llguidance's messages: what to replace, by what
+NUM_PROCESSES = 2
+# Parts of llguidance's messages, and their replacements.
+_NOISE = (
     (re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))"), ""),
     (re.compile(r"(invalid regex) .*( \(in regex\))", re.DOTALL), r"\1"),
     (re.compile(r"(regex parse error:\n).*\nerror: ", re.DOTALL), r"\1"),
@@ -28,14 +32,16 @@ _NOISE = (  # in llguidance's messages: what to replace, by what
         "",
     ),
 )
-_EMBEDDED = re.compile(
-    r"%json\s+(?=\{)"
-)  # a schema in Lark, as answer formats have it around a request's own
+# A schema inside Lark: answer formats write Lark around a request's own schemas.
+_EMBEDDED = re.compile(r"%json\s+(?=\{)")
+# Beginnings of llguidance's messages, and what they mean to the sender of a schema.
 _MEANING = {
     "NoExtension": "no text matches it",
     "Resource '": "only references inside the schema (#...) are followed",
     "Unimplemented keys": "keywords that cannot be enforced",
-    "oneOf constraints are not supported": "oneOf whose schemas may overlap cannot be enforced; use anyOf",
+    "oneOf constraints are not supported": (
+        "oneOf whose schemas may overlap cannot be enforced; use anyOf"
+    ),
     "Parser Error: Current row has": "too many alternatives at one place",
 }
 
@@ -43,103 +49,121 @@ _MEANING = {
 class GrammarChecker:
     """Compiles each new grammar in a process of its own (`grammar_sandbox`), which may die of it.
 
-    Thread-safe; `check` blocks. The process starts with the first grammar, and again after a death.
-    Verdicts are kept.
+    Thread-safe. The processes start with the first grammars; `close` ends them. Verdicts are kept
+    by a digest of the grammar, the latest MAX_VERDICTS of them.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._special = special_tokens(tokenizer)
         named = [(token_id, name) for name, token_id in self._special.items()]
         vocabulary = json.dumps({"vocab_size": vocab_size, "special": named, "ends": list(end_ids)})
-        self._sandbox = SandboxProcess(
-            "moeserve.text.grammar_sandbox", hello=vocabulary.encode() + b"\n"
+        self._sandboxes = SandboxPool(
+            "moeserve.text.grammar_sandbox",
+            purpose="new grammars",
+            size=NUM_PROCESSES,
+            hello=vocabulary.encode(),
         )
-        self._lock = threading.Lock()
-        self._verdicts: OrderedDict[GrammarSpec, GrammarFault | None] = OrderedDict()
+        self._lock = threading.Lock()  # of the verdicts
+        self._verdicts: OrderedDict[bytes, GrammarFault | None] = OrderedDict()
 
     def check(self, spec: GrammarSpec, param: str) -> None:
-        """Raises InvalidRequest for a grammar that cannot be used. param: the field of the request
-        that holds it.
+        """Raise InvalidRequest for a grammar that cannot be used. It blocks while the grammar
+        compiles. param: the field of the request that holds the grammar.
         """
-        if self.recall(spec, param):
-            return
-        with self._lock:
-            if spec not in self._verdicts:
-                self._verdicts[spec] = self._fault(spec)
-                if len(self._verdicts) > MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
-        self.recall(spec, param)
+        if not self.recall(spec, param):
+            _accept(self._sandboxes.submit(partial(self._judge, spec)).result(), param)
+
+    async def check_async(self, spec: GrammarSpec, param: str, owner: str = "") -> None:
+        """Do `check` without blocking the event loop. Grammars of several owners take turns. Raise
+        Overloaded if that takes too long.
+        """
+        if not self.recall(spec, param):
+            _accept(await self._sandboxes.run(partial(self._judge, spec), owner), param)
 
     def recall(self, spec: GrammarSpec, param: str) -> bool:
-        """Returns whether a grammar was accepted before, without blocking. Raises as `check` does
-        if it was refused.
+        """Return whether a grammar was accepted before, without blocking. Raise as `check` does if
+        it was refused.
         """
-        fault = self._verdicts.get(spec)
-        if fault is not None:
-            raise fault.as_request_error(param)
-        return spec in self._verdicts
+        key = digest(spec)
+        with self._lock:
+            if key not in self._verdicts:
+                return False
+            fault = self._verdicts[key]
+        _accept(fault, param)
+        return True
 
     def close(self) -> None:
-        """Ends the process."""
-        with self._lock:
-            self._sandbox.close()
+        """End the processes. It blocks."""
+        self._sandboxes.close()
 
-    def _fault(self, spec: GrammarSpec) -> GrammarFault | None:
+    def _judge(self, spec: GrammarSpec, sandbox: SandboxProcess) -> GrammarFault | None:
+        key = digest(spec)
+        with self._lock:
+            if key in self._verdicts:  # another request sent the same grammar meanwhile
+                return self._verdicts[key]
+        if (fault := self._fault(spec, sandbox)) is not None:
+            # Without its traceback, whose frames hold the grammar.
+            fault = GrammarFault(fault.message, fault.where)
+        with self._lock:
+            self._verdicts[key] = fault
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return fault
+
+    def _fault(self, spec: GrammarSpec, sandbox: SandboxProcess) -> GrammarFault | None:
         try:
-            error = self._compile(spec)
+            error = self._compile(spec, sandbox)
         except GrammarFault as fault:
             return fault
-        return GrammarFault(error, self._place(self._schema(spec, error), error)) if error else None
+        if not error:
+            return None
+        return GrammarFault(error, self._place(self._schema(spec, error, sandbox), error, sandbox))
 
-    def _schema(self, spec: GrammarSpec, error: str) -> Any:
-        """Returns the schema that has the error: the grammar itself, or one inside of it; {} if
-        none has.
+    def _schema(self, spec: GrammarSpec, error: str, sandbox: SandboxProcess) -> Any:
+        """Return the schema that has the error: the grammar itself, or one inside of it; {} if none
+        has.
         """
         if spec.kind == "json_schema":
             return parse_json(spec.text)
         until = monotonic() + SEARCH_S
         for match in _EMBEDDED.finditer(spec.text):
-            with suppress(
-                ValueError, RecursionError, GrammarFault
-            ):  # in a literal, or with another fault alone
+            # Raised in a literal that looks like a schema, or by a schema with another fault.
+            with suppress(ValueError, RecursionError, GrammarFault):
                 schema, _ = json.JSONDecoder().raw_decode(spec.text, match.end())
-                if (
-                    monotonic() < until
-                    and self._compile(GrammarSpec("json_schema", json.dumps(schema))) == error
-                ):
+                if monotonic() < until and self._error_of(schema, sandbox) == error:
                     return schema
         return {}
 
-    def _place(self, root: Any, error: str) -> str:
-        """Returns the pointer to the innermost schema that alone, beside the definitions, has the
-        same error.
+    def _place(self, root: Any, error: str, sandbox: SandboxProcess) -> str:
+        """Return the pointer to the innermost schema that has the same error alone, beside the
+        definitions.
         """
-        definitions = (
-            {key: root[key] for key in ("$defs", "definitions") if key in root} if root else {}
-        )
+        if not isinstance(root, dict):
+            return ""
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         where = ""
-        schema = root if isinstance(root, dict) else {}
+        schema = root
         until = monotonic() + SEARCH_S
-        with suppress(GrammarFault):  # another error, of one part alone
+        with suppress(GrammarFault):  # a part alone may have another fault
             while True:
                 for step, inner in subschemas(schema):
                     if monotonic() > until:
                         return where
-                    if (
-                        self._compile(GrammarSpec("json_schema", json.dumps(inner | definitions)))
-                        == error
-                    ):
-                        where = where + step
+                    if self._error_of(inner | shared, sandbox) == error:
+                        where += step
                         schema = inner
                         break
                 else:
                     break
         return where
 
-    def _compile(self, spec: GrammarSpec) -> str:
-        """Returns llguidance's error, "" for none. Raises GrammarFault if the process died of it."""
+    def _error_of(self, schema: Any, sandbox: SandboxProcess) -> str:
+        return self._compile(GrammarSpec("json_schema", json.dumps(schema)), sandbox)
+
+    def _compile(self, spec: GrammarSpec, sandbox: SandboxProcess) -> str:
+        """Return llguidance's error, "" for none. Raise GrammarFault if the process died of it."""
         try:
-            answer = self._sandbox.ask(json.dumps(grammar_source(spec, self._special)).encode())
+            answer = sandbox.ask(json.dumps(grammar_source(spec, self._special)).encode())
         except SandboxDied as death:
             if death.too_long:
                 raise GrammarFault("it takes too long to compile; make it smaller") from None
@@ -147,9 +171,14 @@ class GrammarChecker:
         return _plain(json.loads(answer))
 
 
+def _accept(fault: GrammarFault | None, param: str) -> None:
+    if fault is not None:
+        raise fault.as_request_error(param)
+
+
 def _plain(error: str) -> str:
-    """Returns llguidance's error on one line, without its places in sources that the sender has not
-    written.
+    """Return llguidance's error on one line, without positions in sources that the sender did not
+    write.
     """
     for pattern, by in _NOISE:
         error = pattern.sub(by, error)

@@ -13,6 +13,7 @@ A quoted text means these characters, even if they spell a special token. Only L
 literals of structural tags mean the special tokens themselves.
 """
 
+import hashlib
 from collections.abc import Mapping
 
 from moeserve.sampling import GrammarSpec
@@ -34,6 +35,24 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _LIMITS = {"regex": MAX_REGEX_BYTES, "lark": MAX_GRAMMAR_BYTES, "gbnf": MAX_GRAMMAR_BYTES}
 
 
+def digest(spec: GrammarSpec) -> bytes:
+    """Return a key for dictionaries that does not keep the grammar's text in memory."""
+    shape = f"{spec.kind} {spec.any_whitespace} {len(spec.whitespace_pattern)}\n"
+    text = shape + spec.whitespace_pattern + spec.text
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def check_length(kind: str, text: str, whitespace_pattern: str = "") -> None:
+    """Raise GrammarFault for a text or a pattern that is too long to compile."""
+    limit = _LIMITS.get(kind, MAX_JSON_BYTES)
+    if (size := len(text)) <= limit:  # characters; as many bytes or fewer than there are
+        size = len(text.encode("utf-8", "surrogatepass"))
+    if size > limit:
+        raise GrammarFault(f"{size:,} bytes; at most {limit:,} are compiled")
+    if len(whitespace_pattern) > MAX_REGEX_BYTES:
+        raise GrammarFault(f"the whitespace pattern is longer than {MAX_REGEX_BYTES:,} bytes")
+
+
 def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     """Returns the source of a spec, in Lark. special: the tokenizer's special tokens. Raises
     GrammarFault.
@@ -43,12 +62,7 @@ def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
 
 def lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     """Returns the same without the options, which may stand there only once."""
-    limit = _LIMITS.get(spec.kind, MAX_JSON_BYTES)
-    size = len(spec.text.encode())
-    if size > limit:
-        raise GrammarFault(f"{size:,} bytes; at most {limit:,} are compiled")
-    if len(spec.whitespace_pattern) > MAX_REGEX_BYTES:
-        raise GrammarFault(f"the whitespace pattern is longer than {MAX_REGEX_BYTES:,} bytes")
+    check_length(spec.kind, spec.text, spec.whitespace_pattern)
     if spec.kind == "lark" and "%llguidance" in spec.text:
         raise GrammarFault("%llguidance is not accepted")
     return _lark_of(spec, special)

@@ -9,6 +9,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.sampling import MAX_CHOICES, GrammarSpec
 
 MAX_REGEX_BYTES = 8 * 1024
+MAX_FAULT_CHARS = 500
 MAX_DEPTH = 64
 # JSON laid out in any usual way; models loop in endless whitespace
 _WHITESPACE = r"[ \t]{1,4}|(\r?\n){1,2}[ \t]{0,32}"
@@ -26,14 +27,15 @@ _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 class GrammarFault(ValueError):
-    """A grammar that cannot be compiled. where: JSON pointer to the place in its JSON, "" for the
-    whole.
+    """A grammar that cannot be compiled. where: the JSON pointer to the place in its JSON, "" for
+    the whole.
     """
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.where = where
+        # Cut, because both may quote a request, and verdicts are kept.
+        self.message = message[:MAX_FAULT_CHARS]
+        self.where = where[:MAX_FAULT_CHARS]
 
     def as_request_error(self, param: str) -> InvalidRequest:
         """Returns the error for the client. param: the request's field with the grammar."""

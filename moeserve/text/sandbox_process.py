@@ -1,78 +1,162 @@
-"""A process that works on what strangers sent, so that input which never ends or needs all memory
-kills only it.
+"""A worker process for input of strangers: input that never ends, or needs all memory, kills only
+the worker.
 """
 
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 import moeserve
+from moeserve.errors import ConfigError
+from moeserve.text.sandbox_child import LIMIT_EXIT
+
+TRIES = 2  # processes that one line may cost
+# Signals that a process raises by its own code. SIGSEGV is also how a stack overflow ends it.
+_OWN_FAULTS = (
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+)
+_EXIT_S = 5.0  # for a process that closed its output to exit
 
 
 class SandboxDied(Exception):
-    """The process died of a question. too_long: of the time that it took, rather than of memory or
-    the stack.
+    """The input is at fault: the process met a limit of its own, or two processes were killed.
+
+    too_long: the limit was that of time, rather than of memory or of the stack.
     """
 
-    def __init__(self, *, too_long: bool) -> None:
-        super().__init__("took too long" if too_long else "needed too much memory")
+    def __init__(self, why: str, *, too_long: bool = False) -> None:
+        super().__init__(why)
         self.too_long = too_long
 
 
-class SandboxProcess:
-    """A module of ours, with its arguments, that answers lines with lines and sets its own limits.
-    Not thread-safe.
+class _Killed(Exception):
+    """Somebody else ended the process, so the input may be harmless."""
 
-    It starts with the first question, and again after a death. hello: the line that a new process
-    reads first.
+
+class SandboxProcess:
+    """A worker process that answers lines with lines and sets its own limits (`sandbox_child`).
+
+    It starts with the first line, and again after a death. Only `stop` may be called from another
+    thread than the one that uses it.
     """
 
     def __init__(self, *module: str, hello: bytes = b"") -> None:
+        """Start nothing yet.
+
+        Args:
+            module: A module of this package and its arguments.
+            hello: The line that a new process reads first.
+        """
         self._module = module
         self._hello = hello
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # of starting and stopping
+        self._stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the running process, None if there is none."""
+        return None if self._process is None else self._process.pid
 
     def ask(self, line: bytes) -> bytes:
-        """Returns the line that answers another one. Raises SandboxDied."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # how it died
-                bufsize=2**16,
-                pipesize=2**20,  # a long conversation in few turns
-                cwd=Path(moeserve.__file__).parents[
-                    1
-                ],  # so that it finds this package and nothing of the user's
-            )
-            self._send(self._hello)
-        self._send(line + b"\n")
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        if not answer.endswith(b"\n"):
-            raise SandboxDied(too_long=self.close() == -signal.SIGPROF)
-        return answer
+        """Return the line that answers `line`. Raise SandboxDied.
 
-    def _send(self, text: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died; whoever reads sees it
-            self._process.stdin.write(text)
-            self._process.stdin.flush()
+        A process that somebody else kills, such as the kernel when memory runs out, costs nothing:
+        another one answers.
+        """
+        for _ in range(TRIES):
+            with suppress(_Killed):
+                return self._ask(line)
+        raise SandboxDied("killed the process that works on it, and the next one")
+
+    def stop(self) -> None:
+        """Kill the process for good. A thread that waits for an answer gets SandboxDied."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.kill()
 
     def close(self) -> int | None:
-        """Ends the process. Returns its exit code, None if there was none."""
+        """Wait for the end of a process that died or was stopped, and close its pipes. Return its
+        exit code, None if there was no process.
+        """
         process = self._process
         self._process = None
         if process is None:
             return None
-        process.kill()
+        try:
+            code = process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
         for pipe in (process.stdin, process.stdout):
             with suppress(BrokenPipeError):
                 if pipe is not None:
                     pipe.close()
-        return process.wait()
+        return code
+
+    def _ask(self, line: bytes) -> bytes:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        self._send(line)
+        answer = self._readline()
+        if answer is None:
+            raise self._death()
+        return answer
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._stopped:
+                raise SandboxDied("came while the server stops")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # hostile input could fill the log with tracebacks
+                bufsize=2**16,
+                pipesize=2**20,  # a long conversation in few writes
+                cwd=Path(moeserve.__file__).parents[1],  # finds this package, nothing of the user's
+            )
+        if self._hello:
+            self._send(self._hello)
+        if self._readline() is None:
+            code = self.close()
+            if code is not None and code < 0:
+                raise _Killed
+            command = f"python -m {' '.join(self._module)}"
+            raise ConfigError(f"{command}: ends at its start (exit code {code}); run it to see why")
+
+    def _send(self, line: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died; reading will show it
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+
+    def _readline(self) -> bytes | None:
+        """Return a line of the process, None if it died."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return line if line.endswith(b"\n") else None
+
+    def _death(self) -> Exception:
+        """Return the error that a dead process means for its input."""
+        code = self.close()
+        if self._stopped:
+            return SandboxDied("came while the server stops")
+        if code == -signal.SIGPROF:
+            return SandboxDied("took too long", too_long=True)
+        if code == LIMIT_EXIT or code in [-fault for fault in _OWN_FAULTS]:
+            return SandboxDied("needed too much memory")
+        if code is not None and code < 0:
+            return _Killed()
+        return SandboxDied(f"ended the process that works on it with exit code {code}")

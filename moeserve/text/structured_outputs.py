@@ -1,26 +1,28 @@
-"""From what a request asks of its answer's text to one grammar, in one form for equal contents."""
+"""From a request's constraint on the text of its answer to one grammar, in one form for equal
+constraints.
+"""
 
 import json
 from typing import Any
 
 from moeserve.errors import InvalidRequest
 from moeserve.sampling import GrammarSpec, StructuredOutputsParams
-from moeserve.text.json_schema import parse_json
+from moeserve.text.grammar_source import check_length
+from moeserve.text.json_schema import GrammarFault, parse_json
 
-_KINDS: dict[str, Any] = {
-    "json": "json_schema",
-    "structural_tag": "structural_tag",
-}  # that come as text or as values
+# Constraints that come as JSON text or as values, and the kinds of their grammars.
+_KINDS: dict[str, Any] = {"json": "json_schema", "structural_tag": "structural_tag"}
 
 
-def grammar_of(asked: StructuredOutputsParams, param: str) -> GrammarSpec:
-    """Returns the grammar. param: the field of the request that asks for it. Raises InvalidRequest
-    unless there is one constraint; the grammar itself is unchecked."""
-    given = asked.given
+def grammar_of(params: StructuredOutputsParams, param: str) -> GrammarSpec:
+    """Return the grammar; only its length is checked. param: the field of the request that holds
+    the constraint. Raise InvalidRequest unless there is exactly one constraint.
+    """
+    given = params.given
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
-        what = f"{param} needs one of {', '.join(asked.__struct_fields__[:6])}; it has {found}"
-        raise InvalidRequest(what, param=param)
+        names = ", ".join(params.__struct_fields__[:6])
+        raise InvalidRequest(f"{param} needs one of {names}; it has {found}", param=param)
     ((name, value),) = given.items()
     kind = _KINDS.get(name, name)
     text = value
@@ -30,16 +32,21 @@ def grammar_of(asked: StructuredOutputsParams, param: str) -> GrammarSpec:
         kind = "gbnf" if "::=" in value else "lark"
     elif name != "regex":
         text = _canonical(value, param, parse=name in _KINDS)
-    return GrammarSpec(kind, text, not asked.disable_any_whitespace, asked.whitespace_pattern or "")
+    pattern = params.whitespace_pattern or ""
+    try:
+        check_length(kind, text, pattern)
+    except GrammarFault as fault:
+        raise fault.as_request_error(param) from None
+    return GrammarSpec(kind, text, not params.disable_any_whitespace, pattern)
 
 
 def either(first: GrammarSpec, second: GrammarSpec) -> GrammarSpec:
-    """Returns the grammar of texts that match one of two grammars of answers."""
+    """Return the grammar of texts that match one of two grammars of answers."""
     return GrammarSpec("answer", f"start: %lark {{\n{first.text}\n}} | %lark {{\n{second.text}\n}}")
 
 
 def _canonical(value: Any, param: str, *, parse: bool) -> str:
-    """Returns JSON in one form for equal values. The order of keys stays, since answers follow it."""
+    """Return JSON in one form for equal values. Keys keep their order, since answers follow it."""
     try:
         parsed = parse_json(value) if parse and isinstance(value, str) else value
         return json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

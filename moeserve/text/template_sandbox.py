@@ -1,18 +1,18 @@
-"""A process that renders chat templates, which come with checkpoints and so may be anybody's code.
+"""A process that renders chat templates. They come with checkpoints, so they may be anybody's code.
 
     python -m moeserve.text.template_sandbox CPU_S
 
-Reads JSON lines on standard input, each a template's source and its variables; answers each with a
-line: a list of what became of it ("text", "syntax", "limit", "rejects" or "fails") and the text, or
-why there is none; where null stands for the variables, "names" and those that the template reads.
-The environment keeps templates from Python's internals; what takes more than CPU_S seconds or
-MAX_MEMORY ends the process.
+Each line of standard input is a JSON list: a template's source, its variables, and the date and
+time that its `strftime_now` shows. Each line of output is a list of an outcome ("text", "syntax",
+"limit", "rejects" or "fails") and the text, or the reason why there is none. Where the variables
+are null, the outcome is "names", and the text lists the variables that the template reads.
+
+The environment keeps templates from Python's internals. A template that takes more than CPU_S
+seconds or MAX_MEMORY bytes ends the process.
 """
 
 import json
 import re
-import resource
-import signal
 import sys
 from collections.abc import Mapping
 from datetime import datetime
@@ -28,20 +28,20 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from moeserve.text.sandbox_child import serve, set_limits
+
 MAX_MEMORY = 2**30
 MAX_CHARS = 64 * 2**20  # of one rendering
-_NOT_ASCII = re.compile(
-    "[^\0-~\ufdd0]+"
-)  # U+FDD0: tokenizer.MARK, whose module takes long to import
+# U+FDD0 is tokenizer.MARK, whose module takes long to import.
+_NOT_ASCII = re.compile("[^\0-~\ufdd0]+")
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Denies Python's internals and changes of values, with an error where jinja2 would go on with
-    an Undefined.
+    """An environment that denies Python's internals and changes of values with an error, where
+    jinja2 would continue with an Undefined.
     """
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Raises SecurityError; jinja2's own Undefined would fail only when used."""
         raise SecurityError(
             f"access to attribute {attribute[:64]!r} of {type(obj).__name__!r} is unsafe"
         )
@@ -64,12 +64,11 @@ def _namespace(*args: Any, **values: Any) -> _Namespace:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks training targets, rendered as its body."""
+    """`{% generation %}...{% endgeneration %}`, which marks training targets: renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns the body's nodes."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -81,11 +80,13 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON as transformers does: the filter of jinja2 escapes HTML. Marks stay marks."""
+    """Return JSON as transformers does; jinja2's own filter escapes HTML. Marks stay marks."""
     text = json.dumps(
         value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
+    if not ensure_ascii:
+        return text
+    return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def _raise_exception(message: str) -> None:
@@ -95,12 +96,10 @@ def _raise_exception(message: str) -> None:
 def _environment() -> _Sandbox:
     env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     env.filters["tojson"] = _tojson
-    del env.filters["random"], env.globals["lipsum"]  # the same messages are the same prompt
-    env.globals |= {
-        "namespace": _namespace,
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda layout: datetime.now().strftime(layout),
-    }
+    # Equal messages give equal prompts, so nothing random.
+    del env.filters["random"]
+    del env.globals["lipsum"]
+    env.globals |= {"namespace": _namespace, "raise_exception": _raise_exception}
     return env
 
 
@@ -112,47 +111,37 @@ def _compile(source: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(source)
 
 
-def render(source: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Returns what became of a template, and its text or why there is none."""
+def render(source: str, variables: Mapping[str, Any] | None, now: str) -> tuple[str, str]:
+    """Return the outcome and the text, or the reason why there is none."""
     try:
         if variables is None:
             return "names", " ".join(find_undeclared_variables(_ENVIRONMENT.parse(source)))
-        text = _compile(source).render(variables)
-        text.encode()  # unpaired surrogates are no text
-        return (
-            ("text", text)
-            if len(text) <= MAX_CHARS
-            else ("limit", f"more than {MAX_CHARS:,} characters")
-        )
+        clock = datetime.fromisoformat(now)
+        shown = {"strftime_now": lambda layout: clock.strftime(layout)}
+        text = _compile(source).render(shown | dict(variables))
+        text.encode()  # raises for unpaired surrogates
     except MemoryError:
         raise
     except jinja2.TemplateSyntaxError as error:
         return "syntax", f"line {error.lineno}: {error.message}"
     except (SecurityError, OverflowError, RecursionError) as error:
         return "limit", str(error)
-    except Exception as error:  # a template is a program: it may fail in any way on these messages
-        return (
-            ("rejects", str(error))
-            if type(error) is jinja2.TemplateError
-            else ("fails", type(error).__name__)
-        )
+    except Exception as error:  # a template is a program: it may fail in any way
+        if type(error) is jinja2.TemplateError:
+            return "rejects", str(error)
+        return "fails", f"{type(error).__name__}: {error}"
+    if len(text) > MAX_CHARS:
+        return "limit", f"more than {MAX_CHARS:,} characters"
+    return "text", text
 
 
-def serve(cpu_s: float) -> None:
-    """Answers until standard input ends."""
-    out = sys.stdout.buffer
-    for line in open(0, "rb", buffering=2**16):  # noqa: SIM115
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # nobody catches SIGPROF: it ends the process
-        answer = msgspec.json.encode(render(*json.loads(line)))  # json: integers may have any size
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        out.write(answer + b"\n")
-        out.flush()
+def _answer(line: bytes) -> bytes:
+    # json rather than msgspec: it reads integers of any size
+    return msgspec.json.encode(render(*json.loads(line)))
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the server, which then closes our standard input
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    serve(float(sys.argv[1]))
+    set_limits(MAX_MEMORY)
+    # A file of its own: sys.stdin.buffer reads in pieces of 8 KiB.
+    with open(0, "rb", buffering=2**16) as standard_input:
+        serve(standard_input, _answer, cpu_s=float(sys.argv[1]))

@@ -2,9 +2,8 @@
 rounded as shown.
 
 A claim is a sentence with {} for the figures, and the result file that holds them. The claim's
-paragraph or table row, or the first paragraph of the comparison, links that file. Two more things
-fail: a digit in README.md's comparison that is in no claim and no fact, and a figure with a unit
-anywhere else.
+paragraph or table row links that file. Two more things fail: a digit in docs/comparison.md that is
+in no claim and no fact, and a figure with a unit anywhere else.
 """
 
 from __future__ import annotations
@@ -115,60 +114,40 @@ def _simulated(found: Any) -> list[float]:
 
 PEERS = ("vllm", "llamacpp", "transformers")
 ZEN_4 = "peers_amd-epyc-zen4-2c-avx512bf16"
-_served, _moving = partial(_kills, key="served_s"), partial(_kills, key="all_streams_moving_s")
+
+
+COMPARISON = "docs/comparison.md"
+
+
+def _moving(found: Any) -> list[float]:
+    return [found["median_s"]["moving"], found["max_s"]["moving"]]
+
+
+def _worst_kill(found: Any) -> list[float]:
+    return [len(found["kills"]), found["max_s"]["moving"], found["lost"], found["different"]]
+
 
 CLAIMS = [
     Claim(
-        "{} s from a new server to its first answer instead of {}",
-        "startup-hf",
-        lambda r: [r["packed_cache_first_token_s"]["median"], r["first_token_s"]["median"]],
+        "prefill ([samples](benchmarks/results/peers-15b-q4-0_intel-xeon-2c-avx512bf16_202611.json))"
+        " | {}, {} and {} times as fast",
+        "peers-15b-q4-0",
+        _beside_llamacpp_gguf,
     ),
+    Claim("| {} and {} times as many |", "serve-peers", lambda r: _beside_vllm(r)[:2]),
     Claim(
-        "fast in three of the five rounds ({} to {} GB/s) and slow in two ({} to {})",
-        "peers",
-        _memory_rates,
-    ),
-    Claim(
-        "about even, {} times at the median and {} to {} by the round", "peers", _beside_llamacpp
-    ),
-    Claim(
-        "to its first answer: {} s (llama.cpp {}, which maps the file; vLLM {}; transformers {})",
-        "peers",
-        lambda r: [r["start_s"][name] for name in ("moeserve", "llamacpp", "vllm", "transformers")],
-    ),
-    Claim(
-        "decodes one request {} times as fast, eight {} times and 32 {} times, and reads prompts at {} and {} of the",
-        ZEN_4,
-        partial(_by_round, ours="moeserve-12-bit", others=["moeserve"]),
-    ),
-    Claim(
-        "With it moeserve gives {}, {}, {}, {} and {} times as many",
-        ZEN_4,
-        partial(_by_round, ours="moeserve-12-bit", others=PEERS),
-    ),
-    Claim(
-        "with 16 bits {}, {}, {}, {} and {} times",
-        ZEN_4,
-        partial(_by_round, ours="moeserve", others=PEERS),
-    ),
-    Claim(
-        "{} s with `packed_cache`",
-        "startup-hf",
-        lambda r: [r["packed_cache_first_token_s"]["median"]],
-    ),
-    Claim(
-        "decodes a single request {} times as fast as bf16, `int4` {} times",
-        "quantized",
-        _quantized,
-    ),
-    Claim(
-        "{} and {} times the output tokens per second of vLLM, {} and {} times its p99 time",
-        "serve-peers",
-        _beside_vllm,
+        "under 32 streams, {} times: until every stream moves again"
+        " ([samples](benchmarks/results/kills_amd-epyc-2c-avx512bf16_202611.json))"
+        " | at most {} s; {} requests lost, {} tokens different |",
+        "kills",
+        _worst_kill,
     ),
     *[
         Claim(
-            f"/{file}_{machine}_202611.json)) | {{}} | {{}} | {{}} |", file, _beside_llamacpp_gguf
+            f"/{file}_{machine}_202611.json)) | {{}} | {{}} | {{}} |",
+            file,
+            _beside_llamacpp_gguf,
+            COMPARISON,
         )
         for file, machine in (
             ("peers-15b-q4-0", "intel-xeon-2c-avx512bf16"),
@@ -178,19 +157,104 @@ CLAIMS = [
             ("peers-gpt-oss-mxfp4", "intel-xeon-2c-avx512bf16"),
         )
     ],
-    Claim("| {} µs / {} µs |", "step", _step_us),
+    Claim("three rounds had {} to {} GB/s, two had {} to {}", "peers", _memory_rates, COMPARISON),
+    Claim(
+        "of five rounds ([samples](../benchmarks/results/peers_amd-epyc-2c-avx512bf16_202611.json))"
+        " | {}, {} and {} |",
+        "peers",
+        _beside_llamacpp,
+        COMPARISON,
+    ),
+    Claim(
+        f"16 bits ([samples](../benchmarks/results/{ZEN_4}_202611.json))"
+        " | {} | {} | {} | {} and {} |",
+        ZEN_4,
+        partial(_by_round, ours="moeserve", others=PEERS),
+        COMPARISON,
+    ),
+    Claim(
+        "`lossless_compression: all`"
+        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} and {{}} |",
+        ZEN_4,
+        partial(_by_round, ours="moeserve-12-bit", others=PEERS),
+        COMPARISON,
+    ),
+    Claim(
+        "both in moeserve"
+        f" ([samples](../benchmarks/results/{ZEN_4}_202611.json)) | {{}} | {{}} | {{}} | {{}} and {{}} |",
+        ZEN_4,
+        partial(_by_round, ours="moeserve-12-bit", others=["moeserve"]),
+        COMPARISON,
+    ),
+    Claim(
+        "`--quantization int8` and `int4`"
+        " ([samples](../benchmarks/results/quantized_amd-epyc-2c-avx512bf16_202611.json))"
+        " | {} and {} |",
+        "quantized",
+        _quantized,
+        COMPARISON,
+    ),
+    Claim(
+        "output tokens per second"
+        " ([samples](../benchmarks/results/serve-peers_amd-epyc-2c-avx512bf16_202611.json))"
+        " | {} | {} |",
+        "serve-peers",
+        lambda r: _beside_vllm(r)[:2],
+        COMPARISON,
+    ),
+    Claim(
+        "smaller is better"
+        " ([samples](../benchmarks/results/serve-peers_amd-epyc-2c-avx512bf16_202611.json))"
+        " | {} | {} |",
+        "serve-peers",
+        lambda r: _beside_vllm(r)[2:],
+        COMPARISON,
+    ),
+    Claim(
+        "transformers ([samples](../benchmarks/results/peers_amd-epyc-2c-avx512bf16_202611.json))"
+        " | {}, {}, {} and {} |",
+        "peers",
+        lambda r: [r["start_s"][name] for name in ("moeserve", "llamacpp", "vllm", "transformers")],
+        COMPARISON,
+    ),
+    Claim(
+        "and without"
+        " ([samples](../benchmarks/results/startup-hf_amd-epyc-2c-avx512bf16_202611.json))"
+        " | {} and {} |",
+        "startup-hf",
+        lambda r: [r["packed_cache_first_token_s"]["median"], r["first_token_s"]["median"]],
+        COMPARISON,
+    ),
+    Claim("| {} µs / {} µs |", "step", _step_us, COMPARISON),
     Claim(
         "| {} s; {} s |",
         "startup-demo",
         lambda r: [r["ready_s"]["median"], r["listening_s"]["median"]],
+        COMPARISON,
     ),
-    Claim("on one core | {} |", "streaming", lambda r: [r["events_per_s"]["median"]]),
-    Claim("| {} % of a core |", "idle", lambda r: [100 * r["core_share_total"]["median"]]),
+    Claim("on one core | {} |", "streaming", lambda r: [r["events_per_s"]["median"]], COMPARISON),
+    Claim(
+        "| {} % of a core |",
+        "idle",
+        lambda r: [100 * r["core_share_total"]["median"]],
+        COMPARISON,
+    ),
+    Claim("slowest of 20 | {} s and {} s |", "kills", _moving, COMPARISON),
     Claim("over ssh {} to {} s", "lost-machine-ssh", _returns, "docs/multi-node.md"),
     Claim("under Slurm {} to {} s", "lost-machine-slurm", _returns, "docs/multi-node.md"),
     Claim("on Ray {} to {} s", "lost-machine-ray", _returns, "docs/multi-node.md"),
-    Claim("The next one served {} to {} s later", "standby", _served, "docs/multi-node.md"),
-    Claim("all streams moved after {} to {} s", "standby", _moving, "docs/multi-node.md"),
+    Claim(
+        "The next one served {} to {} s later",
+        "standby",
+        partial(_kills, key="served_s"),
+        "docs/multi-node.md",
+    ),
+    Claim(
+        "all streams moved after {} to {} s",
+        "standby",
+        partial(_kills, key="all_streams_moving_s"),
+        "docs/multi-node.md",
+    ),
     *[
         Claim(
             f"/{file}_intel-xeon-2c-avx512bf16_202611.json)) | {{}} % | {{}} % | {{}} % | {{}} % |",
@@ -202,11 +266,12 @@ CLAIMS = [
     ],
 ]
 FACTS = (  # digits of the comparison that name a case or a format
-    "1.29 billion parameters (0.38 active)", "Zen 5", "Zen 4", "in 12 bits", "of 16 bits", "with 16 bits",
-    "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99", "Q4_0",
-    "Q4_K_M", "MXFP4", "Qwen3-30B-A3B", "gpt-oss-20b", "15 billion weights", "batch 1 |", "batch 8 |",
-    "of 1,024 tokens", "`ATEN_CPU_CAPABILITY=avx2`",
-    "16 and 64 streams", "256 / 1,024 running requests", "64 streams", "AVX2", "AVX-512", "AVX512-BF16",
+    "1.29 billion parameters", "0.38 billion active", "Zen 5", "Zen 4", "12 bits", "16 bits",
+    "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99", "Q4_0", "AVX2", "AVX-512",
+    "AVX512-BF16", "Q4_K_M", "MXFP4", "Qwen3-30B-A3B", "gpt-oss-20b", "15 billion weights",
+    "1 request", "8 requests", "32 requests", "1,024 tokens",
+    "`ATEN_CPU_CAPABILITY=avx2`", "16 streams", "64 streams", "256 and 1,024 running requests",
+    "above 1 means", "32 streams",
 )  # fmt: skip
 NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has them
     "12 to 21 minutes on two cores": "the test suite's own time: pytest prints it",
@@ -253,13 +318,8 @@ def test_a_figure_is_what_its_file_holds(claim: Claim) -> None:
     ((block, match),) = [
         (b, m) for b in _blocks(ROOT / claim.page) for m in [_pattern(claim).search(b)] if m
     ]
-    near = (
-        block
-        if block.startswith("|") or block not in _comparison()
-        else " ".join([*_comparison()[:1], block])
-    )
     (file,) = set(
-        re.findall(rf"\((?:\.\./)?(benchmarks/results/{claim.file}_[\w-]+\.json)\)", near)
+        re.findall(rf"\((?:\.\./)?(benchmarks/results/{claim.file}_[\w-]+\.json)\)", block)
     )
     figures = claim.figures(json.loads((ROOT / file).read_text("utf-8"))["results"])
     shown = match.groups()
@@ -270,10 +330,7 @@ def test_a_figure_is_what_its_file_holds(claim: Claim) -> None:
 
 
 def _comparison() -> list[str]:
-    blocks = _blocks(ROOT / "README.md")
-    begin = blocks.index("## How it compares")
-    end = next(i for i in range(begin + 1, len(blocks)) if blocks[i].startswith("## "))
-    return blocks[begin + 1 : end]
+    return _blocks(ROOT / COMPARISON)[1:]
 
 
 def _unknown(block: str, facts: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The README's reading list is the path of a request: a traced server passes those files and no
+"""docs/reading-the-code.md lists the path of a request: a traced server passes those files and no
 others.
 """
 
@@ -24,12 +24,11 @@ MOST_FILES = 48  # three of them read the answer in its tool format
 
 
 def reading_list() -> tuple[list[str], set[str]]:
-    """Returns the files of the README's section "Reading the code": those of a request's path, in
-    order, and those that run on timers, which a request may or may not meet."""
-    section = (
-        (ROOT / "README.md").read_text().partition("## Reading the code")[2].partition("\n## ")[0]
-    )
-    path, _, timers = section.partition("\nBeside the path, on timers:")
+    """Return the files on the path of a request, in order, and those that run on timers, which a
+    request may or may not meet.
+    """
+    page = (ROOT / "docs" / "reading-the-code.md").read_text().partition("\n## ")[0]
+    path, _, timers = page.partition("\nBeside the path, on timers:")
     assert timers
     files = re.compile(r"`((?:moeserve|kernels)/[a-z0-9_/]+\.py)`")
     return files.findall(path), set(files.findall(timers.partition("\n\n")[0]))
@@ -51,15 +50,15 @@ def catches(pid: int) -> bool:
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes are traced")
-def test_one_request_passes_the_files_of_the_readme(tmp_path: Path) -> None:
+def test_one_request_passes_the_listed_files(tmp_path: Path) -> None:
     listed, on_timers = reading_list()
     assert len(listed) == len(set(listed))
     assert [path for path in listed if not (ROOT / path).is_file()] == []
     passed = traced(tmp_path, free_port())
     assert sorted(passed - set(listed) - on_timers) == [], (
-        "a request passes files that the README does not list"
+        "a request passes files that the page does not list"
     )
-    assert sorted(set(listed) - passed) == [], "the README lists files that no request passes"
+    assert sorted(set(listed) - passed) == [], "the page lists files that no request passes"
     assert len(listed) <= MOST_FILES
 
 

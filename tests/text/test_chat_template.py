@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import time
-from queue import LifoQueue
+from datetime import datetime
 
 import pytest
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
-from moeserve.text import chat_template
 from moeserve.text.chat_template import ChatTemplate
-from moeserve.text.sandbox_process import SandboxProcess
+from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.tokenizer import unshield
 
 CHATS = [
@@ -190,30 +189,25 @@ HOSTILE = {
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """Renders in one process, which has half a second for each."""
-    sandbox = SandboxProcess("moeserve.text.template_sandbox", "0.5")
-    sandboxes = LifoQueue()
-    sandboxes.put(sandbox)
-    monkeypatch.setattr(chat_template, "_SANDBOXES", sandboxes)
-    yield
-    sandbox.close()
+def impatient():
+    """One process, which has half a second for each rendering."""
+    pool = SandboxPool("moeserve.text.template_sandbox", "0.5", purpose="chat templates", size=1)
+    yield pool
+    pool.close()
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_are_refused_quickly(byte_level, name):
+def test_hostile_templates_are_refused_quickly(byte_level, impatient, name):
     started = time.process_time()
     with pytest.raises((CheckpointError, InvalidRequest)):
-        ChatTemplate(HOSTILE[name]).render(byte_level, CHATS[0])
+        ChatTemplate(HOSTILE[name], sandboxes=impatient).render(byte_level, CHATS[0])
     assert time.process_time() - started < 8
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", ["class", "range", "nested loops", "output", "doubling", "power"])
-def test_templates_that_leave_the_sandbox_stop_the_start(name):
+def test_templates_that_leave_the_sandbox_stop_the_start(impatient, name):
     with pytest.raises(CheckpointError, match="refused"):
-        ChatTemplate(HOSTILE[name], origin="model/chat_template.jinja")
+        ChatTemplate(HOSTILE[name], origin="model/chat_template.jinja", sandboxes=impatient)
 
 
 def test_usual_template_features_work(byte_level):
@@ -250,13 +244,13 @@ def test_where_templates_come_from(tmp_path, byte_level):
         ChatTemplate.load(tmp_path)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_conversation_that_makes_a_template_endless_is_refused_alone(byte_level):
+def test_a_conversation_that_makes_a_template_endless_is_refused_alone(byte_level, impatient):
     template = ChatTemplate(
         "{{ messages[0].content }}{% if messages[0].content == 'loop' %}"
         + HOSTILE["nested loops"]
         + "{% endif %}"
-        "{% if messages[0].content == 'grow' %}" + HOSTILE["times"] + "{% endif %}"
+        "{% if messages[0].content == 'grow' %}" + HOSTILE["times"] + "{% endif %}",
+        sandboxes=impatient,
     )
     for said, why in (("loop", "took too long"), ("grow", "needed too much memory")):
         with pytest.raises(InvalidRequest, match=f"exceeds its limits on these messages: it {why}"):
@@ -279,3 +273,73 @@ def test_what_a_template_shows():
     mine = ChatTemplate("x", for_tools="{{ tools|tojson }}{{ messages[0].tool_calls }}")
     assert mine.takes_tools
     assert mine.takes_calls
+
+
+def test_the_date_is_the_arrival_unless_the_request_gives_one(byte_level):
+    template = ChatTemplate(
+        "{% if strftime_now is defined %}{{ strftime_now('%Y-%m-%d %H:%M') }}{% endif %}"
+    )
+    before = datetime.now()
+    shown = template.render(byte_level, CHATS[0])
+    assert f"{before:%Y-%m-%d %H:%M}" <= shown <= f"{datetime.now():%Y-%m-%d %H:%M}"
+    for given, wanted in [
+        ("2024-02-29", "2024-02-29 00:00"),
+        ("2020-01-02T03:04", "2020-01-02 03:04"),
+    ]:
+        assert template.render(byte_level, CHATS[0], kwargs={"strftime_now": given}) == wanted
+    for wrong in ("yesterday", 5, "2024-02-30"):
+        with pytest.raises(InvalidRequest, match="strftime_now is the date") as caught:
+            template.render(byte_level, CHATS[0], kwargs={"strftime_now": wrong})
+        assert caught.value.param == "chat_template_kwargs.strftime_now"
+
+
+CALL = {"function": {"name": "f", "arguments": {}}}
+CALLS = [CHATS[0][0], {"role": "assistant", "tool_calls": [CALL]}]
+# How published templates treat the content of a message with calls.
+CONTENTS = {
+    "adds": ("{{ '<a>' + m.content + '</a>' }}", "<a></a>"),  # Qwen3, QwQ: TypeError for None
+    "slices": ("{{ m.content.split('x')[-1] }}", ""),  # gpt-oss: UndefinedError
+    "shows": ("<a>{{ m.content }}</a>", "<a></a>"),  # GLM-4.6, MiniMax-M2: None
+    "as JSON": ("{{ m.content|tojson }}", '""'),
+    "asks": ("{% if m.content %}{{ m.content }}{% endif %}c", "c"),
+    "asks whether it is none": (
+        "{% if m.content is not none %}<a>{{ m.content }}</a>{% endif %}c",
+        "c",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_calls_without_text(byte_level, name, content):
+    source, shown = CONTENTS[name]
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.tool_calls %}" + source + "{% endif %}{% endfor %}"
+    )
+    messages = [CALLS[0], CALLS[1] | content]
+    if name == "asks whether it is none" and content.get("content") == "":
+        shown = "<a></a>c"  # the client's own
+    assert template.render(byte_level, messages) == shown
+
+
+def test_a_message_without_text_or_calls_has_an_empty_content(byte_level):
+    template = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    messages = [
+        CHATS[0][0],
+        {"role": "assistant", "reasoning": "hm"},
+        {"role": "tool", "content": None},
+    ]
+    assert template.render(byte_level, messages) == f"[{CHATS[0][0]['content']}][][]"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path, byte_level):
+    (tmp_path / "mine").write_bytes(b"\xef\xbb\xbfx{{ messages[0].content }}")
+    template = ChatTemplate.load(tmp_path, tmp_path / "mine")
+    assert template.render(byte_level, [{"role": "user", "content": "a"}]) == "xa"
+    named = [
+        {"name": "default", "template": "\ufeffy"},
+        {"name": "tool_use", "template": "\ufeffz"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.load(tmp_path)
+    assert (template.source, template.source_for_tools) == ("y", "z")

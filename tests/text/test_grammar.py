@@ -4,10 +4,12 @@ replay and threads.
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import json
 import random
 import re
+import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +21,13 @@ import pytest
 from llguidance import LLParserLimits
 
 from moeserve.errors import CheckpointError, InvalidRequest, RequestFailed
-from moeserve.sampling import GrammarSpec
+from moeserve.sampling import GrammarSpec, StructuredOutputsParams
 from moeserve.text import grammar, grammar_check
 from moeserve.text.grammar import Grammars
 from moeserve.text.grammar_check import GrammarChecker
 from moeserve.text.grammar_source import MAX_JSON_BYTES, special_tokens
 from moeserve.text.json_schema import MAX_ENUM
+from moeserve.text.structured_outputs import grammar_of
 from moeserve.text.tokenizer import Tokenizer
 from tests.text.schemas import SCHEMAS, closed
 
@@ -451,10 +454,11 @@ def test_explosive_grammars_stay_small(bytes_case, checker, kind, text):
 
 def test_a_dead_sandbox_starts_again(byte_level):
     checker = GrammarChecker(byte_level, 1000, [0])
+    process = checker._sandboxes._processes[0]
     for choice in ("a", "b"):
         checker.check(GrammarSpec("choice", json.dumps([choice])), "x")
-        checker._sandbox._process.kill()
-        checker._sandbox._process.wait()
+        process._process.kill()
+        process._process.wait()
     checker.close()
     checker.close()
 
@@ -463,10 +467,44 @@ def test_verdicts_are_kept(byte_level, monkeypatch):
     monkeypatch.setattr(grammar_check, "MAX_VERDICTS", 2)
     checker = GrammarChecker(byte_level, 1000, [0])
     compiled = []
-    monkeypatch.setattr(checker, "_compile", lambda spec: compiled.append(spec.text) or "")
+    monkeypatch.setattr(checker, "_compile", lambda spec, _: compiled.append(spec.text) or "")
     for text in "aabacab":
         checker.check(GrammarSpec("regex", text), "x")
     assert compiled == ["a", "b", "c", "a", "b"]
+    checker.close()
+
+
+def test_verdicts_keep_no_text(checker):
+    texts = [
+        "(" * 4000 + "x" * 5_000_000,
+        '{"a": "' + "x" * 200_000,
+        '{"a": NaN, "b": "' + "y" * 10**5 + '"}',
+    ]
+    for text in texts:
+        spec = GrammarSpec("json_schema", text)
+        before = sys.getrefcount(text)
+        with pytest.raises(InvalidRequest) as caught:
+            checker.check(spec, "x")
+        assert len(caught.value.message) < 1100
+        del caught
+        gc.collect()
+        assert sys.getrefcount(text) == before
+    assert max(map(len, checker._verdicts)) == 32
+
+
+def test_over_long_constraints_are_refused_before_they_become_a_grammar():
+    for params in (
+        StructuredOutputsParams(json={"a": "x" * MAX_JSON_BYTES}),
+        StructuredOutputsParams(
+            json=json.dumps("\U0001f600" * (MAX_JSON_BYTES // 4), ensure_ascii=False)
+        ),
+        StructuredOutputsParams(regex="x" * 10_000),
+        StructuredOutputsParams(grammar="x" * 40_000),
+        StructuredOutputsParams(choice=["x" * MAX_JSON_BYTES]),
+        StructuredOutputsParams(json_object=True, whitespace_pattern="x" * 10_000),
+    ):
+        with pytest.raises(InvalidRequest, match=r"field: .*(at most|longer than)"):
+            grammar_of(params, "field")
 
 
 def test_only_end_tokens_follow_a_complete_text(byte_level):
