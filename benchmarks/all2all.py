@@ -26,7 +26,7 @@ from benchmarks.common import ROOT, free_port, parser, save
 from moeserve.comm.members import Members
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.all2all.registry import BUILT_IN, make_backends
+from moeserve.moe.all2all.registry import AUTO, make_backends
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
@@ -57,7 +57,7 @@ def main() -> None:
     flags.add_argument(
         "--backends",
         nargs="+",
-        default=[name for name, b in BUILT_IN.items() if "cpu" in b.auto_on],
+        default=list(AUTO["cpu"]),
         help="which ones [%(default)s]",
     )
     flags.add_argument("--ranks", type=int, default=2, help="processes [2]")

@@ -158,7 +158,7 @@ class SchedulerConfig:
 class DeviceConfig:
     """The device, its kernels, and determinism."""
 
-    device: Literal["auto", "cpu", "cuda"] = _opt("auto", "where the model runs")
+    device: str = _opt("auto", "where the model runs: auto, cpu, cuda, or a plugin's device")
     threads: int | None = _opt(
         None, "CPU threads of the model runner (default: the cores that the model can use)", low=1
     )
@@ -167,10 +167,10 @@ class DeviceConfig:
         "batch: a request's results do not depend on other requests (always so on CPU; slower on CUDA); full: nor on "
         "the number of ranks, with the same kernels today",
     )
-    kernels: Literal["auto", "native", "torch", "triton", "deep_gemm", "flashinfer"] = _yaml(
+    kernels: str = _yaml(
         "auto",
-        "what computes; on CPUs native or torch, which replaces onednn, on CUDA triton or torch; deep_gemm: triton, "
-        "but experts in e4m3 by that package",
+        "what computes: auto; native or torch on CPUs; triton or torch on CUDA; deep_gemm or "
+        "flashinfer: triton, but experts by that package; a plugin's name: auto, but experts by it",
     )
     attention_backend: Literal["auto", "triton", "fa3"] = _yaml(
         "auto",

@@ -1,15 +1,13 @@
-"""Logits processors of the user's own: Python functions that change a request's logits before a
-token is chosen.
+"""Logits processors: Python functions of the user that change a request's logits before sampling.
 
-A request names factories. They come from installed packages (entry points of the group
-`moeserve.logits_processors`) and from settings, never from a request. The front end knows their
-names; only engines import them.
+A request names factories. They come from plugins (entry points of `moeserve.logits_processors`)
+and from settings, never from a request. The front end knows their names; only engines import them.
 """
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +15,22 @@ import msgspec
 
 from moeserve.config import Config
 from moeserve.errors import ConfigError, InvalidRequest
+from moeserve.plugins import Registry
 from moeserve.sampling import LogitsProcessors, LogitsProcessorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP = "moeserve.logits_processors"
 MAX_ARGS = 16 * 1024  # bytes of JSON per processor
 
 # (prompt_ids, output_ids, logits) -> logits: float32 [vocabulary] on the device, a copy that may be
 # changed. It must be a pure function: a step may be repeated, run on several ranks, and try drafts,
 # which are in output_ids as if chosen.
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], "Tensor"], "Tensor"]
-LogitsProcessorFactory = Callable[
-    [dict[str, Any]], LogitsProcessor
-]  # from the args that a request gives
+# makes a processor from the args of a request
+LogitsProcessorFactory = Callable[[dict[str, Any]], LogitsProcessor]
 
+PLUGINS: Registry[LogitsProcessorFactory] = Registry("moeserve.logits_processors", {})
 _local: dict[str, LogitsProcessorFactory] = {}  # functions of this process, as settings call them
 _numbers = count()
 
@@ -59,7 +57,7 @@ def with_processors(
 
 
 def entries_of(settings: Sequence[str]) -> dict[str, EntryPoint]:
-    """Returns what "name=package.module:name" says, by name. Raises ConfigError."""
+    """Return the entry points of "name=package.module:name" settings by name. Raises ConfigError."""
     entries = {}
     for setting in settings:
         name, _, source = setting.partition("=")
@@ -67,13 +65,13 @@ def entries_of(settings: Sequence[str]) -> dict[str, EntryPoint]:
             raise ConfigError(
                 f"logits_processors: must be NAME=package.module:name, got {setting!r}"
             )
-        entries[name] = EntryPoint(name, source, GROUP)
+        entries[name] = EntryPoint(name, source, PLUGINS.group)
     return entries
 
 
-def all_entries(settings: Sequence[str]) -> dict[str, EntryPoint]:
-    """Returns every processor by name; those of the settings come first."""
-    return {entry.name: entry for entry in entry_points(group=GROUP)} | entries_of(settings)
+def known_names(settings: Sequence[str]) -> Collection[str]:
+    """Return the names of all processors, of settings and of plugins."""
+    return {*entries_of(settings), *PLUGINS}
 
 
 def checked_processors(
@@ -104,11 +102,13 @@ def checked_processors(
 
 
 class ProcessorFactories:
-    """The factories of an engine: those of the settings are imported at once, others when a request
-    names them.
+    """The factories of an engine, imported at start. Settings precede plugins of the same name.
+
+    Raises ConfigError for one that cannot be imported.
     """
 
     def __init__(self, settings: Sequence[str] = ()) -> None:
+        PLUGINS.load_plugins()
         self._factories: dict[str, LogitsProcessorFactory] = {}
         for name, entry in entries_of(settings).items():
             try:
@@ -118,9 +118,6 @@ class ProcessorFactories:
                 raise ConfigError(f"logits_processors: {name}={what}") from error
 
     def make(self, name: str, args: str) -> LogitsProcessor:
-        """Returns a processor of `checked_processors`. Raises what the import and the factory
-        raise.
-        """
-        if name not in self._factories:
-            self._factories[name] = all_entries(())[name].load()
-        return self._factories[name](msgspec.json.decode(args))
+        """Return a processor that `checked_processors` accepted. Raises what its factory raises."""
+        factory = self._factories.get(name) or PLUGINS[name]
+        return factory(msgspec.json.decode(args))

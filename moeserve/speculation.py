@@ -1,12 +1,32 @@
-"""What `--speculate` says: which proposer guesses tokens, and how many per step."""
+"""The setting `speculate`: which proposer drafts tokens, and how many per step.
+
+Packages add proposers by entry points of "moeserve.proposers". An entry is a callable that takes
+`ProposerFacts` and returns a `Proposer` (runner/speculation/base.py). This module does not import
+torch, because settings are checked without it.
+"""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moeserve.errors import ConfigError
+from moeserve.plugins import Registry
 
+PROPOSERS: Registry[Callable[[Any], Any]] = Registry(
+    "moeserve.proposers",
+    {
+        "ngram": "moeserve.runner.speculation.ngram:make",
+        "suffix": "moeserve.runner.speculation.suffix:make",
+        "model": "moeserve.runner.speculation.model_proposer:make",
+        "mtp": "moeserve.runner.speculation.model_proposer:make",
+        "eagle": "moeserve.runner.speculation.model_proposer:make",
+    },
+    reserved=("auto",),
+)
 MAX_DRAFTS = 15  # and the last known token: 16 rows meet two blocks of 16 tokens at most
 _NUM_DRAFTS = {"ngram": 4, "suffix": 8, "model": 3, "mtp": 1, "eagle": 3}  # per kind, unless stated
+_NUM_PLUGIN_DRAFTS = 4
 _NUM_AUTO_DRAFTS = _NUM_DRAFTS | {"ngram": 8, "mtp": 3}  # only as many as pay are verified
 _WITH_PATH = ("model", "eagle")
 _COUNT = re.compile(r"(?:(.*):)?([+-]?[0-9]+)", re.DOTALL)  # of "/a:b:3": "/a:b" and 3
@@ -18,16 +38,12 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSpec:
-    """A proposer. kind: ngram, suffix, model, mtp, eagle, or auto, which `resolve` replaces.
+    """A proposer and how many tokens it drafts."""
 
-    path: the checkpoint of kinds model and eagle. num_drafts: the most guesses per row and step.
-    auto: fewer, or none, where they do not pay.
-    """
-
-    kind: str
-    path: str = ""
-    num_drafts: int = 0
-    auto: bool = False
+    kind: str  # a name of `PROPOSERS`, or auto, which `resolve` replaces
+    path: str = ""  # the checkpoint of kinds model and eagle; any text for a plugin
+    num_drafts: int = 0  # most drafts per row and step
+    auto: bool = False  # fewer drafts, or none, where they do not pay
 
     @classmethod
     def parse(cls, value: str) -> "SpeculationSpec":
@@ -41,16 +57,18 @@ class SpeculationSpec:
                 return cls(kind="auto", auto=True)
             kind, colon, rest = rest.partition(":")
         auto = value.startswith("auto:")
-        if kind not in _NUM_DRAFTS:
+        is_plugin = kind in PROPOSERS.plugins
+        if kind not in _NUM_DRAFTS and not is_plugin:
+            plugins = "".join(f", {name}[:TEXT][:K]" for name in PROPOSERS.plugins)
             raise ConfigError(
-                f"speculate={value!r}: {kind!r} is not a proposer. Possible are {_FORMS}."
+                f"speculate={value!r}: {kind!r} is not a proposer. Possible are {_FORMS}{plugins}."
             )
         path = rest
-        num_drafts = (_NUM_AUTO_DRAFTS if auto else _NUM_DRAFTS)[kind]
+        num_drafts = (_NUM_AUTO_DRAFTS if auto else _NUM_DRAFTS).get(kind, _NUM_PLUGIN_DRAFTS)
         if (match := _COUNT.fullmatch(rest)) and (match[1] is not None or kind not in _WITH_PATH):
             path = match[1] or ""
             num_drafts = int(match[2])
-        if bool(path) != (kind in _WITH_PATH) or (colon and not rest):
+        if (bool(path) != (kind in _WITH_PATH) and not is_plugin) or (colon and not rest):
             needs = (
                 "needs the path of a checkpoint"
                 if kind in _WITH_PATH

@@ -15,6 +15,7 @@ import torch
 
 from tests.checkpoints import Checkpoint, write_checkpoint
 from tests.full import left_out
+from tests.plugin_packages import Install, installer
 
 # Real processes, killed at real moments on a shared machine: a failure here that does not repeat is
 # listed as RERUN in the summary, to be looked into, and fails nothing. Everything else fails at
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if out:
         config.hook.pytest_deselected(items=list(out))
         items[:] = [item for item in items if item not in out]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Installs a package with entry points for the time of a test."""
+    return installer(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moeserve.plugins import VARIABLE, installed_plugins
 from moeserve.runner.cores import SYSTEM, fast_cpus, nodes, place, shown
 from moeserve.version import __version__
 
@@ -83,6 +84,7 @@ def collect(*, torch: bool = True) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "plugins": plugins(),
         "cpu": cpu(),
         "memory": memory(),
         "environment": {
@@ -90,6 +92,16 @@ def collect(*, torch: bool = True) -> dict[str, Any]:
         },
     }
     return found | ({"torch": torch_facts()} if torch else {})
+
+
+def plugins() -> dict[str, dict[str, str]]:
+    """Return package and version of each installed plugin by group and name."""
+    found: dict[str, dict[str, str]] = {}
+    for plugin in installed_plugins():
+        shown = f"{plugin.package} {plugin.version}, {plugin.target}"
+        excluded = "" if plugin.used else f" (excluded by {VARIABLE})"
+        found.setdefault(plugin.group, {})[plugin.name] = shown + excluded
+    return found
 
 
 def cpu(system: Path = SYSTEM) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import yaml
 
 from moeserve.config import SECTIONS, Config, check_range
 from moeserve.errors import ConfigError
+from moeserve.plugins import VARIABLE
 
 PREFIX = "MOESERVE_"
 TITLES = {
@@ -233,7 +234,7 @@ def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
     """Returns the MOESERVE_* variables that no setting has, each with a hint: most likely typing
     errors.
     """
-    known = [s.env for s in settings() if s.env]
+    known = [VARIABLE, *(s.env for s in settings() if s.env)]
     unknown = [n for n in env if n.startswith(PREFIX) and n not in known]
     others = ("_SERVICE_", "_PORT_", "_LAUNCH_")  # of Kubernetes and of `moeserve launch`
     return [

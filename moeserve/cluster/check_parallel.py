@@ -8,11 +8,15 @@ from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.registry import check_name
+from moeserve.moe.experts.registry import check_kernels
+from moeserve.runner.devices import check_device
 
 
 def check_parallel(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError, with what would work, if this model cannot be sharded as asked."""
+    """Raises ConfigError, with the remedy, if this model cannot be served with these settings."""
     parallel = config.parallel
+    check_device(config.device.device)
+    check_kernels(config.device.kernels)
     check_name(parallel.all2all)
     spec.check_tp(parallel.tp)
     check_machines(parallel)

@@ -66,6 +66,7 @@ def import_ahead() -> None:
     import moeserve.engine.group_core
     import moeserve.engine.scheduler
     import moeserve.moe.all2all.shm
+    import moeserve.runner.cpu
     import moeserve.runner.factory
     import moeserve.runner.group  # noqa: F401
 

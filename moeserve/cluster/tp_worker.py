@@ -74,6 +74,7 @@ def main() -> None:
 
 def _import() -> None:
     """Does the slow imports, while the leader does the same."""
+    import moeserve.runner.cpu
     import moeserve.runner.factory  # noqa: F401
 
 

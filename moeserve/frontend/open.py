@@ -18,7 +18,7 @@ from moeserve.frontend.notary import Notary
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.logits_processors import all_entries
+from moeserve.logits_processors import known_names
 from moeserve.models.hf_config import read_model_spec
 from moeserve.text.answer_data import find_format
 from moeserve.text.chat_template import ChatTemplate
@@ -106,7 +106,7 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, bounded: 
         defaults=defaults,
         max_queued=config.server.max_queued_requests if bounded else None,
         max_wait_s=config.server.max_queue_wait,
-        processors=all_entries(asked.logits_processors).keys(),
+        processors=known_names(asked.logits_processors),
         notary=Notary(name, model_dir, config.server.receipt_key, config.server.request_log),
         resume_window_s=config.server.resume_window,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from moeserve.loader.files import Fields, read_optional_json
 from moeserve.loader.stored_format import GGML_FORMATS, StoredFormat
+from moeserve.plugins import Registry
 
 _KEYS = ("quantization_config", "compression_config")
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -53,12 +54,12 @@ def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
     for source, key in itertools.product(sources, _KEYS):
         if source.values.get(key) is not None:
             asked = _section(source, key, {"quant_method": "compressed-tensors"}, source.prefix)
-            method = asked.choice("quant_method", tuple(_METHODS))
-            return tuple(_METHODS[method](_with(asked)))
+            method = asked.choice("quant_method", tuple(WEIGHT_FORMATS))
+            return tuple(WEIGHT_FORMATS[method](_with(asked)))
     folder = config.path.parent
     if values := read_optional_json(folder, _MODELOPT_FILE):
         return tuple(
-            _modelopt(_section(Fields(folder / _MODELOPT_FILE, values, {}), "quantization", {}))
+            read_modelopt(_section(Fields(folder / _MODELOPT_FILE, values, {}), "quantization", {}))
         )
     return ()
 
@@ -71,7 +72,7 @@ def _with(config: Fields, **defaults: Any) -> Fields:
     return replace(config, defaults=defaults)
 
 
-def _fp8(config: Fields) -> list[StoredFormat]:
+def read_fp8(config: Fields) -> list[StoredFormat]:
     config = _with(config, fmt="e4m3", weight_block_size=None)
     config.choice("fmt", ("e4m3",))
     rows, group = (
@@ -92,7 +93,7 @@ def _block(config: Fields, key: str) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _modelopt(config: Fields) -> list[StoredFormat]:
+def read_modelopt(config: Fields) -> list[StoredFormat]:
     """One algorithm for all layers, or for each layer its own, between which the tensors' dtypes
     decide.
     """
@@ -122,7 +123,7 @@ def _modelopt_format(config: Fields) -> StoredFormat:
     return StoredFormat(kind="fp8", rows=rows, group=group, activations=algo != "FP8_PB_WO")
 
 
-def _awq(config: Fields) -> list[StoredFormat]:
+def read_awq(config: Fields) -> list[StoredFormat]:
     config = _with(config, bits=4, group_size=128, version="gemm", zero_point=True)
     if config.integer("bits", 1, 8) != 4:
         raise config.error("bits", f"supported: 4; {_WHOLE}")
@@ -133,7 +134,7 @@ def _awq(config: Fields) -> list[StoredFormat]:
     return [StoredFormat(kind="int4", layout="awq", group=_group_size(config), zeros=True)]
 
 
-def _gptq(config: Fields) -> list[StoredFormat]:
+def read_gptq(config: Fields) -> list[StoredFormat]:
     defaults = {
         "sym": True,
         "desc_act": False,
@@ -171,7 +172,7 @@ def _group_size(config: Fields) -> int:
     return max(0, size)
 
 
-def _compressed(config: Fields) -> list[StoredFormat]:
+def read_compressed(config: Fields) -> list[StoredFormat]:
     config = _with(config, config_groups=None, format=None)
     for key in ("moe_sparsity_config", "transform_config"):
         if config.values.get(key):
@@ -265,10 +266,38 @@ def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
     return (0 if strategy == "tensor" else 1), size if strategy == "group" else 0
 
 
-_METHODS: dict[str, Callable[[Fields], list[StoredFormat]]] = {
-    "compressed-tensors": _compressed, "fp8": _fp8, "awq": _awq, "gptq": _gptq,
-    "modelopt": _modelopt, "modelopt_fp4": _modelopt, "modelopt_mixed": _modelopt,
-    "fbgemm_fp8": lambda config: [StoredFormat(kind="fp8", activations=True)],
-    "mxfp4": lambda config: [StoredFormat(kind="fp4", layout="blocks", group=32)],
-    "gguf": lambda config: [GGML_FORMATS[name] for name in config.raw("types")],
-}  # fmt: skip
+def read_fbgemm_fp8(config: Fields) -> list[StoredFormat]:
+    """Return fbgemm's one format: e4m3 with a scale for each output."""
+    return [StoredFormat(kind="fp8", activations=True)]
+
+
+def read_mxfp4(config: Fields) -> list[StoredFormat]:
+    """Return the one format of gpt-oss: e2m1 in groups of 32."""
+    return [StoredFormat(kind="fp4", layout="blocks", group=32)]
+
+
+def read_gguf(config: Fields) -> list[StoredFormat]:
+    """Return ggml's types that a GGUF file has (loader/gguf_config.py lists them)."""
+    return [GGML_FORMATS[name] for name in config.raw("types")]
+
+
+FormatReader = Callable[[Fields], list[StoredFormat]]
+# quant_method -> reader of quantization_config
+WEIGHT_FORMATS: Registry[FormatReader] = Registry(
+    "moeserve.weight_formats",
+    {
+        method: f"moeserve.loader.quantisation:{reader}"
+        for method, reader in {
+            "compressed-tensors": "read_compressed",
+            "fp8": "read_fp8",
+            "awq": "read_awq",
+            "gptq": "read_gptq",
+            "modelopt": "read_modelopt",
+            "modelopt_fp4": "read_modelopt",
+            "modelopt_mixed": "read_modelopt",
+            "fbgemm_fp8": "read_fbgemm_fp8",
+            "mxfp4": "read_mxfp4",
+            "gguf": "read_gguf",
+        }.items()
+    },
+)

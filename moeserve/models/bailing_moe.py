@@ -137,22 +137,19 @@ _PARTS = (
 )
 _LATENT = {f"self_attn.{name}.weight": (f"attention.{name}.weight",) for name in _PARTS}
 _NAMES = replace(LING_2.names, ignored=("rotary_emb.inv_freq", "attention.slope"))
-FAMILIES = (
-    LING_2,
-    family.Family(
-        "BailingMoeV2_5ForCausalLM",
-        ("bailing_hybrid", "bailing_moe_linear"),
-        lambda config: _hybrid(config, _latent),
-        _DEFAULTS
-        | family.LATENT
-        | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
-        replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
-    ),
-    family.Family(
-        "BailingMoeLinearV2ForCausalLM",
-        "bailing_moe_linear",
-        lambda config: _hybrid(config, _grouped),
-        _DEFAULTS,
-        _NAMES,
-    ),
+LING_2_5 = family.Family(
+    "BailingMoeV2_5ForCausalLM",
+    ("bailing_hybrid", "bailing_moe_linear"),
+    lambda config: _hybrid(config, _latent),
+    _DEFAULTS
+    | family.LATENT
+    | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
+    replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
+)
+LING_LINEAR_2 = family.Family(
+    "BailingMoeLinearV2ForCausalLM",
+    "bailing_moe_linear",
+    lambda config: _hybrid(config, _grouped),
+    _DEFAULTS,
+    _NAMES,
 )

@@ -16,9 +16,7 @@ from moeserve.models.decoder import Decoder, Layer
 from moeserve.models.spec import LayerSpec, ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.experts.base import Experts
-from moeserve.moe.experts.native import NativeExperts
-from moeserve.moe.experts.reference import GroupedMM, ReferenceExperts
+from moeserve.moe.experts.registry import ExpertFacts, make_kernels
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.ops.table import Ops
@@ -116,39 +114,19 @@ def _plan_moe(
         ubatches=ubatches,
         exact=ops.exact,
     )
-    kernels: list[Experts] = [GroupedMM(ops), ReferenceExperts(ops)]
-    if ops.native:
-        kernels.insert(
-            0, NativeExperts(ops.room, to_disk=ops.to_disk, lossless=ops.lossless != "off")
-        )
-    elif ops.triton:
-        # Slow to import: only where they serve.
-        from moeserve.moe.experts.triton import DeepGemmExperts, FlashInferExperts, TritonExperts
-
-        blocks = any(form.kind == "fp8" and form.rows == form.group == 128 for form in spec.stored)
-        asked = ops.asked in ("deep_gemm", "flashinfer")
-        about = (
-            ops.device,
-            asked,
-            blocks,
-            ops.exact,
-            (placement.experts_per_rank, spec.expert_size, spec.hidden_size),
-        )
-        if ops.asked == "deep_gemm" or (blocks and not asked):
-            package: Experts = DeepGemmExperts(*about)
-        else:
-            blocks_of_experts = [
-                layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoE)
-            ]
-            package = FlashInferExperts(
-                *about, ops.dtype, all(block.activation.plain for block in blocks_of_experts)
-            )
-        kernels = [
-            package,
-            *([] if asked else [TritonExperts()]),
-            *([] if asked or ops.exact else kernels),
-        ]
-    plan = plan_moe(needs, backends or [LocalAll2All(placement.experts_per_rank)], kernels)
+    blocks = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoE)]
+    facts = ExpertFacts(
+        ops=ops,
+        experts_per_rank=placement.experts_per_rank,
+        hidden_size=spec.hidden_size,
+        expert_size=spec.expert_size,
+        swiglu=all(block.activation.plain for block in blocks),
+        fp8_blocks=any(
+            form.kind == "fp8" and form.rows == form.group == 128 for form in spec.stored
+        ),
+    )
+    backends = backends or [LocalAll2All(placement.experts_per_rank)]
+    plan = plan_moe(needs, backends, make_kernels(facts))
     for line in plan.table().splitlines():
         log.debug("MoE kernels: %s", line)
     return plan

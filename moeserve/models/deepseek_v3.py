@@ -129,4 +129,3 @@ AXK1 = family.Family(
     | {"eos_token_id": 163691, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
     Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),
 )
-FAMILIES = (V2, FAMILY, KIMI_K25, GLM4_MOE_LITE, AXK1)

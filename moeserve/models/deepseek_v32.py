@@ -103,4 +103,3 @@ GLM_5 = family.Family(
         "v_head_dim": 256,
     },
 )
-FAMILIES = (V32, GLM_5)

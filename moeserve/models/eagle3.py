@@ -51,7 +51,7 @@ def _fields(config: Fields) -> family.SpecFields:
     }
 
 
-_FLAT = replace(llama.FAMILIES[0], fields=_fields)
+_FLAT = replace(llama.LLAMA, fields=_fields)
 _NESTED = replace(
     _FLAT, model_type=("llama", "speculator_model"), text="transformer_layer_config"
 )  # of speculators

@@ -128,4 +128,3 @@ MULTIMODAL = FAMILY.inside(
         "model.embed_audio.",
     ),
 )
-FAMILIES = (FAMILY, MULTIMODAL)

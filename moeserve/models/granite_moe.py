@@ -184,4 +184,3 @@ HYBRID = replace(
         "time_step_limit": [0.0, math.inf],
     },
 )
-FAMILIES = (FAMILY, SHARED, HYBRID)

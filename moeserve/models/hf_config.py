@@ -19,7 +19,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
 from moeserve.loader.files import PARAMS, Fields, config_name, read_json
 from moeserve.loader.generation_config import read_eos_ids
-from moeserve.loader.quantisation import read_stored_formats
+from moeserve.loader.quantisation import WEIGHT_FORMATS, read_stored_formats
 from moeserve.models.family import MAX_POSITION, MAX_WIDTH, Family
 from moeserve.models.registry import FAMILIES
 from moeserve.models.rope_config import longest_context
@@ -75,10 +75,12 @@ _PARAMS_YARN = {"alpha": "beta_slow", "beta": "beta_fast", "factor": "factor", _
 
 
 def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) -> ModelSpec:
-    """Returns the spec of the model in `model_dir`. families: those supported, by architecture.
+    """Return the spec of the model in `model_dir`, which is of one of `families`.
 
-    Raises CheckpointError naming file, key, value and remedy.
+    Raises CheckpointError naming file, key, value and remedy; ConfigError for a broken plugin.
     """
+    for registry in (FAMILIES, WEIGHT_FORMATS):
+        registry.load_plugins()
     path, values = _read(model_dir)
     architecture = _architecture(path, values, families)
     family = families[architecture]

@@ -22,18 +22,16 @@ def _mistral(config: Fields) -> family.SpecFields:
     return {"layers": family.layers(config, mixer, family.dense(config))}
 
 
-FAMILIES = (
-    family.Family(
-        "LlamaForCausalLM",
-        "llama",
-        _llama,
-        family.sizes(32000, 4096, 11008, 32, 32, None, 2048) | {"eos_token_id": 2},
-    ),
-    family.Family(
-        "MistralForCausalLM",
-        "mistral",
-        _mistral,
-        family.sizes(32000, 4096, 14336, 32, 32, 8, 131072)
-        | {"eos_token_id": 2, "sliding_window": 4096},
-    ),
+LLAMA = family.Family(
+    "LlamaForCausalLM",
+    "llama",
+    _llama,
+    family.sizes(32000, 4096, 11008, 32, 32, None, 2048) | {"eos_token_id": 2},
+)
+MISTRAL = family.Family(
+    "MistralForCausalLM",
+    "mistral",
+    _mistral,
+    family.sizes(32000, 4096, 14336, 32, 32, 8, 131072)
+    | {"eos_token_id": 2, "sliding_window": 4096},
 )

@@ -98,4 +98,3 @@ MULTIMODAL = FAMILY.inside(
     head="language_model.lm_head.weight",
     foreign=("vision_model.", "multi_modal_projector."),
 )
-FAMILIES = (FAMILY, MULTIMODAL)

@@ -92,4 +92,3 @@ LARGE_3 = replace(
         ),
     ),
 )
-FAMILIES = (FAMILY, MULTIMODAL, LARGE_3)

@@ -21,27 +21,23 @@ def _fields(config: Fields, clip: float | None = None, **options: Any) -> family
     return {"layers": family.layers(config, mixer, experts, **options)}
 
 
-FAMILIES = (
-    family.Family(
-        "OlmoeForCausalLM",
-        "olmoe",
-        lambda config: _fields(
-            config, config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)
-        ),
-        family.sizes(50304, 2048, 2048, 16, 16, None, 4096, experts=64, top_k=8)
-        | {"clip_qkv": None, "eos_token_id": 50279, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
-    ),
-    family.Family(
-        "FlexOlmoForCausalLM",
-        "flex_olmo",
-        lambda config: _fields(config, pre_norm=False, attn_post_norm=True, mlp_post_norm=True),
-        family.sizes(100352, 4096, 11008, 32, 32, None, 4096, experts=7, top_k=5)
-        | {"eos_token_id": 100257, "norm_topk_prob": False, "rope_theta": 500_000.0},
-        Names(
-            spelled={
-                "attn_post_norm.weight": ("post_attention_layernorm.weight",),
-                "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
-            }
-        ),
+OLMOE = family.Family(
+    "OlmoeForCausalLM",
+    "olmoe",
+    lambda config: _fields(config, config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)),
+    family.sizes(50304, 2048, 2048, 16, 16, None, 4096, experts=64, top_k=8)
+    | {"clip_qkv": None, "eos_token_id": 50279, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+)
+FLEX_OLMO = family.Family(
+    "FlexOlmoForCausalLM",
+    "flex_olmo",
+    lambda config: _fields(config, pre_norm=False, attn_post_norm=True, mlp_post_norm=True),
+    family.sizes(100352, 4096, 11008, 32, 32, None, 4096, experts=7, top_k=5)
+    | {"eos_token_id": 100257, "norm_topk_prob": False, "rope_theta": 500_000.0},
+    Names(
+        spelled={
+            "attn_post_norm.weight": ("post_attention_layernorm.weight",),
+            "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
+        }
     ),
 )

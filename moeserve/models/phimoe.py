@@ -46,7 +46,4 @@ FAMILY = family.Family(
         spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.router.weight")},
     ),
 )
-FAMILIES = (
-    FAMILY,
-    replace(FAMILY, architecture="PhiMoEForCausalLM"),
-)  # as transformers and as the hub call it
+PHI_MOE = replace(FAMILY, architecture="PhiMoEForCausalLM")

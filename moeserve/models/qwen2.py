@@ -41,22 +41,20 @@ def experts(config: Fields, *, renormalize: bool) -> MoE:
 
 _WINDOWS = family.QWEN_WINDOWS | {"max_window_layers": 28}
 _DEFAULTS = family.sizes(151936, 4096, 22016, 32, 32, 32, 32768) | _WINDOWS
-FAMILIES = (
-    family.Family(
-        "Qwen2ForCausalLM", "qwen2", lambda config: _fields(config, qkv_bias=True), _DEFAULTS
-    ),
-    family.Family(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        lambda config: _fields(config, qk_norm="head", **family.attention_bias(config)),
-        _DEFAULTS | {"head_dim": 128},
-    ),
-    family.Family(
-        "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        _moe,
-        family.sizes(151936, 2048, 5632, 24, 16, 16, 32768, experts=60, top_k=4, expert_size=1408)
-        | _WINDOWS
-        | {"norm_topk_prob": False, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
-    ),
+QWEN2 = family.Family(
+    "Qwen2ForCausalLM", "qwen2", lambda config: _fields(config, qkv_bias=True), _DEFAULTS
+)
+QWEN3 = family.Family(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    lambda config: _fields(config, qk_norm="head", **family.attention_bias(config)),
+    _DEFAULTS | {"head_dim": 128},
+)
+QWEN2_MOE = family.Family(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    _moe,
+    family.sizes(151936, 2048, 5632, 24, 16, 16, 32768, experts=60, top_k=4, expert_size=1408)
+    | _WINDOWS
+    | {"norm_topk_prob": False, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
 )

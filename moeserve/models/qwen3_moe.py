@@ -34,28 +34,26 @@ def _text(config: Fields) -> family.SpecFields:
     return _fields(config, rule, renormalize=config.boolean("norm_topk_prob"))
 
 
-FAMILIES = (
-    family.Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        _text,
-        family.sizes(151936, 2048, 6144, 24, 32, 4, 32768, experts=128, top_k=8, expert_size=768)
-        | family.QWEN_WINDOWS
-        | {"norm_topk_prob": False, "mtp_num_hidden_layers": 0},
-        Names(foreign=("mtp.",), mtp=QWEN_MTP),
+QWEN3_MOE = family.Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    _text,
+    family.sizes(151936, 2048, 6144, 24, 32, 4, 32768, experts=128, top_k=8, expert_size=768)
+    | family.QWEN_WINDOWS
+    | {"norm_topk_prob": False, "mtp_num_hidden_layers": 0},
+    Names(foreign=("mtp.",), mtp=QWEN_MTP),
+)
+QWEN3_VL_MOE = family.Family(
+    "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_vl_moe",
+    lambda config: _fields(config, family.no_window(config), renormalize=True),
+    family.sizes(151936, 2048, 5632, 24, 16, 16, 128000, experts=60, top_k=4, expert_size=1408)
+    | {"rope_theta": 500_000.0, "mtp_num_hidden_layers": 0},
+    Names(
+        "model.language_model.",
+        experts=(replace(FUSED, transposed=True),),
+        foreign=("model.visual.", "mtp."),
+        mtp=QWEN_MTP,
     ),
-    family.Family(
-        "Qwen3VLMoeForConditionalGeneration",
-        "qwen3_vl_moe",
-        lambda config: _fields(config, family.no_window(config), renormalize=True),
-        family.sizes(151936, 2048, 5632, 24, 16, 16, 128000, experts=60, top_k=4, expert_size=1408)
-        | {"rope_theta": 500_000.0, "mtp_num_hidden_layers": 0},
-        Names(
-            "model.language_model.",
-            experts=(replace(FUSED, transposed=True),),
-            foreign=("model.visual.", "mtp."),
-            mtp=QWEN_MTP,
-        ),
-        text="text_config",
-    ),
+    text="text_config",
 )

@@ -100,4 +100,3 @@ QWEN3_5 = family.Family(
     Names("model.language_model.", foreign=("model.visual.", "mtp."), mtp=QWEN_MTP),
     text="text_config",
 )
-FAMILIES = (NEXT, QWEN3_5)

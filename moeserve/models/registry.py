@@ -1,21 +1,78 @@
-"""All model families, by architecture."""
+"""The model families by architecture; packages add theirs by entry points of "moeserve.models"."""
 
-from importlib import import_module
+from typing import Any
 
 from moeserve.models.family import Family
+from moeserve.plugins import Registry
 
-# the files beside this one; each has a FAMILY, or several architectures as FAMILIES
-_FILES = """
-    afmoe bailing_moe cohere2_moe deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe gemma4 glm4_moe
-    gpt_oss granite_moe hunyuan_v1_moe hy_v3 jamba kimi_linear lfm2_moe llama llama4 mellum mimo_v2_flash minimax_m2
-    mistral4 mixtral nemotron_h olmoe phimoe qwen2 qwen3_moe qwen3_next solar_open step3p5
-"""
+# architecture in config.json -> file beside this one, and name in it
+_BUILT_IN = {
+    "AfmoeForCausalLM": "afmoe:FAMILY",
+    "BailingMoeV2ForCausalLM": "bailing_moe:LING_2",
+    "BailingMoeV2_5ForCausalLM": "bailing_moe:LING_2_5",
+    "BailingMoeLinearV2ForCausalLM": "bailing_moe:LING_LINEAR_2",
+    "Cohere2MoeForCausalLM": "cohere2_moe:FAMILY",
+    "DeepseekV2ForCausalLM": "deepseek_v3:V2",
+    "DeepseekV3ForCausalLM": "deepseek_v3:FAMILY",
+    "KimiK25ForConditionalGeneration": "deepseek_v3:KIMI_K25",
+    "Glm4MoeLiteForCausalLM": "deepseek_v3:GLM4_MOE_LITE",
+    "AXK1ForCausalLM": "deepseek_v3:AXK1",
+    "DeepseekV32ForCausalLM": "deepseek_v32:V32",
+    "GlmMoeDsaForCausalLM": "deepseek_v32:GLM_5",
+    "Dots1ForCausalLM": "dots1:FAMILY",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe:FAMILY",
+    "ExaoneMoeForCausalLM": "exaone_moe:FAMILY",
+    "Gemma4ForCausalLM": "gemma4:FAMILY",
+    "Gemma4ForConditionalGeneration": "gemma4:MULTIMODAL",
+    "Glm4MoeForCausalLM": "glm4_moe:FAMILY",
+    "GptOssForCausalLM": "gpt_oss:FAMILY",
+    "GraniteMoeForCausalLM": "granite_moe:FAMILY",
+    "GraniteMoeSharedForCausalLM": "granite_moe:SHARED",
+    "GraniteMoeHybridForCausalLM": "granite_moe:HYBRID",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe:FAMILY",
+    "HYV3ForCausalLM": "hy_v3:FAMILY",
+    "JambaForCausalLM": "jamba:FAMILY",
+    "KimiLinearForCausalLM": "kimi_linear:FAMILY",
+    "Lfm2MoeForCausalLM": "lfm2_moe:FAMILY",
+    "LlamaForCausalLM": "llama:LLAMA",
+    "MistralForCausalLM": "llama:MISTRAL",
+    "Llama4ForCausalLM": "llama4:FAMILY",
+    "Llama4ForConditionalGeneration": "llama4:MULTIMODAL",
+    "MellumForCausalLM": "mellum:FAMILY",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash:FAMILY",
+    "MiniMaxM2ForCausalLM": "minimax_m2:FAMILY",
+    "Mistral4ForCausalLM": "mistral4:FAMILY",
+    "Mistral3ForConditionalGeneration": "mistral4:MULTIMODAL",
+    "MistralLarge3ForCausalLM": "mistral4:LARGE_3",
+    "MixtralForCausalLM": "mixtral:FAMILY",
+    "NemotronHForCausalLM": "nemotron_h:FAMILY",
+    "OlmoeForCausalLM": "olmoe:OLMOE",
+    "FlexOlmoForCausalLM": "olmoe:FLEX_OLMO",
+    "PhimoeForCausalLM": "phimoe:FAMILY",
+    "PhiMoEForCausalLM": "phimoe:PHI_MOE",
+    "Qwen2ForCausalLM": "qwen2:QWEN2",
+    "Qwen3ForCausalLM": "qwen2:QWEN3",
+    "Qwen2MoeForCausalLM": "qwen2:QWEN2_MOE",
+    "Qwen3MoeForCausalLM": "qwen3_moe:QWEN3_MOE",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_moe:QWEN3_VL_MOE",
+    "Qwen3NextForCausalLM": "qwen3_next:NEXT",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_next:QWEN3_5",
+    "SolarOpenForCausalLM": "solar_open:FAMILY",
+    "Step3p5ForCausalLM": "step3p5:FAMILY",
+    "Step3p7ForConditionalGeneration": "step3p5:STEP_3_7",
+}
 
 
-_MODULES = [import_module(f"moeserve.models.{file}") for file in _FILES.split()]
-_FAMILIES = [
-    family
-    for module in _MODULES
-    for family in getattr(module, "FAMILIES", None) or (module.FAMILY,)
-]
-FAMILIES: dict[str, Family] = {family.architecture: family for family in _FAMILIES}
+def _misfit(architecture: str, part: Any) -> str:
+    if not isinstance(part, Family):
+        return f"it is a {type(part).__name__}, and must be a moeserve.models.family.Family"
+    if part.architecture != architecture:
+        return f"its architecture is {part.architecture!r}, and must be the entry point's name"
+    return ""
+
+
+FAMILIES: Registry[Family] = Registry(
+    "moeserve.models",
+    {name: f"moeserve.models.{target}" for name, target in _BUILT_IN.items()},
+    misfit=_misfit,
+)

@@ -164,4 +164,4 @@ FAMILY = family.Family(
         "num_attention_groups": "num_key_value_heads",
     },
 )  # fmt: skip
-FAMILIES = (FAMILY, FAMILY.inside("Step3p7ForConditionalGeneration", "step3p7"))
+STEP_3_7 = FAMILY.inside("Step3p7ForConditionalGeneration", "step3p7")

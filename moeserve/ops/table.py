@@ -77,7 +77,7 @@ class Ops:
     soft_cap: Callable[[Tensor, float], Tensor]
     native: bool = False
     triton: bool = False
-    asked: "Choice" = "auto"
+    asked: str = "auto"
     exact: bool = True
     room: native_layer.Room = native_layer.new_room
     to_disk: native_layer.ToDisk | None = None

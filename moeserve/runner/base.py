@@ -50,16 +50,13 @@ from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import make_sampler
 from moeserve.runner.sampling.constraints import Constraints
+from moeserve.runner.speculation.base import Drafter, ProposerFacts
 from moeserve.runner.speculation.drafters import load_drafter, with_drafter
-from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
-from moeserve.runner.speculation.native_head import native_head
-from moeserve.runner.speculation.ngram import NgramProposer
-from moeserve.runner.speculation.suffix import SuffixProposer
 from moeserve.runner.step import StepExecutor
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
 from moeserve.sampling import TokenSampling
-from moeserve.speculation import SpeculationSpec
+from moeserve.speculation import PROPOSERS, SpeculationSpec
 from moeserve.version import __version__
 
 if TYPE_CHECKING:
@@ -399,14 +396,18 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.constraints = Constraints(self.model_dir, vocab_size, self.spec.eos_token_ids)
         if self.speculation is None:
             return
-        if self.drafter is None:
-            lookup = NgramProposer if self.speculation.kind == "ngram" else SuffixProposer
-            self.proposer = lookup(limits.max_num_seqs, self.speculation.num_drafts, self.upload)
-        else:
-            drafter = replace(self.drafter, caches=self.kv.draft_layers)
-            parts = self.groups, self.tables, self.sampler, self.upload
-            head = native_head(drafter.model, drafter.caches, drafter.rules, *parts[:3])
-            self.proposer = ModelProposer(self.speculation.num_drafts, drafter, *parts, head)
+        drafter = self.drafter and replace(self.drafter, caches=self.kv.draft_layers)
+        self.proposer = PROPOSERS[self.speculation.kind](
+            ProposerFacts(
+                spec=self.speculation,
+                slots=limits.max_num_seqs,
+                upload=self.upload,
+                groups=self.groups,
+                tables=self.tables,
+                sampler=self.sampler,
+                drafter=drafter,
+            )
+        )
 
     def make_tables(self) -> Tables:
         """Returns empty request tables for `limits`."""

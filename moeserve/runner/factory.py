@@ -9,10 +9,12 @@ from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.models.spec import ModelSpec
+from moeserve.moe.all2all.registry import BACKENDS
+from moeserve.moe.experts.registry import EXPERT_KERNELS, check_kernels
 from moeserve.moe.placement.placement import Placement
 from moeserve.runner.base import ONE, ModelRunnerBase
-from moeserve.runner.cpu import CPUModelRunner
-from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.devices import DEVICES, check_device
+from moeserve.speculation import PROPOSERS
 
 SPLIT = 512  # positions: kernels/attention_plan.py splits long contexts after so many
 
@@ -33,8 +35,12 @@ def make_runner(
     join others, now or later. Raises ConfigError for settings that cannot work, and for `device:
     cuda` without a device.
     """
+    for registry in (DEVICES, BACKENDS, EXPERT_KERNELS, PROPOSERS):
+        registry.load_plugins()
     asked = config.device.device
-    on_cuda = torch.cuda.is_available() and config.device.device != "cpu"
+    check_device(asked)
+    check_kernels(config.device.kernels)
+    on_cuda = torch.cuda.is_available() and asked in ("auto", "cuda")
     if asked == "cuda" and not on_cuda:
         raise ConfigError(
             f"device cuda was asked for, but torch {torch.__version__} sees no CUDA device. Install a CUDA build of "
@@ -64,5 +70,5 @@ def make_runner(
         raise ConfigError(
             f"block_size={config.cache.block_size} must divide {SPLIT} on CUDA, e.g. 16, 32 or 64"
         )
-    runner = GPUModelRunner if on_cuda else CPUModelRunner
+    runner = DEVICES["cuda" if on_cuda else "cpu"] if asked == "auto" else DEVICES[asked]
     return runner(config, spec, model_dir, world, placement, grouped=grouped)

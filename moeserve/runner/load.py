@@ -33,6 +33,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
+from moeserve.moe.experts.registry import EXPERT_KERNELS
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native_layer import BYTES_IN_12_BITS, new_room
 from moeserve.ops.quantised import Asked
@@ -90,10 +91,9 @@ def load_model(
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
-    ops = pick_ops(
-        device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact
+    ops = _with_attention(_ops(device, dtype, config, spec), config, spec).compressing(
+        config.model.lossless_compression
     )
-    ops = _with_attention(ops, config, spec).compressing(config.model.lossless_compression)
     if config.device.compile:
         ops = traced(ops)
     checkpoint = _for_kernels(checkpoint, ops, config)
@@ -192,6 +192,15 @@ def draft_params(
     reader = RandomReader if dummy else Reader
     with Params(described, plan, dtype, device=device, asked=asked, reader=reader) as params:
         yield params, ops
+
+
+def _ops(device: torch.device, dtype: torch.dtype, config: Config, spec: ModelSpec) -> Ops:
+    """Returns the kernels that the settings choose; a plugin's for experts are beside the best."""
+    asked = config.device.kernels
+    is_plugin = asked in EXPERT_KERNELS.plugins
+    table: Any = "auto" if is_plugin else asked
+    ops = pick_ops(device, dtype, table, obstacle=spec.obstacle, exact=config.device.exact)
+    return replace(ops, asked=asked) if is_plugin else ops
 
 
 def _with_attention(ops: Ops, config: Config, spec: ModelSpec) -> Ops:

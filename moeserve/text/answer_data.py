@@ -10,7 +10,7 @@ from moeserve.sampling import GrammarSpec
 from moeserve.text.answer_format import AnswerFormat, AnswerParser, Tool
 from moeserve.text.answer_grammar import AnswerGrammar, is_free
 from moeserve.text.answer_parser import DataParser
-from moeserve.text.answer_syntax import Reading, load, names
+from moeserve.text.answer_syntax import ANSWER_FORMATS, Reading, load, names
 from moeserve.text.grammar_source import special_tokens
 from moeserve.text.harmony import HARMONY, HarmonyFormat
 from moeserve.text.json_schema import GrammarFault
@@ -88,6 +88,7 @@ def find_format(
 
     Raises ConfigError for an unknown name, and for harmony with a tokenizer that lacks its tokens.
     """
+    ANSWER_FORMATS.load_plugins()
     known = sorted([*names(), "harmony"])
     if name is not None and name not in known:
         raise ConfigError(f"--tool-format {name!r} is unknown; one of {', '.join(known)}")

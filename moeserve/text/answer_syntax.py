@@ -7,13 +7,15 @@ The keys are those of `Syntax`; docs/tool-calls.md describes them with an exampl
 import re
 from collections.abc import Collection
 from functools import cache
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import yaml
 from msgspec import Struct
 
+from moeserve.plugins import Registry
 from moeserve.text.answer_text import Stops
 from moeserve.text.answer_values import JSON, Dialect
 
@@ -90,18 +92,34 @@ class Syntax(Struct, forbid_unknown_fields=True):
     stop: list[str] = []
 
 
+def _read(file: Traversable) -> Syntax:
+    return msgspec.convert(yaml.safe_load(file.read_text(encoding="utf-8")), Syntax)
+
+
+def _misfit(name: str, file: Any) -> str:
+    try:
+        _read(file)
+    except (AttributeError, OSError, ValueError, yaml.YAMLError, msgspec.ValidationError) as error:
+        return f"it is not the path of a format's YAML file: {type(error).__name__}: {error}"
+    return ""
+
+
+_FILES = {path.stem: path for path in sorted(FORMATS.glob("*.yaml"))}
+# Plugins of "moeserve.answer_formats": paths of YAML files.
+ANSWER_FORMATS: Registry[Traversable] = Registry(
+    "moeserve.answer_formats", {}, reserved=(*_FILES, "harmony"), misfit=_misfit
+)
+
+
 @cache
 def load(name: str) -> Syntax:
-    """Returns a format's data."""
-    return msgspec.convert(
-        yaml.safe_load((FORMATS / f"{name}.yaml").read_text(encoding="utf-8")), Syntax
-    )
+    """Return a format's data."""
+    return _read(_FILES[name] if name in _FILES else ANSWER_FORMATS[name])
 
 
-@cache
 def names() -> tuple[str, ...]:
-    """Returns the names of the formats that are data."""
-    return tuple(sorted(path.stem for path in FORMATS.glob("*.yaml")))
+    """Return the names of the formats that are data."""
+    return tuple(sorted((*_FILES, *ANSWER_FORMATS)))
 
 
 _NO_SPAN, _NO_PARAMETER = Span("", ""), Parameter("", "", "", "", "")

@@ -9,6 +9,7 @@ import yaml
 
 from moeserve.cli import main
 from moeserve.version import __version__
+from tests.plugin_packages import Install
 
 
 def test_json_has_what_a_maintainer_asks(
@@ -28,6 +29,22 @@ def test_json_has_what_a_maintainer_asks(
     assert found["memory"]["total_bytes"] > 2**28
     assert found["environment"]["OMP_NUM_THREADS"] == "3"
     assert "torch" not in found
+
+
+def test_plugins_are_listed_with_package_and_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, install: Install
+) -> None:
+    """Also those that cannot be loaded, or are excluded."""
+    entries = {"moeserve.models": {"A": "no_such:x", "B": "no_such:y"}, "other": {"c": "d:e"}}
+    install("my-package", entries, version="2.1")
+    monkeypatch.setenv("MOESERVE_PLUGINS", "B,unknown")
+    assert main.main(["collect-env", "--json", "--no-torch"]) == 0
+    assert json.loads(capsys.readouterr().out)["plugins"] == {
+        "moeserve.models": {
+            "A": "my-package 2.1, no_such:x (excluded by MOESERVE_PLUGINS)",
+            "B": "my-package 2.1, no_such:y",
+        }
+    }
 
 
 def test_yaml_includes_torch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,7 @@ def test_a_mistyped_variable_is_noticed() -> None:
         "MOESERVE_MAX_MODLE_LEN": "1",
         "MOESERVE_PORT": "1",
         "MOESERVE_SERVICE_HOST": "10.0.0.1",
+        "MOESERVE_PLUGINS": "mine",
         "PATH": "x",
     }
     assert unknown_variables(env) == [

@@ -17,7 +17,7 @@ from moeserve.models.hf_config import read_model_spec
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"all2all": "torhc"}, "no all2all backend 'torhc'; did you mean 'torch'"),
+        ({"all2all": "torhc"}, "all2all: 'torhc' is unknown; did you mean 'torch'"),
         ({"dp": 2, "tp": 3}, "choose tp from 1, 2, 4"),
         ({"dp": 2, "redundant_experts": 100}, "have use for 8 at most"),
         (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -35,6 +34,7 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 from moeserve.ops.table import pick_ops
+from tests.plugin_packages import Install
 
 FACTS: dict[str, Any] = {
     "hidden_size": 32,
@@ -90,13 +90,10 @@ def test_backends_are_told_how_many_multiprocessors_they_may_take(
     asked: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[registry.BackendFacts] = []
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:make_mine", "g")]
+    monkeypatch.setitem(
+        registry.BACKENDS._parts, "shm", lambda facts: told.append(facts) or make_mine(facts)
     )
-    monkeypatch.setattr(
-        EntryPoint, "load", lambda self: lambda facts: told.append(facts) or make_mine(facts)
-    )
-    offered("cuda", dp=2, all2all="mine", comm_sms=asked)
+    offered("cuda", dp=2, all2all="shm", comm_sms=asked)
     assert [(facts.comm_sms, facts.sms_asked) for facts in told] == [(expected, asked is not None)]
 
 
@@ -191,7 +188,7 @@ def test_where_grouped_mm_serves(changes: dict[str, Any], why: str) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"no all2all backend 'torhc'; did you mean 'torch'\? known: auto, local, shm",
+        match=r"all2all: 'torhc' is unknown; did you mean 'torch'\? known: auto, local, shm",
     ):
         offered(dp=2, all2all="torhc")
 
@@ -200,7 +197,7 @@ def test_unknown_name() -> None:
 def test_a_removed_name_is_refused_with_its_successor(name: str, successor: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' was removed; use '{successor}'"):
         offered(dp=2, all2all=name)
-    assert successor in registry.BUILT_IN
+    assert successor in registry.BACKENDS
 
 
 def test_names_are_checked_without_torch() -> None:
@@ -214,18 +211,23 @@ def make_mine(facts: registry.BackendFacts) -> All2All:
     return Absent("mine", "found")
 
 
-def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [
-        EntryPoint("mine", f"{__name__}:make_mine", registry.GROUP),
-        EntryPoint("gone", "no_such:x", "g"),
-    ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
-    monkeypatch.setattr(
-        EntryPoint, "load", lambda self: make_mine if self.name == "mine" else __import__("no_such")
-    )
+def test_other_packages_add_theirs(install: Install) -> None:
+    install("mine", {registry.BACKENDS.group: {"mine": f"{__name__}:make_mine"}})
     assert offered(dp=2, all2all="mine")[0].caps.obstacle == "found"
     assert offered(dp=3, all2all="mine")[0].caps.obstacle == "mine serves two ranks"
-    assert "cannot be imported" in (offered(dp=2, all2all="gone")[0].caps.obstacle or "")
+    with pytest.raises(ConfigError, match=r"known: .*torch, mine$"):
+        registry.check_name("other")
+
+
+def test_a_built_in_backend_that_cannot_be_imported_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(registry.BACKENDS._targets, "torch", "moeserve.no_such:make")
+    monkeypatch.setattr(registry.BACKENDS, "_parts", {})
+    (backend,) = offered(dp=2, all2all="torch")
+    assert (
+        backend.caps.obstacle == "its module cannot be imported: No module named 'moeserve.no_such'"
+    )
 
 
 def test_a_wire_that_rounds_rounds_on_one_rank_too() -> None:

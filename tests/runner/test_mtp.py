@@ -26,9 +26,9 @@ from moeserve.ops.native_rows import AVAILABLE
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.load import Progress
-from moeserve.runner.speculation.base import Verified
+from moeserve.runner.speculation.base import Drafter, Verified
 from moeserve.runner.speculation.drafters import load_drafter
-from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
+from moeserve.runner.speculation.model_proposer import ModelProposer
 from moeserve.runner.speculation.native_head import native_head
 from moeserve.speculation import SpeculationSpec
 from tests.comm.board import Board, BoardTensor

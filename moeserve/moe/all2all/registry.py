@@ -1,18 +1,17 @@
-"""Every all2all backend by name: `BUILT_IN`, and those that other packages register.
+"""The all2all backends by name; packages add theirs by entry points of "moeserve.all2all".
 
-A backend is a callable that takes `BackendFacts` and returns an `All2All`, or raises `Unavailable`
-with the reason why it cannot serve here. Another package adds one by an entry point in the group
-"moeserve.all2all" that names the callable; users ask for it by name, because "auto" considers
-built-in backends only. This module does not import torch, because settings are checked without it.
+An entry is a callable that takes `BackendFacts` and returns an `All2All`, or raises `Unavailable`
+with the reason why it cannot serve here. Users choose a plugin's backend by name: `auto` considers
+built-in ones only. This module does not import torch, because settings are checked without it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from moeserve.config import COMM_SMS, ParallelConfig
 from moeserve.errors import ConfigError
+from moeserve.plugins import Registry
 
 if TYPE_CHECKING:
     import torch
@@ -20,28 +19,21 @@ if TYPE_CHECKING:
     from moeserve.moe.all2all.base import All2All
     from moeserve.moe.all2all.wire_format import WireFormat
 
-GROUP = "moeserve.all2all"  # of entry points
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """A backend of this package. maker: "module:function". auto_on: devices on which "auto" offers
-    it.
-    """
-
-    maker: str
-    auto_on: tuple[str, ...] = ()
-
-
-# In the order of preference. One backend is one file and its entry here.
-BUILT_IN = {
-    "local": BuiltIn("moeserve.moe.all2all.local:make"),
-    "shm": BuiltIn("moeserve.moe.all2all.shm:make", ("cpu",)),
-    "deepep_v2": BuiltIn("moeserve.moe.all2all.deepep:make_v2", ("cuda",)),
-    "deepep_ll": BuiltIn("moeserve.moe.all2all.deepep:make_ll", ("cuda",)),
-    "cuda_ipc": BuiltIn("moeserve.moe.all2all.cuda_ipc:make", ("cuda",)),
-    "torch": BuiltIn("moeserve.moe.all2all.torch_a2a:make", ("cpu", "cuda")),
-}
+# One backend is one file and its entry here.
+BACKENDS: "Registry[Callable[[BackendFacts], All2All]]" = Registry(
+    "moeserve.all2all",
+    {
+        "local": "moeserve.moe.all2all.local:make",
+        "shm": "moeserve.moe.all2all.shm:make",
+        "deepep_v2": "moeserve.moe.all2all.deepep:make_v2",
+        "deepep_ll": "moeserve.moe.all2all.deepep:make_ll",
+        "cuda_ipc": "moeserve.moe.all2all.cuda_ipc:make",
+        "torch": "moeserve.moe.all2all.torch_a2a:make",
+    },
+    reserved=("auto",),
+)
+# device -> backends that `auto` offers, best first
+AUTO = {"cpu": ("shm", "torch"), "cuda": ("deepep_v2", "deepep_ll", "cuda_ipc", "torch")}
 # In the worst case every token of every rank has all its experts on one rank. The rows that are
 # planned for depend only on what all ranks of all epochs share; the tokens of a round also depend
 # on the size of the group.
@@ -101,16 +93,12 @@ class Unavailable(Exception):
 
 
 def check_name(asked: str) -> None:
-    """Raises ConfigError for a backend that does not exist, or not any more."""
+    """Raise ConfigError for a backend that does not exist, or no longer exists."""
     if asked in REMOVED:
         raise ConfigError(
             f"the all2all backend {asked!r} was removed; use {REMOVED[asked]!r}, or auto"
         )
-    known = list(_entries())
-    if asked not in ("auto", *known):
-        near = get_close_matches(asked, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no all2all backend {asked!r}; {hint}known: auto, {', '.join(known)}")
+    BACKENDS.check(asked, "all2all", ("auto", *BACKENDS.built_in))
 
 
 def make_backends(
@@ -155,33 +143,19 @@ def make_backends(
             else [Absent(asked, "one rank has all experts: nothing travels")]
         )
         return [*unused, _make("local", facts)]
-    names = (
-        [name for name, backend in BUILT_IN.items() if device in backend.auto_on]
-        if asked == "auto"
-        else [asked]
-    )
+    names = AUTO.get(device, ()) if asked == "auto" else (asked,)
     return [_make(name, facts) for name in names]
-
-
-def _entries() -> dict[str, EntryPoint]:
-    """All backends; a built-in one comes before another package's of the same name."""
-    built_in = {name: EntryPoint(name, backend.maker, GROUP) for name, backend in BUILT_IN.items()}
-    return {
-        **built_in,
-        **{entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in built_in},
-    }
 
 
 def _make(name: str, facts: BackendFacts) -> "All2All":
     from moeserve.moe.all2all.base import Absent
 
-    entry = _entries()[name]
     try:
-        maker = entry.load()
+        maker = BACKENDS[name]
     except ImportError as error:
-        return Absent(name, f"{entry.value} cannot be imported: {error}")
+        return Absent(name, f"its module cannot be imported: {error}")
     try:
-        backend: All2All = maker(facts)
+        backend = maker(facts)
     except Unavailable as why:
         return Absent(name, str(why))
     if facts.encrypt_rows and not backend.caps.encrypts:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
+from moeserve.moe.experts.registry import ExpertFacts
 from moeserve.moe.routing import Router
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import (
@@ -125,6 +126,12 @@ def padded(columns: int) -> int:
 def filled_up(bias_N: Tensor) -> Tensor:
     """Returns a bias in fp32, with zeros for the columns that fill up the last block."""
     return torch.nn.functional.pad(bias_N.float(), (0, -len(bias_N) % BLOCK))
+
+
+def make(facts: ExpertFacts) -> NativeExperts:
+    """Return the native kernels."""
+    ops = facts.ops
+    return NativeExperts(ops.room, to_disk=ops.to_disk, lossless=ops.lossless != "off")
 
 
 class NativeExperts(StackedExperts):

@@ -16,11 +16,22 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import Experts, ExpertsCaps, ExpertWeights, StackedExperts
+from moeserve.moe.experts.registry import ExpertFacts
 from moeserve.ops.linear import Linear
 from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
 Products = tuple[Linear, Linear]  # w13 and w2 of one expert
+
+
+def make(facts: ExpertFacts) -> "ReferenceExperts":
+    """Return the reference, by the products of `facts.ops`."""
+    return ReferenceExperts(facts.ops)
+
+
+def make_grouped_mm(facts: ExpertFacts) -> "GroupedMM":
+    """Return the kernel on torch's grouped product."""
+    return GroupedMM(facts.ops)
 
 
 class ReferenceExperts(Experts):

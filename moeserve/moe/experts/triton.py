@@ -24,9 +24,30 @@ from moeserve.kernels.fp8 import BLOCK
 from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, FusedExperts, StackedExperts
+from moeserve.moe.experts.registry import ExpertFacts
 from moeserve.moe.routing import Router
 from moeserve.ops import triton_weights as laid
 from moeserve.ops.rules import SWIGLU, Activation
+
+
+def make(facts: ExpertFacts) -> "TritonExperts":
+    """Return Triton's kernels."""
+    return TritonExperts()
+
+
+def make_deep_gemm(facts: ExpertFacts) -> "DeepGemmExperts":
+    """Return DeepGEMM's kernels; they may be unable to serve."""
+    ops = facts.ops
+    return DeepGemmExperts(ops.device, facts.asked, facts.fp8_blocks, ops.exact, facts.sizes)
+
+
+def make_flashinfer(facts: ExpertFacts) -> "FlashInferExperts":
+    """Return FlashInfer's kernels; they may be unable to serve."""
+    ops = facts.ops
+    return FlashInferExperts(
+        ops.device, facts.asked, facts.fp8_blocks, ops.exact, facts.sizes, ops.dtype, facts.swiglu
+    )
+
 
 EXACT = "bits of {} may depend on the batch; use --determinism fast"
 

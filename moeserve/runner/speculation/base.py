@@ -8,15 +8,21 @@ S rows that sample, N tokens that are sampled, or drafts; T tokens of the step.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import I32, NewRequest, StepPlan
-from moeserve.ops.inputs import StepInputs
-from moeserve.runner.tables import I64, HostRows, Upload
+from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import LayerCache, StepInputs
+from moeserve.runner.sampling.sampler import Sampler
+from moeserve.runner.tables import I64, HostRows, Tables, Upload
+from moeserve.speculation import SpeculationSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,49 @@ class Verified:
     accepted_S: Tensor
     last_S: Tensor
     taps_TN: Tensor | None = None
+
+
+class DraftModel(Protocol):
+    """What computes drafts; a `Decoder` is one."""
+
+    def forward(
+        self,
+        step: StepInputs,
+        caches: Sequence[LayerCache],
+        ubatch: UBatch,
+        hidden_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Returns what `logits` takes, and `forward` as hidden_TD for the next token. hidden_TD: of
+        the target, or what this method returned for the token before."""
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """Returns every token's score, fp32 [S, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A draft model and its caches. rules: of its KV groups. takes_hidden: whether it reads hidden
+    states, and with each that of the token before. combine: makes those of the target's streams
+    (`Verified.taps_TN`)."""
+
+    model: DraftModel
+    caches: Sequence[LayerCache]
+    rules: Sequence[KVRule]
+    takes_hidden: bool
+    combine: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerFacts:
+    """What a proposer is made for."""
+
+    spec: SpeculationSpec
+    slots: int  # batch slots
+    upload: Upload
+    groups: Sequence[KVGroup]
+    tables: Tables
+    sampler: Sampler
+    drafter: Drafter | None  # of kinds model, mtp and eagle
 
 
 class Proposer(ABC):

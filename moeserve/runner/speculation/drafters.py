@@ -26,7 +26,7 @@ from moeserve.models.spec import ModelSpec
 from moeserve.ops.quantised import Asked
 from moeserve.runner.limits import MemoryFacts
 from moeserve.runner.load import Shard, draft_params
-from moeserve.runner.speculation.model_proposer import Drafter
+from moeserve.runner.speculation.base import Drafter
 from moeserve.speculation import SpeculationSpec
 
 TOKENIZER = "tokenizer.json"
@@ -40,7 +40,7 @@ def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec)
     """
     if speculation.kind == "mtp":
         return with_mtp(spec)
-    if not speculation.path:
+    if speculation.kind not in ("model", "eagle"):
         return spec
     path = resolve_model_dir(speculation.path)
     if speculation.kind == "eagle":

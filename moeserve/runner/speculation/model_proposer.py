@@ -13,53 +13,46 @@ block, whose drafts are then worse.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moeserve.engine.blocks import KVGroup
-from moeserve.engine.kv_rule import FULL, KVRule
+from moeserve.engine.kv_rule import FULL
 from moeserve.engine.plan import I32
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
+from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.runner.sampling.sampler import Sampler, Trait
-from moeserve.runner.speculation.base import Proposer, Verified
-from moeserve.runner.speculation.native_head import NativeHead
+from moeserve.runner.speculation.base import (
+    Drafter,
+    DraftModel,
+    Proposer,
+    ProposerFacts,
+    Verified,
+)
+from moeserve.runner.speculation.native_head import NativeHead, native_head
 from moeserve.runner.tables import I64, Tables, Upload, group_inputs, prepare_inputs
 
 
-class DraftModel(Protocol):
-    """What computes drafts; a `Decoder` is one."""
-
-    def forward(
-        self,
-        step: StepInputs,
-        caches: Sequence[LayerCache],
-        ubatch: UBatch,
-        hidden_TD: Tensor | None = None,
-    ) -> Tensor:
-        """Returns what `logits` takes, and `forward` as hidden_TD for the next token. hidden_TD: of
-        the target, or what this method returned for the token before."""
-
-    def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Returns every token's score, fp32 [S, V]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drafter:
-    """A draft model and its caches. rules: of its KV groups. takes_hidden: whether it reads hidden
-    states, and with each that of the token before. combine: makes those of the target's streams
-    (`Verified.taps_TN`)."""
-
-    model: DraftModel
-    caches: Sequence[LayerCache]
-    rules: Sequence[KVRule]
-    takes_hidden: bool
-    combine: Callable[[Tensor], Tensor] | None = None
+def make(facts: ProposerFacts) -> "ModelProposer":
+    """Return the proposer of a drafter, in one native call if it can be."""
+    drafter = facts.drafter
+    assert drafter is not None
+    head = native_head(
+        drafter.model, drafter.caches, drafter.rules, facts.groups, facts.tables, facts.sampler
+    )
+    return ModelProposer(
+        facts.spec.num_drafts,
+        drafter,
+        facts.groups,
+        facts.tables,
+        facts.sampler,
+        facts.upload,
+        head,
+    )
 
 
 class ModelProposer(Proposer):

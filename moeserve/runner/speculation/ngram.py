@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.engine.plan import I32, NewRequest
-from moeserve.runner.speculation.base import LookupProposer
+from moeserve.runner.speculation.base import LookupProposer, ProposerFacts
 from moeserve.runner.tables import Upload
 
 # of an n-gram: vLLM's prompt_lookup_min and prompt_lookup_max
@@ -163,6 +163,11 @@ class RequestIndex:
         self._view = self._sorted.data
         self._num_sorted = len(self.tokens)
         self._recent = {}
+
+
+def make(facts: ProposerFacts) -> "NgramProposer":
+    """Return the proposer."""
+    return NgramProposer(facts.slots, facts.spec.num_drafts, facts.upload)
 
 
 class NgramProposer(LookupProposer):

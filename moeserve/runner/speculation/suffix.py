@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from moeserve.engine.plan import I32, NewRequest
-from moeserve.runner.speculation.base import LookupProposer
+from moeserve.runner.speculation.base import LookupProposer, ProposerFacts
 from moeserve.runner.speculation.ngram import LIKELY, MAX_LENGTH, Acceptance, RequestIndex
 from moeserve.runner.tables import Upload
 
@@ -85,6 +85,11 @@ class AnswerRing:
         for token in tokens:
             code = (code + token + 1) * _FACTOR & 0xFFFFFFFFFFFF
         return code >> 20 & self._mask
+
+
+def make(facts: ProposerFacts) -> "SuffixProposer":
+    """Return the proposer."""
+    return SuffixProposer(facts.slots, facts.spec.num_drafts, facts.upload)
 
 
 class SuffixProposer(LookupProposer):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import All2All, Ticket, Transfer
 from moeserve.moe.all2all.nccl import NcclAll2All
-from moeserve.moe.all2all.registry import BUILT_IN, BackendFacts, Unavailable
+from moeserve.moe.all2all.registry import AUTO, BACKENDS, BackendFacts, Unavailable
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
@@ -40,9 +39,9 @@ def facts_of(
 
 def on_cpu() -> Iterator[str]:
     """What the registry offers here."""
-    for name, backend in BUILT_IN.items():
+    for name in AUTO["cpu"]:
         with suppress(Unavailable):
-            if "cpu" in backend.auto_on and resolve_name(backend.maker)(facts_of(torch.float32)):
+            if BACKENDS[name](facts_of(torch.float32)):
                 yield name
 
 
@@ -80,7 +79,7 @@ def make(
         from tests.comm.host_memory import host_symmetric
 
         return CudaIpcAll2All(replace(facts, comm_sms=1), *host_symmetric())
-    backend: All2All = resolve_name(BUILT_IN[name].maker)(facts)
+    backend = BACKENDS[name](facts)
     assert backend.caps.name == name
     return backend
 

@@ -1,0 +1,80 @@
+"""The expert kernels by name; packages add theirs by entry points of "moeserve.expert_kernels".
+
+An entry is a callable that takes `ExpertFacts` and returns `Experts`. Users choose a plugin's
+kernels by name, with the setting `kernels`; everything else then computes as with `kernels: auto`.
+This module does not import torch, because settings are checked without it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeserve.plugins import Registry
+
+if TYPE_CHECKING:
+    from moeserve.moe.experts.base import Experts
+    from moeserve.ops.table import Ops
+
+# values of the setting `kernels` that choose a whole table of kernels
+TABLES = ("auto", "native", "torch", "triton", "deep_gemm", "flashinfer")
+PACKAGES = ("deep_gemm", "flashinfer")  # of others, for experts beside Triton's kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFacts:
+    """What an expert kernel is made for."""
+
+    ops: "Ops"
+    experts_per_rank: int
+    hidden_size: int
+    expert_size: int
+    swiglu: bool  # no layer's experts have another activation
+    fp8_blocks: bool  # the checkpoint has e4m3 in blocks of 128 x 128
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user chose another package's kernels for experts."""
+        return self.ops.asked in PACKAGES
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Experts of a rank, their inner width, and the model's width."""
+        return self.experts_per_rank, self.expert_size, self.hidden_size
+
+
+EXPERT_KERNELS: "Registry[Callable[[ExpertFacts], Experts]]" = Registry(
+    "moeserve.expert_kernels",
+    {
+        "native": "moeserve.moe.experts.native:make",
+        "triton": "moeserve.moe.experts.triton:make",
+        "deep_gemm": "moeserve.moe.experts.triton:make_deep_gemm",
+        "flashinfer": "moeserve.moe.experts.triton:make_flashinfer",
+        "grouped_mm": "moeserve.moe.experts.reference:make_grouped_mm",
+        "reference": "moeserve.moe.experts.reference:make",
+    },
+    reserved=TABLES,
+)
+
+
+def make_kernels(facts: ExpertFacts) -> "list[Experts]":
+    """Return the kernels that `plan_moe` may choose from, best first."""
+    return [EXPERT_KERNELS[name](facts) for name in _offered(facts)]
+
+
+def _offered(facts: ExpertFacts) -> tuple[str, ...]:
+    ops = facts.ops
+    if ops.asked in EXPERT_KERNELS.plugins:
+        return (ops.asked,)
+    if ops.native:
+        return ("native", "grouped_mm", "reference")
+    if not ops.triton:
+        return ("grouped_mm", "reference")
+    if facts.asked:
+        return (ops.asked,)
+    package = "deep_gemm" if facts.fp8_blocks else "flashinfer"
+    return (package, "triton", *(() if ops.exact else ("grouped_mm", "reference")))
+
+
+def check_kernels(name: str) -> None:
+    """Raise ConfigError unless `name` is a value of the setting `kernels`."""
+    EXPERT_KERNELS.check(name, "kernels", TABLES)

@@ -1,0 +1,205 @@
+"""Parts of moeserve by name: built-in ones, and plugins that installed packages add.
+
+A plugin is an entry point of a registry's group, declared in the package's pyproject.toml:
+
+    [project.entry-points."moeserve.models"]
+    MyModelForCausalLM = "my_package.family:FAMILY"
+
+Every installed plugin is used unless MOESERVE_PLUGINS lists those to use: `MOESERVE_PLUGINS=a,b`
+by name, an empty value for none. docs/plugins.md lists the groups and what their entries are.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import Any, TypeVar
+
+from moeserve.errors import ConfigError
+
+PREFIX = "moeserve."  # of the groups of entry points
+VARIABLE = "MOESERVE_PLUGINS"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """An entry point of an installed package."""
+
+    group: str
+    name: str
+    target: str  # "module:attribute"
+    package: str
+    version: str
+    used: bool  # MOESERVE_PLUGINS does not exclude it
+
+    def __str__(self) -> str:
+        return (
+            f"plugin {self.name!r} of {self.package} {self.version} ({self.group}, {self.target})"
+        )
+
+
+def installed_plugins() -> tuple[Plugin, ...]:
+    """Return all plugins of installed packages, also those that MOESERVE_PLUGINS excludes."""
+    return _scan(tuple(sys.path), os.environ.get(VARIABLE))
+
+
+@lru_cache(maxsize=4)  # a scan reads a file of each installed package
+def _scan(path: tuple[str, ...], allowed: str | None) -> tuple[Plugin, ...]:
+    names = _names(allowed)
+    found = [
+        Plugin(
+            group=entry.group,
+            name=entry.name,
+            target=entry.value,
+            package=package.name,
+            version=package.version,
+            used=allowed is None or entry.name in names,
+        )
+        for package in _packages()
+        for entry in package.entry_points
+        if entry.group.startswith(PREFIX)
+    ]
+    return tuple(sorted(found, key=lambda plugin: (plugin.group, plugin.name)))
+
+
+def _names(allowed: str | None) -> set[str]:
+    return {name.strip() for name in (allowed or "").split(",")} - {""}
+
+
+def _packages() -> list[Distribution]:
+    """Return the packages with entry points for moeserve; of one name, the first on sys.path."""
+    found: dict[str, Distribution] = {}
+    for package in distributions():
+        if f"[{PREFIX}" in (package.read_text("entry_points.txt") or ""):
+            found.setdefault(package.name, package)
+    return list(found.values())
+
+
+def _not_callable(name: str, part: Any) -> str:
+    return "" if callable(part) else f"it is a {type(part).__name__}, and must be callable"
+
+
+class Registry(Mapping[str, T]):
+    """The parts of one kind by name. A part is imported when it is first asked for.
+
+    Iterating yields the names, built-in ones first; `in` imports nothing.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        built_in: Mapping[str, str],
+        *,
+        reserved: Collection[str] = (),
+        misfit: Callable[[str, Any], str] = _not_callable,
+    ) -> None:
+        """`built_in` maps names to "module:attribute". No plugin may have a `reserved` name.
+
+        `misfit(name, part)` returns why a plugin's object cannot be such a part, or "".
+        """
+        self.group = group
+        self.built_in = tuple(built_in)
+        self._targets = built_in
+        self._reserved = reserved
+        self._misfit = misfit
+        self._parts: dict[str, T] = {}
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._targets:
+            if name not in self._parts:
+                self._parts[name] = _attribute(self._targets[name])
+            return self._parts[name]
+        return self._load(self.plugins[name])
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._targets
+        yield from self.plugins
+
+    def __len__(self) -> int:
+        return len(self._targets) + len(self.plugins)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets or name in self.plugins
+
+    @property
+    def plugins(self) -> dict[str, Plugin]:
+        """The plugins in use by name.
+
+        Raises ConfigError if a name has two meanings, or MOESERVE_PLUGINS an unknown name.
+        """
+        found: dict[str, Plugin] = {}
+        installed = installed_plugins()
+        _check_variable(installed)
+        for plugin in installed:
+            if plugin.group != self.group or not plugin.used:
+                continue
+            if plugin.name in self._targets or plugin.name in self._reserved:
+                raise ConfigError(
+                    f"{plugin} has the name of a built-in one; rename the plugin, or list the "
+                    f"plugins to use in {VARIABLE}"
+                )
+            if plugin.name in found:
+                raise ConfigError(
+                    f"{plugin} has the name of another {found[plugin.name]}; uninstall one of the "
+                    "two packages"
+                )
+            found[plugin.name] = plugin
+        return found
+
+    def load_plugins(self) -> None:
+        """Import every plugin of the group. Call it at start: a broken plugin ends the start.
+
+        Raises ConfigError with the plugin's name, package and error.
+        """
+        for plugin in self.plugins.values():
+            self._load(plugin)
+
+    def check(self, name: str, setting: str, built_in: Sequence[str]) -> None:
+        """Raise ConfigError, with the nearest known value, unless `setting` may have this value.
+
+        It may be a plugin's name or one of `built_in`.
+        """
+        known = [*built_in, *self.plugins]
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{setting}: {name!r} is unknown; {hint}known: {', '.join(known)}")
+
+    def _load(self, plugin: Plugin) -> T:
+        key = f"{plugin.name} = {plugin.target}"
+        if key not in self._parts:
+            try:
+                part = EntryPoint(plugin.name, plugin.target, self.group).load()
+            except Exception as error:
+                raise _unusable(plugin, f"{type(error).__name__}: {error}") from error
+            if misfit := self._misfit(plugin.name, part):
+                raise _unusable(plugin, misfit)
+            self._parts[key] = part
+        return self._parts[key]
+
+
+def _check_variable(installed: Collection[Plugin]) -> None:
+    allowed = os.environ.get(VARIABLE)
+    offered = {plugin.name for plugin in installed}
+    if unknown := _names(allowed) - offered:
+        raise ConfigError(
+            f"{VARIABLE}={allowed}: no installed package has the plugin {min(unknown)!r}; "
+            f"installed plugins: {', '.join(sorted(offered)) or 'none'}"
+        )
+
+
+def _attribute(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _unusable(plugin: Plugin, why: str) -> ConfigError:
+    return ConfigError(
+        f"{plugin} cannot be loaded: {why}. Repair or uninstall {plugin.package}, or list the "
+        f"plugins to use in {VARIABLE}"
+    )
