@@ -238,6 +238,11 @@ class Running:
             self._admission.came(1, owner.submitted_at, len(owner.prompt_token_ids))
         self._stats.num_active = len(self.sequences)
 
+    def replace(self, before: Sequence, now: Sequence) -> None:
+        """Give the rows of a running sequence to another one, with the same rid, from now on."""
+        if self.sequences.get(before.rid) is before:
+            self.sequences[before.rid] = now
+
     def note_starts(self, rids: list[int], began_s: float) -> None:
         """Notes when these sequences stopped waiting. began_s: when their first step began."""
         for rid in rids:

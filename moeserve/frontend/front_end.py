@@ -16,6 +16,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, assert_never
 
+import msgspec
+
 from moeserve import errors
 from moeserve import messages as m
 from moeserve.actor.actor import Actor
@@ -31,6 +33,7 @@ from moeserve.frontend.generation import (
     token_sampling,
 )
 from moeserve.frontend.grammars import GrammarAdmission
+from moeserve.frontend.journal import StreamLog
 from moeserve.frontend.notary import Notary
 from moeserve.frontend.resumable import Resumable
 from moeserve.frontend.serving_state import ServingState
@@ -92,7 +95,16 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.link = link
         self._admission = Admission(self.stats, max_queued, max_wait_s)
         self.running = Running(self.stats, self._admission)
-        self.resumable = Resumable(self, resume_window_s) if resume_window_s else None
+        self.resumable: Resumable | None = None
+        if resume_window_s:
+            self.resumable = Resumable(
+                resume_window_s,
+                running=self.running,
+                tokenizer=tokenizer,
+                drop=self.drop,
+                end=self._end_early,
+                make_receipt=self._receipt,
+            )
         self._grammars = GrammarAdmission(tokenizer)
         self._processors = processors
         self.rids = itertools.count(1)
@@ -242,6 +254,43 @@ class FrontEnd(Actor[FromEngine], ServingState):
         if self.resumable is not None:
             self.resumable.forget(generation)
 
+    # ---- streams of another front end
+    # -------------------------------------------------------------------------------------------
+
+    def adopt(self, stream: StreamLog) -> StreamLog:
+        """Keep a stream of another front end from now on; `restart` computes it.
+
+        Returns its log in this front end. Raises RequestError if that cannot be.
+        """
+        assert self.resumable is not None
+        self._serving()
+        rids = [next(self.rids) for _ in stream.sequences]
+        entry = msgspec.structs.replace(stream.entry, rids=rids)
+        adopted = self.resumable.adopt(entry, stream.sequences).stream
+        assert adopted is not None
+        return adopted
+
+    async def restart(self, stream: StreamLog) -> None:
+        """Submit the sequences of an adopted stream that have not ended, unless it was closed.
+
+        Raises RequestError, and closes the stream, if that cannot be.
+        """
+        assert self.resumable is not None
+        try:
+            if stream.entry.params.receipt and self.notary is not None:
+                await self.notary.weights(self._serving())
+            generation = self.resumable.generation(stream)
+            if generation is None:
+                return
+            live = [sequence for sequence in generation.sequences if not sequence.ended]
+            self.running.add(live)
+            for sequence in live:
+                self.link.send(submission(sequence))
+        except errors.RequestError as error:
+            if (generation := self.resumable.generation(stream)) is not None:
+                self._fail(generation, error)
+            raise
+
     def _stop_computing(self, rids: list[int]) -> None:
         """Aborts sequences in the engine; if its inbox is full, again after its next output."""
         self._unsent_aborts += rids
@@ -286,8 +335,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Acts on one message of the engine or of its link."""
         match msg:
             case m.StepOutput():
-                self._note(msg)
-                self._deliver(msg)
+                self._on_step(msg)
             case m.Phase():
                 self.phase = msg
             case m.Ready():
@@ -307,9 +355,10 @@ class FrontEnd(Actor[FromEngine], ServingState):
             case _:
                 assert_never(msg)
 
-    def _note(self, out: m.StepOutput) -> None:
+    def _on_step(self, out: m.StepOutput) -> None:
         if self.resumable is not None:
-            self.resumable.journal.step(out)
+            self.resumable.step(out)
+        self._deliver(out)
 
     def _deliver(self, out: m.StepOutput) -> None:
         now = monotonic()
@@ -366,22 +415,23 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._end(sequence, delta.finish_reason)
             if not finish:
                 self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
-            delta.receipt = sequence.receipt = self.receipt(sequence, delta)
+            delta.receipt = sequence.receipt = self._receipt(sequence, delta)
         sequence.owner.push(delta)
         self._due.append(sequence.owner)
 
-    def receipt(self, sequence: Sequence, last: Delta) -> Receipt | None:
-        """Returns the receipt of a sequence that ends with this delta, if it asked for one, and
-        logs it.
+    def _receipt(
+        self, sequence: Sequence, last: Delta, ended_before: bool = False
+    ) -> Receipt | None:
+        """Return the receipt of a sequence that ends with this delta, if the request wants one.
+
+        Also logs the sequence, unless it ended before this process or replay.
         """
-        if (
-            last.finish_reason == "abort" or self.notary is None
-        ):  # nobody could compute where an abort ended it
-            return None
-        if not sequence.sampling.receipt and not self.notary.logs:
+        if self.notary is None or last.finish_reason == "abort":
+            return None  # nobody could compute again where an abort ended it
+        if sequence.owner.lags or not (sequence.sampling.receipt or self.notary.logs):
             return None
         assert self.ready is not None
-        return self.notary.end(sequence, last, self.ready)
+        return self.notary.end(sequence, last, self.ready, logged=not ended_before)
 
     def _on_ready(self, ready: m.Ready) -> None:
         again = self.ready is not None
@@ -443,6 +493,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
             error = errors.EngineLost(why)
             error.__cause__ = self.failure
             self._fail(generation, error)
+
+    def _end_early(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence that the engine still computes, here and there."""
+        if self.running.sequences.get(sequence.rid) is sequence:
+            self._end(sequence, reason)
+            self._stop_computing([sequence.rid])
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         assert self.ready is not None

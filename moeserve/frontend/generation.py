@@ -8,13 +8,13 @@ the engine.
 import asyncio
 import random
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from moeserve.errors import ContextLengthExceeded, InvalidRequest
-from moeserve.frontend.journal import Recorded
+from moeserve.frontend.journal import StreamLog
 from moeserve.logits_processors import checked_processors
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, StepOutput, Submit
 from moeserve.receipts import Receipt
@@ -158,15 +158,9 @@ class Sequence:
 class Generation:
     """A running request. `async for delta in generation` ends after the last sequence has ended.
 
-    A slow reader gets several tokens merged into one delta, so that memory is bounded by the answer
-    itself. `aclose()`, leaving an `async with`, or cancelling the reader aborts the sequences that
-    still run, unless it is resumable.
-
-    prompt_rows: prompt logprobs that came and were not delivered; None if there are none. taker:
-    gets each delta for which the reader would be woken, and returns whether it took it; waking
-    costs as much as the rest of a token's way. What it raises is raised to the reader. merges:
-    whether unread deltas are merged. recorded: what is kept of it, if it is resumable. leave:
-    called when its reader goes, by default to abort.
+    Deltas that a slow reader has not read are merged, so an unread answer takes as much memory as
+    its tokens and text do. `aclose()`, leaving an `async with`, or cancelling the reader aborts the
+    sequences that still run, unless the request is resumable.
     """
 
     def __init__(
@@ -189,12 +183,19 @@ class Generation:
         self.priority = priority
         self.salt = salt
         self.marked = marked  # see `FrontEnd.generate`
+        # Fast path: called with each delta for which the reader would be woken; returns whether it
+        # took the delta. Waking the reader costs as much as the rest of a token's way. What it
+        # raises is raised to the reader.
         self.taker: Callable[[Delta], bool] | None = None
+        # prompt logprobs that have come and were not delivered; None if there are none
         self.prompt_rows: list[Logprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
-        self.merges = True
-        self.recorded: Recorded | None = None
+        self.merges = True  # whether unread deltas are merged
+        self.pause: Callable[[], Awaitable[None]] | None = None  # awaited before each delta
+        self.stream: StreamLog | None = None  # the log of a resumable request
+        self.lags = False  # it has tokens and no text: a stop string is found by a later replay
+        # called when the reader goes
         self.leave: Callable[[Generation], None] = Generation.abort
         self._abort = abort
         self._pending: dict[object, Delta] = {}
@@ -272,6 +273,8 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
+        if self.pause is not None:
+            await self.pause()
         while not self._pending:
             if self._error is not None:
                 raise self._error
@@ -300,6 +303,16 @@ class Generation:
         """
         self._pending.clear()
         self.fail(error)
+
+    def caught_up(self) -> None:
+        """Note that the reader of a replay has read what was known: unread deltas merge now."""
+        self.merges = True
+        self.pause = None
+
+    def discard_deltas(self) -> None:
+        """Drop the unread deltas of a replay without a reader."""
+        self._pending.clear()
+        self.caught_up()
 
     async def aclose(self) -> None:
         """Tells that there is no reader any more; for `aclosing`."""

@@ -83,9 +83,11 @@ class Notary:
             )
         return digest
 
-    def end(self, sequence: Sequence, last: Delta, ready: Ready) -> Receipt | None:
+    def end(
+        self, sequence: Sequence, last: Delta, ready: Ready, *, logged: bool = True
+    ) -> Receipt | None:
         """Returns the receipt of a sequence that ends with this delta, if it asked for one; logs
-        the sequence.
+        the sequence if `logged`.
 
         Raises RequestFailed if an engine has loaded other weights since the request came.
         """
@@ -119,7 +121,7 @@ class Notary:
             assert len(digests) == len(sequence.tokens), "a token without its digest"
             receipt = replace(receipt, weights=self._checked_weights(ready))
             receipt = self.signer.signed(with_chain(receipt, digests))
-        if self._log is not None:
+        if self._log is not None and logged:
             self._thread.submit(self._write, self._log, receipt, ready.checkpoint)
         return receipt if receipt.signature else None
 

@@ -1,52 +1,94 @@
-"""Resumable streams of a front end: they outlive their readers for a while, and may outlive the
-process.
+"""Resumable streams: they outlive their readers for a while, and may outlive the process.
 
-A reader that comes back gets a new `Generation`, to which every row that is known is given as if it
-came now; it takes the place of the one before, whose sequences the engine goes on with. A new
-process does the same, and submits the rest.
+A reader that resumes a stream gets a new `Generation`. The known rows are replayed into it beside
+the running one, in time slices; once it has caught up, it takes the running one's place, whose
+sequences the engine never stopped computing.
+
+After a takeover, the streams of the dead process are computed on at once from their tokens, without
+a text: the next reader's replay makes it. Only stop strings need the text earlier; `catch_up`
+replays such streams in the background.
 """
 
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
 
-import msgspec
-
-from moeserve.cluster.host import Root
-from moeserve.errors import Overloaded, RequestError
-from moeserve.frontend.generation import Delta, Generation, Sequence, submission
-from moeserve.frontend.journal import Entry, Journal, Known, Recorded, feed
+from moeserve.errors import NotFound, Overloaded
+from moeserve.frontend.admission import Running
+from moeserve.frontend.generation import Delta, Generation, Sequence
+from moeserve.frontend.journal import Entry, Journal, SequenceLog, StreamLog
+from moeserve.frontend.slices import Slices
+from moeserve.messages import StepOutput
 from moeserve.receipts import Receipt
 from moeserve.text.answer_format import AnswerParser
-
-if TYPE_CHECKING:
-    from moeserve.frontend.front_end import FrontEnd
+from moeserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+MERGED_ROWS = 256  # rows of a replayed delta, at most
+MAX_REPLAY_TOKENS = 2**21  # that may wait for their replay; some 20 to 40 s of work
+RETRY_AFTER_S = 5.0
+
+# (sequence, its last delta, whether it had ended before this process or replay) -> its receipt
+MakeReceipt = Callable[[Sequence, Delta, bool], Receipt | None]
+EndSequence = Callable[[Sequence, str], None]
 
 
 class TakenOver(ConnectionError):
     """Another connection reads this stream now."""
 
 
-class Resumable:
-    """Keeps streams in a journal. window_s: how long one is kept, and computed on, that nobody
-    reads.
-    """
+@dataclass(eq=False)
+class _Stream:
+    """A stream in the process that serves it."""
 
-    def __init__(self, front: "FrontEnd", window_s: float) -> None:
-        self.journal = Journal(window_s)
-        self._front = front
+    log: StreamLog
+    generation: Generation
+    newest: Generation | None = None  # of the latest replay, while it catches up
+    closing: asyncio.TimerHandle | None = None  # closes it, while nobody reads it
+
+    def stop_closing(self) -> None:
+        if self.closing is not None:
+            self.closing.cancel()
+            self.closing = None
+
+
+class Resumable:
+    """The resumable streams of a front end, which hands in what it shares with them."""
+
+    def __init__(
+        self,
+        window_s: float,
+        *,
+        running: Running,
+        tokenizer: Tokenizer | None,
+        drop: Callable[[Generation], None],
+        end: EndSequence,
+        make_receipt: MakeReceipt,
+    ) -> None:
+        self.window_s = window_s  # how long a stream without a reader is kept
+        self.journal = Journal()
+        self.slices = Slices()
+        self._running = running
+        self._tokenizer = tokenizer
+        self._drop = drop
+        self._end = end
+        self._make_receipt = make_receipt
+        self._streams: dict[str, _Stream] = {}
+        self._turn = asyncio.Lock()  # of the replay that runs; first come, first served
+        self._replay_tokens = 0  # of replays that run or wait
+
+    # ---- keeping and closing
 
     def record(
         self, generation: Generation, *, id: str, created: int, digest: bytes, owner: str
     ) -> None:
-        """Keeps a generation that has just begun, if there is room. The arguments are fields of
-        `Entry`.
+        """Keep a generation that has just begun, if there is room.
+
+        The keyword arguments are fields of `Entry`.
         """
         entry = Entry(
             id=id,
@@ -62,163 +104,269 @@ class Resumable:
             salt=generation.salt,
             marked=generation.marked,
         )
-        self._keep(
-            entry, [Known(tokens=sequence.tokens) for sequence in generation.sequences], generation
-        )
+        logs = [SequenceLog(tokens=sequence.tokens) for sequence in generation.sequences]
+        self._keep(entry, logs, generation)
 
-    def resume(
-        self, recorded: Recorded, parser: Callable[[], AnswerParser] | None = None
-    ) -> Generation:
-        """Returns a stream from its first row on, each row in a delta of its own until `merges` is
-        set; its reader so far gets TakenOver. parser: see `FrontEnd.generate`."""
-        old: Generation = recorded.running
-        fresh = self._replayed(
-            recorded.entry, recorded.known, parser, lambda now, _: old.sequences[now.index].receipt
-        )
-        running = self._front.running.sequences
-        for known, before, now in zip(recorded.known, old.sequences, fresh.sequences, strict=True):
-            now.started_at = before.started_at
-            now.first_at = before.first_at
-            now.last_at = before.last_at
-            now.digests = before.digests
-            known.tokens = now.tokens
-            if before.rid in running:
-                running[before.rid] = now
-        fresh.submitted_at = old.submitted_at
-        fresh.recorded = recorded
-        recorded.running = fresh
-        fresh.leave = self.leave
-        self.journal.resume(recorded.entry.id)
-        old.replace(TakenOver("another connection reads this stream now"))
-        return fresh
+    def _keep(self, entry: Entry, logs: list[SequenceLog], generation: Generation) -> bool:
+        stream = self.journal.open(entry, logs)
+        if stream is None:
+            return False
+        self._streams[entry.id] = _Stream(stream, generation)
+        generation.stream = stream
+        generation.leave = self.leave
+        return True
 
-    async def revive(self, entry: Entry, known: list[Known]) -> None:
-        """Goes on with a stream of another process. To be called when the engine is ready, before
-        clients come.
+    def step(self, out: StepOutput) -> None:
+        """Note what a step made, and close streams without a reader if they take too much memory."""
+        self.journal.step(out)
+        self._make_room()
 
-        Raises RequestError if that cannot be; the stream is unknown here then.
-        """
-        front = self._front
-        if front.ready is None or front.state != "ready":
-            raise front.refusal()
-        if entry.params.receipt and front.notary is not None:
-            await front.notary.weights(front.ready)
-        entry = msgspec.structs.replace(entry, rids=[next(front.rids) for _ in known])
-        generation = self._replayed(entry, known, None, front.receipt)
-        for sequence, its in zip(generation.sequences, known, strict=True):
-            its.tokens, sequence.digests = sequence.tokens, its.digests.copy()
-        if not self._keep(entry, known, generation):
-            raise Overloaded("more streams are kept than this server has room for")
-        live = [sequence for sequence in generation.sequences if not sequence.ended]
-        front.running.add(live)
-        try:
-            for sequence in live:
-                front.link.send(submission(sequence))
-        except Overloaded:
-            self.close(generation)
-            raise
-        self.leave(generation)
+    def generation(self, stream: StreamLog) -> Generation | None:
+        """Return the generation that computes a stream; None once it is closed."""
+        return found.generation if (found := self._streams.get(stream.entry.id)) else None
 
     def leave(self, generation: Generation) -> None:
-        """Notes that nobody reads a generation any more: in a while it is closed, unless it is
-        resumed.
-        """
-        if (recorded := self._of(generation)) is not None:
-            for other in self.journal.leave(recorded):
-                self.close(other.running)
-            asyncio.get_running_loop().call_later(self.journal.window_s, self.close, generation)
+        """Note that nobody reads a generation any more: unless it is resumed, it is closed soon."""
+        if (stream := self._of(generation)) is None:
+            return
+        self.journal.leave(stream.log.entry.id)
+        stream.stop_closing()
+        loop = asyncio.get_running_loop()
+        stream.closing = loop.call_later(self.window_s, self._close, stream.log.entry.id)
+        self._make_room()
 
     def forget(self, generation: Generation) -> None:
-        """Forgets the stream of a generation, unless it goes on in another one."""
-        if (recorded := self._of(generation)) is not None:
-            self.journal.close(recorded.entry.id)
+        """Forget the stream of a generation, unless another generation continues it."""
+        if (stream := self._of(generation)) is not None:
+            stream.stop_closing()
+            id = stream.log.entry.id
+            del self._streams[id]
+            self.journal.close(id)
 
-    def close(self, generation: Generation) -> None:
-        """Forgets the stream of a generation, unless it goes on in another one, and ends what runs
-        of it.
-        """
+    def close_unread(self) -> None:
+        """Close all streams without a reader."""
+        for id in self.journal.unread():
+            self._close(id)
+
+    def _make_room(self) -> None:
+        for id in self.journal.overfull():
+            self._close(id)
+
+    def _close(self, id: str) -> None:
+        """Forget a stream and end its sequences."""
+        generation = self._streams[id].generation
         generation.abort()
         self.forget(generation)
 
-    def close_unread(self) -> None:
-        """Closes all streams that nobody reads."""
-        for recorded in self.journal.unread():
-            self.close(recorded.running)
-
-    def _of(self, generation: Generation) -> Recorded | None:
-        recorded = generation.recorded
-        if recorded is None or recorded.running is not generation:
+    def _of(self, generation: Generation) -> _Stream | None:
+        if generation.stream is None:
             return None
-        return recorded if self.journal.streams.get(recorded.entry.id) is recorded else None
+        stream = self._streams.get(generation.stream.entry.id)
+        return stream if stream is not None and stream.generation is generation else None
 
-    def _keep(self, entry: Entry, known: list[Known], generation: Generation) -> bool:
-        generation.recorded = recorded = self.journal.open(entry, known)
-        if recorded is not None:
-            recorded.running = generation
-            generation.leave = self.leave
-        return recorded is not None
+    # ---- readers that resume
 
-    def _replayed(
+    async def resume(
         self,
-        entry: Entry,
-        known: list[Known],
-        parser: Callable[[], AnswerParser] | None,
-        receipt: Callable[[Sequence, Delta], Receipt | None],
+        log: StreamLog,
+        parser: Callable[[], AnswerParser] | None = None,
+        cuts: Mapping[int, Collection[int]] | None = None,
     ) -> Generation:
-        """Returns a generation to which all that is known was given. receipt: returns that of a
-        sequence that ends.
+        """Return a generation that begins at the stream's first row; its reader so far gets TakenOver.
+
+        The known rows come as deltas of up to MERGED_ROWS rows, never merged across the token counts
+        in `cuts[index of the sequence]`; rows that follow come one by one until `merges` is set. Raises NotFound
+        if the stream is closed meanwhile, TakenOver if another reader resumes it, and Overloaded if
+        too many streams wait for their replay.
         """
-        front = self._front
-        prompt = array("i", entry.prompt).tolist()
-        generation = Generation(
-            prompt,
+        stream = self._streams.get(log.entry.id)
+        if stream is None or stream.log is not log:
+            raise unknown_stream()
+        num_tokens = sum(sequence.num_rows for sequence in log.sequences)
+        if self._replay_tokens and self._replay_tokens + num_tokens > MAX_REPLAY_TOKENS:
+            what = f"{self._replay_tokens} tokens of interrupted streams wait to be replayed"
+            raise Overloaded(what, retry_after_s=RETRY_AFTER_S)
+        fresh = await self._replayed(stream, parser, cuts or {}, num_tokens)
+        stream.stop_closing()
+        self.journal.resume(log.entry.id)
+        return fresh
+
+    async def _replayed(
+        self,
+        stream: _Stream,
+        parser: Callable[[], AnswerParser] | None,
+        cuts: Mapping[int, Collection[int]],
+        num_tokens: int,
+    ) -> Generation:
+        """Replay the known rows into a new generation, and let it continue the stream."""
+        entry = stream.log.entry
+        old = stream.generation
+        fresh = Generation(
+            old.prompt_token_ids,
             entry.params,
             entry.request_id,
-            monotonic(),
-            front.drop,
+            old.submitted_at,
+            self._drop,
             entry.priority,
             entry.salt,
             entry.marked,
         )
-        generation.merges = False
-        generation.begin(entry.samplings, iter(entry.rids), front.tokenizer, parser)
-        for sequence, its in zip(generation.sequences, known, strict=True):
-            sequence.digests = its.digests
-            for token, finish, columns in its.rows(sequence.rid):
-                delta = sequence.advance(token, finish, columns)
-                if sequence.ended:
-                    delta.receipt = sequence.receipt = receipt(sequence, delta)
-                    generation.num_live -= 1
-                generation.push(delta)
-                if sequence.ended:
-                    break
+        fresh.merges = False
+        fresh.pause = self.slices.pause
+        fresh.begin(entry.samplings, iter(entry.rids), self._tokenizer, parser)
+        stream.newest = fresh
+        replays = [
+            _SequenceReplay(sequence, log, cuts.get(sequence.index, ()))
+            for sequence, log in zip(fresh.sequences, stream.log.sequences, strict=True)
+        ]
+        self._replay_tokens += num_tokens
+        try:
+            async with self._turn:
+                self._check_wanted(stream, fresh)
+                while any([await self._replay_rows(stream, fresh, replay) for replay in replays]):
+                    pass  # rows of one sequence came while another one's were replayed
+        finally:
+            self._replay_tokens -= num_tokens
+            if stream.newest is fresh:
+                stream.newest = None
+        for replay in replays:
+            replay.flush()
+        self._attach(stream, fresh)
+        return fresh
+
+    async def _replay_rows(
+        self, stream: _Stream, fresh: Generation, replay: "_SequenceReplay"
+    ) -> bool:
+        """Replay the rows of a sequence that are new. Returns False without a pause if none are."""
+        before = replay.num_rows
+        sequence = replay.sequence
+        for row in replay.new_rows():
+            delta = replay.add(*row)
+            if sequence.ended:
+                old = stream.generation.sequences[sequence.index]
+                sequence.digests = old.digests
+                delta.receipt = old.receipt or self._make_receipt(sequence, delta, old.ended)
+                sequence.receipt = delta.receipt
+                fresh.num_live -= 1
+                break
+            await self.slices.pause()
+            self._check_wanted(stream, fresh)
+        return replay.num_rows > before
+
+    def _check_wanted(self, stream: _Stream, fresh: Generation) -> None:
+        """Raise NotFound if the stream was closed, TakenOver if a later replay of it has begun."""
+        if self._streams.get(stream.log.entry.id) is not stream:
+            raise unknown_stream()
+        if stream.newest is not fresh:
+            raise TakenOver("another connection resumed this stream meanwhile")
+
+    def _attach(self, stream: _Stream, fresh: Generation) -> None:
+        """Let a generation that has caught up take the place of the running one."""
+        old = stream.generation
+        logs = stream.log.sequences
+        for before, now, log in zip(old.sequences, fresh.sequences, logs, strict=True):
+            now.started_at = before.started_at
+            now.first_at = before.first_at
+            now.last_at = before.last_at
+            now.digests = before.digests
+            log.tokens = now.tokens
+            if now.ended and not before.ended:
+                self._end(before, "stop")  # at a stop string among the rows of another process
+            else:
+                self._running.replace(before, now)
+        fresh.stream = stream.log
+        fresh.leave = self.leave
+        stream.generation = fresh
+        old.replace(TakenOver("another connection reads this stream now"))
+
+    # ---- streams of another process
+
+    def adopt(self, entry: Entry, logs: list[SequenceLog]) -> Generation:
+        """Keep a stream of another process; return its generation, which has tokens and no text yet.
+
+        entry: with rids of this process. Raises Overloaded if there is no room.
+        """
+        generation = Generation(
+            array("i", entry.prompt).tolist(),
+            entry.params,
+            entry.request_id,
+            monotonic(),
+            self._drop,
+            entry.priority,
+            entry.salt,
+            entry.marked,
+        )
+        generation.begin(entry.samplings, iter(entry.rids), None, None)
+        for sequence, known in zip(generation.sequences, logs, strict=True):
+            sequence.tokens = known.tokens
+            sequence.digests = known.digests.copy()
+            sequence.ended = bool(known.finish)
+            generation.num_live -= sequence.ended
+        generation.lags = bool(entry.params.stop_strings)
+        if not self._keep(entry, logs, generation):
+            raise Overloaded("more streams are kept than this server has room for")
+        self.leave(generation)
         return generation
 
-
-@asynccontextmanager
-async def succeeding(
-    opened: "AbstractAsyncContextManager[FrontEnd]", streams: list[Recorded], root: Root
-) -> "AsyncIterator[FrontEnd]":
-    """Yields the front end once it goes on with these streams of another one, and feeds its own
-    journal.
-    """
-    async with opened as front:
-        assert front.resumable is not None
-        if streams:
-            await front.wait_ready()
-        for recorded in streams:
+    async def catch_up(self) -> None:
+        """Replay the adopted streams that have stop strings, in the background."""
+        for stream in list(self._streams.values()):
+            if not stream.generation.lags or stream.newest is not None:
+                continue  # its reader replays it
             try:
-                await front.resumable.revive(recorded.entry, recorded.known)
-            except RequestError as error:
-                log.warning("a stream is lost: %s", error)
-        if streams:
-            log.info(
-                "%d streams of the front end before this one go on",
-                len(front.resumable.journal.streams),
-            )
-        feeding = asyncio.create_task(feed(front.resumable.journal, root), name="journal feed")
-        try:
-            yield front
-        finally:
-            feeding.cancel()
-            await asyncio.gather(feeding, return_exceptions=True)
+                fresh = await self._replayed(stream, None, {}, 0)
+            except (NotFound, TakenOver):
+                continue
+            except Exception:
+                log.exception("a stream is lost: its replay failed")
+                self._close(stream.log.entry.id)
+                continue
+            fresh.discard_deltas()
+
+
+class _SequenceReplay:
+    """The replay of one sequence. cuts: numbers of tokens at which a delta ends."""
+
+    def __init__(self, sequence: Sequence, log: SequenceLog, cuts: Collection[int]) -> None:
+        self.sequence = sequence
+        self.num_rows = 0
+        self._log = log
+        self._cuts = cuts
+        self._held: Delta | None = None
+        self._held_rows = 0
+
+    def new_rows(self) -> Iterator[tuple[int, int, StepOutput]]:
+        """Return the rows that were not replayed yet; none of a sequence that has ended."""
+        if self.sequence.ended:
+            return iter(())
+        return self._log.rows(self.sequence.rid, self.num_rows)
+
+    def add(self, token: int, finish: int, columns: StepOutput) -> Delta:
+        """Apply a row; return the delta that it went into."""
+        if token < 0 or self._held_rows == MERGED_ROWS:
+            self.flush()
+        delta = self.sequence.advance(token, finish, columns)
+        self.num_rows += 1
+        if self._held is None:
+            self._held = delta
+        else:
+            self._held.append(delta)
+        self._held_rows += 1
+        held = self._held
+        if len(self.sequence.tokens) in self._cuts:
+            self.flush()
+        return held
+
+    def flush(self) -> None:
+        """Push the delta that is held."""
+        if self._held is not None:
+            self.sequence.owner.push(self._held)
+        self._held = None
+        self._held_rows = 0
+
+
+def unknown_stream() -> NotFound:
+    """Return the error for a stream that is not kept, or is another key's."""
+    return NotFound(
+        "Last-Event-ID: this stream is not kept any more; send the request without it to begin again"
+    )

@@ -222,7 +222,7 @@ async def _begun(
     options: dict[str, Any],
 ) -> list[Generation]:
     """Returns the generations of all prompts, or that of the stream with which the request goes on."""
-    if (resumed := call.resumed(front, options.get("parser"))) is not None:
+    if (resumed := await call.resumed(front, options.get("parser"))) is not None:
         return [resumed]
     generations: list[Generation] = []
     try:
@@ -373,15 +373,15 @@ async def stream_answer(
     streams = call.context.streams
     stream = SseStream(call.request, call.headers())
     streams.add(stream)
-    recorded = running.generations[0].recorded
+    log = running.generations[0].stream
     place = None if call.stream is None else call.stream.place
     try:
         async with aclosing(running.deltas()) as deltas:
-            if recorded is not None:
-                chunks = Numbered(chunks, recorded.entry.id, len(recorded.known))
+            if log is not None:
+                chunks = Numbered(chunks, log.entry.id, len(log.sequences))
             if place is not None and isinstance(chunks, Numbered):
                 frames = await chunks.go_on(deltas, place)
-                running.generations[0].merges = True
+                running.generations[0].caught_up()
                 await stream.start()
                 await stream.send(frames or b": ok\n\n")
             else:

@@ -21,7 +21,14 @@ import msgspec
 from aiohttp import web
 
 from moeserve.config import ServerConfig
-from moeserve.errors import InvalidRequest, ModelNotFound, NotFound, Overloaded, RequestError
+from moeserve.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    Overloaded,
+    RequestError,
+)
 from moeserve.frontend.admission import Reservation
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
@@ -39,7 +46,7 @@ from moeserve.server.errors import (
 from moeserve.server.http import check_headers, request_id_of
 from moeserve.server.requests import BodyRoom, convert, decode, read_json, unknown_fields
 from moeserve.server.response_store import ResponseStore
-from moeserve.server.resume import RESUME_HEADER, StreamKey, stream_key, unknown_stream
+from moeserve.server.resume import RESUME_HEADER, StreamKey, stream_key
 from moeserve.server.tls import Tls
 from moeserve.version import __version__
 
@@ -245,17 +252,21 @@ class HttpCall:
             num_sequences, within_s=self.time_left_s(), priority=self.priority(priority)
         )
 
-    def resumed(
+    async def resumed(
         self, front: FrontEnd, parser: Callable[[], AnswerParser] | None
     ) -> Generation | None:
-        """Returns the generation that the request goes on with; None for a new request. Raises
-        NotFound.
+        """Return the generation that the request resumes; None for a new request.
+
+        Raises RequestError; DeadlineExceeded if the known part cannot be replayed in time.
         """
-        if self.stream is None or self.stream.recorded is None or front.resumable is None:
+        key = self.stream
+        if key is None or key.recorded is None or key.place is None or front.resumable is None:
             return None
-        if front.resumable.journal.streams.get(self.stream.id) is not self.stream.recorded:
-            raise unknown_stream()
-        return front.resumable.resume(self.stream.recorded, parser)
+        try:
+            async with asyncio.timeout(self.time_left_s()):
+                return await front.resumable.resume(key.recorded, parser, key.place.cuts())
+        except TimeoutError:
+            raise DeadlineExceeded("the stream was not replayed in the request's time") from None
 
     def record(self, front: FrontEnd, generation: Generation) -> None:
         """Keeps the generation of a new stream, so that it can be gone on with."""
@@ -267,9 +278,12 @@ class HttpCall:
             )
 
     def charge(self, num_prompt_tokens: int) -> None:
-        """Counts a generating request against the rates of its key. Raises RateLimited."""
-        if self.caller.rates is not None and not self.goes_on:
-            self.caller.rates.take(num_prompt_tokens)
+        """Count a generating request against the rates of its key. Raises RateLimited.
+
+        A request that resumes a stream counts as a request; its tokens were charged before.
+        """
+        if self.caller.rates is not None:
+            self.caller.rates.take(0 if self.goes_on else num_prompt_tokens)
 
     def settle(self, generations: Sequence[Generation]) -> None:
         """Notes what a generating request has come to."""
@@ -278,9 +292,9 @@ class HttpCall:
         if self.caller.rates is not None:
             num = sum(len(sequence.tokens) for sequence in sequences)
             before = 0
-            if (recorded := generations[0].recorded) is not None:
-                before = recorded.settled
-                recorded.settled = max(num, recorded.settled)
+            if (stream := generations[0].stream) is not None:
+                before = stream.settled
+                stream.settled = max(num, stream.settled)
             self.caller.rates.spend(max(0, num - before))
 
     def time_left_s(self) -> float | None:

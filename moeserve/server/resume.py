@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from moeserve.errors import InvalidRequest, NotFound
+from moeserve.errors import InvalidRequest
 from moeserve.frontend.generation import Delta
-from moeserve.frontend.journal import Recorded
+from moeserve.frontend.journal import StreamLog
+from moeserve.frontend.resumable import unknown_stream
 
 if TYPE_CHECKING:
     from moeserve.server.answer import Frames
@@ -44,6 +45,13 @@ class StreamPlace:
     more: int = 0
     ends: bool = False
 
+    def cuts(self) -> dict[int, set[int]]:
+        """Return the token counts of each choice at which a delta has to end."""
+        cuts = {index: {num} for index, num in enumerate(self.tokens)}
+        if self.choice >= 0:
+            cuts[self.choice].add(self.tokens[self.choice] + self.more)
+        return cuts
+
 
 @dataclass
 class StreamKey:
@@ -52,7 +60,7 @@ class StreamKey:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     digest: bytes = b""
-    recorded: Recorded | None = None
+    recorded: StreamLog | None = None
     place: StreamPlace | None = None
 
 
@@ -97,13 +105,6 @@ def stream_key(call: "HttpCall", body: dict[str, Any]) -> StreamKey | None:
         raise InvalidRequest(what, param=RESUME_HEADER)
     call.id = entry.request_id
     return StreamKey(entry.id, entry.created, entry.digest, recorded, place)
-
-
-def unknown_stream() -> NotFound:
-    """Returns the error for a stream that is not kept, or is another key's."""
-    return NotFound(
-        f"{RESUME_HEADER}: this stream is not kept any more; send the request without it to begin again"
-    )
 
 
 def _no_such_event() -> InvalidRequest:
@@ -179,7 +180,7 @@ class Numbered:
     async def go_on(self, deltas: AsyncIterator[tuple[int, Delta]], place: StreamPlace) -> bytes:
         """Returns the frames of an answer behind a place, as far as the answer is known.
 
-        deltas: from the first one on, each of one row. Raises InvalidRequest if the answer ends
+        deltas: from the first one on, cut at the place (see `StreamPlace.cuts`). Raises InvalidRequest if the answer ends
         before that place.
         """
         opening = _events(self.opening())

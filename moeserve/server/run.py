@@ -30,9 +30,9 @@ from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, Overloaded
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.journal import follow
+from moeserve.frontend.journal_feed import follow
 from moeserve.frontend.open import open_front_end, prepare
-from moeserve.frontend.resumable import succeeding
+from moeserve.frontend.takeover import succeeding
 from moeserve.messages import Ready
 from moeserve.server.access_log import AccessLog
 from moeserve.server.app import App, Context
@@ -90,9 +90,7 @@ def serve_in_turn(
     async def wait_and_run() -> int:
         """Runs when it is time."""
         ours = asyncio.Event()
-        following = asyncio.create_task(
-            follow(root, config.server.resume_window, ours), name="journal"
-        )
+        following = asyncio.create_task(follow(root, ours), name="journal")
         prepared = await prepare(config, root)
         standing = msgspec.json.decode(await asyncio.to_thread(turn.get), type=Standing | None)
         context.began = time.monotonic()

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from moeserve.frontend.journal import Change
+from moeserve.frontend.journal import Change, Journal
 from moeserve.messages import Abort, Submit
 
 from .conftest import live_server, until
@@ -113,6 +113,27 @@ def texts(events) -> list[object]:
 
 def data(events) -> str:
     return "\n".join(event for _, event in events)
+
+
+def unmerged(events) -> list[tuple[str, str]]:
+    """What events say in their order, with the texts of neighbours of one kind joined."""
+    found: list[tuple[str, str]] = []
+    for _, event in events:
+        name, shown = event.rsplit("data: ", 1)
+        body = {} if shown == "[DONE]" else json.loads(shown)
+        choice = (body.get("choices") or [{}])[0]
+        inner = choice.get("delta") or body.get("delta") or {}
+        text = "".join(
+            inner.pop(name, None) or "" for name in ("content", "reasoning", "text", "thinking")
+        )
+        text += inner.pop("partial_json", "")
+        for call in inner.get("tool_calls") or ():
+            text += call["function"].pop("arguments", "")
+        kind = json.dumps([name, choice or body])
+        if found and found[-1][0] == kind:
+            text = found.pop()[1] + text
+        found.append((kind, text))
+    return found
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
@@ -220,12 +241,12 @@ async def test_another_front_end_goes_on_with_what_the_first_one_told(tokenizer)
         )
         had = (await read(first, CHAT, ASK | {"n": 2}))[:12]
     async with live_server(tokenizer, resume_window=30.0) as second:
-        journal = type(second.front.resumable.journal)(30.0)
+        journal = Journal()
         for change in changes[:6]:
             journal.apply(msgspec.msgpack.decode(change, type=Change))
-        (opened,) = journal.snapshot()
+        (stream,) = journal.streams.values()
         second.engine.gate.clear()
-        await second.front.resumable.revive(opened.entry, opened.known)
+        await second.front.restart(second.front.adopt(stream))
         replayed = [told for told in second.engine.told if isinstance(told, Submit)]
         assert all(len(told.tokens) // 4 - told.num_prompt == 5 for told in replayed)
         resumed = asyncio.create_task(read(second, CHAT, ASK | {"n": 2}, last=had[-1][0]))
@@ -246,12 +267,11 @@ async def test_reasoning_and_calls_go_on_with_the_same_ids_of_calls(path):
                 for tool in body["tools"]
             ]
         events = await read(live, path, body)
-        last = [
-            data(events[-number:]) for number in range(1, 9)
-        ]  # calls come whole: no merging changes them
+        whole = unmerged(events)
+        assert any("weather" in key for key, _ in whole)
         for number in range(1, len(events)):
             rest = await read(live, path, body, last=events[number - 1][0])
-            assert data(rest[-8:]) == last[min(len(rest), 8) - 1]
+            assert unmerged([*events[:number], *rest]) == whole
 
 
 async def test_streams_of_other_keys_and_those_that_were_ended_by_their_id_are_unknown(tokenizer):
@@ -266,10 +286,29 @@ async def test_streams_of_other_keys_and_those_that_were_ended_by_their_id_are_u
         asking = asyncio.create_task(read(live, CHAT, ASK, **one))
         await until(lambda: live.engine.rows)
         (stream,) = [
-            kept for kept in live.front.resumable.journal.streams.values() if kept.running.num_live
+            kept
+            for kept in live.front.resumable.journal.streams.values()
+            if live.front.resumable.generation(kept).num_live
         ]
         url = f"{live.url}/v1/requests/{stream.entry.request_id}"
         async with live.session.delete(url, headers=one) as response:
             assert (await response.json())["aborted"] == 1
         await asking
         await read(live, CHAT, ASK, last=f"{stream.entry.id}:0", status=404, **one)
+
+
+async def test_each_resume_is_charged_as_a_request_and_its_tokens_once(tokenizer, tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{name: a, key: a, requests_per_minute: 3, tokens_per_minute: 10000}]")
+    async with live_server(tokenizer, resume_window=30.0, api_key_file=str(path)) as live:
+        key = {"X-Api-Key": "a"}
+        events = await read(live, CHAT, ASK, **key)
+        rates = live.context.auth.check(key).rates
+        tokens = rates.headers()["X-RateLimit-Remaining-Tokens"]
+        for left in ("1", "0"):
+            assert await read(live, CHAT, ASK, last=events[3][0], **key)
+            headers = rates.headers()
+            assert headers["X-RateLimit-Remaining-Requests"] == left
+            assert int(headers["X-RateLimit-Remaining-Tokens"]) >= int(tokens)
+        ((_, text),) = await read(live, CHAT, ASK, last=events[3][0], status=429, **key)
+        assert "this key may use 3 requests a minute" in text
