@@ -1,4 +1,4 @@
-"""Stop strings, which end a text before them, and bad words, which the engine must not complete."""
+"""Stop strings, which end a text before them, and bad words, which a text must not contain."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,6 +6,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_WORD_TOKENS = 64
+_BEFORE_WORDS = ("", " ", "\n")  # contexts in which a word has tokens of its own
 
 
 class StopMatcher:
@@ -75,25 +76,36 @@ class StopMatcher:
 
 
 def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the token sequences of each word, at the start of a text and after a space, without
-    duplicates.
+    """Return the token sequences that must not be completed, so that no word appears: those of each
+    word at the start of a text, after a space, and after a line end.
 
-    The form after a space counts only if it is another spelling of as many tokens with another
-    beginning; otherwise the space stands for itself (`" " + word`), and banning the word's own
-    tokens is enough.
+    The three differ in tokens and in their number: byte-level BPE has a token for " described" but
+    two for "described", SentencePiece marks the space before a word, also at the start of a text.
     """
+    contexts = [(context, _ids(tokenizer, context)) for context in _BEFORE_WORDS]
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
-        bare = tuple(tokenizer.encode(word.lstrip(" ") or word, special=False))
-        if not bare:
-            raise InvalidRequest("a bad word has no tokens", param="bad_words")
-        if len(bare) > MAX_WORD_TOKENS:
+        bare = word.lstrip(" ") or word
+        found = []
+        for context, before in contexts:
+            ids = _ids(tokenizer, context + bare)
+            if before and ids[: len(before)] == before:
+                ids = ids[len(before) :]  # the context has tokens of its own
+            found.append(ids)
+        if not found[0]:
+            raise InvalidRequest(f"the bad word {word[:64]!r} has no tokens", param="bad_words")
+        if (longest := max(map(len, found))) > MAX_WORD_TOKENS:
             raise InvalidRequest(
-                f"a bad word has {len(bare)} tokens; at most {MAX_WORD_TOKENS} are allowed",
+                f"the bad word {word[:64]!r} has {longest} tokens; at most {MAX_WORD_TOKENS} are "
+                "allowed",
                 param="bad_words",
             )
-        spaced = tuple(tokenizer.encode(" " + word.lstrip(" "), special=False))
-        sequences[bare] = None
-        if spaced[0] != bare[0] and len(spaced) == len(bare):
-            sequences[spaced] = None
+        # A sequence that ends with another one is never completed without it.
+        for ids in sorted(filter(None, found), key=len):
+            if not any(ids[-len(other) :] == other for other in sequences):
+                sequences[ids] = None
     return tuple(sequences)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, special=False)) if text else ()

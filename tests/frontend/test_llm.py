@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -192,6 +193,19 @@ def test_what_is_no_request_is_refused_by_name(llm, prompt, params):
     with pytest.raises(InvalidRequest):
         llm.generate(prompt, params)
     assert llm.stats.num_active == 0
+
+
+def test_a_bad_word_is_in_no_answer(llm):
+    plain = SamplingParams(temperature=0, max_tokens=40)
+    words = set()
+    for prompt in ("Once upon a time", "Question: what is a fox?", "The weather"):
+        text = llm.generate(prompt, plain)[0].outputs[0].text
+        for word in set(re.findall(r"[A-Za-z]{3,}", text)) - words:
+            words.add(word)
+            banned = SamplingParams(temperature=0, max_tokens=40, bad_words=[word])
+            answer = llm.generate(prompt, banned)[0].outputs[0].text
+            assert word not in re.findall(r"[A-Za-z]+", answer)
+    assert len(words) > 20
 
 
 def test_arrays_of_token_ids_are_prompts(llm):
