@@ -48,6 +48,7 @@ class Inbox(Generic[M]):
         self.limit = limit
         self._queue: deque[M] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._woken = False  # since the last drain
         self._when_room: list[Callable[[], None]] = []
         self._cause: str | None = None
 
@@ -75,7 +76,10 @@ class Inbox(Generic[M]):
         self.wake()
 
     def wake(self) -> None:
-        """Makes a `drain` that waits return, without a message if there is none."""
+        """Make a `drain` that waits return, without a message if there is none; if no drain waits,
+        the next one.
+        """
+        self._woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -85,7 +89,7 @@ class Inbox(Generic[M]):
 
         Raises ActorStopped once the inbox is closed, so that a reading loop ends.
         """
-        if wait and not self._queue and self._cause is None:
+        if wait and not self._woken and self._cause is None:
             assert self._waiter is None, f"{self.owner}: an inbox has one reader"
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -93,6 +97,7 @@ class Inbox(Generic[M]):
             finally:
                 self._waiter = None
         self._raise_if_closed()
+        self._woken = False
         messages = list(self._queue)
         self._queue.clear()
         self._tell_room()

@@ -93,8 +93,12 @@ class Worker:
     def serve(self) -> None:
         """Returns when the leader has closed the connection."""
         while (command := self._stream.receive()) is not None:
-            if isinstance(command.what, commands.Leave):
-                self._leave()
+            match command.what:
+                case commands.PrepareGrammar() | commands.DropGrammars():
+                    self._act_on_grammars(command)  # beside the step that runs
+                    continue
+                case commands.Leave():
+                    self._leave()
             self._thread.do(lambda command=command: self._answer(command))  # type: ignore[misc]
 
     def _answer(self, command: commands.WorkerCommand) -> None:
@@ -182,6 +186,20 @@ class Worker:
             raise self._lost
         result = self._here.launch(decode_plan(data))()
         return commands.CommandDone(seq, value=checksum(result), events=result.events)
+
+    def _act_on_grammars(self, command: commands.WorkerCommand) -> None:
+        """Prepare or drop grammars. In the thread that reads commands."""
+        constraints = self._here.constraints
+
+        def report(error: str = "") -> None:
+            self._stream.send(commands.CommandDone(command.seq, error=error))
+
+        match command.what:
+            case commands.PrepareGrammar(job):
+                constraints.prepare(job, report)
+            case commands.DropGrammars(tickets):
+                constraints.drop(tickets)
+                report()
 
     def _leave(self) -> None:
         """Wakes the step that runs, until the runner's thread is idle. In the thread that reads

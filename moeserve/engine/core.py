@@ -6,7 +6,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from moeserve import messages
 from moeserve.actor.actor import Actor, Inbox
-from moeserve.engine.plan import Agreed, Runner, StepHandle, StepPlan, StepResult
+from moeserve.engine.plan import Agreed, GrammarJob, Runner, StepHandle, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 
@@ -67,16 +68,28 @@ class EngineCore(Actor[messages.EngineIn]):
         self._trace_next = False
         self._dp_rank = 0
         self._load = LoadReport(emit)
+        scheduler.grammars = GrammarJobs(runner, self._grammar_prepared)
 
     @property
     def busy(self) -> bool:
-        """Whether a step is in flight or a request waits or runs."""
-        return bool(self._in_flight) or self.scheduler.has_work
+        """Whether a step is in flight or can be planned. Requests that await something only do not
+        make the engine busy: it sleeps until the report about them.
+        """
+        return bool(self._in_flight) or self.scheduler.can_run
 
     @property
     def over(self) -> bool:
         """Whether the core was stopped, or was told to drain and has nothing left to do."""
-        return self._stopping or (self._draining and not self.busy)
+        return self._stopping or (self._drained and not self._in_flight)
+
+    @property
+    def _drained(self) -> bool:
+        return self._draining and not self.scheduler.has_work
+
+    @property
+    def _check_s(self) -> float:
+        """Time at which a sleeping engine must look at its requests without a message."""
+        return self._deadline_s if self.scheduler.has_work else math.inf
 
     async def run(self) -> None:
         """Serves until `over`. An error of the runner or the scheduler ends the actor; `Stopped`
@@ -97,9 +110,9 @@ class EngineCore(Actor[messages.EngineIn]):
         """Handles the messages that are there, then starts a step, or else waits for the oldest
         step's result.
         """
-        if not self.busy:
-            self._audit_when_due()
-        for msg in await self.inbox.drain(wait=not self.busy):
+        for msg in await (
+            self.inbox.drain(wait=False) if self.busy else self._sleep_for_messages()
+        ):
             self.handle(msg)
         self._abort_when_late()
         if len(self._in_flight) < self._depth and (step := self._start()) is not None:
@@ -113,6 +126,17 @@ class EngineCore(Actor[messages.EngineIn]):
             self._update_from_output(step, await step.handle.result())
             if not is_last:
                 await asyncio.sleep(0)
+
+    async def _sleep_for_messages(self) -> list[messages.EngineIn]:
+        self._audit_when_due()
+        if math.isinf(check_s := self._check_s):
+            return await self.inbox.drain(wait=True)
+        delay_s = max(0.0, check_s - self._clock())
+        timer = asyncio.get_running_loop().call_later(delay_s, self.inbox.wake)
+        try:
+            return await self.inbox.drain(wait=True)
+        finally:
+            timer.cancel()
 
     def handle(self, msg: messages.EngineIn) -> None:
         """Acts on one message."""
@@ -151,11 +175,16 @@ class EngineCore(Actor[messages.EngineIn]):
         except RequestError as error:
             self.emit(messages.Refused(msg.rid, error.message, error.code or error.type))
 
+    def _grammar_prepared(self, ticket: int, error: str) -> None:
+        """Tell the scheduler, and plan again if the engine sleeps."""
+        self._emit_rows(self.scheduler.grammar_prepared(ticket, error))
+        self.inbox.wake()
+
     def _start(self) -> Step | None:
         at_s = self._clock()
         plan = self.scheduler.plan()
         if plan is None:
-            assert self._in_flight or not self.scheduler.has_work, (
+            assert self._in_flight or not self.scheduler.can_run, (
                 "requests wait, and nothing will ever wake them"
             )
             return None
@@ -212,6 +241,28 @@ class EngineCore(Actor[messages.EngineIn]):
         if (now_s := self._clock()) - self._audited_s >= AUDIT_INTERVAL_S:
             self.scheduler.audit()
             self._audited_s = now_s
+
+
+class GrammarJobs:
+    """The scheduler's GrammarSource: passes its jobs on to the runner, and their ends to `done`."""
+
+    def __init__(self, runner: Runner, done: Callable[[int, str], None]) -> None:
+        self._runner = runner
+        self._done = done
+
+    def begin(self, job: GrammarJob) -> None:
+        """Start a job. `done` is called on the running loop."""
+        loop = asyncio.get_running_loop()
+
+        def on_done(error: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._done, job.ticket, error)
+
+        self._runner.prepare_grammar(job, on_done)
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """Forget prepared grammars."""
+        self._runner.drop_grammars(tickets)
 
 
 class LoadReport:

@@ -93,10 +93,6 @@ class GroupCore(EngineCore):
         return len(self._in_flight) < (1 if self.scheduler.awaits_result else self._depth)
 
     @property
-    def _drained(self) -> bool:
-        return self._draining and not self.scheduler.has_work
-
-    @property
     def _leave_deadline_s(self) -> float:
         """Time at which to leave a group that keeps this engine from stopping or from joining a
         newer one.
@@ -365,7 +361,9 @@ class GroupCore(EngineCore):
         self._audit_when_due()
         called = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
-            until_s = self._clock() + PLACEMENT_POLL_S if self._placing else self._leave_deadline_s
+            until_s = min(self._leave_deadline_s, self._check_s)
+            if self._placing:
+                until_s = self._clock() + PLACEMENT_POLL_S
             await self._handle_until(called, until_s)
         finally:
             await _end(called)

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moeserve.engine.plan import StepPlan, StepResult
+from moeserve.engine.plan import GrammarJob, StepPlan, StepResult
 from moeserve.messages import Join, Placed, PlacementTable
 
 
@@ -49,6 +49,13 @@ class NullRunner:
         if self._step_s:
             self._due_s = max(self._due_s, time.monotonic()) + self._step_s
         return NullHandle(StepResult(plan.step, tokens), self._due_s)
+
+    def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
+        """Report at once: tokens are made up, whatever a grammar allows."""
+        on_done("")
+
+    def drop_grammars(self, tickets: Sequence[int]) -> None:
+        """Do nothing: no grammar is kept."""
 
     def close(self) -> None:
         """Does nothing: there are no resources."""

@@ -5,6 +5,7 @@ R rows scheduled in the step, S rows that sample (those rows where `samples_R`),
 entries, or sampled tokens.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.messages import Logprobs, PromptLogprobs, TraceEvent
-from moeserve.sampling import TokenSampling
+from moeserve.sampling import GrammarSpec, TokenSampling
 
 I32 = NDArray[np.int32]
 Slots = NDArray[np.intp]
@@ -34,6 +35,16 @@ class NewRequest:
     tokens: I32
     num_prompt: int
     sampling: TokenSampling
+    grammar_ticket: int = 0  # of the GrammarJob that prepared its grammar; 0: none did
+
+
+class GrammarJob(msgspec.Struct, frozen=True):
+    """Compile a grammar and replay the answer so far, so that a step can use it at once."""
+
+    ticket: int
+    grammar: GrammarSpec
+    answer: list[int]
+    priority: int = 0  # lower values go first, ties by ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +174,16 @@ class Runner(Protocol):
 
     def start(self, plan: StepPlan) -> StepHandle:
         """Queues a step without waiting for it."""
+
+    def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
+        """Prepare a grammar on all ranks that sample, beside the steps.
+
+        `on_done` is called once, from any thread: with "" when a plan may have the request, else
+        with the reason why no plan can.
+        """
+
+    def drop_grammars(self, tickets: Sequence[int]) -> None:
+        """Forget prepared grammars that no plan will name. Unknown tickets are ignored."""
 
     def close(self) -> None:
         """Waits for the running step and frees the device's resources."""

@@ -57,6 +57,7 @@ class Request:
     hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, as far as needed
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     was_sent: bool = False  # its first token was sent, and num_cached with it
+    grammar_ticket: int = 0  # of its prepared grammar; 0: it has none
     num_scored: int = 1  # prompt positions whose logprobs were sent (position 0 has none)
     borders: tuple[
         int, ...

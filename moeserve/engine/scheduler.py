@@ -13,18 +13,19 @@ applies the step's result.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.config import Limits
+from moeserve.engine.awaiting import AwaitingSet, GrammarSource, Need
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
-from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
+from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of, share
 from moeserve.engine.token_budget import TokenBudget
 from moeserve.errors import InvalidRequest
@@ -68,6 +69,9 @@ class Scheduler:
     `plan` and `update_from_output` alternate, with up to limits.depth plans in between. eos_ids:
     the model's end tokens (an ending by any other stop id is reported as such). vocab_size: guards
     against token ids that the model does not have.
+
+    A request is in one of three places: `awaiting` something (engine/awaiting.py), in the `waiting`
+    queue, or running in a slot of the batch.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.kv_manager = KVCacheManager(limits, groups)
         self.waiting = WaitingQueue()
+        self.awaiting = AwaitingSet()
+        self.grammars: GrammarSource | None = None  # None: the runner compiles when a step needs it
         self.num_planned = 0
         self.budget = (
             TokenBudget(limits.max_num_batched_tokens, limits.itl_target_us)
@@ -97,6 +103,7 @@ class Scheduler:
         self._proposed = False  # whether a model guessed behind the last settled step
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
+        self._num_tickets = 0
         self._blocked: tuple[Request | None, int] = (
             None,
             0,
@@ -109,13 +116,18 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self.waiting)
+        """Requests that have none: in the queue, or awaiting something."""
+        return len(self.waiting) + len(self.awaiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request runs or waits."""
+        """Whether there is any request."""
         return bool(self.num_running or self.num_waiting)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a step can be planned, now or when those in flight have their results."""
+        return bool(self.num_running or len(self.waiting))
 
     @property
     def awaits_result(self) -> bool:
@@ -127,8 +139,9 @@ class Scheduler:
 
     def submit(self, msg: Submit) -> None:
         """Queues a request. Raises InvalidRequest if it is malformed or could never fit."""
-        if msg.rid in self.waiting or msg.rid in self.kv_manager.batch.slot_of:
-            raise InvalidRequest(f"request {msg.rid} is running already", code="duplicate_request")
+        rid = msg.rid
+        if rid in self.waiting or rid in self.awaiting or rid in self.kv_manager.batch.slot_of:
+            raise InvalidRequest(f"request {rid} is running already", code="duplicate_request")
         request = request_of(msg, self._arrivals, self.limits.max_model_len, self.vocab_size)
         need = self.kv_manager.peak_blocks(request.max_total - 1)
         have = self.limits.num_blocks - 1
@@ -140,7 +153,19 @@ class Scheduler:
                 code="does_not_fit",
             )
         self._arrivals += 1
-        self.waiting.push(request)
+        self._enqueue(request)
+
+    def grammar_prepared(self, ticket: int, error: str = "") -> StepOutput | None:
+        """Admit a request from now on, or end it if its grammar cannot be used (`error`)."""
+        request = self.awaiting.request_of(ticket)
+        if request is None:
+            return None
+        if error:
+            self.awaiting.remove(request.rid)
+            self._drop_grammars([ticket])
+            return _endings([request.rid], FinishReason.ERROR, {request.rid: error})
+        self._admit_if_ready(ticket)
+        return None
 
     def abort(self, rids: Iterable[int]) -> StepOutput | None:
         """Ends these requests at once: slot and blocks are free when this returns. Unknown ids are
@@ -151,24 +176,19 @@ class Scheduler:
             slot = self.kv_manager.batch.slot_of.get(rid)
             if slot is not None:
                 self.kv_manager.free(slot)
-            elif rid in self.waiting:
-                self.waiting.remove(rid)
+            elif rid in self.waiting or rid in self.awaiting:
+                pending = self.waiting if rid in self.waiting else self.awaiting
+                request = pending.remove(rid)
+                self._drop_grammars([request.grammar_ticket])
             else:
                 continue
             ended.append(rid)
-        if not ended:
-            return None
-        count = len(ended)
-        return StepOutput(
-            rids=np.array(ended, "<i8").tobytes(),
-            tokens=np.full(count, _NO_TOKEN, "<i4").tobytes(),
-            finish=np.full(count, FinishReason.ABORT, np.uint8).tobytes(),
-        )
+        return _endings(ended, FinishReason.ABORT) if ended else None
 
     def abort_all(self) -> StepOutput | None:
         """Ends every request at once."""
         running = list(self.kv_manager.batch.slot_of)
-        return self.abort([*running, *(request.rid for request in self.waiting)])
+        return self.abort([*running, *(r.rid for r in (*self.waiting, *self.awaiting))])
 
     def reset_prefix_cache(self) -> None:
         """Makes later requests compute their whole prompts: they find nothing that was computed
@@ -216,14 +236,18 @@ class Scheduler:
     def start_over(self) -> None:
         """Discards the steps in flight and all computed K/V. Running requests wait again with their
         known tokens, and end with the same answers."""
+        # Some of these plans never reached the runner, so it keeps the grammars of their requests.
+        new = [request for step in self._in_flight for request in step.plan.new_requests]
+        self._drop_grammars([request.grammar_ticket for request in new])
         self._in_flight.clear()
         for slot in self.kv_manager.batch.order.tolist():
             self._preempt(slot)
         self.reset_prefix_cache()
 
     def audit(self) -> None:
-        """Raises AssertionError unless every slot and block is accounted for."""
+        """Raises AssertionError unless every slot, block and ticket is accounted for."""
         self.kv_manager.audit()
+        self.awaiting.audit()
 
     # ---- the parts of a plan
 
@@ -323,7 +347,7 @@ class Scheduler:
             if self._speculates:
                 self.policy.admit(np.array([slot], np.intp))
             builder.new_requests.append(
-                NewRequest(slot, head.tokens, head.num_prompt, head.sampling)
+                NewRequest(slot, head.tokens, head.num_prompt, head.sampling, head.grammar_ticket)
             )
             slots = np.array([slot], np.intp)
             start = batch.scheduled[slots]
@@ -374,7 +398,37 @@ class Scheduler:
         tokens = batch.tokens[slot, : batch.known[slot]].copy()
         request = self.kv_manager.free(slot)
         request.tokens = tokens
-        self.waiting.push(request)
+        self._enqueue(request)
+
+    # ---- what requests wait for
+
+    def _enqueue(self, request: Request) -> None:
+        """Put a request in line, or let it wait until its grammar is prepared."""
+        grammar = request.sampling.grammar
+        if grammar is None or self.grammars is None:
+            self.waiting.push(request)
+            return
+        request.grammar_ticket = self._next_ticket()
+        self.awaiting.add(request, request.grammar_ticket, Need.GRAMMAR)
+        answer = request.tokens[request.num_prompt :].tolist()
+        self.grammars.begin(
+            GrammarJob(request.grammar_ticket, grammar, answer, priority=request.priority)
+        )
+
+    def _admit_if_ready(self, ticket: int) -> None:
+        """Close a ticket, and put its request in line if it was the last one."""
+        request = self.awaiting.close(ticket)
+        if request is not None:
+            self.waiting.push(request)
+
+    def _drop_grammars(self, tickets: Sequence[int]) -> None:
+        used = [ticket for ticket in tickets if ticket]
+        if used and self.grammars is not None:
+            self.grammars.drop(used)
+
+    def _next_ticket(self) -> int:
+        self._num_tickets += 1
+        return self._num_tickets
 
     # ---- the result of a plan
 
@@ -507,3 +561,14 @@ class Scheduler:
             record.num_free_states = sum(pool.num_free for pool in states)
             record.num_cached_states = sum(pool.num_cached for pool in states)
         return record
+
+
+def _endings(rids: Sequence[int], finish: int, errors: dict[int, str] | None = None) -> StepOutput:
+    """Return the output that ends requests without a token."""
+    count = len(rids)
+    return StepOutput(
+        rids=np.array(rids, "<i8").tobytes(),
+        tokens=np.full(count, _NO_TOKEN, "<i4").tobytes(),
+        finish=np.full(count, finish, np.uint8).tobytes(),
+        errors=errors or {},
+    )

@@ -1,7 +1,8 @@
 """The messages between the leader of an engine (its tensor-parallel rank 0) and its workers, the
 other ranks.
 
-leader --WorkerCommand--> worker   Build, Allocate, Run, Join, Leave, Prepare
+leader --WorkerCommand--> worker   Build, Allocate, Run, Join, Leave, Prepare,
+                                   PrepareGrammar, DropGrammars
 worker --Report---------> leader   CommandDone (one per command), LoadProgress, Prepared, Failed
 """
 
@@ -13,6 +14,7 @@ import msgspec
 from moeserve.comm.stream import BlockingStream, Peer, connect
 from moeserve.comm.world import World
 from moeserve.config import Config, Limits
+from moeserve.engine.plan import GrammarJob
 from moeserve.messages import Join, PlacementTable, TraceEvent
 
 CONNECT_S = 60.0  # limit on connecting; a machine that starts many processes at once is slow
@@ -60,26 +62,40 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     placement: PlacementTable
 
 
+class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
+    """Prepare a grammar beside the steps. CommandDone, with an `error` if it fails, follows then."""
+
+    job: GrammarJob
+
+
+class DropGrammars(msgspec.Struct, frozen=True, tag=True):
+    """Forget prepared grammars that no plan will name."""
+
+    tickets: list[int]
+
+
 class WorkerCommand(msgspec.Struct, frozen=True, array_like=True):
     """One command. seq: its CommandDone carries the same."""
 
     seq: int
-    what: Build | Allocate | Run | Join | Leave | Prepare
+    what: Build | Allocate | Run | Join | Leave | Prepare | PrepareGrammar | DropGrammars
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag=True):
     """The end of a command. With `lost` it failed because of another rank, and may come again after
     the next Join.
 
-    placed: how far the pending placement is prepared.
+    placed: how far the pending placement is prepared; None: not looked at. error: why a grammar
+    cannot be used.
     """
 
     seq: int
     value: int = 0
-    placed: int = 0
+    placed: int | None = None
     events: tuple[TraceEvent, ...] = ()
     lost: str = ""
     missing: tuple[int, ...] = ()
+    error: str = ""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):

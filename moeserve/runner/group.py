@@ -8,6 +8,7 @@ import asyncio
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,20 @@ import msgspec
 
 from moeserve.comm.members import Members
 from moeserve.config import Limits
-from moeserve.engine.plan import StepPlan, StepResult, encode_plan
+from moeserve.engine.plan import GrammarJob, StepPlan, StepResult, encode_plan
 from moeserve.errors import EngineDied, PeerLost
 from moeserve.messages import Join, Placed, PlacementTable, Traced
 from moeserve.runner.base import ModelRunnerBase
-from moeserve.runner.commands import Allocate, Build, CommandDone, Leave, Prepare, Run
+from moeserve.runner.commands import (
+    Allocate,
+    Build,
+    CommandDone,
+    DropGrammars,
+    Leave,
+    Prepare,
+    PrepareGrammar,
+    Run,
+)
 from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.load import Progress
 from moeserve.runner.remote import Team, all_done, checked
@@ -139,6 +149,23 @@ class GroupedRunner(ThreadedRunner):
             self.team.ask(Prepare(placement))
         self.runner.peers.prepare(placement)
 
+    def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
+        """Prepare a grammar on all ranks of the engine."""
+        if self.team is None:
+            super().prepare_grammar(job, on_done)
+            return
+        asked = self.team.ask(PrepareGrammar(job))
+        all_ranks = _AllPrepared(1 + len(asked), on_done)
+        for answer in asked:
+            answer.add_done_callback(all_ranks.add_answer)
+        super().prepare_grammar(job, all_ranks.add)
+
+    def drop_grammars(self, tickets: Sequence[int]) -> None:
+        """Forget prepared grammars on all ranks."""
+        if self.team is not None:
+            self.team.ask(DropGrammars(list(tickets)))
+        super().drop_grammars(tickets)
+
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
         """Whether two micro-batches would pay for this plan."""
         return self._policy.ubatches_ok(plan)
@@ -209,6 +236,33 @@ class GroupedRunner(ThreadedRunner):
                 handle.fail(exc)
         else:
             super()._fail(plan, handle, exc)
+
+
+class _AllPrepared:
+    """Waits for the reports of all ranks about one grammar, then passes on the first error or "".
+
+    A rank that is lost never reports: its engine ends.
+    """
+
+    def __init__(self, size: int, on_done: Callable[[str], None]) -> None:
+        self._missing = size
+        self._error = ""
+        self._on_done = on_done
+        self._lock = threading.Lock()
+
+    def add(self, error: str) -> None:
+        """Add one rank's report; from any thread."""
+        with self._lock:
+            self._missing -= 1
+            self._error = self._error or error
+            complete = not self._missing
+        if complete:
+            self._on_done(self._error)
+
+    def add_answer(self, answer: "Future[CommandDone]") -> None:
+        """Add the report of another rank."""
+        if not answer.cancelled() and answer.exception() is None:
+            self.add(answer.result().error)
 
 
 class _SlowestProgress:

@@ -149,7 +149,8 @@ class Team:
         while (msg := worker.stream.receive()) is not None:
             match msg:
                 case commands.CommandDone():
-                    worker.placed = msg.placed
+                    if msg.placed is not None:
+                        worker.placed = msg.placed
                     if (future := worker.answers.pop(msg.seq, None)) is not None:
                         with suppress(InvalidStateError):  # nobody waits any more
                             future.set_result(msg)

@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from moeserve.engine.plan import StepPlan, StepResult
+from moeserve.engine.plan import GrammarJob, StepPlan, StepResult
 from moeserve.errors import EngineDied
 
 if TYPE_CHECKING:
@@ -103,6 +103,14 @@ class ThreadedRunner:
         if not self._launcher.do(lambda: self._launch(plan, handle)):
             handle.fail(self._gone())
         return handle
+
+    def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
+        """Prepare a grammar beside the steps."""
+        self.runner.constraints.prepare(job, on_done)
+
+    def drop_grammars(self, tickets: Sequence[int]) -> None:
+        """Forget prepared grammars that no plan will name."""
+        self.runner.constraints.drop(tickets)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a function in the runner's thread between two steps, such as loading the model or an

@@ -56,12 +56,13 @@ class Grammars:
         """
         with self._lock:
             first = self._cached.pop(spec, None)
-            if first is None:
-                first = self.compile(spec)
+        if first is None:
+            first = self.compile(spec)  # outside the lock: other grammars need not wait
+        with self._lock:
             self._cached[spec] = first  # the latest is the last
             if len(self._cached) > MAX_CACHED:
                 del self._cached[next(iter(self._cached))]
-        matcher = Matcher(self, spec, first.deep_copy())
+        matcher = Matcher(self, spec, first)
         matcher.accept(tokens)
         return matcher
 
@@ -138,12 +139,13 @@ class Matcher:
     request can fail because of others.
     """
 
-    __slots__ = ("_alone", "_grammars", "_spec", "_tokens", "state")
+    __slots__ = ("_alone", "_first", "_grammars", "_spec", "_tokens", "state")
 
-    def __init__(self, grammars: Grammars, spec: GrammarSpec, state: LLMatcher) -> None:
+    def __init__(self, grammars: Grammars, spec: GrammarSpec, first: LLMatcher) -> None:
         self._grammars = grammars
         self._spec = spec
-        self.state = state
+        self._first = first  # at the beginning of the text; never moved
+        self.state = first.deep_copy()
         self._tokens: list[int] = []
         self._alone = False
 
@@ -174,10 +176,10 @@ class Matcher:
 
     def rewind(self, num_tokens: int) -> None:
         """Goes back to its first `num_tokens` tokens. Raises as `accept` does."""
-        again = self._grammars.matcher(self._spec, self._tokens[:num_tokens])
-        self.state = again.state
-        self._tokens = again._tokens
-        self._alone = again._alone
+        tokens = self._tokens[:num_tokens]
+        self.state = self._first.deep_copy()
+        self._tokens = []
+        self.accept(tokens)
 
     def fill(self, mask_RW: NDArray[np.int32], drafts: Sequence[int] = ()) -> None:
         """Writes the masks after 0, 1, ... all of the drafts. Raises RequestFailed if the grammar
@@ -201,7 +203,8 @@ class Matcher:
 
     def _start_alone(self) -> None:
         self._grammars.forget(self._spec)
-        self.state = self._grammars.compile(self._spec)
+        self._first = self._grammars.compile(self._spec)
+        self.state = self._first.deep_copy()
         self._alone = True
         self._advance(self._tokens)
 

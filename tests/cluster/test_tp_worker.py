@@ -29,8 +29,10 @@ from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import Role
 from moeserve.comm.world import World
 from moeserve.config import Config, Limits, config_of
+from moeserve.engine.plan import GrammarJob
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import ConfigError, EngineDied, PeerLost
+from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import (
     Drain,
     Join,
@@ -45,7 +47,8 @@ from moeserve.messages import (
 from moeserve.moe.placement.placement import Placement
 from moeserve.runner.group import GroupedRunner
 from moeserve.runner.remote import Team
-from moeserve.sampling import TokenSampling
+from moeserve.sampling import GrammarSpec, TokenSampling
+from moeserve.text.tokenizer import Tokenizer
 from tests.comm.ranks import free_port
 from tests.runner.harness import Driver, Request
 
@@ -187,6 +190,41 @@ async def test_drafting_that_is_cut_off_changes_no_token(short_dir: Path) -> Non
         assert found == expected
         assert right > 10
         assert next(epochs) > 5
+    finally:
+        await asyncio.to_thread(pair.close)
+
+
+async def test_a_grammar_is_prepared_on_both_ranks(short_dir: Path) -> None:
+    role = msgspec.structs.replace(PAIR, folder=str(short_dir))
+    pair: Any
+    pair, *_ = await asyncio.to_thread(build_runner, config(tp=2), role, quiet)
+    loop = asyncio.get_running_loop()
+
+    async def prepared(ticket: int, grammar: GrammarSpec) -> str:
+        done: asyncio.Future[str] = loop.create_future()
+        pair.prepare_grammar(
+            GrammarJob(ticket, grammar, []),
+            lambda error: loop.call_soon_threadsafe(done.set_result, error),
+        )
+        return await asyncio.wait_for(done, 60)
+
+    driver = Driver(pair.runner)
+    grammar = GrammarSpec("choice", '["fox", "owl"]')
+    sampling = TokenSampling(seed=1, max_tokens=99, grammar=grammar)
+    try:
+        await pair.join(join_of(short_dir, 1, pair.runner.placement.to_table()))
+        assert "does not compile" in await prepared(1, GrammarSpec("regex", "("))
+        pair.drop_grammars([1])
+        assert await prepared(2, grammar) == ""
+        request = driver.add(Request(list(PROMPT), sampling))
+        driver.new_requests = [replace(driver.new_requests[0], grammar_ticket=2)]
+        complete: dict[int, int] = {}
+        while not complete:  # a rank that sampled by another mask would end the engine
+            await step(pair, driver, request, 64)
+            complete = request.results[-1].complete
+        text = Tokenizer.load(resolve_model_dir("demo")).decode(request.output)
+        assert text in ("fox", "owl")
+        assert not pair.runner.constraints._prepared
     finally:
         await asyncio.to_thread(pair.close)
 

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,7 @@ from moeserve.actor.actor import Inbox
 from moeserve.cluster.assemble import form
 from moeserve.config import Limits
 from moeserve.engine.group_core import GroupCore
-from moeserve.engine.plan import Agreed, StepPlan, StepResult
+from moeserve.engine.plan import Agreed, GrammarJob, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import PeerLost
 from moeserve.messages import (
@@ -96,6 +96,17 @@ class GroupModel:
         self.failing: BaseException | None = None
         self._last: asyncio.Task[StepResult] | None = None
         self._moved = -1
+        self.grammar_s = 0.0  # time that a grammar takes
+        self.grammars: dict[int, list[int]] = {}  # prepared answers by ticket
+
+    def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
+        def prepared() -> None:
+            self.grammars[job.ticket] = job.answer
+            on_done("")
+
+        asyncio.get_running_loop().call_later(self.grammar_s * self.rng.random(), prepared)
+
+    def drop_grammars(self, tickets: Sequence[int]) -> None: ...
 
     def start(self, plan: StepPlan) -> Step:
         self._last = asyncio.create_task(self._run(plan, self._last, self.exchange))
@@ -140,6 +151,10 @@ class GroupModel:
             plan = _without_stores(plan)
         elif plan.step >= 0:
             self._moved = plan.step
+        for new in plan.new_requests:
+            if new.sampling.grammar is not None:
+                answer = new.tokens[new.num_prompt :].tolist()
+                assert self.grammars[new.grammar_ticket] == answer
         tokens = self.model.tokens.copy()
         result = self.model.execute(plan)
         if spoil:

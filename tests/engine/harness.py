@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,11 +15,11 @@ from moeserve.config import Limits
 from moeserve.engine.blocks import STATES_HELD, Key, KVGroup, groups_of
 from moeserve.engine.kv_cache_manager import chain, root_of
 from moeserve.engine.kv_rule import KVRule
-from moeserve.engine.plan import StepPlan
+from moeserve.engine.plan import GrammarJob, StepPlan
 from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.store import HostStore
 from moeserve.messages import FinishReason, Logprobs, StepOutput, StepRecord, Submit
-from moeserve.sampling import TokenSampling
+from moeserve.sampling import GrammarSpec, TokenSampling
 from tests.engine.fake_model import (
     POISON,
     U64,
@@ -31,6 +32,8 @@ from tests.engine.fake_model import (
 )
 
 EOS = 1
+GRAMMAR = GrammarSpec("regex", "a*")
+BAD_GRAMMAR = GrammarSpec("regex", "(")  # preparing it fails
 FULL = groups_of((KVRule(),), 4)
 HYBRID = groups_of((KVRule(), KVRule(6)), 4)
 WINDOWS = groups_of((KVRule(6), KVRule(11)), 4)
@@ -90,6 +93,25 @@ class Answer:
         return np.frombuffer(self.msg.tokens, "<i4").tolist()
 
 
+class SlowGrammars:
+    """A GrammarSource whose jobs end when the test says so, in any order."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, GrammarJob] = {}  # begun
+        self.prepared: dict[int, GrammarJob] = {}  # and neither taken by a plan nor dropped
+
+    def begin(self, job: GrammarJob) -> None:
+        self.jobs[job.ticket] = job
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            self.jobs.pop(ticket, None)
+            self.prepared.pop(ticket, None)
+
+    def take(self, ticket: int) -> GrammarJob:
+        return self.prepared.pop(ticket)
+
+
 class Harness:
     """The loop of the engine core without a loop: results arrive as late as `rng` likes, but in
     order.
@@ -102,6 +124,7 @@ class Harness:
         self.groups = groups
         self.rng = rng or random.Random(0)
         self.scheduler = Scheduler(limits, groups, eos_ids=(EOS,), vocab_size=VOCAB)
+        self.grammars = self.scheduler.grammars = SlowGrammars()
         self.runner = FakeModelRunner(limits, groups)
         self.in_flight: deque[StepPlan] = deque()
         self.answers: dict[int, Answer] = {}
@@ -123,6 +146,18 @@ class Harness:
 
     def abort(self, *rids: int) -> None:
         self.take(self.scheduler.abort(rids))
+
+    def prepare(self, *rids: int) -> None:
+        """Ends the grammar jobs of these requests, of all without an argument."""
+        for request in list(self.scheduler.awaiting):
+            if not rids or request.rid in rids:
+                self.finish_grammar(request.grammar_ticket)
+
+    def finish_grammar(self, ticket: int) -> None:
+        job = self.grammars.jobs.pop(ticket)
+        self.grammars.prepared[ticket] = job
+        error = "it does not compile" if job.grammar == BAD_GRAMMAR else ""
+        self.take(self.scheduler.grammar_prepared(ticket, error))
 
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan()
@@ -152,8 +187,10 @@ class Harness:
             return
         if self.in_flight:
             self.update_from_output()
+        elif self.scheduler.can_run:
+            raise AssertionError("requests wait and nothing will ever wake them")
         else:
-            assert not self.scheduler.has_work, "requests wait and nothing will ever wake them"
+            self.prepare()
 
     def run(self) -> None:
         while self.in_flight or self.scheduler.has_work:
@@ -194,10 +231,16 @@ class Harness:
         for pool in self.scheduler.kv_manager.pools:
             assert pool.num_free == pool.num_blocks - 1
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert not self.grammars.jobs
+        assert not self.grammars.prepared, "grammars are kept for nobody"
 
     def _check_answer(self, answer: Answer) -> None:
         prompt = answer.prompt
         sampling = answer.msg.sampling
+        if sampling.grammar == BAD_GRAMMAR and answer.finish != "abort":
+            assert (answer.finish, answer.error) == ("error", "it does not compile")
+            assert answer.tokens == []
+            return
         emitted = len(prompt) - answer.msg.num_prompt
         if emitted:
             prompt = prompt[:-emitted]
@@ -250,6 +293,10 @@ class Harness:
 
     def start_over(self) -> None:
         """The group broke: steps in flight are lost."""
+        tickets = [new.grammar_ticket for plan in self.in_flight for new in plan.new_requests]
+        for ticket in tickets:  # as if the runner had never had these plans
+            if ticket and self.rng.random() < 0.5:
+                self.grammars.prepared[ticket] = GrammarJob(ticket, GRAMMAR, [])
         self.scheduler.start_over()
         self.in_flight.clear()
         self.runner.start_over()
@@ -267,6 +314,11 @@ class Harness:
         assert 0 < plan.counts_R.min() <= plan.counts_R.max() <= limits.prefill_chunk
         assert len(set(plan.slots_R.tolist())) == len(plan.slots_R) <= limits.max_num_seqs
         assert plan.step == len(self.plans)
+        for new in plan.new_requests:
+            if new.sampling.grammar is not None:
+                job = self.grammars.take(new.grammar_ticket)
+                assert job.grammar == new.sampling.grammar
+                assert job.answer == new.tokens[new.num_prompt :].tolist()
         for diff in plan.diffs:
             assert diff.slots_N.dtype == diff.indices_N.dtype == diff.blocks_N.dtype == np.int32
         assert plan.slots_R.dtype == plan.starts_R.dtype == plan.counts_R.dtype == np.int32
@@ -292,6 +344,7 @@ def random_submit(rng: random.Random, rid: int, stems: list[list[int]], limits: 
         stop_ids=rng.choice([(EOS,), (EOS, 7, 30, 31), ()]),
         logprobs=rng.choice([None, None, 0]),
         prompt_logprobs=rng.choice([None, None, None, 0]),
+        grammar=rng.choice([None, None, None, None, GRAMMAR, GRAMMAR, BAD_GRAMMAR]),
     )
 
 
@@ -306,6 +359,8 @@ def random_traffic(harness: Harness, rng: random.Random, num_requests: int) -> N
         if rng.random() < 0.008:
             open_rids = [r for r, a in harness.answers.items() if not a.finish]
             harness.abort(*rng.sample(open_rids, min(len(open_rids), 2)), 999_999)
+        if harness.grammars.jobs and rng.random() < 0.3:
+            harness.finish_grammar(rng.choice(list(harness.grammars.jobs)))
         if rng.random() < 0.01:
             harness.reset()
         if rng.random() < 0.01:

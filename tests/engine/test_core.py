@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from moeserve.actor.actor import Inbox
 from moeserve.config import Limits
 from moeserve.engine.core import EngineCore
 from moeserve.engine.null_runner import NullRunner
-from moeserve.engine.plan import StepPlan, StepResult
+from moeserve.engine.plan import GrammarJob, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.messages import (
     Abort,
@@ -29,7 +29,7 @@ from moeserve.messages import (
     Stopped,
 )
 from tests.engine.fake_model import VOCAB, FakeModelRunner, oracle
-from tests.engine.harness import FULL, limits_of, submit_of
+from tests.engine.harness import FULL, GRAMMAR, limits_of, submit_of
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 
@@ -50,6 +50,7 @@ class Held:
         self.gate = asyncio.Semaphore(0)
         self.started: list[StepPlan] = []
         self.broken: str | None = None
+        self.grammars: dict[int, tuple[GrammarJob, Callable[[str], None]]] = {}
 
     def start(self, plan: StepPlan) -> Held:
         self.started.append(plan)
@@ -61,6 +62,13 @@ class Held:
         if self.broken:
             raise RuntimeError(self.broken)
         return self.model.result()
+
+    def prepare_grammar(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
+        self.grammars[job.ticket] = job, on_done
+
+    def drop_grammars(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            self.grammars.pop(ticket, None)
 
     def let(self, count: int) -> None:
         for _ in range(count):
@@ -265,6 +273,68 @@ async def test_of_two_drains_the_earlier_deadline_counts(deadlines: tuple[float,
         e.runner.let(1)
         await e.quiet()
         assert e.tokens(0)[1] == "abort"
+
+
+async def test_steps_go_on_while_a_grammar_is_prepared() -> None:
+    async with engine() as e:
+        e.runner.let(1000)
+        e.inbox.put(submit_of(0, PROMPT, grammar=GRAMMAR))
+        e.inbox.put(submit_of(1, PROMPT))
+        await e.quiet()
+        assert e.tokens(1)[1] == "length"
+        assert e.tokens(0) == ([], "")
+        e.inbox.put(Ping(1))
+        await e.quiet()
+        assert e.out[-1] == Pong(1, 8, False)  # asleep, and not to be taken for a hang
+        ((job, on_done),) = e.runner.grammars.values()
+        assert (job.grammar, job.answer) == (GRAMMAR, [])
+        await asyncio.to_thread(on_done, "")
+        await e.quiet()
+        sampling = submit_of(0, PROMPT).sampling
+        assert e.tokens(0) == oracle(FULL, PROMPT, sampling, 64)
+
+
+async def test_a_grammar_that_fails_ends_its_request_with_the_reason() -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT, grammar=GRAMMAR))
+        await e.quiet()
+        ((_, on_done),) = e.runner.grammars.values()
+        on_done("it does not compile")
+        await e.quiet()
+        assert e.tokens(0) == ([], "error")
+        (ending,) = [msg for msg in e.out if isinstance(msg, StepOutput) and msg.errors]
+        assert ending.errors == {0: "it does not compile"}
+        gauges = e.out[-1]
+        assert isinstance(gauges, StepOutput)
+        assert gauges.record is not None
+        assert gauges.record.num_waiting == 0
+        assert not e.runner.grammars
+
+
+async def test_an_abort_drops_the_grammar_that_is_prepared() -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT, grammar=GRAMMAR))
+        await e.quiet()
+        ((_, on_done),) = e.runner.grammars.values()
+        e.inbox.put(Abort([0]))
+        await e.quiet()
+        assert e.tokens(0)[1] == "abort"
+        assert not e.runner.grammars
+        on_done("too late")
+        await e.quiet()
+        assert not e.runner.started
+
+
+async def test_a_drain_waits_for_a_grammar_until_its_deadline() -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT, grammar=GRAMMAR))
+        e.inbox.put(Drain(0.05))
+        await e.quiet()
+        assert not e.core.over
+        e.clock.now_s += 0.05
+        await asyncio.sleep(0.1)  # nothing but its deadline wakes the engine
+        assert e.tokens(0)[1] == "abort"
+        assert e.out[-1] == Stopped("")
 
 
 async def test_an_idle_engine_sleeps_on_its_inbox() -> None:

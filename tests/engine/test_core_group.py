@@ -30,6 +30,7 @@ from moeserve.messages import (
 from tests.comm.ranks import free_port
 from tests.comm.relay import DOWN, UP, Relay, flipped
 from tests.engine.group_harness import Group, GroupModel
+from tests.engine.harness import GRAMMAR
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 
@@ -61,6 +62,41 @@ async def test_an_idle_engine_serves_the_others_and_wakes_for_them() -> None:
         records = [m.record for m in group.engines[1].out if isinstance(m, StepOutput) and m.record]
         assert {record.dp_rank for record in records} == {1}
         assert any(record.vote_us > 0 for record in records)
+
+
+async def test_a_parked_group_wakes_for_a_grammar_that_is_prepared() -> None:
+    """One engine's request waits for its grammar: the other one's are served, then both park, and
+    run again when it is there."""
+    async with Group(2) as group:
+        group.engines[0].runner.grammar_s = 0.2
+        group.rng = group.engines[0].runner.rng = random.Random(3)
+        slow = group.submit(0, 0, PROMPT, grammar=GRAMMAR)
+        quick = group.submit(1, 1, PROMPT)
+        await group.until(lambda: bool(quick.finish), "the answer of the other engine")
+        assert not slow.finish
+        await group.until(lambda: not any(engine.core.busy for engine in group.engines), "rest")
+        await group.all_answered()
+        group.check()
+        await group.drained()
+
+
+async def test_a_drained_group_stays_until_a_grammar_is_prepared() -> None:
+    async with Group(2) as group:
+        group.engines[0].runner.grammar_s = 0.2
+        await group.until(lambda: len(group.joined) == 2, "a group")
+        slow = group.submit(0, 0, PROMPT, grammar=GRAMMAR)
+        await group.drained()
+        assert slow.finish == "length"
+        group.check()
+
+
+async def test_past_its_deadline_a_drained_group_does_not_wait_for_a_grammar() -> None:
+    async with Group(2) as group:
+        group.engines[0].runner.grammar_s = 1e6
+        await group.until(lambda: len(group.joined) == 2, "a group")
+        slow = group.submit(0, 0, PROMPT, grammar=GRAMMAR)
+        await group.drained(deadline_s=0.1)
+        assert slow.finish == "abort"
 
 
 class TwoMachines(Group):
@@ -290,9 +326,10 @@ async def test_random_traffic_under_breaks_and_kills(
                 rng.randrange(20, 50) for _ in range(rng.randint(1, 6))
             ]
             max_tokens = min(rng.randint(1, 25), 63 - len(prompt))
-            group.submit(
-                rng.randrange(size), rid, prompt, seed=rng.randrange(3), max_tokens=max_tokens
-            )
+            rank = rng.randrange(size)
+            group.engines[rank].runner.grammar_s = rng.choice([0.0, 0.001, 0.01])
+            sampling = {"seed": rng.randrange(3), "max_tokens": max_tokens}
+            group.submit(rank, rid, prompt, grammar=rng.choice([None, None, GRAMMAR]), **sampling)
             if rng.random() < 0.1:
                 group.break_off()
             if rng.random() < 0.05:
@@ -328,7 +365,11 @@ async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_n
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     core: Any = SimpleNamespace(
-        _audit_when_due=lambda: None, _handle_until=hear, _placing=False, _leave_deadline_s=0.0
+        _audit_when_due=lambda: None,
+        _handle_until=hear,
+        _placing=False,
+        _leave_deadline_s=0.0,
+        _check_s=0.0,
     )
     core._clock = lambda: 0.0
     with pytest.raises(asyncio.CancelledError):

@@ -13,7 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from moeserve.engine.blocks import STATES_HELD
 from tests.engine.harness import (
     ALL_KINDS,
+    BAD_GRAMMAR,
     FULL,
+    GRAMMAR,
     HYBRID,
     STATES,
     WINDOWS,
@@ -70,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "s"]),
         stop=st.sampled_from([(), (1, 5, 9, 13, 17)]),
+        grammar=st.sampled_from([None, None, GRAMMAR, BAD_GRAMMAR]),
     )
     def submit(
         self,
@@ -80,9 +83,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         salt: str,
         stop: tuple[int, ...],
+        grammar: object,
     ) -> None:
         prompt = [20 + stem + i % 5 for i in range(length)] + [tail]
-        sampling = {"seed": 1, "max_tokens": max_tokens, "stop_ids": stop}
+        sampling = {"seed": 1, "max_tokens": max_tokens, "stop_ids": stop, "grammar": grammar}
         self.harness.submit(
             submit_of(self.next_rid, prompt, priority=priority, salt=salt, **sampling)
         )
@@ -93,6 +97,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         still_open = [rid for rid, answer in self.harness.answers.items() if not answer.finish]
         if still_open:
             self.harness.abort(still_open[pick % len(still_open)])
+
+    @precondition(lambda self: self.harness.grammars.jobs)
+    @rule(pick=st.integers(0, 30))
+    def finish_grammar(self, pick: int) -> None:
+        tickets = list(self.harness.grammars.jobs)
+        self.harness.finish_grammar(tickets[pick % len(tickets)])
 
     @rule()
     def plan(self) -> None:

@@ -1,15 +1,16 @@
 """Grammars of the requests in an engine's slots: the tokens that each may sample next, and how far
 each has come.
 
-A matcher follows its request's tokens on the host: `accept` takes those of a step, and the masks of
-the next step are filled in a thread while its forward pass runs. Its state is a function of grammar
-and tokens, so a preempted, replayed or repeated step finds the same masks, with and without drafts.
+A matcher follows its request's tokens on the host. It is made before a plan has the request
+(grammar_compiler.py). `accept` gives it the tokens of a step, and a thread fills the masks of the
+next step while its forward pass runs. Its state is a function of grammar and tokens, so a
+preempted, replayed or repeated step finds the same masks, with and without drafts.
 
 S rows that sample, each at 1 + its drafts positions: N in all. C of them belong to requests with a
 grammar.
 """
 
-import logging
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -20,18 +21,18 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from moeserve.engine.plan import I32, NewRequest
-from moeserve.errors import MoeserveError
+from moeserve.engine.plan import I32, GrammarJob, NewRequest
+from moeserve.runner.sampling.grammar_compiler import GrammarCompiler, failure_of
 from moeserve.runner.sampling.sampler import Masks
 from moeserve.runner.thread import JobThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moeserve.text.grammar import Grammars, Matcher
+    from moeserve.text.grammar import Matcher
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_numbers = itertools.count(1)  # of jobs that no scheduler gave a ticket
 
 
 class Accepted(NamedTuple):
@@ -44,40 +45,37 @@ class Accepted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """The request in a slot. matcher: in the making until its grammar is compiled. failure: why it
-    must fail. ended: it failed elsewhere, so that steps in flight for it wait in vain."""
+    """The request in a slot."""
 
     slot: int
+    ticket: int
     num_prompt: int
-    matcher: "Future[Matcher]"
-    failure: str = ""
-    ended: bool = False
+    matcher: "Future[Matcher]"  # not done yet where nobody prepared it (see `Constraints.add`)
+    failure: str = ""  # why the request must fail
+    ended: bool = False  # failed elsewhere: no tokens come for the steps in flight
 
     @contextmanager
     def caught(self) -> "Iterator[None]":
         """Turns an error into this request's failure."""
         try:
             yield
-        except MoeserveError as error:
-            self.failure = self.failure or str(error)
         except Exception as error:
-            logger.exception("the grammar of the request in slot %d failed", self.slot)
-            self.failure = self.failure or f"structured output: {type(error).__name__}: {error}"
+            self.failure = self.failure or failure_of(error)
 
 
 class Constraints:
     """The grammars of an engine's requests. `add` and `begin` belong to the thread that launches
-    steps.
+    steps; `prepare` and `drop` may be called from any thread.
 
-    Its thread reads the tokenizer for the first request that has a grammar. end_ids: the tokens
-    that end answers.
+    end_ids: the tokens that end answers.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
-        self._model = model_dir, vocab_size, end_ids
-        self._grammars: Grammars | None = None
+        self._mask_words = -(-vocab_size // 32)
+        self._compiler = GrammarCompiler(model_dir, vocab_size, end_ids)
+        self._prepared: dict[int, Future[Matcher]] = {}  # by ticket, until `add` or `drop`
         self._requests: dict[int, Constrained] = {}
-        self._thread: JobThread | None = None  # starts with the first grammar
+        self._thread: JobThread | None = None  # fills masks; starts with the first grammar
         self._moved = threading.Condition()  # a matcher went on, or a fill became superfluous
         self._latest: StepMasks | None = None
 
@@ -86,13 +84,47 @@ class Constraints:
         """Whether any request in a slot has a grammar."""
         return bool(self._requests)
 
+    def prepare(self, job: GrammarJob, on_done: Callable[[str], None]) -> None:
+        """Compile a grammar and replay an answer, for the request that `add` gets with this ticket.
+
+        `on_done` is called with the reason why the request must fail, or "". It is not called if
+        the job is dropped first.
+        """
+        future = self._prepared[job.ticket] = self._compiler.start(job)
+
+        def report(done: "Future[Matcher]") -> None:
+            if not done.cancelled():
+                error = done.exception()
+                on_done("" if error is None else failure_of(error))
+
+        future.add_done_callback(report)
+
+    def drop(self, tickets: Iterable[int]) -> None:
+        """Forget what was prepared for requests that never get a slot."""
+        for ticket in tickets:
+            if (future := self._prepared.pop(ticket, None)) is not None:
+                future.cancel()
+
     def add(self, request: NewRequest) -> None:
-        """Takes the request of a slot: its grammar, if it has one, begins to compile and go through
-        its answer so far. What is wrong with it comes from the next `accept`."""
-        self._requests.pop(request.slot, None)
-        if request.sampling.grammar is not None:
-            matcher = self._submit(lambda: self._matcher(request))
-            self._requests[request.slot] = Constrained(request.slot, request.num_prompt, matcher)
+        """Note the request of a slot. What is wrong with its grammar comes from the next `accept`.
+
+        A step that runs again adds its requests again. A request that nobody prepared, as in a test
+        without a scheduler, makes the masks of its first step wait for its grammar.
+        """
+        before = self._requests.pop(request.slot, None)
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return
+        ticket = request.grammar_ticket
+        matcher = self._prepared.pop(ticket, None)
+        if matcher is None and before is not None and ticket and before.ticket == ticket:
+            matcher = before.matcher
+        if matcher is None:
+            answer = request.tokens[request.num_prompt :].tolist()
+            matcher = self._compiler.start(GrammarJob(-next(_numbers), grammar, answer, -(2**31)))
+        self._requests[request.slot] = Constrained(
+            request.slot, ticket, request.num_prompt, matcher
+        )
 
     def begin(
         self,
@@ -124,7 +156,8 @@ class Constraints:
         return step
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the threads."""
+        self._compiler.close()
         with self._moved:
             self._latest = None
             self._moved.notify_all()
@@ -136,34 +169,20 @@ class Constraints:
         future: Future[T] = Future()
 
         def job() -> None:
-            """Works, and passes on the result or the error."""
             try:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
 
-        self._thread = self._thread or JobThread("grammars")
+        self._thread = self._thread or JobThread("grammar masks")
         if not self._thread.do(job):
             future.set_exception(RuntimeError("the grammars were closed"))
         return future
 
-    def _matcher(self, request: NewRequest) -> "Matcher":
-        if self._grammars is None:
-            from moeserve.text.grammar import Grammars  # here, since few engines need it
-            from moeserve.text.tokenizer import Tokenizer
-
-            model_dir, vocab_size, end_ids = self._model
-            self._grammars = Grammars(Tokenizer.load(model_dir), vocab_size, end_ids)
-        assert request.sampling.grammar is not None
-        return self._grammars.matcher(
-            request.sampling.grammar, request.tokens[request.num_prompt :].tolist()
-        )
-
     def _fill(self, step: "StepMasks") -> Masks:
         rows_C = np.concatenate([row.first + np.arange(1 + len(row.drafts)) for row in step.rows])
-        bits_CW = np.full(
-            (len(rows_C), -(-self._model[1] // 32)), -1, np.int32
-        )  # what a request that fails gets
+        # A request that fails may sample any token.
+        bits_CW = np.full((len(rows_C), self._mask_words), -1, np.int32)
         filled: list[tuple[MaskedRow, Matcher, int]] = []
         first = 0
         before = step.before
@@ -188,9 +207,8 @@ class Constraints:
             if lost is not None:
                 raise lost
             if filled:
-                assert self._grammars is not None
                 asked = [(matcher, first, row.drafts) for row, matcher, first in filled]
-                for i, error in self._grammars.fill_all(asked, bits_CW).items():
+                for i, error in self._compiler.grammars.fill_all(asked, bits_CW).items():
                     filled[i][0].request.failure = error.message
         return Masks(rows_C, bits_CW)
 
