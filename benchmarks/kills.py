@@ -23,7 +23,6 @@ import psutil
 from benchmarks.common import parser, save
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster import fleet
-from moeserve.cluster.engine_handle import EngineHandle
 from moeserve.config import Config, config_of
 from moeserve.errors import MoeserveError
 from moeserve.frontend import open as opening
@@ -131,12 +130,13 @@ async def kill(
         await until(lambda: all(len(seen) > begun for seen in streams.seen))
     moving = asyncio.create_task(front.fleet.scaling.rebalance()) if moment == "rebalance" else None
     await asyncio.sleep(rng.uniform(0, 0.1))
-    victim = rng.choice(front.fleet.engines)
+    number = rng.randrange(front.fleet.dp)
+    pid = front.fleet.view.engines[number].pid
     warm = front.fleet.scaling.machines.here.server is not None
-    assert victim.pid is not None
-    leader = psutil.Process(victim.pid)
+    assert pid is not None
+    leader = psutil.Process(pid)
     ranks = [leader, *leader.children()]
-    at_s = await Timeline(front, victim, streams, rng.choice(ranks)).run()
+    at_s = await Timeline(front, number, streams, rng.choice(ranks)).run()
     ends = await streams.end()
     if moving is not None:
         await asyncio.gather(moving, return_exceptions=True)
@@ -159,7 +159,7 @@ class Timeline:
     its start, ready, joined, half of the streams, moving (all of them have a new token)."""
 
     def __init__(
-        self, front: FrontEnd, victim: EngineHandle, streams: Streams, rank: psutil.Process
+        self, front: FrontEnd, victim: int, streams: Streams, rank: psutil.Process
     ) -> None:
         self._front = front
         self._victim = victim
@@ -169,10 +169,11 @@ class Timeline:
 
     async def run(self) -> dict[str, float]:
         stats = self._front.stats
-        process = self._victim
+        fleet = self._front.fleet
+        assert fleet is not None
         deaths = stats.total.restarts
-        pid = process.pid
-        phase = process.phase
+        pid = fleet.view.engines[self._victim].pid
+        phase = fleet.engines[self._victim].phase
         killed_s = time.monotonic()
         self._rank.kill()
         counts: list[int] | None = None
@@ -186,11 +187,12 @@ class Timeline:
             if stats.total.restarts > deaths and counts is None:
                 counts = [len(seen) for seen in self._streams.seen]
             mark("noticed", counts is not None)
-            mark("process", process.pid not in (None, pid))
-            if process.phase is not phase:
-                phase = process.phase
+            state = fleet.engines[self._victim]
+            mark("process", fleet.view.engines[self._victim].pid not in (None, pid))
+            if state.phase is not phase:
+                phase = state.phase
                 mark(phase.name, counts is not None)
-            mark("ready", "process" in self._at_s and process.ready is not None)
+            mark("ready", "process" in self._at_s and state.ready is not None)
             mark("joined", "ready" in self._at_s and complete(self._front))
             if counts is None:
                 return False

@@ -214,7 +214,7 @@ class Load:
             group = self.engine.fleet
             while self.done < at or not group.view.complete:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            pids = [engine.pid for engine in group.engines if engine.pid is not None]
+            pids = [engine.pid for engine in group.view.engines if engine.pid is not None]
             os.kill(self.rng.choice(pids), signal.SIGKILL)
             self.killed += 1
             while group.view.complete:  # noqa: ASYNC110

@@ -237,7 +237,9 @@ class Soak:
                 print(f"not moved: {error}", flush=True)
             if kill_at and self.at > kill_at[0] and group.view.complete:
                 kill_at.pop(0)
-                ranks = [p for engine in group.engines if engine.pid for p in family(engine.pid)]
+                ranks = [
+                    p for engine in group.view.engines if engine.pid for p in family(engine.pid)
+                ]
                 os.kill(self.rng.choice(ranks).pid, signal.SIGKILL)
                 self.counts["killed"] += 1
 
@@ -272,9 +274,9 @@ class Soak:
         assert self.front.fleet is not None
         while True:
             self.remember("front end", psutil.Process())
-            for engine in self.front.fleet.engines:
+            for engine in self.front.fleet.view.engines:
                 for number, process in enumerate(family(engine.pid) if engine.pid else []):
-                    self.remember(f"{engine.name} rank {number}", process)
+                    self.remember(f"engine {engine.rank} rank {number}", process)
             await asyncio.sleep(1.0)
 
     def remember(self, role: str, process: psutil.Process) -> None:

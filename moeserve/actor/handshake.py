@@ -89,13 +89,16 @@ class Keys:
 
 
 def secure(socket: zmq.Socket[Any], keys: Keys, *, listens: bool) -> None:
-    """Encrypts and authenticates a socket by CURVE, before it is bound or connected."""
-    socket.curve_publickey = keys.server_public if listens else keys.client_public
-    socket.curve_secretkey = keys.server_secret if listens else keys.client_secret
+    """Encrypt and authenticate a socket by CURVE, before it is bound or connected."""
+    public, secret = keys.client_public, keys.client_secret
     if listens:
-        socket.curve_server = True
+        public, secret = keys.server_public, keys.server_secret
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    if listens:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
     else:
-        socket.curve_serverkey = keys.server_public
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.IPV6, 1)
 
 

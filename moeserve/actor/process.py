@@ -237,7 +237,7 @@ class Child(Process):
         now on.
         """
         if forward is not None:
-            self._log.forward = forward
+            self._log.forward_to(forward)
         _hand_over(self._process, document, self.name)
 
     def _reap(self) -> None:
@@ -282,8 +282,12 @@ class _LogLines(asyncio.Protocol):
     def __init__(self, forward: Callable[[str], None]) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.forward = forward
+        self._forward = forward
         self._rest = b""
+
+    def forward_to(self, forward: Callable[[str], None]) -> None:
+        """Pass the lines to another function from now on."""
+        self._forward = forward
 
     def data_received(self, data: bytes) -> None:
         """Keeps the complete lines of `data`; a line longer than MAX_LINE_BYTES is kept in parts."""
@@ -304,7 +308,7 @@ class _LogLines(asyncio.Protocol):
     def _keep(self, line: bytes) -> None:
         text = one_line(line[:MAX_LINE_BYTES].decode(errors="backslashreplace"))
         self.tail.append(text)
-        self.forward(text)
+        self._forward(text)
 
 
 def one_line(text: str) -> str:

@@ -36,15 +36,13 @@ Progress = Callable[[str, int], None]
 
 @runtime_checkable
 class SeveralRanks(Protocol):
-    """A runner whose engine has other processes, too.
+    """A runner whose engine has other processes, too."""
 
-    on_traced: gets the traces of other ranks, from any thread.
-    """
-
-    on_traced: Callable[[Traced], object] | None
+    def watch_traces(self, on_traced: Callable[[Traced], object]) -> None:
+        """Call `on_traced` with the traces of other ranks, from any thread."""
 
     async def died(self) -> Exception:
-        """Returns why the engine cannot go on, once one of its ranks is gone."""
+        """Return why the engine cannot continue, once one of its ranks is gone."""
 
 
 async def assemble(
@@ -96,7 +94,7 @@ async def assemble(
     if not role.grouped:
         return EngineCore(scheduler, runner, inbox, emit), ready
     if isinstance(runner, SeveralRanks):
-        runner.on_traced = lambda traced: loop.call_soon_threadsafe(emit, traced)
+        runner.watch_traces(lambda traced: loop.call_soon_threadsafe(emit, traced))
     grouped = cast("GroupRunner", runner)
     return GroupCore(scheduler, grouped, inbox, emit, partial(form, grouped)), ready
 

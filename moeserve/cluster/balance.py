@@ -1,76 +1,104 @@
-"""The requests of a fleet: the engine that each goes to, and those that wait for an engine.
+"""The choice of an engine for each request: predicted work, room for K/V, and known prefixes.
 
-`Balancer` chooses by predicted work, room for K/V, and the prefixes that an engine has seen. It is
-pure: messages in, a rank out. Work is counted in prompt tokens to compute; a token to generate
-costs as much as DECODE_COST of them, because it takes a row of a step of its own. `Traffic` sends
-the requests to the engines that it chooses.
+Pure: messages in, a rank out. Work is counted in prompt tokens to compute. A token to generate
+costs as much as DECODE_COST of them, because it takes a row of a step of its own.
 """
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from moeserve.errors import Overloaded
-from moeserve.messages import Abort, StepOutput, Submit
-
-if TYPE_CHECKING:
-    from moeserve.cluster.engine_handle import EngineHandle
+from moeserve.messages import StepOutput, Submit
 
 DECODE_COST = 8.0
 CHUNK = 64  # tokens per step of the prefix table
 MAX_PREFIXES = 1 << 15
 FIRST_MEAN = 128.0  # tokens that a request generates, before any has ended
-RETRY_S = 0.05  # for requests whose engine did not read its messages
 _TOKEN_BYTES = 4
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Request:
+    """The prediction for a request, which is taken back when it ends."""
+
     rank: int
-    prefill: int  # predicted, so that it can be taken back
-    decode: float
+    prefill: int  # tokens to compute
+    decode: float  # tokens to generate
     hits: int  # tokens expected in the prefix cache
-    emitted: int  # when it came to this engine
-    first_step: int = -1  # of its engine's outputs, the one with its first token here
+    emitted: int  # tokens that it had when it came to this engine
+    blocks: int
 
 
 @dataclass(slots=True)
 class Load:
-    """The predicted load of one engine, in tokens. free_blocks: KV blocks, as its last step left
-    them.
-    """
+    """The predicted load of one engine, in tokens."""
 
     block_size: int
-    free_blocks: int
+    free_blocks: int  # KV blocks, after its last step
     prefill: float = 0.0
     decode: float = 0.0
     num_outputs: int = 0
     live: set[int] = field(default_factory=set)
-    unstarted: dict[int, int] = field(default_factory=dict)  # rid -> blocks that it will take
-    promised: int = 0  # their sum
+    reserved: dict[int, int] = field(default_factory=dict)  # rid -> blocks until its first step
+    num_reserved: int = 0  # their sum
+    first_outputs: dict[int, int] = field(default_factory=dict)  # rid -> number of the output
 
     @property
     def work(self) -> float:
         """All that is left to do, in prompt tokens."""
         return self.prefill + DECODE_COST * self.decode
 
-    def promise(self, rid: int, blocks: int) -> None:
-        """Sets blocks aside for a request until its first step."""
-        self.unstarted[rid] = blocks
-        self.promised += blocks
-
-    def started(self, rid: int) -> bool:
-        """Takes a request's promise back; returns False if there was none."""
-        blocks = self.unstarted.pop(rid, 0)
-        self.promised -= blocks
-        return blocks > 0
-
     @property
     def room(self) -> int:
-        """Number of free blocks that are not set aside."""
-        return self.free_blocks - self.promised
+        """Number of free blocks that are not reserved."""
+        return self.free_blocks - self.num_reserved
+
+    def add(self, rid: int, request: _Request) -> None:
+        """Add a request, and reserve its blocks until its first step."""
+        self.live.add(rid)
+        self.reserved[rid] = request.blocks
+        self.num_reserved += request.blocks
+        self.prefill += request.prefill
+        self.decode += request.decode
+
+    def _unreserve(self, rid: int) -> bool:
+        """Free a request's reservation. Return whether it had one."""
+        blocks = self.reserved.pop(rid, 0)
+        self.num_reserved -= blocks
+        return blocks > 0
+
+    def step(self, rows: int, least: float) -> None:
+        """Count an output with so many sampled rows. least: tokens left per request, at least."""
+        self.num_outputs += 1
+        self.decode = max(self.decode - rows, least * len(self.live))
+
+    def computed(self, tokens: int, free_blocks: int) -> None:
+        """Count prompt tokens that a step computed."""
+        self.free_blocks = free_blocks
+        self.prefill -= tokens
+
+    def start(self, rid: int, unexpected_hits: int) -> None:
+        """Note the first token of a request. unexpected_hits: cached tokens more than predicted."""
+        if self._unreserve(rid):
+            self.first_outputs[rid] = self.num_outputs
+            self.prefill -= unexpected_hits
+
+    def settle(self) -> None:
+        """Correct what rounding and wrong predictions left of the prefill."""
+        self.prefill = max(0.0, self.prefill) if self.reserved else 0.0
+
+    def remove(self, rid: int, request: _Request, least: float) -> int | None:
+        """Remove a request. Return how many tokens it generated here, None if it had not begun."""
+        self.live.discard(rid)
+        emitted = None
+        if self._unreserve(rid):
+            self.prefill = max(0.0, self.prefill - request.prefill)
+            self.decode -= request.decode
+        else:
+            emitted = self.num_outputs - self.first_outputs.pop(rid) + 1
+            self.decode -= max(request.decode - emitted, least)
+        self.decode = max(self.decode, 0.0) if self.live else 0.0
+        return emitted
 
 
 class Balancer:
@@ -165,13 +193,16 @@ class Balancer:
         hits = self._hits(request).get(rank, 0)
         left = min(request.sampling.max_tokens - emitted, max(self._mean - emitted, self._least))
         blocks = -(-num_tokens // load.block_size)
-        self._requests[request.rid] = _Request(
-            rank, num_tokens - hits, max(1.0, left), hits, emitted
+        predicted = _Request(
+            rank=rank,
+            prefill=num_tokens - hits,
+            decode=max(1.0, left),
+            hits=hits,
+            emitted=emitted,
+            blocks=blocks,
         )
-        load.live.add(request.rid)
-        load.promise(request.rid, blocks)
-        load.prefill += num_tokens - hits
-        load.decode += max(1.0, left)
+        self._requests[request.rid] = predicted
+        load.add(request.rid, predicted)
         self._stale.add(rank)
         self._remember(request, rank)
 
@@ -192,33 +223,24 @@ class Balancer:
         if load is None:
             return
         self._stale.add(rank)
-        load.num_outputs += 1
-        load.decode = max(load.decode - rows, self._least * len(load.live))
+        load.step(rows, self._least)
         if tokens is not None:
-            load.free_blocks = free_blocks
-            load.prefill -= tokens - (rows - len(cached))
+            load.computed(tokens - (rows - len(cached)), free_blocks)
         for rid, num_cached in cached.items():
-            if (request := self._requests.get(rid)) is not None and load.started(rid):
-                request.first_step = load.num_outputs
-                load.prefill -= num_cached - request.hits
-        load.prefill = max(0.0, load.prefill) if load.unstarted else 0.0
+            request = self._requests.get(rid)
+            if request is not None:
+                load.start(rid, num_cached - request.hits)
+        load.settle()
 
     def end(self, rid: int) -> None:
-        """Removes a request that finished, was refused or was aborted."""
+        """Remove a request that finished, was refused or was aborted."""
         request = self._requests.pop(rid, None)
         if request is None:
             return
-        load = self.loads[request.rank]
         self._stale.add(request.rank)
-        load.live.discard(rid)
-        if load.started(rid):  # aborted early, which says nothing about lengths
-            load.prefill = max(0.0, load.prefill - request.prefill)
-            load.decode -= request.decode
-        else:
-            emitted = load.num_outputs - request.first_step + 1
-            load.decode -= max(request.decode - emitted, self._least)
+        emitted = self.loads[request.rank].remove(rid, request, self._least)
+        if emitted is not None:  # one that was aborted early says nothing about lengths
             self._mean += 0.05 * (request.emitted + emitted - self._mean)
-        load.decode = max(load.decode, 0.0) if load.live else 0.0
 
     @property
     def _least(self) -> float:
@@ -271,72 +293,3 @@ def _prefix_keys(request: Submit) -> Iterator[int]:
     ):  # the last token is computed in any case
         key = hash((key, request.tokens[start : start + step]))
         yield key
-
-
-class Traffic:
-    """Sends requests to engines, and keeps them while none serves. serving: returns those that may
-    get requests.
-    """
-
-    def __init__(self, serving: "Callable[[], Sequence[EngineHandle]]") -> None:
-        self.balancer = Balancer()
-        self._serving = serving
-        self._engines: dict[int, EngineHandle] = {}  # that have had requests, by rank
-        self.waiting: dict[int, Submit] = {}  # for an engine
-        self._retry: asyncio.TimerHandle | None = None
-
-    def submit(self, request: Submit) -> None:
-        """Sends a request to the engine that suits it best. Raises Overloaded if that one does not
-        keep up.
-        """
-        engines = {engine.rank: engine for engine in self._serving()}
-        if not engines:
-            self.waiting[request.rid] = request
-            return
-        rank = self.balancer.choose(request, engines)
-        engine = self._engines[rank] = engines[rank]
-        engine.send(request)
-        self.balancer.assign(request, rank)
-
-    def flush(self) -> None:
-        """Sends the requests that wait, oldest first, as far as engines take them."""
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        waiting = self.waiting
-        self.waiting = {}
-        for rid, request in waiting.items():
-            try:
-                self.submit(request)
-            except Overloaded:
-                self.waiting[rid] = request
-        if self.waiting and self._serving():
-            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.flush)
-
-    def abort(self, rids: Sequence[int]) -> None:
-        """Aborts requests. Raises Overloaded if an engine does not keep up; call again with the
-        same requests then.
-        """
-        by_rank: dict[int, list[int]] = {}
-        for rid in rids:
-            if (
-                self.waiting.pop(rid, None) is None
-                and (rank := self.balancer.rank_of(rid)) is not None
-            ):
-                by_rank.setdefault(rank, []).append(rid)
-        failure: Overloaded | None = None
-        for rank, theirs in by_rank.items():
-            try:
-                self._engines[rank].send(Abort(theirs))
-            except Overloaded as error:  # the other engines learn of theirs
-                failure = error
-        if failure is not None:
-            raise failure
-
-    def note(self, rank: int, out: StepOutput) -> None:
-        """Takes note of a step of this engine, and of the requests that it finished."""
-        self.balancer.note(rank, out)
-        if any(out.finish):
-            for rid, finish in zip(memoryview(out.rids).cast("q"), out.finish, strict=True):
-                if finish:
-                    self.balancer.end(rid)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from moeserve.cluster.assemble import Built, Progress
 from moeserve.cluster.order import Role, command_of
-from moeserve.comm.world import World
+from moeserve.cluster.rank import make_rank
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import groups_of
 from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.null_runner import NullRunner
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.messages import PlacementTable, Ready
+from moeserve.messages import Ready
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec, bytes_per_weight, model_size
 
@@ -92,20 +92,6 @@ def _grouped(config: Config, role: Role, progress: Progress) -> Made:
             threaded.close()
             raise
         return threaded, limits, runner
-
-
-def make_rank(
-    config: Config, world: World, table: PlacementTable | None, *, grouped: bool
-) -> ModelRunnerBase:
-    """Returns the runner of one rank, with nothing loaded yet. grouped: it waits for a Join."""
-    from moeserve.moe.placement.placement import Placement
-    from moeserve.runner.factory import make_runner
-
-    model_dir = resolve_model_dir(config.model.model)
-    placement = None if table is None else Placement.from_table(table)
-    return make_runner(
-        config, read_model_spec(model_dir), model_dir, world, placement, grouped=grouped
-    )
 
 
 @contextmanager

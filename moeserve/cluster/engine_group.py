@@ -1,6 +1,4 @@
-"""Brings the engines of a group together: one Join to each per epoch, again after every loss.
-Combines their facts.
-"""
+"""Brings the engines of a group together: one Join to each per epoch, and again after every loss."""
 
 import asyncio
 import logging
@@ -11,251 +9,251 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import msgspec
 
-from moeserve.cluster.engine_handle import EngineHandle
+from moeserve.actor.tasks import cancel, spawn
+from moeserve.cluster.engine_state import EngineState, Held, MeetingBegun
+from moeserve.cluster.engine_table import EngineTable
 from moeserve.cluster.rendezvous import Rendezvous, bracketed
 from moeserve.errors import ConfigError, Overloaded
-from moeserve.messages import Join, PlacementTable, Ready
+from moeserve.messages import Join, Joined, PlacementTable, Ready
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 600.0  # loading weights that a new placement asks for included
-SETTLE_S = 0.1  # survivors often tell of a death before its own notice comes
-MAX_FAILURES = 6  # meetings in a row that fail although nobody died
+JOIN_S = 600.0  # includes loading the weights that a new placement needs
+SETTLE_S = 0.1  # survivors often report a death before its own notice comes
+MAX_FAILURES = 6  # meetings in a row that fail although no engine died
 _EQUAL = (
-    "version", "architecture", "dtype", "vocab_size", "block_size", "eos_token_ids", "num_params", "num_moe_layers",
-    "num_experts", "checkpoint",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMet:
-    """All engines of the group serve, together."""
-
-    group: "EngineGroup"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFailed:
-    """The engines of a group will never serve together."""
-
-    cause: str
-    exit_code: int
+    "version",
+    "architecture",
+    "dtype",
+    "vocab_size",
+    "block_size",
+    "eos_token_ids",
+    "num_params",
+    "num_moe_layers",
+    "num_experts",
+    "checkpoint",
+)
 
 
 class EngineGroup:
-    """A group of engines, which meet again whenever one was lost or replaced. `regroup` changes its
-    members.
-
-    machines: where the engines run. alone: the engines have one process each and no others to meet,
-    so they serve as soon as they are up. tell: gets GroupMet and GroupFailed.
-    """
+    """A group of engines, which meet again whenever one of them was lost or replaced."""
 
     def __init__(
         self,
-        engines: list[EngineHandle],
+        table: EngineTable,
+        members: Sequence[int],
         machines: Rendezvous,
         *,
         placement: PlacementTable | None,
-        alone: bool,
-        tell: Callable[[GroupMet | GroupFailed], None],
+        on_met: Callable[["EngineGroup"], None],
+        on_failed: Callable[[str, int], None],
     ) -> None:
-        self.engines = engines
+        """Let these engines meet.
+
+        Args:
+            members: their ranks, in the order of their dp ranks within the group.
+            machines: where the engines run.
+            placement: of the experts, None where every engine has all of them.
+            on_met: called when all engines serve, together.
+            on_failed: called with cause and exit code if they will never serve together.
+        """
+        self.members = tuple(members)
         self.placement = placement
         self.epoch = 0
+        self._table = table
         self._machines = machines
-        self._alone = alone
-        self._tell = tell
-        self._stale = True  # who belongs to it has changed since the last meeting
-        self._changed = asyncio.Event()
+        self._on_met = on_met
+        self._on_failed = on_failed
+        self._stale = True  # its members have changed since the last meeting
         self._outcomes: list[asyncio.Future[str]] = []
-        self._folder = ""  # of the epoch in force
-        self._life = asyncio.get_running_loop().create_task(
-            self._run(), name=f"group of {engines[0].name}"
-        )
+        self._folder = ""  # of the present epoch
+        name = f"group of {self._states[0].name}"
+        self._life = spawn(self._keep_together(), name=name, on_error=self._failed)
 
     @property
     def complete(self) -> bool:
         """Whether all engines serve, together."""
-        return not self._stale and all(engine.epoch == self.epoch for engine in self.engines)
+        return not self._stale and all(state.epoch == self.epoch for state in self._states)
 
-    def poke(self) -> None:
-        """Takes note of a change in an engine's standing: if the group is broken, all of its
-        engines wait.
-        """
+    @property
+    def _states(self) -> list[EngineState]:
+        return self._table.of(self.members)
+
+    def check(self) -> None:
+        """Hold all engines of the group if it is not complete."""
         if not self.complete:
-            for engine in self.engines:
-                engine.held = not self._alone
-        self._changed.set()
+            for rank in self.members:
+                self._table.apply(rank, Held(True))
+
+    def set_placement(self, placement: PlacementTable | None) -> None:
+        """Use this placement from the next meeting on."""
+        self.placement = placement
 
     def regroup(
-        self, engines: list[EngineHandle], placement: PlacementTable | None
+        self, members: Sequence[int], placement: PlacementTable | None
     ) -> asyncio.Future[str]:
-        """Makes these engines the group, from the next meeting on; the future holds why that
-        meeting failed, or "".
+        """Make these engines the group, from the next meeting on.
+
+        Return a future of the reason why that meeting failed, "" if it did not.
         """
-        self.engines = engines
+        self.members = tuple(members)
         self.placement = placement
         self._stale = True
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._outcomes.append(outcome)
-        self.poke()
+        self.check()
+        self._table.wake()
         return outcome
 
     async def close(self) -> None:
-        """Ends the group, not its engines: those that are connected stay connected."""
-        self._life.cancel()
-        await asyncio.wait([self._life])
+        """End the group, not its engines: connected ones stay connected."""
+        await cancel(self._life)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _run(self) -> None:
-        try:
-            await self._keep_together()
-        except Exception as error:  # a fault of ours
-            log.exception("an engine group failed")
-            self._tell(GroupFailed(f"the group of {self.engines[0].name} failed: {error!r}", 1))
+    def _failed(self, name: str, error: Exception) -> None:
+        log.error("the %s failed", name, exc_info=error)
+        self._on_failed(f"the {name} failed: {error!r}", 1)
 
     async def _keep_together(self) -> None:
-        """Forms the group anew whenever it is not complete; returns after GroupFailed."""
+        """Form the group anew whenever it is not complete. Return after a final failure."""
         failures = 0
         while True:
-            await self._until(lambda: not self.complete)
-            self.poke()
-            if any(engine.parted for engine in self.engines):
+            await self._table.until(lambda: not self.complete)
+            self.check()
+            if any(state.parted for state in self._states):
                 await asyncio.sleep(SETTLE_S)
-            await self._until(lambda: all(engine.up for engine in self.engines))
-            engines = self.engines
+            await self._table.until(lambda: all(state.up for state in self._states))
+            members = self.members
             try:
-                combined([engine.ready for engine in engines if engine.ready is not None])
+                combined([state.ready for state in self._states if state.ready is not None])
             except ConfigError as error:  # together they would compute nonsense
-                self._tell(GroupFailed(str(error), error.exit_code))
+                self._on_failed(str(error), error.exit_code)
                 return
             began_s = time.monotonic()
-            cause = await self._meet(engines, self.placement)
+            cause = await self._meet(members, self.placement)
             if not cause:
                 failures = 0
-                level = (
-                    logging.INFO if self.epoch > 1 else logging.DEBUG
-                )  # a start ends with a line of its own
+                # A start ends with a log line of its own.
+                level = logging.INFO if self.epoch > 1 else logging.DEBUG
                 took_s = time.monotonic() - began_s
                 log.log(
-                    level, "%d engines serve in epoch %d (%.2f s)", len(engines), self.epoch, took_s
+                    level, "%d engines serve in epoch %d (%.2f s)", len(members), self.epoch, took_s
                 )
-                self._tell(GroupMet(self))
+                if self.complete:
+                    self._on_met(self)
             self._resolve(cause)
             if not cause:
                 continue
             log.warning("epoch %d did not come about: %s", self.epoch, cause)
-            failures += all(engine.up for engine in engines)
+            failures += not self._first_ended(members)
             if failures >= MAX_FAILURES:
-                self._tell(
-                    GroupFailed(
-                        f"the engines could not meet, {failures} times in a row: {cause}", 1
-                    )
-                )
+                why = f"the engines could not meet, {failures} times in a row: {cause}"
+                self._on_failed(why, 1)
                 return
             await asyncio.sleep(min(0.05 * 2.0**failures, 5.0))
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
-
     def _resolve(self, cause: str) -> None:
+        """Give the outcome of a meeting to those who asked for it."""
         if self._stale:
-            return  # regrouped meanwhile: the meeting that was asked for is yet to come
+            return  # regrouped meanwhile: the meeting with these members is yet to come
         outcomes = self._outcomes
         self._outcomes = []
         for outcome in outcomes:
             if not outcome.done():
                 outcome.set_result(cause)
 
-    async def _meet(self, engines: list[EngineHandle], placement: PlacementTable | None) -> str:
-        """Sends each engine its Join and waits for all; returns why the meeting failed, or ""."""
+    async def _meet(self, members: Sequence[int], placement: PlacementTable | None) -> str:
+        """Send each engine its Join and wait for all. Return why the meeting failed, or ""."""
+        table = self._table
         epoch = self.epoch = next(self._machines.epochs)
         self._stale = False
-        for engine in engines:
-            engine.epoch = 0
-            engine.parted = None
-        if self._alone:
-            for engine in engines:
-                engine.join(epoch)
+        for rank in members:
+            table.apply(rank, MeetingBegun())
+        if not any(state.grouped for state in table.of(members)):
+            for rank in members:  # nobody to meet
+                table.apply(rank, Joined(epoch, 0.0))
             return ""
         folder = os.path.join(self._machines.here.folder, f"epoch-{epoch}")
         os.mkdir(folder, 0o700)
-        cause = self._send_joins(engines, epoch, placement)
+        cause = self._send_joins(members, epoch, placement)
 
-        def joined() -> bool:
-            """Returns whether all are there, although the group may have got other members
-            meanwhile.
-            """
-            return all(engine.epoch == epoch for engine in engines)
+        def all_joined() -> bool:  # although the group may have other members by now
+            return all(state.epoch == epoch for state in table.of(members))
 
         try:
             async with asyncio.timeout(JOIN_S):
-                await self._until(lambda: bool(cause or self._broken(engines)) or joined())
-            cause = cause or self._broken(engines)
+                await table.until(lambda: bool(cause or self._why_broken(members)) or all_joined())
+            cause = cause or self._why_broken(members)
         except TimeoutError:
-            cause = self._give_up_on_late(engines, epoch)
+            cause = self._give_up_on_late(members, epoch)
         if cause:
             shutil.rmtree(folder, ignore_errors=True)
             return cause
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = folder
-        for engine in engines:
-            engine.held = False
+        for rank in members:
+            table.apply(rank, Held(False))
         return ""
 
     def _send_joins(
-        self, engines: list[EngineHandle], epoch: int, placement: PlacementTable | None
+        self, members: Sequence[int], epoch: int, placement: PlacementTable | None
     ) -> str:
-        hosts = tuple(engine.host.name for engine in engines)
-        # Free now: if one of the ports is taken meanwhile, they meet again with others.
-        store, vote = (
-            _free_addresses(self._machines.address, 2) if len(set(hosts)) > 1 else ("", "")
-        )
+        """Send each engine its Join. Return why one cannot be sent, or ""."""
+        hosts = tuple(state.host for state in self._table.of(members))
+        store = vote = ""
+        if len(set(hosts)) > 1:
+            # Free now. If one of the ports is taken meanwhile, they meet again with others.
+            store, vote = _free_addresses(self._machines.address, 2)
         token = secrets.token_hex(16)
-        for number, engine in enumerate(engines):
-            folder = os.path.join(engine.host.folder, f"epoch-{epoch}")
+        for number, rank in enumerate(members):
+            supervisor = self._table.supervisor(rank)
+            folder = os.path.join(supervisor.host.folder, f"epoch-{epoch}")
+            join = Join(
+                epoch=epoch,
+                dp_rank=number,
+                tp_size=supervisor.role.world.tp_size,
+                hosts=hosts,
+                directory=folder,
+                store=store or os.path.join(folder, "store.sock"),
+                vote=vote,
+                token=token,
+                placement=placement,
+            )
             try:
-                engine.send(
-                    Join(
-                        epoch=epoch,
-                        dp_rank=number,
-                        tp_size=engine.role.world.tp_size,
-                        hosts=hosts,
-                        directory=folder,
-                        store=store or os.path.join(folder, "store.sock"),
-                        vote=vote,
-                        token=token,
-                        placement=placement,
-                    )
-                )
+                supervisor.send(join)
             except Overloaded as error:
-                return f"{engine.name} does not read its messages: {error}"
+                return f"{supervisor.name} does not read its messages: {error}"
         return ""
 
-    def _broken(self, engines: list[EngineHandle]) -> str:
-        for engine in engines:
-            if not engine.up:
-                return f"{engine.name} ended"
-        for engine in engines:
-            if engine.parted is not None and engine.parted.epoch == self.epoch:
-                return f"{engine.name} said: {engine.parted.cause}"
+    def _why_broken(self, members: Sequence[int]) -> str:
+        if ended := self._first_ended(members):
+            return f"{ended} ended"
+        for state in self._table.of(members):
+            if state.parted is not None and state.parted.epoch == self.epoch:
+                return f"{state.name} said: {state.parted.cause}"
         return ""
 
-    def _give_up_on_late(self, engines: list[EngineHandle], epoch: int) -> str:
-        late = [engine for engine in engines if engine.epoch != epoch]
-        for engine in late:
-            engine.process.kill(f"did not join epoch {epoch} within {JOIN_S:g} s")
-        return f"{', '.join(engine.name for engine in late)} did not join within {JOIN_S:g} s"
+    def _first_ended(self, members: Sequence[int]) -> str:
+        for rank in members:
+            # It may have left the fleet during the meeting.
+            if rank not in self._table or not self._table[rank].up:
+                return f"engine {rank}"
+        return ""
+
+    def _give_up_on_late(self, members: Sequence[int], epoch: int) -> str:
+        here = [rank for rank in members if rank in self._table]
+        late = [state for state in self._table.of(here) if state.epoch != epoch]
+        for state in late:
+            reason = f"did not join epoch {epoch} within {JOIN_S:g} s"
+            self._table.supervisor(state.rank).kill(reason)
+        return f"{', '.join(state.name for state in late)} did not join within {JOIN_S:g} s"
 
 
 def combined(facts: Sequence[Ready]) -> Ready:
-    """Returns the facts of all engines together: capacities add up, limits are the smallest.
+    """Return the facts of all engines together: the sum of capacities, the smallest of limits.
 
     Raises ConfigError if the models are not the same.
     """
@@ -266,8 +264,9 @@ def combined(facts: Sequence[Ready]) -> Ready:
             theirs = getattr(other, name)
             if ours != theirs:
                 raise ConfigError(
-                    f"the engines disagree: {name} is {ours!r} in process {first.pid}, {theirs!r} in {other.pid}; "
-                    "the model's files are not the same on all machines, or changed since the first of them read them"
+                    f"the engines disagree: {name} is {ours!r} in process {first.pid}, {theirs!r}"
+                    f" in {other.pid}; the model's files are not the same on all machines, or"
+                    " changed since the first of them read them"
                 )
     return msgspec.structs.replace(
         first,
@@ -281,7 +280,7 @@ def combined(facts: Sequence[Ready]) -> Ready:
 
 
 def _free_addresses(address: str, count: int) -> list[str]:
-    """Returns addresses host:port, as in a URL, whose ports are free now."""
+    """Return addresses host:port, as in a URL, whose ports are free now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket(family)) for _ in range(count)]

@@ -9,7 +9,7 @@ UNHEALTHY_S = (
 STALL_S = 60.0  # without progress for this long (or ten long steps) it is given up
 
 
-class Heartbeat:
+class ProgressMonitor:
     """Time since the last progress of an engine. Times are monotonic seconds, given by the caller.
 
     An engine makes progress when it answers and either has nothing to do or has counted another

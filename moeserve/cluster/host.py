@@ -1,8 +1,7 @@
-"""The machines that engine processes run on: this one (forks.py), or another one whose agent
-(node.py) starts them.
+"""The machines that engine processes run on: this one (forks.py), or another one with an agent.
 
-Each engine talks to the front end over a wire of its own; the agent's wire carries starts, deaths
-and log lines only.
+The agent (node.py) starts the processes. Each engine talks to the front end over a wire of its own;
+the agent's wire carries starts, deaths and log lines only.
 """
 
 import asyncio
@@ -10,6 +9,7 @@ import logging
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 
@@ -18,6 +18,7 @@ import msgspec
 from moeserve.actor.actor import Inbox
 from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Death, Process, to_stderr
+from moeserve.actor.tasks import cancel, every, log_error, spawn
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect, listen
 from moeserve.cluster.forks import LocalHost
 from moeserve.errors import ActorStopped, Overloaded
@@ -25,54 +26,43 @@ from moeserve.messages import PlacementTable
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0  # for a node that was admitted to open its wire
-FAREWELL_S = 1.0  # for a node that was let go to hang up
-ALIVE_S = 1.0
-LET_GO = "it was let go"
+CONNECT_S = 5.0  # for an admitted node to open its wire
+SHUTDOWN_S = 1.0  # for a released node to hang up
+HEARTBEAT_S = 1.0
+RELEASED = "it was released"
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Orders the start of an engine (order: JSON of an EngineOrder). id: names the process from now
-    on.
-    """
+    """Order to start an engine."""
 
-    id: int
+    id: int  # names the process from now on
     name: str
-    order: bytes
+    order: bytes  # JSON of an EngineOrder
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Says every ALIVE_S that this front end's loop runs; only the root process listens to that."""
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sign, every HEARTBEAT_S, that the front end's loop runs. Only the root process needs it."""
 
 
-class Standing(msgspec.Struct, frozen=True, tag=True):
-    """What has changed since the start: the root process keeps it for the next front end.
+class FleetSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """The changes of a fleet since its start. The root process keeps it for the next front end."""
 
-    engines: the machine of each, by its number, in the order of their ranks. drained: how many
-    engines each machine had that was taken out of service. placement: the experts' that was last in
-    force.
-    """
-
-    engines: dict[int, int]
-    drained: dict[int, int]
-    placement: PlacementTable | None
+    engines: dict[int, int]  # machine of each engine by its number, in the order of ranks
+    drained: dict[int, int]  # number of engines that each drained machine had
+    placement: PlacementTable | None  # the last active one of the experts
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Orders the end of a process: by SIGTERM, or at once if there is a reason (see
-    `Process.kill`).
-    """
+    """Order to end a process: at once if there is a reason, otherwise by SIGTERM."""
 
     id: int
-    reason: str = ""
+    reason: str = ""  # see `Process.kill`
 
 
-class Farewell(msgspec.Struct, frozen=True, tag=True):
-    """Machine 0 ends, and so shall the node. cause: why machine 0 failed, empty after an ordered
-    stop.
-    """
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Machine 0 ends or releases the node: the node ends."""
 
-    cause: str
+    cause: str  # why machine 0 failed, empty after an ordered stop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -96,91 +86,93 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     death: Death
 
 
-ToNode = Start | Signal | Farewell | Alive | Standing
+ToNode = Start | Signal | Shutdown | Heartbeat | FleetSnapshot
 FromNode = Started | LogLine | Ended
+AgentWire = ZmqWire[ToNode, FromNode | PeerGone]
 
 
 class RemoteHost:
-    """Machine `number` of `num_machines`, through the agent there. It may come late, vanish, and
-    come back.
-
-    address: our own, on which we listen for the agent and for its engines (as in a URL).
-    """
+    """Machine `number` of `num_machines`, through its agent. It may come late, vanish, and return."""
 
     def __init__(self, number: int, num_machines: int, address: str, keys: Keys | None) -> None:
+        """Make the host of a machine that is not here yet.
+
+        Args:
+            address: our own (as in a URL), on which we listen for the agent and for its engines.
+            keys: of the cluster.
+        """
         self.number = number
         self.name = f"node-{number}"
         self.folder = ""
         self.absent = self._missing = f"waiting for machine {number} of {num_machines}"
         self.taken = False  # an agent was admitted as this machine
-        self._let_go = False
+        self.here = asyncio.Event()  # the wire to the agent is there
+        self._released = False
         self._keys = keys
         self._address = address
-        self._wire: ZmqWire[ToNode, FromNode | PeerGone] | None = None
-        self.here = asyncio.Event()  # the wire is there
+        self._wire: AgentWire | None = None
         self._serving: asyncio.Task[None] | None = None
         self._ids = count(1)
         self._processes: dict[int, RemoteProcess] = {}
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Returns an address of this machine that the other one can reach, and the cluster's keys."""
+        """Return an address here that the machine can reach, and the cluster's keys."""
         return f"tcp://{self._address}:*", self._keys
 
     async def start(self, name: str, order: bytes) -> Process:
-        """Waits for the machine and tells its agent to start the engine, which ends with the
-        machine.
+        """Wait for the machine, and order its agent to start an engine.
+
+        The engine ends with the machine.
         """
         await self.here.wait()
-        process = RemoteProcess(self, next(self._ids), name)
+        process = RemoteProcess(self.tell, next(self._ids), name)
         self._processes[process.id] = process
         self.tell(Start(process.id, name, order))
         return process
 
     def admit(self, folder: str) -> tuple[str, str]:
-        """Returns address and token of the wire to which the agent may connect now. folder: its
-        private one.
+        """Return address and token of the wire to which the agent may connect now.
+
+        folder: private to the agent, on its machine.
         """
         self.taken = True
-        self._let_go = False
+        self._released = False
         self.folder = folder
         token = secrets.token_hex(16)
         inbox: Inbox[FromNode | PeerGone] = Inbox(f"{self.name} link")
         wire = listen(
             f"tcp://{self._address}:*", token=token, receives=FromNode, inbox=inbox, keys=self._keys
         )
-        self._serving = asyncio.get_running_loop().create_task(
-            self._serve(wire, inbox), name=inbox.owner
-        )
+        self._spawn_serve(wire, inbox)
         return wire.address, token
 
+    def _spawn_serve(self, wire: AgentWire, inbox: Inbox[FromNode | PeerGone]) -> None:
+        self._serving = spawn(self._serve(wire, inbox), name=inbox.owner, on_error=log_error)
+
     async def close(self, cause: str) -> None:
-        """Lets the agent go; another one may come. cause: why machine 0 fails, empty if nothing
-        failed.
+        """Release the agent; another one may come.
+
+        cause: why machine 0 fails, empty if nothing failed.
         """
         if self._serving is None:
             return
         if self._wire is not None:
             # The node hangs up, not we: a network that loses packets just then would lose the
-            # farewell.
-            self.tell(Farewell(cause))
-            self._let_go = True
-            await asyncio.wait([self._serving], timeout=FAREWELL_S)
-        self._serving.cancel()
-        await asyncio.wait([self._serving])
+            # message.
+            self.tell(Shutdown(cause))
+            self._released = True
+            await asyncio.wait([self._serving], timeout=SHUTDOWN_S)
+        await cancel(self._serving)
 
     def tell(self, msg: ToNode) -> None:
-        """Sends the agent a message; drops it if the agent is gone, because its processes are gone
-        too.
-        """
+        """Send the agent a message. Drop it if the agent is gone: its processes are gone, too."""
         with suppress(Overloaded):
             if self._wire is not None:
                 self._wire.send(msg)
 
-    async def _serve(
-        self, wire: ZmqWire[ToNode, FromNode | PeerGone], inbox: Inbox[FromNode | PeerGone]
-    ) -> None:
-        """Serves one life of the agent."""
-        cause = LET_GO
+    async def _serve(self, wire: AgentWire, inbox: Inbox[FromNode | PeerGone]) -> None:
+        """Serve one life of the agent. However it ends, its processes are lost."""
+        cause = RELEASED
         try:
             await wire.connected(CONNECT_S)
             log.info("%s is here", self.name)
@@ -193,30 +185,29 @@ class RemoteHost:
                     if isinstance(msg, PeerGone):
                         gone = msg
                     elif msg.id in self._processes:
-                        self._hear(self._processes[msg.id], msg)
-            cause = LET_GO if self._let_go else gone.cause
+                        self._on_message(self._processes[msg.id], msg)
+            cause = RELEASED if self._released else gone.cause
         except (ActorStopped, TimeoutError) as error:
             cause = str(error)
+        except Exception as error:
+            cause = f"its link failed: {error!r}"
+            raise
         finally:
             self._wire = None
             self.absent = self._missing
             self.taken = False
             self.here.clear()
             wire.close()
-            log.log(
-                logging.INFO if cause == LET_GO else logging.WARNING,
-                "%s is gone: %s",
-                self.name,
-                cause,
-            )
+            level = logging.INFO if cause == RELEASED else logging.WARNING
+            log.log(level, "%s is gone: %s", self.name, cause)
             for process in self._processes.values():
                 process.strand(f"was lost with {self.name}: {cause}")
             self._processes.clear()
 
-    def _hear(self, process: "RemoteProcess", msg: FromNode) -> None:
+    def _on_message(self, process: "RemoteProcess", msg: FromNode) -> None:
         match msg:
             case Started(pid=pid):
-                process.pid = pid
+                process.started(pid)
             case LogLine(text=text):
                 to_stderr(text)
             case Ended(death=death):
@@ -225,25 +216,20 @@ class RemoteHost:
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front end is told by the root process (server/standby.py), which keeps this machine's
-    engines.
+    """The root process (server/standby.py), which keeps this machine's engines, for a front end."""
 
-    number: of the front end, from 0. made_at: when it was made, in tenths of a second: greater than
-    that of all before, also of another root, whose engines may wait on other machines. folder:
-    private, for sockets. address, token: where the root's agent listens. follows: the number of the
-    front end that serves, -1 if there is none. secret: of the journals' feeds.
-    """
-
-    number: int
+    number: int  # of the front end, from 0
+    # The time when the front end was made, in tenths of a second: greater than that of all before,
+    # also of those of another root, whose engines may wait on other machines.
     made_at: int
-    folder: str
-    address: str
+    folder: str  # private, for sockets
+    address: str  # where the root's agent listens
     token: str
-    follows: int
-    secret: str
+    follows: int  # number of the front end that serves, -1 if there is none
+    secret: str  # of the journals' feeds
 
     def journal_of(self, number: int) -> str:
-        """Returns the address at which a front end tells its journal."""
+        """Return the address at which a front end sends its journal."""
         return f"ipc://{self.folder}/journal-{number}.sock"
 
 
@@ -256,54 +242,52 @@ class RootHost(RemoteHost):
         self._number = root.number
         inbox: Inbox[FromNode | PeerGone] = Inbox("root link")
         wire = connect(root.address, token=root.token, receives=FromNode, inbox=inbox)
-        loop = asyncio.get_running_loop()
-        self._serving = loop.create_task(self._serve(wire, inbox), name=inbox.owner)
-        self._beating = loop.create_task(self._beat(), name="root heartbeat")
+        self._spawn_serve(wire, inbox)
+        beats = every(HEARTBEAT_S, lambda: self.tell(Heartbeat()), name="root heartbeat")
+        self._beating = spawn(beats, name="root heartbeat", on_error=log_error)
 
     def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Returns where this front end listens for an engine."""
+        """Return the address where this front end listens for an engine."""
         return f"ipc://{self.folder}/{self._number}-{name.replace(' ', '-')}.sock", None
 
     async def close(self, cause: str) -> None:
-        """Lets the root go."""
-        self._beating.cancel()
+        await cancel(self._beating)
         await super().close(cause)
 
-    async def _beat(self) -> None:
-        while True:
-            self.tell(Alive())
-            await asyncio.sleep(ALIVE_S)
-
-    def _hear(self, process: "RemoteProcess", msg: FromNode) -> None:
+    def _on_message(self, process: "RemoteProcess", msg: FromNode) -> None:
         if not isinstance(msg, LogLine):  # the root has printed it
-            super()._hear(process, msg)
+            super()._on_message(process, msg)
 
 
 class RemoteProcess(Process):
     """A process on another machine; it ends with that machine."""
 
-    def __init__(self, host: RemoteHost, id: int, name: str) -> None:
+    def __init__(self, tell: Callable[[ToNode], None], id: int, name: str) -> None:
         super().__init__(name, pid=0)
         self.id = id
-        self._host = host
+        self._tell = tell  # sends the agent an order
         self._begun_s = time.monotonic()
         self._death = asyncio.get_running_loop().create_future()
 
     def kill(self, reason: str) -> None:
-        """Tells the agent to send SIGKILL."""
-        self._host.tell(Signal(self.id, reason or "was killed"))
+        """Order the agent to send SIGKILL."""
+        self._tell(Signal(self.id, reason or "was killed"))
 
     def terminate(self) -> None:
-        """Tells the agent to send SIGTERM."""
-        self._host.tell(Signal(self.id))
+        """Order the agent to send SIGTERM."""
+        self._tell(Signal(self.id))
+
+    def started(self, pid: int) -> None:
+        """Note that the process runs."""
+        self.pid = pid
 
     def strand(self, reason: str) -> None:
-        """The machine is gone, and the process with it."""
+        """Note that the machine is gone, and the process with it."""
         lived_s = time.monotonic() - self._begun_s
         self.end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, (), reason, stranded=True))
 
     def end(self, death: Death) -> None:
-        """The process is dead."""
+        """Note that the process is dead."""
         if not self._death.done():
             self._death.set_result(death)
 

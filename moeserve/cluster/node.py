@@ -1,9 +1,11 @@
-"""`moeserve serve --node-rank i`: the agent of a machine that is not machine 0. It answers no HTTP.
+"""`moeserve serve --node-rank i`: the agent of a machine other than machine 0. It answers no HTTP.
 
-The agent joins at the rendezvous, starts the engines that machine 0 orders, and reports their ends.
-Its engines end with it, and it ends with machine 0; with --standby it keeps them for the next
-machine 0, for KEEP_S. Exit codes: 0 after a stop of machine 0 or of the agent, 1 when machine 0 is
-lost, 2 when the machine cannot join.
+The agent joins at the rendezvous, starts engines by order of machine 0, and reports their ends. Its
+engines end with it, and it ends with machine 0. With --standby it keeps them for the next machine 0,
+for KEEP_S.
+
+Exit codes: 0 after a stop of machine 0 or of the agent, 1 when machine 0 is lost, 2 when the machine
+cannot join.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -22,18 +25,19 @@ import msgspec
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.handshake import Keys, keys_of, read_secret, token_of
 from moeserve.actor.process import Child, Death, to_stderr
+from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.host import (
-    Alive,
     Ended,
-    Farewell,
+    FleetSnapshot,
     FromNode,
+    Heartbeat,
     LogLine,
+    Shutdown,
     Signal,
-    Standing,
     Start,
     Started,
     ToNode,
@@ -56,34 +60,36 @@ from moeserve.errors import ActorStopped, ConfigError, EngineDied, Overloaded
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 4.0  # from the process's own start: less than 5 s until we say what is wrong
-LAUNCHED_JOIN_S = (
-    600.0  # a launcher starts machine 0 too, at its own time: with an image to pull, say
-)
-ATTEMPT_S = 1.0  # at least, however slow the start was
+JOIN_S = 4.0  # from the process's own start: an error is printed in less than 5 s
+# A launcher starts machine 0, too, at its own time. There may be an image to pull.
+LAUNCHED_JOIN_S = 600.0
+ATTEMPT_S = 1.0  # for joining, however slow the start was
 AGAIN_S = 0.1
 KEEP_S = 30.0  # for another front end to take over the engines of a lost one
 
 
 class FrontEndLost(EngineDied):
-    """The front end is gone without a farewell."""
+    """The front end is gone without a Shutdown."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptEngine:
-    """An engine of this machine, and the order that it serves by."""
+class RunningEngine:
+    """A running engine of this machine, with or without a front end, and its order."""
 
     child: Child
     order: EngineOrder
 
 
-Kept = dict[str, KeptEngine]  # engines that wait for another front end, by name
+Orphans = dict[str, RunningEngine]  # engines that wait for another front end, by name
 OpenWire = Callable[[Inbox[ToNode | PeerGone]], ZmqWire[FromNode, ToNode | PeerGone]]
 
 
 def serve_node(config: Config, join_s: float = JOIN_S) -> int:
-    """Runs an agent until machine 0 stops or a signal comes. join_s: from the process's start until
-    it must have joined. Raises ConfigError, or EngineDied if machine 0 is lost."""
+    """Run an agent until machine 0 stops or a signal comes.
+
+    join_s: from the process's start until it must have joined. Raises ConfigError, or EngineDied if
+    machine 0 is lost.
+    """
     set_up_logging(config.server.log_level, config.server.log_format)
     check_machines(config.parallel)
     return asyncio.run(_until_signal(config, join_s))
@@ -106,51 +112,52 @@ async def _live(config: Config, join_s: float) -> None:
     run_dir = RunDir()
     host = LocalHost(run_dir.path)
     lost = ""
-    kept: Kept | None = {} if config.parallel.standby else None
+    orphans: Orphans | None = {} if config.parallel.standby else None
     try:
         facts = await in_thread("model", lambda: attendance(config, run_dir.path))
         deadline_s = clock() + max(ATTEMPT_S, join_s - _age_s())
         while True:
             try:
                 admitted = await join(config, secret, facts, deadline_s)
-                await NodeAgent(config, host, dial(admitted, keys_of(secret)), kept).run()
+                await NodeAgent(config, host, dial(admitted, keys_of(secret)), orphans).run()
                 return
             except FrontEndLost as error:
-                if kept is None:
+                if orphans is None:
                     raise
                 lost = str(error)
                 deadline_s = clock() + KEEP_S
-                log.warning("%s; %d engines wait for another one, %g s", lost, len(kept), KEEP_S)
+                log.warning("%s; %d engines wait for another one, %g s", lost, len(orphans), KEEP_S)
             except ConfigError as error:
                 raise EngineDied(f"{lost}; {error}") if lost else error from None
     finally:
-        await end_all(kept)
+        await end_all(orphans)
         await host.close()
         run_dir.close()
 
 
 def dial(admitted: Admitted, keys: Keys) -> OpenWire:
-    """Returns what opens the wire to machine 0."""
+    """Return a function that opens the wire to machine 0."""
     return lambda inbox: connect(
         admitted.address, token=admitted.token, receives=ToNode, inbox=inbox, keys=keys
     )
 
 
-async def end_all(kept: Kept | None) -> None:
-    """Ends the engines that wait for a front end."""
-    engines = [kept.pop(name) for name in list(kept)] if kept else []
+async def end_all(orphans: Orphans | None) -> None:
+    """End the engines that wait for a front end."""
+    engines = [orphans.pop(name) for name in list(orphans)] if orphans else []
     for engine in engines:
         engine.child.kill("was not needed any more")
     await asyncio.gather(*(engine.child.death() for engine in engines))
 
 
 async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: float) -> Admitted:
-    """Tries to join until the deadline, on the loop's clock. Raises ConfigError with machine 0's
-    reason or a cause.
+    """Try to join until the deadline, on the loop's clock.
+
+    Raises ConfigError with machine 0's reason or a cause.
     """
     host, port = rendezvous_of(config.parallel)
     cause = f"the name {host!r} was not resolved in time"
-    asked = ""
+    tried = ""
     clock = asyncio.get_running_loop().time
     with suppress(TimeoutError):
         async with asyncio.timeout_at(deadline_s):
@@ -159,13 +166,17 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
                 try:
                     # Again each time: a pod's name comes with the pod, and another pod has another
                     # address.
-                    address = f"tcp://{bracketed(await in_thread('resolve', lambda: resolve(host)))}:{port}"
+                    ip_address = await in_thread("resolve", lambda: resolve(host))
+                    address = f"tcp://{bracketed(ip_address)}:{port}"
                 except ConfigError as error:
                     cause = str(error)
                 else:
-                    if address != asked:
-                        asked = address
-                        cause = f"no answer from {address}: check --rendezvous, and that firewalls let its port through"
+                    if address != tried:
+                        tried = address
+                        cause = (
+                            f"no answer from {address}: check --rendezvous, and that firewalls let"
+                            " its port through"
+                        )
                     answer = await _ask(address, secret, facts)
                     if isinstance(answer, Admitted):
                         return answer
@@ -181,18 +192,17 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
 
 
 def _age_s() -> float:
-    """Returns the age of this process, Python's own start included; 0 where there is no /proc."""
+    """Return the age of this process, Python's own start included; 0 where there is no /proc."""
     try:
-        begun = int(
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        )  # in ticks since the boot
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK")
+    begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
 
 
 async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | TurnedAway | PeerGone:
-    """Asks once. PeerGone: nobody answered, with the cause."""
+    """Register once. PeerGone: nobody answered, with the cause."""
     inbox: Inbox[Admitted | TurnedAway | PeerGone] = Inbox("rendezvous")
     token = token_of(secret, TOKEN)
     keys = keys_of(secret)
@@ -207,9 +217,9 @@ async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | Tur
 class NodeAgent(Actor[ToNode | PeerGone]):
     """Starts, ends and watches engines by machine 0's orders.
 
-    `run` returns when machine 0 stops and raises EngineDied when machine 0 fails, FrontEndLost when
-    it is lost. The engines end with it; but when machine 0 is lost, they go to `kept` if there is
-    one, where the next agent finds them.
+    `run` returns when machine 0 stops. It raises EngineDied when machine 0 fails, FrontEndLost when
+    machine 0 is lost. The engines end with it, unless machine 0 is lost and there is a dict of
+    `orphans`: then they go there, where the next agent finds them.
     """
 
     def __init__(
@@ -217,28 +227,24 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         config: Config,
         host: LocalHost,
         open_wire: OpenWire,
-        kept: Kept | None = None,
+        orphans: Orphans | None = None,
         connect_s: float = JOIN_S,
     ) -> None:
         super().__init__("machine 0")
-        self.beats = 0  # how often machine 0 has said that it is alive
-        self.standing: Standing | None = (
-            None  # what has changed since the start, if this is the root process
-        )
+        self.beats = 0  # heartbeats of machine 0
+        self.snapshot: FleetSnapshot | None = None  # the last one, if this is the root process
         self._config = config
         self._host = host
-        self._kept = kept
+        self._orphans = orphans
         self._connect_s = connect_s
         self._lost = False
-        self._engines: dict[int, KeptEngine] = {}
+        self._engines: dict[int, RunningEngine] = {}
         self._sweeping: asyncio.Task[None] | None = None
-        self._lives: dict[
-            int, asyncio.Task[None]
-        ] = {}  # one for each engine, from the order to its end
+        self._lives: dict[int, asyncio.Task[None]] = {}  # of each engine, from the order to its end
         self._wire = open_wire(self.inbox)
 
     async def on_start(self) -> None:
-        """Waits for the connection. Raises EngineDied."""
+        """Wait for the connection. Raises EngineDied."""
         try:
             await self._wire.connected(self._connect_s)
         except BaseException as error:
@@ -250,58 +256,60 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         if self._config.parallel.node_rank:
             log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
             tell("joined")
-        if self._kept:
-            self._sweeping = asyncio.get_running_loop().create_task(
-                self._sweep(), name="engines nobody wants"
+        if self._orphans:
+            self._sweeping = spawn(
+                self._sweep(), name="sweep of orphaned engines", on_error=log_error
             )
 
     @property
     def connected(self) -> bool:
-        """Whether machine 0 has been there."""
+        """Whether machine 0 was connected."""
         return self._wire.greeted
 
+    def continue_from(self, snapshot: FleetSnapshot | None) -> None:
+        """Keep the last snapshot of the front end before this one until a new one comes."""
+        self.snapshot = snapshot
+
     def close(self) -> None:
-        """Closes the wire of an agent that did not run."""
+        """Close the wire of an agent that did not run."""
         self._wire.close()
 
     async def _sweep(self) -> None:
-        """Ends the engines that this front end does not take over."""
+        """End the engines that this front end does not take over."""
         await asyncio.sleep(KEEP_S)
-        await end_all(self._kept)
+        await end_all(self._orphans)
 
     def handle(self, msg: ToNode | PeerGone) -> None:
-        """Obeys one order."""
         match msg:
             case Start():
-                self._lives[msg.id] = asyncio.get_running_loop().create_task(
-                    self._live(msg), name=msg.name
+                self._lives[msg.id] = spawn(
+                    self._live(msg), name=msg.name, on_error=partial(self._life_failed, msg.id)
                 )
             case Signal():
                 self._signal(msg)
-            case Alive():
+            case Heartbeat():
                 self.beats += 1
-            case Standing():
-                self.standing = msg
-            case Farewell(cause=""):
+            case FleetSnapshot():
+                self.snapshot = msg
+            case Shutdown(cause=""):
                 log.info("machine 0 stops or drains this machine")
                 self.stop()
-            case Farewell(cause=cause):
+            case Shutdown(cause=cause):
                 raise EngineDied(f"machine 0 failed: {cause}")
             case PeerGone(cause=cause):
                 self._lost = True
-                fate = "are ended" if self._kept is None else "are kept"
+                fate = "are ended" if self._orphans is None else "are kept"
                 raise FrontEndLost(f"machine 0 is lost: {cause}; the engines here {fate}")
             case _:
                 assert_never(msg)
 
     async def on_stop(self) -> None:
-        """Ends all engines, or keeps those that run."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-        if self._lost and self._kept is not None:
+        """End all engines, or keep the running ones."""
+        await cancel(self._sweeping)
+        if self._lost and self._orphans is not None:
             for life in self._lives.values():
                 life.cancel()
-            self._kept |= {engine.child.name: engine for engine in self._engines.values()}
+            self._orphans |= {engine.child.name: engine for engine in self._engines.values()}
         else:
             for id in list(self._lives):
                 self._signal(Signal(id, "was ended with its machine's agent"))
@@ -310,14 +318,14 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         self._wire.close()
 
     async def _live(self, msg: Start) -> None:
-        """One engine, from its start to the report of its end."""
+        """Run one engine, from its start to the report of its end."""
         order = self._made_local(msg.order)
         try:
-            child = await self._kept_or_new(msg, order)
+            child = await self._orphan_or_new(msg, order)
         except ConfigError as error:
             death = Death(msg.name, 0, 1, 0.0, (str(error),))
         else:
-            self._engines[msg.id] = KeptEngine(child, order)
+            self._engines[msg.id] = RunningEngine(child, order)
             self._tell(Started(msg.id, child.pid))
             death = await child.death()
             del self._engines[msg.id]
@@ -325,29 +333,36 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         while not self._tell(Ended(msg.id, death)):  # noqa: ASYNC110  # once in a life
             await asyncio.sleep(AGAIN_S)
 
-    async def _kept_or_new(self, msg: Start, order: EngineOrder) -> Child:
-        """Gives the order to the engine of that name that lost its front end, or to a new one if
-        that does not fit.
-        """
-        kept = None if self._kept is None else self._kept.pop(msg.name, None)
-        if kept is not None and kept.child.alive:
-            if same_engine(kept.order, order):
-                kept.child.hand_over(msgspec.json.encode(order), self._relay(msg.id))
-                return kept.child
-            kept.child.kill("had other settings than the new front end asks for")
-            await kept.child.death()
+    def _life_failed(self, id: int, name: str, error: Exception) -> None:
+        """End an engine that is not watched any more: machine 0 starts another one."""
+        log_error(name, error)
+        self._lives.pop(id, None)
+        engine = self._engines.pop(id, None)
+        if engine is not None:
+            engine.child.kill("was not watched any more")
+        reason = f"the agent of its machine failed: {error!r}"
+        self._tell(Ended(id, Death(name, 0, -signal.SIGKILL, 0.0, (), reason)))
+
+    async def _orphan_or_new(self, msg: Start, order: EngineOrder) -> Child:
+        """Give the order to the orphan of that name, or to a new engine if that does not fit."""
+        orphan = None if self._orphans is None else self._orphans.pop(msg.name, None)
+        if orphan is not None and orphan.child.alive:
+            if same_engine(orphan.order, order):
+                orphan.child.hand_over(msgspec.json.encode(order), self._relay(msg.id))
+                return orphan.child
+            orphan.child.kill("had other settings than the new front end asks for")
+            await orphan.child.death()
         return await self._host.start(msg.name, msgspec.json.encode(order), self._relay(msg.id))
 
     def _relay(self, id: int) -> Callable[[str], None]:
         def forward(line: str) -> None:
-            """Prints a child's line here and sends it to the front end."""
             to_stderr(line)
             self._tell(LogLine(id, line))
 
         return forward
 
     def _made_local(self, order: bytes) -> EngineOrder:
-        """Replaces what differs between machines by the settings of our own command line."""
+        """Replace the settings that differ between machines by those of our own command line."""
         own = self._config
         ordered = msgspec.json.decode(order, type=EngineOrder)
         config = replace(
@@ -378,7 +393,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             engine.child.terminate()
 
     def _tell(self, msg: FromNode) -> bool:
-        """Returns False if machine 0 does not keep up; a log line may be lost then."""
+        """Return False if machine 0 does not keep up; a log line may be lost then."""
         try:
             self._wire.send(msg)
         except Overloaded:
@@ -387,8 +402,8 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
 
 def same_engine(ours: EngineOrder, asked: EngineOrder) -> bool:
-    """Returns whether an engine of one order can serve by the other: all else comes with a Join."""
-    world = asked.role.world  # another place in a group of another size
+    """Return whether an engine of one order can serve by the other: all else comes with a Join."""
+    world = asked.role.world  # another rank in a group of another size
     if (ours.role.world.tp_size, ours.role.world.ep) != (world.tp_size, world.ep):
         return False
     role = msgspec.structs.replace(ours.role, placement=asked.role.placement, world=world)

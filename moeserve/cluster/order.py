@@ -1,15 +1,16 @@
-"""How an engine process is started: its command line, and its start document, which nobody else can
-read.
+"""How an engine process is started: its command line, and its start document.
+
+Nobody else can read the document.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
-import moeserve
 from moeserve.comm.world import World
 from moeserve.config import Config, ParallelConfig, ServerConfig
 from moeserve.messages import PlacementTable
@@ -18,16 +19,12 @@ BUILDER = "moeserve.cluster.build:build_runner"
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's place among others. grouped: it serves after a Join only. placement: of the
-    experts that it loads.
-
-    folder: private, on the engine's machine, for its sockets.
-    """
+    """An engine's part among the engines of a fleet."""
 
     world: World = World()
-    grouped: bool = False
-    placement: PlacementTable | None = None
-    folder: str = ""
+    grouped: bool = False  # it serves after a Join only
+    placement: PlacementTable | None = None  # of the experts that it loads
+    folder: str = ""  # private, on the engine's machine, for its sockets
 
 
 def role_of(
@@ -37,8 +34,12 @@ def role_of(
     machines: Sequence[int],
     placement: PlacementTable | None,
 ) -> Role:
-    """Returns the role of engine `number` among those on `machines` (of each). together: all of
-    them form one group.
+    """Return the role of engine `number`.
+
+    Args:
+        together: all engines form one group.
+        machines: of each engine.
+        placement: of the experts.
     """
     tp = parallel.tp
     machine = machines[number]
@@ -52,23 +53,18 @@ def role_of(
 
 
 class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The order to start an engine. address: where the front end listens. token: proves the
-    engine's identity.
-
-    born_s: monotonic time of the start. builder: `module:function` that makes the runner, see
-    assemble.py.
-    """
+    """The order to start an engine."""
 
     config: Config
-    address: str
-    token: str
-    born_s: float
-    builder: str = BUILDER
+    address: str  # where the front end listens
+    token: str  # proves the engine's identity
+    born_s: float  # monotonic time of the start
+    builder: str = BUILDER  # `module:function` that makes the runner, see assemble.py
     role: Role = Role()
 
 
 def without_secrets(config: Config) -> Config:
-    """Returns the settings that an engine may know: API keys stay in the front end."""
+    """Return the settings that an engine may know: API keys stay in the front end."""
     server = config.server
     kept = ServerConfig(
         log_level=server.log_level,
@@ -79,9 +75,9 @@ def without_secrets(config: Config) -> Config:
 
 
 def command_of(module: str) -> list[str]:
-    """Returns the command that runs `module` with this interpreter."""
-    # -P: a file torch.py in the user's folder must not become the engine's torch. From a bare
-    # checkout, though, the folder is where moeserve itself is.
-    root = os.path.dirname(os.path.dirname(os.path.abspath(moeserve.__file__)))
-    safe = [] if root == os.getcwd() else ["-P"]
+    """Return the command that runs `module` with this interpreter."""
+    # -P: a file torch.py in the user's folder must not become the engine's torch. In a bare
+    # checkout, though, moeserve itself is found by that folder.
+    root = Path(__file__).resolve().parents[2]
+    safe = [] if str(root) == os.getcwd() else ["-P"]
     return [sys.executable, *safe, "-m", module]

@@ -70,7 +70,7 @@ class Rebalancing:
     def joined(self, table: PlacementTable | None, expert_bytes: int, num_nodes: int = 1) -> None:
         """All ranks have met with this placement and dropped the one that was being put in force.
         num_nodes: that have equally many of them, see `Nodes`."""
-        self.rebalancer.expert_bytes, self.rebalancer.nodes = expert_bytes, self._nodes(num_nodes)
+        self.rebalancer.set_nodes(self._nodes(num_nodes), expert_bytes)
         if table is not None:
             self.rebalancer.joined(Placement.from_table(table))
         self._conclude("the group was formed anew")

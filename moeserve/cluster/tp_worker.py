@@ -19,6 +19,7 @@ from moeserve.actor import guard
 from moeserve.actor.forking import fork_child
 from moeserve.actor.process import Forked, close_pipes
 from moeserve.cluster.logs import set_up_logging
+from moeserve.cluster.rank import make_rank
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.messages import Join
 from moeserve.runner import commands
@@ -166,8 +167,6 @@ class Worker:
         self._stream.send(commands.LoadProgress(name, percent))
 
     def _build(self, build: commands.Build) -> int:
-        from moeserve.cluster.build import make_rank
-
         rank, host_rank = (
             start + self._tp_rank for start in (build.world.rank, build.world.host_rank)
         )

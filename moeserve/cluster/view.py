@@ -1,14 +1,8 @@
 """Snapshots of a fleet as plain structs: for the banner, /v1/experts, metrics and tests."""
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from moeserve.messages import PlacementTable
-
-if TYPE_CHECKING:
-    from moeserve.cluster.engine_handle import EngineHandle
-    from moeserve.cluster.fleet import Fleet
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,47 +70,3 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineView, ...]
     experts: ExpertsView | None
     machines: dict[str, str] = {}  # by name: here, missing (it is waited for) or drained
-
-
-def fleet_view(fleet: "Fleet") -> FleetView:
-    """Returns what there is to see of a fleet now."""
-    loads = fleet.traffic.balancer.loads
-    drained = fleet.scaling.drained
-    engines = []
-    for engine in fleet.engines:
-        load = loads.get(engine.rank)
-        engines.append(
-            EngineView(
-                rank=engine.rank,
-                host=engine.host.name,
-                pid=engine.pid,
-                state=_state(engine),
-                epoch=engine.epoch,
-                restarts=engine.restarts,
-                num_requests=len(load.live) if load is not None else 0,
-            )
-        )
-    return FleetView(
-        dp=fleet.dp,
-        tp=fleet.config.parallel.tp,
-        together=fleet.together,
-        epoch=max((group.epoch for group in fleet.groups), default=0),
-        complete=all(group.complete for group in fleet.groups),
-        waiting=len(fleet.traffic.waiting),
-        engines=tuple(engines),
-        experts=fleet.experts.view() if fleet.experts is not None else None,
-        machines={
-            host.name: "here" if not host.absent else "drained" if host in drained else "missing"
-            for host in (fleet.scaling.machines.hosts if fleet.engines else ())
-        },
-    )
-
-
-def _state(engine: "EngineHandle") -> str:
-    if engine.end is not None:
-        return "gone"
-    if not engine.up:
-        return "lost" if engine.restarts else "loading"
-    if engine.draining:
-        return "draining"
-    return "serving" if engine.epoch else "waiting"

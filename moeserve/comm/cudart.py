@@ -47,23 +47,24 @@ class CudaMemory:
         self._opened: list[int] = []
         major = (torch.version.cuda or "").partition(".")[0]
         try:
-            self._lib = ctypes.CDLL(f"libcudart.so.{major}")  # the same one that torch has loaded
+            lib = ctypes.CDLL(f"libcudart.so.{major}")  # the same one that torch has loaded
         except OSError as error:
             raise ConfigError(
                 f"cuda_ipc needs the CUDA runtime that torch {torch.__version__} uses ({error}); install a wheel of "
                 "torch for CUDA, or put libcudart on LD_LIBRARY_PATH"
             ) from None
         address = ctypes.c_void_p
-        self._lib.cudaMalloc.argtypes = (ctypes.POINTER(address), ctypes.c_size_t)
-        self._lib.cudaMemset.argtypes = (address, ctypes.c_int, ctypes.c_size_t)
-        self._lib.cudaIpcGetMemHandle.argtypes = (ctypes.POINTER(IpcHandle), address)
-        self._lib.cudaIpcOpenMemHandle.argtypes = (
+        lib.cudaMalloc.argtypes = (ctypes.POINTER(address), ctypes.c_size_t)
+        lib.cudaMemset.argtypes = (address, ctypes.c_int, ctypes.c_size_t)
+        lib.cudaIpcGetMemHandle.argtypes = (ctypes.POINTER(IpcHandle), address)
+        lib.cudaIpcOpenMemHandle.argtypes = (
             ctypes.POINTER(address),
             IpcHandle,
             ctypes.c_uint,
         )
-        self._lib.cudaIpcCloseMemHandle.argtypes = (address,)
-        self._lib.cudaGetErrorString.restype = ctypes.c_char_p
+        lib.cudaIpcCloseMemHandle.argtypes = (address,)
+        lib.cudaGetErrorString.restype = ctypes.c_char_p
+        self._lib = lib
 
     def allocate(self, num_bytes: int) -> "tuple[Tensor, Region]":
         """Returns this rank's region, uint8, zeroed when it was made and the same each time, and

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moeserve.comm.envelope import PLAIN, Plain
 from moeserve.comm.members import Members
 from moeserve.comm.store import MembersStore, dist
 from moeserve.comm.stream import to_address
@@ -34,27 +35,6 @@ LOOK_S = 0.2  # how often a wait looks whether the mesh was closed
 NUM_TAGS = 1 << 16  # far more than are ever in flight
 ON_DEVICE = -1  # time of arrival of what travels on a device: nobody waits for it on the host
 BREAK_TAG = (1 << 31) - 1  # no message has it
-
-
-class Plain:
-    """How the messages of an exchange travel: as they are, unless they are encrypted
-    (`comm/seal.py`).
-    """
-
-    def inbox(self, peer: int, into: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Returns where the peer's next message has to arrive, and what then brings its text to
-        `into`.
-
-        That raises PermissionError if the message is not what the peer sent.
-        """
-        return into, lambda: None
-
-    def outbox(self, peer: int, text: Tensor) -> Tensor:
-        """Returns the next message to the peer as it has to travel."""
-        return text
-
-
-PLAIN = Plain()
 
 
 class Mesh:

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
-from moeserve.comm.gloo import Plain
+from moeserve.comm.envelope import Plain
 from moeserve.comm.members import Members
 
 HEAD_BYTES = 8

@@ -42,14 +42,14 @@ LEAVE_AGAIN_S = (
 
 class GroupedRunner(ThreadedRunner):
     """The `GroupRunner` (engine/vote.py) of an engine's leader. model: this process's rank. team:
-    the engine's other ranks, None if it has none. on_placed, on_traced: set by the core, called
-    from any thread."""
+    the engine's other ranks, None if it has none. on_placed: set by the core, called from any
+    thread."""
 
     def __init__(self, model: ModelRunnerBase, team: Team | None = None) -> None:
         super().__init__(model)
         self.team = team
         self.on_placed: Callable[[Placed], None] | None = None
-        self.on_traced: Callable[[Traced], object] | None = None
+        self._on_traced: Callable[[Traced], object] | None = None
         model.on_placed = lambda placed: (
             (hear := self.on_placed) and hear(placed)
         )  # it may become None meanwhile
@@ -60,6 +60,10 @@ class GroupedRunner(ThreadedRunner):
         self._policy = OverlapPolicy(
             "off" if len(model.ubatches.ubatches) == 1 else model.config.parallel.dbo
         )
+
+    def watch_traces(self, on_traced: Callable[[Traced], object]) -> None:
+        """Call `on_traced` with the traces of other ranks, from any thread."""
+        self._on_traced = on_traced
 
     def prepare_model(self, progress: Progress) -> Limits:
         """Loads and warms up all ranks of the engine, in a thread without a loop. Raises
@@ -216,9 +220,9 @@ class GroupedRunner(ThreadedRunner):
                     f"tensor-parallel rank {tp_rank} has other tokens than rank 0 in step {plan.step}: the machine's "
                     "arithmetic is not reproducible, or there is a bug in moeserve"
                 )
-        if self.on_traced is not None and plan.agreed is not None and plan.agreed.trace:
+        if self._on_traced is not None and plan.agreed is not None and plan.agreed.trace:
             for traced in team.traced(done, plan.agreed.step, self._dp_rank):
-                self.on_traced(traced)
+                self._on_traced(traced)
 
     def _refusal(self) -> Exception | None:
         refusal = super()._refusal()

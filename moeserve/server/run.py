@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from moeserve.cluster.fleet import Fleet
-from moeserve.cluster.host import Root, Standing
+from moeserve.cluster.host import FleetSnapshot, Root
 from moeserve.cluster.launch.protocol import report
 from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
@@ -92,12 +92,13 @@ def serve_in_turn(
         ours = asyncio.Event()
         following = asyncio.create_task(follow(root, ours), name="journal")
         prepared = await prepare(config, root)
-        standing = msgspec.json.decode(await asyncio.to_thread(turn.get), type=Standing | None)
+        document = await asyncio.to_thread(turn.get)
+        snapshot = msgspec.json.decode(document, type=FleetSnapshot | None)
         context.began = time.monotonic()
         ours.set()
         streams = list((await following).streams.values())
         assert isinstance(prepared.link, Fleet)
-        prepared.link.scaling.standing = standing
+        prepared.link.continue_from(snapshot)
         opened = open_front_end(config, child=True, prepared=prepared)
         return await run(
             context, sockets[0], partial(succeeding, opened, streams, root), *sockets[1:]

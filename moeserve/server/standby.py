@@ -27,9 +27,9 @@ from moeserve.actor import guard
 from moeserve.actor.process import Child, Death, to_stderr
 from moeserve.actor.zmq_wire import listen
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.host import ALIVE_S, Root, Standing, ToNode
+from moeserve.cluster.host import HEARTBEAT_S, FleetSnapshot, Root, ToNode
 from moeserve.cluster.logs import set_up_logging
-from moeserve.cluster.node import Kept, NodeAgent, end_all
+from moeserve.cluster.node import NodeAgent, Orphans, end_all
 from moeserve.cluster.order import command_of
 from moeserve.cluster.rundir import RunDir
 from moeserve.config import Config
@@ -49,8 +49,7 @@ MAX_PAUSE_S = 60.0  # between two starts of a front end that stands by
 
 
 class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Orders the start of a front end, which serves once a further document comes: `Standing`, or
-    null.
+    """Order to start a front end. It serves once a further document comes: FleetSnapshot or null.
 
     fds: of our stdout, to which a launcher may listen, and of the listening sockets.
     """
@@ -75,7 +74,7 @@ def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
 
 async def _keep(config: Config, sockets: list[socket.socket]) -> int:
     run_dir = RunDir()
-    kept = Kept()
+    kept = Orphans()
     host = LocalHost(run_dir.path)
     front_ends = FrontEnds(config, host, kept, [os.dup(1), *(sock.fileno() for sock in sockets)])
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -96,7 +95,7 @@ class FrontEndProcess:
         self,
         config: Config,
         host: LocalHost,
-        kept: Kept,
+        kept: Orphans,
         fds: list[int],
         number: int,
         follows: int,
@@ -127,11 +126,11 @@ class FrontEndProcess:
             f"front end {number}", command_of("moeserve.server.standby"), order, pass_fds=fds
         )
 
-    def serve(self, standing: Standing | None) -> None:
+    def serve(self, snapshot: FleetSnapshot | None) -> None:
         """Lets the front end serve, with the engines that the one before had in the end."""
-        self.agent.standing = standing
+        self.agent.continue_from(snapshot)
         self._obeying = asyncio.get_running_loop().create_task(self.agent.run(), name="agent")
-        self.child.hand_over(msgspec.json.encode(standing))
+        self.child.hand_over(msgspec.json.encode(snapshot))
 
     async def close(self) -> None:
         """Ends the process; its engines are kept if it was killed."""
@@ -149,7 +148,7 @@ class FrontEndProcess:
 class FrontEnds:
     """The front end that serves, and the one that stands by."""
 
-    def __init__(self, config: Config, host: LocalHost, kept: Kept, fds: list[int]) -> None:
+    def __init__(self, config: Config, host: LocalHost, kept: Orphans, fds: list[int]) -> None:
         self._config = config
         self._host = host
         self._kept = kept
@@ -176,12 +175,12 @@ class FrontEnds:
     async def run(self) -> int:
         """Returns the exit code of the last front end."""
         takeovers: deque[float] = deque(maxlen=MAX_TAKEOVERS)
-        standing: Standing | None = None
+        snapshot: FleetSnapshot | None = None
         while True:
-            self._serving.serve(standing)
+            self._serving.serve(snapshot)
             death = await self._until_death()
             await self._serving.close()
-            standing = self._serving.agent.standing
+            snapshot = self._serving.agent.snapshot
             if self._stopping or (death.exit_code >= 0 and death.exit_code != CRASHED):
                 return death.exit_code if death.exit_code >= 0 else 128 - death.exit_code
             now_s = time.monotonic()
@@ -223,13 +222,13 @@ class FrontEnds:
                 log.warning(
                     "the front end that stood by is gone; another one starts in %g s", pause_s
                 )
-            await asyncio.wait([dying], timeout=ALIVE_S)
+            await asyncio.wait([dying], timeout=HEARTBEAT_S)
             # Counted in turns of this loop, so that nobody is blamed after the whole machine stood
             # still.
             silent = silent + 1 if beats and beats == serving.agent.beats else 0
             beats = serving.agent.beats
             if silent >= MAX_SILENT:
-                serving.child.kill(f"did not answer for {MAX_SILENT * ALIVE_S:g} s")
+                serving.child.kill(f"did not answer for {MAX_SILENT * HEARTBEAT_S:g} s")
         return dying.result()
 
     async def close(self) -> None:

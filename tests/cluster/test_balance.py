@@ -10,9 +10,8 @@ from collections import deque
 
 import pytest
 
-from moeserve.cluster.balance import CHUNK, MAX_PREFIXES, Balancer, Traffic
-from moeserve.errors import Overloaded
-from moeserve.messages import Abort, FinishReason, StepOutput, StepRecord, Submit
+from moeserve.cluster.balance import CHUNK, MAX_PREFIXES, Balancer
+from moeserve.messages import FinishReason, StepOutput, StepRecord, Submit
 from moeserve.sampling import TokenSampling
 
 ROOM = 16, 10_000  # tokens of a block, and blocks
@@ -124,7 +123,7 @@ class Simulation:
                 if finish:
                     self.balancer.end(rid)
         for load in self.balancer.loads.values():
-            assert load.promised == sum(load.unstarted.values())
+            assert load.num_reserved == sum(load.reserved.values())
 
     def drain(self) -> None:
         while not all(engine.idle for engine in self.engines):
@@ -248,29 +247,3 @@ def test_the_table_of_prefixes_is_bounded() -> None:
     for rid in range(40):
         balancer.assign(request(rid, [rid] * CHUNK * 1000), 0)
     assert len(balancer._prefixes) == MAX_PREFIXES
-
-
-def test_an_engine_that_does_not_read_keeps_no_other_from_its_aborts() -> None:
-    class Handle:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-            self.full = False
-            self.got = []
-
-        def send(self, msg: Submit | Abort) -> None:
-            if self.full:
-                raise Overloaded("does not read")
-            self.got.append(msg)
-
-    engines = [Handle(0), Handle(1)]
-    traffic = Traffic(lambda: engines)  # type: ignore[arg-type,return-value]
-    for engine in engines:
-        traffic.balancer.open(engine.rank, *ROOM)
-    for rid in range(4):
-        traffic.submit(request(rid, [1, 2, 3]))
-    theirs = [msg.rid for msg in engines[1].got]
-    assert theirs
-    engines[0].full = True
-    with pytest.raises(Overloaded):
-        traffic.abort(range(4))
-    assert engines[1].got[-1] == Abort(theirs)

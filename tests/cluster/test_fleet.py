@@ -20,8 +20,9 @@ import pytest
 from moeserve.actor.process import Child
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster import forks
-from moeserve.cluster.engine_handle import EngineHandle
+from moeserve.cluster.engine_supervisor import EngineSupervisor
 from moeserve.cluster.fleet import Fleet
+from moeserve.cluster.heartbeat import STALL_S
 from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError, Conflict, DoesNotFit, EngineDied, InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
@@ -45,12 +46,13 @@ def fleet(monkeypatch: pytest.MonkeyPatch, warm: None) -> Open:
         builder: str = "paced",
         ready: bool = True,
         policy: RestartPolicy = FAST,
+        stall_s: float = STALL_S,
         **parallel: Any,
     ) -> AsyncIterator[FrontEnd]:
         config = Config(
             parallel=ParallelConfig(dp=dp, rebalance="off", **{"fork_server": "off"} | parallel)
         )
-        link = Fleet(config, builder=f"builders:{builder}", policy=policy)
+        link = Fleet(config, builder=f"builders:{builder}", policy=policy, stall_s=stall_s)
         await link.start()
         front = FrontEnd(
             link,
@@ -114,9 +116,16 @@ def answers(count: int, num_tokens: int) -> list[list[int]]:
     return [expected(3 + i, num_tokens) for i in range(count)]
 
 
+def kill(front: FrontEnd, number: int) -> None:
+    """Kill the process of an engine."""
+    pid = front.fleet.view.engines[number].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
 def rids(front: FrontEnd, rank: int) -> set[int]:
     """Requests that this engine has."""
-    load = front.fleet.traffic.balancer.loads.get(rank)
+    load = front.fleet._state.traffic.balancer.loads.get(rank)
     return set(load.live) if load is not None else set()
 
 
@@ -138,11 +147,10 @@ async def test_engines_share_the_requests_and_add_up(fleet: Open) -> None:
 async def test_a_killed_engine_costs_no_token(fleet: Open, ep: str) -> None:
     async with fleet(2, ep=ep) as front:
         streams = await some(front, 8, 600)
-        victim = front.fleet.engines[1]
         kept = rids(front, 0)
         killed_s = time.monotonic()
-        os.kill(victim.pid, signal.SIGKILL)
-        await until(lambda: not rids(front, 1) or not victim.up)
+        kill(front, 1)
+        await until(lambda: not rids(front, 1) or not front.fleet.engines[1].up)
         assert time.monotonic() - killed_s < 15
         assert front.state == "ready"
         assert kept <= rids(front, 0)  # what lives keeps its own
@@ -160,7 +168,7 @@ async def test_kills_at_random_moments_cost_no_token(fleet: Open) -> None:
             streams = await some(front, 6, 300)
             for _ in range(2):  # the second often hits a start or a join
                 await asyncio.sleep(rng.uniform(0.0, 0.3))
-                pid = rng.choice(front.fleet.engines).pid
+                pid = rng.choice(front.fleet.view.engines).pid
                 if pid is not None:
                     os.kill(pid, signal.SIGKILL)
             assert await streams == answers(6, 300)
@@ -169,16 +177,16 @@ async def test_kills_at_random_moments_cost_no_token(fleet: Open) -> None:
 async def test_both_engines_die_and_the_streams_go_on(fleet: Open) -> None:
     async with fleet(2) as front:
         streams = await some(front, 6, 400)
-        for engine in front.fleet.engines:
-            os.kill(engine.pid, signal.SIGKILL)
+        for rank in range(2):
+            kill(front, rank)
         await until(lambda: front.fleet.view.waiting == 6)
         assert await streams == answers(6, 400)
 
 
 async def test_a_new_request_waits_while_nobody_serves_and_may_be_aborted(fleet: Open) -> None:
     async with fleet(2) as front:
-        for engine in front.fleet.engines:
-            os.kill(engine.pid, signal.SIGKILL)
+        for rank in range(2):
+            kill(front, rank)
         await until(lambda: not any(engine.up for engine in front.fleet.engines))
         patient = asyncio.create_task(stream(front, 4, 20))
         hasty = asyncio.create_task(stream(front, 5, 20))
@@ -196,7 +204,7 @@ async def test_growing_and_shrinking_under_load(fleet: Open) -> None:
         assert front.fleet.view.dp == 3
         late = [asyncio.create_task(stream(front, 30 + i, 50)) for i in range(3)]
         await until(lambda: bool(rids(front, 2)))
-        gone = [engine.pid for engine in front.fleet.engines[1:]]
+        gone = [engine.pid for engine in front.fleet.view.engines[1:]]
         assert await front.fleet.scaling.scale(1) == 3
         assert front.ready.max_num_seqs == 8
         assert await streams == answers(8, 500)
@@ -210,7 +218,7 @@ async def test_a_grow_that_fails_leaves_everything_as_it_was(fleet: Open) -> Non
         streams = await some(front, 4, 300)
         epoch = front.fleet.view.epoch
         with pytest.raises(
-            Conflict, match="2 engines go on, 3 could not be made to: needs 80 GiB, has 1 GiB"
+            Conflict, match="2 engines continue, 3 could not be made to: needs 80 GiB, has 1 GiB"
         ):
             await front.fleet.scaling.scale(3)
         assert (front.fleet.view.dp, front.fleet.view.epoch) == (2, epoch)
@@ -221,7 +229,7 @@ async def test_a_grow_whose_meeting_fails_goes_back(fleet: Open) -> None:
     async with fleet(2, builder="two_meet") as front:
         streams = await some(front, 4, 300)
         with pytest.raises(
-            Conflict, match=r"2 engines go on, 3 could not be made to: .*three is a crowd"
+            Conflict, match=r"2 engines continue, 3 could not be made to: .*three is a crowd"
         ):
             await front.fleet.scaling.scale(3)
         await until(lambda: front.fleet.view.complete)
@@ -263,7 +271,7 @@ async def test_an_engine_that_finds_another_checkpoint_is_never_let_in(
         with pytest.raises(Conflict, match=r"checkpoint is 'first' in process .* 'second' in"):
             await front.fleet.scaling.scale(3)
         assert await streams == answers(4, 300)
-        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
+        kill(front, 0)
         await until(lambda: front.failure is not None)
         assert "checkpoint is 'second' in process" in str(front.failure)
         assert "changed since the first of them read them" in str(front.failure)
@@ -283,7 +291,7 @@ async def test_an_engine_that_keeps_dying_ends_the_group_and_every_stream_is_tol
         streams = await some(front, 4, 5000)
         for _ in range(2):
             await until(lambda: front.fleet.view.complete)
-            os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
+            kill(front, 0)
             await until(lambda: not front.fleet.view.complete)
         with pytest.raises(Exception, match="the engine stopped while this request ran"):
             await streams
@@ -293,7 +301,7 @@ async def test_an_engine_that_keeps_dying_ends_the_group_and_every_stream_is_tol
 async def test_with_ep_off_the_others_go_on_without_an_engine_that_keeps_dying(fleet: Open) -> None:
     async with fleet(2, ep="off", policy=RestartPolicy(first_pause_s=0.01, max_deaths=0)) as front:
         streams = await some(front, 6, 400)
-        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
+        kill(front, 0)
         assert await streams == answers(6, 400)
         assert [engine.state for engine in front.fleet.view.engines] == ["gone", "serving"]
         assert front.healthy
@@ -301,7 +309,7 @@ async def test_with_ep_off_the_others_go_on_without_an_engine_that_keeps_dying(f
 
 async def test_it_does_not_shrink_to_engines_that_are_gone(fleet: Open) -> None:
     async with fleet(2, ep="off", policy=RestartPolicy(first_pause_s=0.01, max_deaths=0)) as front:
-        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
+        kill(front, 0)
         await until(lambda: front.fleet.engines[0].end is not None)
         with pytest.raises(Conflict, match="would stay are gone for good"):
             await front.fleet.scaling.scale(1)
@@ -310,7 +318,7 @@ async def test_it_does_not_shrink_to_engines_that_are_gone(fleet: Open) -> None:
 
 async def test_it_shrinks_to_an_engine_that_is_being_replaced(fleet: Open) -> None:
     async with fleet(2, ep="off", policy=RestartPolicy(first_pause_s=1.5)) as front:
-        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
+        kill(front, 0)
         await until(lambda: not front.fleet.engines[0].up)
         assert await front.fleet.scaling.scale(1) == 2
         assert await stream(front, 5, 10) == expected(5, 10)
@@ -322,7 +330,7 @@ async def test_a_drain_finishes_what_runs_also_over_a_death(fleet: Open) -> None
         streams = await some(front, 6, 300)
         draining = asyncio.create_task(front.drain(20.0))
         await asyncio.sleep(0.05)
-        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
+        kill(front, 0)
         assert await streams == answers(6, 300)
         await draining
         await front.fleet.close(5.0)
@@ -336,7 +344,7 @@ async def test_a_drain_replaces_the_only_busy_engine(fleet: Open) -> None:
         (busy,) = (engine for engine in front.fleet.engines if rids(front, engine.rank))
         draining = asyncio.create_task(front.drain(20.0))
         await asyncio.sleep(0.05)
-        os.kill(busy.pid, signal.SIGKILL)
+        kill(front, busy.rank)
         assert await streams == answers(1, 300)
         await draining
         assert [engine.state for engine in front.fleet.view.engines] == ["serving", "serving"]
@@ -347,14 +355,14 @@ async def test_requests_that_come_while_engines_meet_again_are_served(
 ) -> None:
     async with fleet(2) as front:
         late: list[asyncio.Task[list[int]]] = []
-        on_standing = front.fleet._on_standing
+        check_groups = front.fleet._state._check_groups
 
         def also_submit() -> None:  # before the engine group wakes up
             late.append(asyncio.create_task(stream(front, 5, 10)))
-            on_standing()
+            check_groups()
 
-        monkeypatch.setattr(front.fleet, "_on_standing", also_submit)
-        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
+        monkeypatch.setattr(front.fleet._state, "_check_groups", also_submit)
+        kill(front, 0)
         await until(lambda: front.fleet.view.epoch == 2 and front.fleet.view.complete)
         monkeypatch.undo()
         assert await asyncio.gather(*late) == [expected(5, 10)] * len(late)
@@ -379,21 +387,17 @@ async def test_what_a_leaving_engine_said_last_is_not_computed_twice(
 ) -> None:
     async with fleet(2) as front:
         streams = await some(front, 4, 400)
-        read = asyncio.Event()
-
-        async def turn(engine: EngineHandle) -> None:
-            messages = await engine.inbox.drain(wait=True)
-            await read.wait()
-            for msg in messages:
-                engine.handle(msg)
+        handle = EngineSupervisor._handle
+        late: list[tuple[EngineSupervisor, Any]] = []
 
         with monkeypatch.context() as slow:  # as if the front end did not keep up
-            slow.setattr(EngineHandle, "turn", turn)
+            slow.setattr(EngineSupervisor, "_handle", lambda *call: late.append(call))
             await asyncio.sleep(0.1)
             scaling = asyncio.create_task(front.fleet.scaling.scale(1))
             await until(lambda: front.fleet.dp == 1)
-            read.set()
-            assert await scaling == 2
+        for supervisor, msg in late:
+            handle(supervisor, msg)
+        assert await scaling == 2
         assert await streams == answers(4, 400)
 
 
@@ -406,14 +410,14 @@ def epochs_in(folder: str) -> dict[str, int]:
 async def test_nothing_is_left_behind(fleet: Open) -> None:
     async with fleet(2) as front:
         folder = front.fleet.scaling._run_dir.path
-        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
+        kill(front, 0)
         await until(lambda: not front.fleet.view.complete)
         await until(lambda: front.fleet.view.complete)
         await until(
             lambda: "epoch-1" not in os.listdir(folder)
         )  # it goes when the engines have left it
         assert epochs_in(folder) == {"epoch-2": 0o700}
-        pids = [engine.pid for engine in front.fleet.engines]
+        pids = [engine.pid for engine in front.fleet.view.engines]
     assert folder not in [entry.path for entry in os.scandir(os.path.dirname(folder))]
     assert not any(map(psutil.pid_exists, pids))
 

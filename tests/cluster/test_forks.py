@@ -16,7 +16,6 @@ import pytest
 
 from moeserve.actor import forking
 from moeserve.cluster import forks as module
-from moeserve.cluster.engine_handle import EngineHandle
 from moeserve.cluster.forks import LocalHost
 from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError
@@ -85,34 +84,41 @@ def engine_of(pid: int | None) -> psutil.Process:
     return engine
 
 
-async def replaced(process: EngineHandle) -> None:
-    before = process.pid
+def names_of_engines(front: FrontEnd) -> list[str]:
+    return [engine_of(engine.pid).name() for engine in front.fleet.view.engines]
+
+
+def pid_of(front: FrontEnd, number: int) -> int | None:
+    return front.fleet.view.engines[number].pid
+
+
+async def replaced(front: FrontEnd, number: int) -> None:
+    before = pid_of(front, number)
     engine_of(before).kill()
-    await until(lambda: process.pid not in (None, 0, before))
+    await until(lambda: pid_of(front, number) not in (None, 0, before))
 
 
-async def started_alone(process: EngineHandle) -> None:
-    """Waits for the engine's own command line: between fork and exec a process has none."""
-    await until(lambda: module.ENGINE in engine_of(process.pid).cmdline())
+async def started_alone(front: FrontEnd, number: int) -> None:
+    """Wait for the engine's own command line: between fork and exec a process has none."""
+    await until(lambda: module.ENGINE in engine_of(pid_of(front, number)).cmdline())
 
 
 async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: Open) -> None:
     async with fleet(2, fork_server="on") as front:
-        engines = front.fleet.engines
-        assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
+        assert names_of_engines(front) == [ENGINE] * 2
         server = psutil.Process(server_pid(front))
         busy = server.cpu_times()
         await asyncio.sleep(0.3)
         assert server.cpu_times() == busy  # it only waits
         for _ in range(2):
             streams = await some(front, 8, 600)
-            before = [engine.pid for engine in engines]
+            before = [pid_of(front, 0), pid_of(front, 1)]
             for pid in before:
                 engine_of(pid).kill()
             assert await streams == answers(8, 600)
             await until(lambda: front.fleet.view.complete)
-            assert not {engine.pid for engine in engines} & set(before)
-            assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
+            assert not {pid_of(front, 0), pid_of(front, 1)} & set(before)
+            assert names_of_engines(front) == [ENGINE] * 2
         assert front.stats.total.restarts == 4
         assert server_pid(front) == server.pid
         assert server.num_threads() == 1
@@ -129,9 +135,9 @@ async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) 
         await until(lambda: server_pid(front) not in (None, server.pid))
         assert await streams == answers(4, 600)
         assert front.stats.total.restarts == 0
-        process = front.fleet.engines[0]
-        await replaced(process)
-        await until(lambda: engine_of(process.pid).name() == ENGINE)  # a fork gives itself its name
+        await replaced(front, 0)
+        # A fork gives itself its name.
+        await until(lambda: names_of_engines(front)[0] == ENGINE)
 
 
 @pytest.mark.usefixtures("light")
@@ -144,9 +150,9 @@ async def test_without_a_fork_server_engines_start_alone(
         (server,) = servers()
         # it answers nobody: the first engine waits for it, the second one need not
         server.suspend()
-        for process in tuple(front.fleet.engines):
-            await replaced(process)
-            await started_alone(process)
+        for number in range(2):
+            await replaced(front, number)
+            await started_alone(front, number)
             await until(lambda: front.fleet.view.complete)
         assert not servers()
 

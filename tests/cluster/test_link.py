@@ -128,7 +128,7 @@ async def test_refusals_reach_the_front_end(engine: Open) -> None:
 async def test_a_step_that_takes_long_shows_as_stalled(
     child: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moeserve.cluster.engine_process.INTERVAL_S", 0.05)
+    monkeypatch.setattr("moeserve.cluster.engine_supervisor.INTERVAL_S", 0.05)
     monkeypatch.setattr("moeserve.cluster.heartbeat.UNHEALTHY_S", 0.5)
     async with child("waiting") as (link, reader):
         await reader.ready()

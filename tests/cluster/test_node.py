@@ -168,12 +168,11 @@ async def test_a_killed_agent_costs_no_token_and_may_come_back(
     async with two.fleet() as front:
         streams = await some(front, 8, 150)
         before = front.fleet.view.epoch
-        lost = front.fleet.engines[2:]
         engines = node.engines(front)
         assert len(engines) == 2
         node.process.kill()
         killed_s = time.monotonic()
-        await until(lambda: not any(engine.up for engine in lost))
+        await until(lambda: not any(engine.up for engine in front.fleet.engines[2:]))
         assert time.monotonic() - killed_s < 15
         assert [engine.up for engine in front.fleet.engines] == [True, True, False, False]
         await until(lambda: not any(engine.is_running() for engine in engines))
@@ -197,9 +196,10 @@ async def test_a_killed_engine_on_another_machine_is_replaced(
         engine.kill()
         assert await streams == answers(8, 150)
         await until(lambda: front.fleet.view.complete)
-        assert front.fleet.engines[1].restarts == 1
+        replaced = front.fleet.view.engines[1]
+        assert replaced.restarts == 1
         (replacement,) = node.engines(front)
-        assert replacement.pid == front.fleet.engines[1].pid != engine.pid
+        assert replacement.pid == replaced.pid != engine.pid
 
 
 async def test_an_agent_ends_at_once_when_told_and_is_waited_for(

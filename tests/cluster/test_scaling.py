@@ -1,4 +1,4 @@
-"""Changes to a fleet, apart from the fleet."""
+"""Changes of a fleet, without its processes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,61 @@ from typing import Any
 
 import pytest
 
-from moeserve.cluster import scaling
+from moeserve.actor.actor import Inbox
 from moeserve.cluster.scaling import Scaling
+from moeserve.config import Config
+from moeserve.errors import Conflict
+
+
+def scaling_of(fleet: Any) -> Scaling:
+    return Scaling(fleet, Config(), Inbox("front end"), None, {})
 
 
 async def test_rebalancing_that_a_stop_cuts_short_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(scaling, "CHECK_S", 0.01)
     proposing = asyncio.Event()
 
     async def propose(*, force: bool) -> None:
         proposing.set()
         await asyncio.Event().wait()
 
-    fleet: Any = SimpleNamespace(
+    fleet = SimpleNamespace(
         ready=object(),
         groups=[SimpleNamespace(complete=True)],
         experts=SimpleNamespace(propose=propose),
     )
-    changes = Scaling(fleet)
-    watching = asyncio.create_task(changes.watch())
+    changes = scaling_of(fleet)
+    looking = asyncio.create_task(changes._rebalance_if_it_pays())
     await proposing.wait()
     with caplog.at_level(logging.INFO):
         await changes.stop()
-        fleet.ready = None
-        await asyncio.sleep(0.03)
-    watching.cancel()
+        await looking
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "experts stay where they are: the server is stopping")
     ]
+
+
+async def test_a_change_that_fails_by_a_bug_is_logged_though_its_caller_has_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = asyncio.Event()
+
+    async def propose(*, force: bool) -> None:
+        await release.wait()
+        raise ZeroDivisionError("a bug")
+
+    fleet = SimpleNamespace(ready=object(), experts=SimpleNamespace(propose=propose))
+    changes = scaling_of(fleet)
+    caller = asyncio.create_task(changes.rebalance())
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    with pytest.raises(Conflict, match="another change is under way"):
+        await changes.rebalance()
+    release.set()
+    while "ZeroDivisionError: a bug" not in caplog.text:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    with pytest.raises(ZeroDivisionError):
+        await changes.rebalance()  # the next change may begin
+    await changes.stop()

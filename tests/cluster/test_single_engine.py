@@ -16,7 +16,7 @@ import pytest
 
 from moeserve.actor import zmq_wire
 from moeserve.actor.supervisor import RestartPolicy
-from moeserve.cluster import engine_process
+from moeserve.cluster import engine_supervisor
 from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import without_secrets
 from moeserve.config import Config, ServerConfig
@@ -62,7 +62,7 @@ async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end
 async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
     child: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_supervisor, "INTERVAL_S", 0.05)
     async with child("stuck", policy=FAST, stall_s=0.6) as (link, reader):
         first = await reader.ready()
         await asyncio.sleep(0.7)  # idle is not stalled
@@ -79,7 +79,7 @@ async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
 async def test_a_stopped_engine_counts_as_stalled(
     child: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_supervisor, "INTERVAL_S", 0.05)
     async with child("null", policy=FAST, stall_s=0.6) as (_, reader):
         ready = await reader.ready()
         os.kill(ready.pid, signal.SIGSTOP)
@@ -150,7 +150,7 @@ async def test_an_engine_that_dies_on_its_way_to_a_stop_is_replaced(child: Open)
 async def test_an_engine_whose_steps_take_long_is_given_the_time(
     child: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_supervisor, "INTERVAL_S", 0.05)
     async with child("slow_steps", policy=FAST, stall_s=0.1) as (_, reader):
         await reader.ready()
         reader.submit(1, max_tokens=2)
@@ -167,7 +167,7 @@ async def test_the_engine_process_collects_no_garbage_of_its_start(child: Open) 
 async def test_the_front_end_never_sees_heartbeats(
     child: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(engine_supervisor, "INTERVAL_S", 0.02)
     async with child("null") as (link, reader):
         await reader.ready()
         await asyncio.sleep(0.2)
@@ -198,9 +198,9 @@ async def main():
         while link.ready is None:
             await asyncio.sleep(0.01)
         link.send(Submit(rid=1, tokens=bytes(4), num_prompt=1, sampling=TokenSampling(seed=1, max_tokens=9)))
-    while link.engines[0].pid is None:
+    while link.view.engines[0].pid is None:
         await asyncio.sleep(0)
-    print(link.engines[0].pid, link.scaling._run_dir.path, flush=True)
+    print(link.view.engines[0].pid, link.scaling._run_dir.path, flush=True)
     await asyncio.sleep(100)
 asyncio.run(main())
 """

@@ -21,9 +21,11 @@ import psutil
 import pytest
 import torch
 
+from moeserve.actor.actor import Inbox
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.build import build_runner
-from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineSaid, ProcessLost
+from moeserve.cluster.engine_state import EngineEvent, EngineState
+from moeserve.cluster.engine_supervisor import EngineSupervisor
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import Role
@@ -230,20 +232,15 @@ async def test_a_grammar_is_prepared_on_both_ranks(short_dir: Path) -> None:
 
 
 class Ear:
-    """What an engine handle sees of its fleet."""
+    """A fleet as the supervisor of its only engine sees it."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
-        self.inbox = self.outbox = self
+        self.state = EngineState(rank=0, host="node-0", machine=0, grouped=True, held=True)
 
-    full = False
-
-    def put(self, news: EngineSaid | ProcessLost | EngineEnded, force: bool) -> None:
-        match news:
-            case EngineSaid(msg=msg):
-                self.seen.append(msg)
-            case EngineEnded(end=end):
-                self.seen.append(end)
+    def heard(self, event: EngineEvent) -> None:
+        self.state = self.state.after(event)
+        self.seen.append(event)
 
     async def until(self, condition: Callable[[Any], bool], what: str) -> Any:
         """The first message that fulfils it; what came before is dropped."""
@@ -256,7 +253,7 @@ class Ear:
             await asyncio.sleep(0.01)
         raise AssertionError(f"no {what}; the last words: {self.seen[-3:]}")
 
-    async def heard(self, kind: type) -> Any:
+    async def first(self, kind: type) -> Any:
         return await self.until(lambda msg: isinstance(msg, kind), kind.__name__)
 
 
@@ -267,13 +264,18 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
     host = LocalHost(str(short_dir))
     if forked:
         host.keep(config(tp=2))
-    fleet: Any = ear
-    process = EngineHandle(
-        fleet, 0, host, config(tp=2), policy=RestartPolicy(first_pause_s=0.05, max_deaths=1)
+    process = EngineSupervisor(
+        "engine 0",
+        host,
+        config(tp=2),
+        state=lambda: ear.state,
+        report=ear.heard,
+        outbox=Inbox("front end"),
+        policy=RestartPolicy(first_pause_s=0.05, max_deaths=1),
     )
     process.start(PAIR)
     try:
-        ready: Ready = await ear.heard(Ready)
+        ready: Ready = await ear.first(Ready)
         assert (ready.num_moe_layers, ready.num_experts, ready.expert_bytes) == (
             4,
             8,
@@ -281,7 +283,7 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
         )
         placement = Placement.initial(ready.num_moe_layers, ready.num_experts, 2)
         process.send(join_of(short_dir, 1, placement.to_table()))
-        await ear.heard(Joined)
+        await ear.first(Joined)
         process.send(TraceNext())
         process.send(
             Submit(
@@ -291,9 +293,9 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
                 sampling=SAMPLING,
             )
         )
-        ranks = {(await ear.heard(Traced)).tp_rank for _ in range(2)}
+        ranks = {(await ear.first(Traced)).tp_rank for _ in range(2)}
         assert ranks == {0, 1}
-        await ear.heard(StepOutput)
+        await ear.first(StepOutput)
 
         (worker,) = psutil.Process(ready.pid).children()
         assert (worker.name() == "moeserve-worker") == forked
@@ -302,16 +304,16 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
         await asyncio.sleep(0.2)
         assert worker.is_running()
         worker.kill()
-        end: EngineGone = await ear.heard(EngineGone)
+        end: EngineGone = await ear.first(EngineGone)
         assert end.exit_code == 1
         assert end.restarting
         assert "tensor-parallel rank 1 is gone" in end.cause
         assert "SIGKILL" in end.cause
 
-        ready = await ear.heard(Ready)
+        ready = await ear.first(Ready)
         (worker,) = psutil.Process(ready.pid).children()
         os.kill(ready.pid, signal.SIGKILL)
-        assert (await ear.heard(EngineGone)).exit_code == -signal.SIGKILL
+        assert (await ear.first(EngineGone)).exit_code == -signal.SIGKILL
         _, alive = await asyncio.to_thread(psutil.wait_procs, [worker], 5)
         assert not alive
     finally:

@@ -386,7 +386,7 @@ async def test_ranks_of_an_engine_that_sample_different_tokens_are_the_end() -> 
     grouped._lost = None
     team.answer = CommandDone(1, value=checksum(runner.execute(first)))
     heard: list[Traced] = []
-    grouped.on_traced = heard.append
+    grouped.watch_traces(heard.append)
     driver.update_from_output([(request, 10)], first, await grouped.start(first).result())
     assert [traced.tp_rank for traced in heard] == [1]
     with pytest.raises(EngineDied, match="rank 1 has other tokens than rank 0 in step 2"):

@@ -16,7 +16,7 @@ UNANSWERED_BY_FIRST = 30  # all ends with machine 0
 
 
 class Machine:
-    """A machine and, while it is connected, its part. on_state: hears each new state."""
+    """A machine and, while it is connected, its part."""
 
     def __init__(self, place: LaunchTarget, rank: int, num_machines: int) -> None:
         self.name = place.name
@@ -25,7 +25,7 @@ class Machine:
         self.state = ""
         self.joined = False  # once at least; machine 0 has been ready
         self.alive = False  # its part has an order
-        self.on_state: Callable[[str], None] = lambda state: None
+        self._on_state: Callable[[str], None] = lambda state: None
         self._title = f"{place.name} (machine {rank} of {num_machines})"
         self._place = place
         self._connection: PartConnection | None = None
@@ -33,13 +33,17 @@ class Machine:
         self._unanswered = 0
         self.last_line = ""  # of its log
 
+    def watch(self, on_state: Callable[[str], None]) -> None:
+        """Call `on_state` with each new state."""
+        self._on_state = on_state
+
     def enter(self, state: str) -> None:
         """Notes and prints a new state."""
         if state != self.state:
             self.state = state
             self.joined |= state in ("joined", "ready")
             to_stderr(f"moeserve launch: {self._title}: {state}")
-            self.on_state(state)
+            self._on_state(state)
 
     async def connect(self) -> PartHello:
         """Starts the part, which waits for its order then. Raises PartNotStarted; ConfigError

@@ -70,9 +70,9 @@ class Launch:
             zero = connecting.result()
             for machine in self._machines:
                 tasks.append(asyncio.create_task(self._keep(machine, zero), name=machine.name))
-            self._machines[0].on_state = self._on_state_of_first
+            self._machines[0].watch(self._on_state_of_first)
             for machine in self._machines[1:]:
-                machine.on_state = self._on_state_of_other
+                machine.watch(self._on_state_of_other)
             await asyncio.wait((*tasks, killed), return_when=asyncio.FIRST_COMPLETED)
             first = next(
                 it for it in (*tasks, killed) if it.done()

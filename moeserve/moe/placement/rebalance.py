@@ -142,6 +142,11 @@ class Rebalancer:
                 )
         return True
 
+    def set_nodes(self, nodes: Nodes, expert_bytes: int) -> None:
+        """Set the nodes under the ranks, and the bytes of one expert in one layer."""
+        self.nodes = nodes
+        self.expert_bytes = expert_bytes
+
     def joined(self, placement: Placement) -> None:
         """Notes that a Join brings all ranks to this placement; they all drop the one that was on
         its way.

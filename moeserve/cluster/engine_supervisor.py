@@ -1,0 +1,285 @@
+"""The supervision of one engine: its processes, one after the other, and the wire to the present one.
+
+The supervisor acts on processes and decides nothing about the fleet. It reports every message and
+every end to the fleet (`FleetState.heard`), which keeps the engine's `EngineState`.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from moeserve import messages as m
+from moeserve.actor.actor import Inbox
+from moeserve.actor.process import Death, Process
+from moeserve.actor.supervisor import RestartPolicy, Supervisor
+from moeserve.actor.tasks import cancel, every, log_error, spawn
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
+from moeserve.cluster.engine_state import EngineEvent, EngineState, ProcessLost
+from moeserve.cluster.heartbeat import INTERVAL_S, STALL_S, ProgressMonitor
+from moeserve.cluster.host import Host
+from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, is_config_error
+from moeserve.cluster.order import BUILDER, EngineOrder, Role, without_secrets
+from moeserve.config import Config
+from moeserve.errors import ConfigError, Overloaded
+
+log = logging.getLogger(__name__)
+
+EXIT_GRACE_S = 5.0  # for a process that closed its wire to end
+LAST_WORDS_S = 0.5  # for the last messages of a dead process to arrive
+STOP_S = 1.0  # from SIGTERM to SIGKILL
+
+FromWire = m.EngineOut | PeerGone | EngineGone
+
+
+class EngineSupervisor(Supervisor):
+    """Keeps the process of one engine running, and carries messages between it and the fleet.
+
+    Each process has a wire, a token and a heartbeat of its own. A first start that fails is final:
+    whoever starts a server wants to see why. A later death leads to a restart by `policy`, unless
+    its cause is lasting (settings, model files, memory).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        config: Config,
+        *,
+        state: Callable[[], EngineState],
+        report: Callable[[EngineEvent], None],
+        outbox: Inbox[FromEngine],
+        policy: RestartPolicy | None = None,
+        stall_s: float = STALL_S,
+        builder: str = BUILDER,
+    ) -> None:
+        """Make the supervisor of an engine that is not started yet.
+
+        Args:
+            host: the machine of the engine.
+            state: returns the present state of the engine.
+            report: gets every message of a process except Pong, ProcessLost when its wire is lost,
+                and EngineGone when it has ended.
+            outbox: where the fleet's messages to the front end wait. While it is full, no message
+                of the engine is read.
+            stall_s: an engine that has work and makes no progress for so long (longer if its steps
+                take long) is killed and started again.
+            builder: makes the runner, see order.py.
+        """
+        super().__init__(name, policy)
+        self.host = host
+        self.stall_s = stall_s
+        self.role = Role()  # of the next process
+        self.progress_monitor = ProgressMonitor(time.monotonic())
+        self._config = without_secrets(config)
+        self._builder = builder
+        self._state = state
+        self._report = report
+        self._outbox = outbox
+        self._inbox: Inbox[FromWire] = Inbox(f"{self.name} link", INBOX_LIMIT)
+        self._wire: ZmqWire[m.EngineIn, FromWire] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False  # the front end may not read any more
+        self._last_words = ""  # the cause that the process gave for its end
+        self._handled_all = asyncio.Event()  # every message of the process was handled
+        self._unfit = ""  # why no process that is started here can talk to us
+        self._wire_lost_s: float | None = None
+
+    def start(self, role: Role) -> None:
+        """Start the engine, and return."""
+        self.assign(role)
+        self._task = spawn(self._live(), name=self.name, on_error=self._supervision_failed)
+
+    def assign(self, role: Role) -> None:
+        """Set the role of the next process."""
+        self.role = role
+
+    async def close(self, deadline_s: float) -> None:
+        """Let the process finish for up to `deadline_s`, then end it. May be called again."""
+        if self._task is None:
+            return
+        self._closing = True
+        self.retire()
+        try:
+            can_read = self.send(m.Drain(deadline_s))
+        except Overloaded:
+            can_read = False  # a signal reaches it
+        patience_s = 1.0 + (deadline_s if self._state().ready else 0.0)
+        await asyncio.wait([self._task], timeout=patience_s if can_read else 0.0)
+        if not self._task.done():
+            await self.stop(term_s=STOP_S)
+        await asyncio.wait([self._task])
+
+    def send(self, msg: m.EngineIn) -> bool:
+        """Send the process a message. Return False if there is no process.
+
+        Raises Overloaded if the process does not keep up.
+        """
+        return self._wire is not None and self._wire.send(msg)
+
+    def drain(self, deadline_s: float) -> None:
+        """Let running requests finish for up to `deadline_s`."""
+        with suppress(Overloaded):  # then it is stopped with the fleet
+            self.send(m.Drain(deadline_s))
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None while there is no process."""
+        return self.child.pid or None if self.child is not None and self.child.alive else None
+
+    def kill(self, reason: str) -> None:
+        """End the process at once. reason: see `Process.kill`."""
+        if self.child is not None and self.child.alive:
+            self.child.kill(reason)
+
+    # ---- the life of the engine
+
+    async def _live(self) -> None:
+        """Return after a death that is final."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                beats = every(INTERVAL_S, self._beat, name=f"{self.name} heartbeat")
+                helpers = [group.create_task(self._read()), group.create_task(beats)]
+                await self.run()
+                for helper in helpers:
+                    helper.cancel()
+        finally:
+            self._close_wire()
+            self._inbox.close()
+
+    def _supervision_failed(self, _name: str, error: Exception) -> None:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        exit_code = 1
+        cause = f"the supervision of {self.name} failed: {error!r}"
+        if isinstance(error, ConfigError):
+            exit_code = error.exit_code
+            cause = str(error)
+        else:
+            log.error("the supervision of %s failed", self.name, exc_info=error)
+        self._report(EngineGone(exit_code=exit_code, cause=cause))
+
+    async def begin(self, incarnation: int) -> Process:
+        address, keys = self.host.listen_address(f"{self.name}-{incarnation}")
+        token = secrets.token_hex(16)
+        wire = self._wire = listen(
+            address, token=token, receives=m.EngineOut, inbox=self._inbox, keys=keys
+        )
+        order = EngineOrder(
+            config=self._config,
+            address=wire.address,
+            token=token,
+            born_s=time.monotonic(),
+            builder=self._builder,
+            role=msgspec.structs.replace(self.role, folder=self.host.folder),
+        )
+        self._last_words = ""
+        self._unfit = ""
+        self._wire_lost_s = None
+        self._handled_all.clear()
+        waiting = spawn(
+            self._report_absence(), name=f"{self.name} waits for its machine", on_error=log_error
+        )
+        try:
+            return await self.host.start(self.name, msgspec.json.encode(order))
+        finally:
+            await cancel(waiting)
+
+    async def _report_absence(self) -> None:
+        """Report what the start waits for, while the machine is not there."""
+        began_s = time.monotonic()
+        while self.host.absent:
+            elapsed_s = time.monotonic() - began_s
+            self._inbox.put(m.Phase(self.host.absent, 0, elapsed_s), force=True)
+            await asyncio.sleep(INTERVAL_S)
+
+    async def curable(self, death: Death) -> bool:
+        if self._wire is not None and self._wire.greeted:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._handled_all.wait(), LAST_WORDS_S)
+        state = self._state()
+        obeyed = state.told_to_stop and death.exit_code == 0
+        return death.stranded or not (
+            self._unfit or not state.loaded or obeyed or is_config_error(death.exit_code)
+        )
+
+    async def on_death(self, death: Death, again_in_s: float | None) -> None:
+        """Report the death, and return once the report was handled."""
+        self._close_wire()
+        self._handled_all.clear()
+        cause = self._unfit or self._last_words or death.summary
+        tail = death.log_tail if death.exit_code and not is_config_error(death.exit_code) else ()
+        end = EngineGone(
+            exit_code=death.exit_code, cause=cause, log_tail=tail, restart_in_s=again_in_s
+        )
+        self._inbox.put(end, force=True)
+        await self._handled_all.wait()
+
+    def _close_wire(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    # ---- messages and heartbeat
+
+    async def _read(self) -> None:
+        """Handle messages as fast as the front end reads; the process is held back otherwise."""
+        while True:
+            for msg in await self._inbox.drain(wait=True):
+                if self._outbox.full:
+                    await self._room()
+                self._handle(msg)
+
+    async def _room(self) -> None:
+        """Wait until the front end has read enough, or the engine is closed."""
+        while self._outbox.full and not self._closing:
+            free = asyncio.Event()
+            self._outbox.when_room(free.set)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(free.wait(), LAST_WORDS_S)
+
+    def _handle(self, msg: FromWire) -> None:
+        match msg:
+            case m.Pong():
+                self.progress_monitor.pong(msg, time.monotonic())
+                return
+            case PeerGone(cause):
+                self._report(ProcessLost())
+                self._on_wire_lost(cause)
+                return
+            case m.Phase():
+                self.progress()
+            case m.Ready():
+                self.progress_monitor = ProgressMonitor(time.monotonic(), msg.step_s)
+                self.serving()
+            case m.Stopped(cause):
+                self._last_words = cause
+        self._report(msg)
+        if isinstance(msg, EngineGone):
+            self._handled_all.set()
+
+    def _on_wire_lost(self, cause: str) -> None:
+        """The process should end now."""
+        self._unfit = "" if self._wire is not None and self._wire.greeted else cause
+        self._wire_lost_s = time.monotonic()
+        self._handled_all.set()
+
+    def _beat(self) -> None:
+        """Ping the process, and kill it if it hangs."""
+        now_s = time.monotonic()
+        ping = self.progress_monitor.ping(now_s)
+        if self._wire_lost_s is not None and now_s - self._wire_lost_s > EXIT_GRACE_S:
+            self.kill("has closed its connection and did not end")
+        state = self._state()
+        if state.ready is None:
+            return
+        with suppress(Overloaded):  # a missing pong is an answer, too
+            self.send(ping)
+        if why := self.progress_monitor.fault(
+            now_s, self.stall_s, held=state.held, grouped=state.grouped
+        ):
+            self.kill(why)  # the other engines would wait for it for ever

@@ -1,0 +1,328 @@
+"""The fleet as one state machine: events of engines in, messages to the front end out."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, assert_never
+
+import msgspec
+
+from moeserve import messages as m
+from moeserve.actor.tasks import log_error, spawn
+from moeserve.cluster.assignment import equal_shares
+from moeserve.cluster.engine_group import EngineGroup, combined
+from moeserve.cluster.engine_state import (
+    EngineEvent,
+    EngineState,
+    FromProcess,
+    Held,
+    LeftFleet,
+    MeetingBegun,
+    NewRequestsEnded,
+    ProcessLost,
+)
+from moeserve.cluster.engine_table import EngineTable
+from moeserve.cluster.link import EngineGone, FromEngine, RequestsLost, Resized
+from moeserve.cluster.traffic import Traffic
+from moeserve.cluster.view import EngineView
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moeserve.cluster.rebalancing import Rebalancing
+
+log = logging.getLogger(__name__)
+
+
+class FleetState:
+    """The members of a fleet, their groups, requests and experts, and what follows from each event.
+
+    All of it changes here. `Fleet` offers it to the front end, `Scaling` adds and removes engines.
+    """
+
+    def __init__(self, *, single: bool, emit: Callable[[FromEngine], None]) -> None:
+        """Make the state of a fleet without engines.
+
+        Args:
+            single: one engine of one process. No other engine can take over its requests, so the
+                front end gets its EngineGone.
+            emit: sends the front end a message.
+        """
+        self.single = single
+        self.table = EngineTable()
+        self.members: tuple[int, ...] = ()  # ranks, in the order of their dp ranks in a group
+        self.groups: tuple[EngineGroup, ...] = ()
+        self.experts: Rebalancing | None = None  # None: no experts, or each engine has all of them
+        self.traffic = Traffic(self.serving, self.table.send, self.fail)
+        self.phase = m.Phase("starting", 0, 0.0)
+        self.ready: m.Ready | None = None  # facts of all engines together, once all served
+        self.unserved_since_s: float | None = None  # no engine serves
+        self.over = False  # the final EngineGone was sent
+        self.failure = ""  # its cause, unless it was an ordered stop
+        self._emit = emit
+        self._deadline_passed = False  # of a drain
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # ---- members and groups
+
+    @property
+    def together(self) -> bool:
+        """Whether the engines form one group."""
+        return self.experts is not None
+
+    @property
+    def member_states(self) -> list[EngineState]:
+        """The states of the members."""
+        return self.table.of(self.members)
+
+    def serving(self) -> Collection[int]:
+        """Return the ranks of the engines that may get requests."""
+        return {state.rank for state in self.member_states if state.serving}
+
+    def shard_experts(self, experts: "Rebalancing") -> None:
+        """Make the engines one group, over which the experts are sharded."""
+        self.experts = experts
+
+    def set_members(self, ranks: Sequence[int]) -> None:
+        """Make these engines the members of the fleet."""
+        self.members = tuple(ranks)
+
+    def add_groups(self, groups: Iterable[EngineGroup]) -> None:
+        """Add groups that meet from now on."""
+        self.groups += tuple(groups)
+
+    def take_out(self, ranks: Sequence[int], cause: str) -> list[EngineGroup]:
+        """Hand the requests of engines that leave the fleet back to the front end.
+
+        Return the groups that have no other members, to be closed.
+        """
+        for rank in ranks:
+            self.table.apply(rank, LeftFleet())
+            self._hand_back(rank, died=False, cause=cause)
+        # A group of all engines gets other members by `regroup`.
+        left = [] if self.together else [g for g in self.groups if g.members[0] in ranks]
+        self.groups = tuple(group for group in self.groups if group not in left)
+        return left
+
+    # ---- events
+
+    def heard(self, rank: int, event: EngineEvent) -> None:
+        """Act on an event of an engine. An error in here is the end of the fleet."""
+        try:
+            self._on_event(rank, event)
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End the fleet because of an error in its own code."""
+        log.error("the fleet failed", exc_info=error)
+        self.end(EngineGone(exit_code=1, cause=f"the fleet failed: {error!r}"))
+
+    def _on_event(self, rank: int, event: EngineEvent) -> None:
+        match event:
+            case ProcessLost():
+                self._on_lost(rank)
+            case EngineGone():
+                self._on_lost(rank)
+                self.table.apply(rank, event)
+                self._on_ended(rank, event)
+            case MeetingBegun() | Held() | NewRequestsEnded() | LeftFleet():
+                self.table.apply(rank, event)
+            case _:
+                state = self.table.apply(rank, event)
+                if not state.left:  # its requests have gone to other engines
+                    self._on_message(rank, event)
+
+    def _on_message(self, rank: int, msg: FromProcess) -> None:
+        match msg:
+            case m.StepOutput():
+                self._on_output(rank, msg)
+            case m.Refused():
+                self._on_refused(rank, msg)
+            case m.Traced():
+                self._emit(msgspec.structs.replace(msg, dp_rank=rank))
+            case m.ExpertLoad() | m.Placed():
+                self._on_experts(msg)
+            case m.Stopped():
+                if self.single:
+                    self._emit(msg)
+            case m.Phase():
+                self._on_phase()
+            case m.Ready() | m.Joined() | m.Parted():
+                self._check_groups()
+            case _:
+                assert_never(msg)
+
+    def _on_output(self, rank: int, output: m.StepOutput) -> None:
+        self.traffic.note(rank, output)
+        record = output.record
+        if record is not None and record.dp_rank != rank:
+            # An engine knows its place in its group only.
+            record = msgspec.structs.replace(record, dp_rank=rank)
+            output = msgspec.structs.replace(output, record=record)
+        self._emit(output)
+
+    def _on_refused(self, rank: int, msg: m.Refused) -> None:
+        self.traffic.balancer.end(msg.rid)
+        if msg.code != "server_draining" or self._deadline_passed or self.single:
+            self._emit(msg)
+            return
+        # The engine got a SIGTERM. Another one takes over the request.
+        self.table.apply(rank, NewRequestsEnded(ordered=False))
+        self._emit(RequestsLost(rids=(msg.rid,), engine=rank, died=False, cause=msg.message))
+
+    def _on_experts(self, msg: m.ExpertLoad | m.Placed) -> None:
+        if self.experts is None:
+            self._emit(msg)  # no placement: the front end only sums up the load
+        elif isinstance(msg, m.Placed):
+            self.experts.placed(msg)
+        else:
+            self.experts.note(msg)
+
+    def _on_phase(self) -> None:
+        phase = min((state.phase for state in self.member_states), key=lambda it: it.percent)
+        if phase != self.phase and (self.ready is None or not self.serving()):
+            self.phase = phase
+            self._emit(phase)
+
+    def _check_groups(self) -> None:
+        """Let the groups see a change in the state of an engine."""
+        for group in self.groups:
+            group.check()
+        if self.unserved_since_s is None and not self.serving():
+            self.unserved_since_s = time.monotonic()
+
+    def _on_lost(self, rank: int) -> None:
+        before = self.table[rank]
+        self.table.apply(rank, ProcessLost())
+        self._check_groups()
+        if before.has_served and not before.left:
+            self._hand_back(rank, died=not before.obeyed, cause="it ended")
+
+    def _hand_back(self, rank: int, *, died: bool, cause: str) -> None:
+        """Return the requests of an engine to the front end."""
+        rids = self.traffic.balancer.close(rank)
+        if (rids or died) and not self.single:
+            self._emit(RequestsLost(rids=rids, engine=rank, died=died, cause=cause))
+
+    def _on_ended(self, rank: int, end: EngineGone) -> None:
+        if end.restarting:
+            if self.single:
+                self.ready = None
+                self.traffic.forget_waiting()
+                self._emit(end)
+            return
+        state = self.table[rank]
+        if state.left or rank not in self.members:
+            return
+        if not (self.single or end.exit_code == 0 or end.cause.startswith(state.name)):
+            end = msgspec.structs.replace(end, cause=f"{state.name}: {end.cause}")
+        if all(other.end is not None for other in self.member_states):
+            self.end(end)
+        elif end.exit_code == 0 and state.obeyed:
+            self._close_group_of(rank)
+        elif self.together or not self.ready:
+            self.end(end)
+        else:
+            num_serving = len(self.serving())
+            log.error("%s is not started again; %d engines continue", state.name, num_serving)
+
+    def _close_group_of(self, rank: int) -> None:
+        """End the engines that would wait in vain for one that has obeyed an order to stop."""
+        others = [
+            other for group in self.groups if rank in group.members for other in group.members
+        ]
+        for other in self.table.of(others):
+            if not other.up and other.end is None:
+                closing = spawn(
+                    self.table.supervisor(other.rank).close(0.0),
+                    name=f"close {other.name}",
+                    on_error=log_error,
+                )
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
+    def end(self, gone: EngineGone) -> None:
+        """Send the front end the final EngineGone; only the first one counts."""
+        if self.over:
+            return
+        self.over = True
+        self.ready = None
+        self.failure = gone.cause if gone.exit_code else ""
+        self._emit(gone)
+
+    # ---- meetings and facts
+
+    def on_met(self, group: EngineGroup) -> None:
+        """All engines of a group serve, together."""
+        self.unserved_since_s = None
+        states = self.table.of(group.members)
+        if self.experts is not None:
+            facts = states[0].ready
+            num_nodes = equal_shares([state.machine for state in states])
+            expert_bytes = facts.expert_bytes if facts is not None else 0
+            self.experts.joined(group.placement, expert_bytes, num_nodes)
+        for state in states:
+            assert state.ready is not None
+            self.traffic.balancer.open(state.rank, state.ready.block_size, state.ready.num_blocks)
+        if self.ready is not None or all(other.complete for other in self.groups):
+            self.announce()
+        self.traffic.flush()
+        if self._deadline_passed:
+            self.stop_requests()
+
+    def on_group_failed(self, cause: str, exit_code: int) -> None:
+        """The engines of a group will never serve together."""
+        self.end(EngineGone(exit_code=exit_code, cause=cause))
+
+    def announce(self) -> None:
+        """Send the front end the facts of all engines together, if they have changed."""
+        present = [state.ready for state in self.member_states if state.ready is not None]
+        if not present:
+            return  # all are being replaced; the next meeting announces them
+        try:
+            facts = combined(present)
+        except ConfigError as error:
+            self.end(EngineGone(exit_code=error.exit_code, cause=str(error)))
+            return
+        before = self.ready
+        self.ready = facts
+        if before is None:
+            self._emit(facts)
+        elif before != facts:
+            self._emit(Resized(facts))
+
+    def settle(self) -> None:
+        """Announce a change of members, and send them the requests that wait."""
+        self.announce()
+        self.traffic.flush()
+
+    def stop_requests(self) -> None:
+        """End the running requests, because the deadline of a drain has passed.
+
+        Engines that do not serve yet get the order later: requests may wait for them.
+        """
+        self._deadline_passed = True
+        for rank in self.serving():
+            self.drain(rank, 0.0)
+
+    def drain(self, rank: int, deadline_s: float) -> None:
+        """Let the requests of an engine finish for up to `deadline_s`; it gets no new ones."""
+        self.table.apply(rank, NewRequestsEnded(ordered=True))
+        self.table.supervisor(rank).drain(deadline_s)
+
+    def engine_views(self) -> tuple[EngineView, ...]:
+        """Return a snapshot of each member."""
+        loads = self.traffic.balancer.loads
+        return tuple(
+            EngineView(
+                rank=state.rank,
+                host=state.host,
+                pid=self.table.supervisor(state.rank).pid,
+                state=state.label,
+                epoch=state.epoch,
+                restarts=state.restarts,
+                num_requests=len(loads[state.rank].live) if state.rank in loads else 0,
+            )
+            for state in self.member_states
+        )

@@ -1,0 +1,29 @@
+"""The runner of one rank, for an engine (build.py) and for its other ranks (tp_worker.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moeserve.comm.world import World
+from moeserve.config import Config
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.messages import PlacementTable
+from moeserve.models.hf_config import read_model_spec
+
+if TYPE_CHECKING:
+    from moeserve.runner.base import ModelRunnerBase
+
+
+def make_rank(
+    config: Config, world: World, table: PlacementTable | None, *, grouped: bool
+) -> ModelRunnerBase:
+    """Return the runner of one rank, with nothing loaded yet. grouped: it waits for a Join."""
+    # Slow imports: the caller is a thread, or a process without an event loop.
+    from moeserve.moe.placement.placement import Placement
+    from moeserve.runner.factory import make_runner
+
+    model_dir = resolve_model_dir(config.model.model)
+    placement = None if table is None else Placement.from_table(table)
+    return make_runner(
+        config, read_model_spec(model_dir), model_dir, world, placement, grouped=grouped
+    )

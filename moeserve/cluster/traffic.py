@@ -1,0 +1,106 @@
+"""The way of requests to the engines of a fleet, and the requests that wait while no engine serves."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+
+from moeserve.cluster.balance import Balancer
+from moeserve.errors import Overloaded
+from moeserve.messages import Abort, EngineIn, StepOutput, Submit
+
+RETRY_S = 0.05  # for requests whose engine did not read its messages
+
+
+class Traffic:
+    """Sends each request to the engine that suits it best."""
+
+    def __init__(
+        self,
+        serving: Callable[[], Collection[int]],
+        send: Callable[[int, EngineIn], object],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """Make the traffic of a fleet.
+
+        Args:
+            serving: returns the ranks of the engines that may get requests.
+            send: sends an engine a message; raises Overloaded if it does not keep up.
+            fail: is told of an error in a retry, which has no caller.
+        """
+        self.balancer = Balancer()
+        self._serving = serving
+        self._send = send
+        self._fail = fail
+        self._waiting: dict[int, Submit] = {}  # for an engine
+        self._retry: asyncio.TimerHandle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that wait for an engine."""
+        return len(self._waiting)
+
+    def submit(self, request: Submit) -> None:
+        """Send a request to the engine that suits it best, or keep it while no engine serves.
+
+        Raises Overloaded if that engine does not keep up.
+        """
+        ranks = self._serving()
+        if not ranks:
+            self._waiting[request.rid] = request
+            return
+        rank = self.balancer.choose(request, ranks)
+        self._send(rank, request)
+        self.balancer.assign(request, rank)
+
+    def flush(self) -> None:
+        """Send the requests that wait, oldest first, as far as engines accept them."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        waiting = self._waiting
+        self._waiting = {}
+        for rid, request in waiting.items():
+            try:
+                self.submit(request)
+            except Overloaded:
+                self._waiting[rid] = request
+        if self._waiting and self._serving():
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._flush_again)
+
+    def _flush_again(self) -> None:
+        try:
+            self.flush()
+        except Exception as error:
+            self._fail(error)
+
+    def forget_waiting(self) -> None:
+        """Drop the requests that wait: the front end submits them again."""
+        self._waiting.clear()
+
+    def abort(self, rids: Sequence[int]) -> None:
+        """Abort requests.
+
+        Raises Overloaded if an engine does not keep up; call again with the same requests then.
+        """
+        by_rank: dict[int, list[int]] = {}
+        for rid in rids:
+            if self._waiting.pop(rid, None) is not None:
+                continue
+            rank = self.balancer.rank_of(rid)
+            if rank is not None:
+                by_rank.setdefault(rank, []).append(rid)
+        failure: Overloaded | None = None
+        for rank, theirs in by_rank.items():
+            try:
+                self._send(rank, Abort(theirs))
+            except Overloaded as error:  # the other engines still get theirs
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def note(self, rank: int, out: StepOutput) -> None:
+        """Note a step of an engine, and the requests that it finished."""
+        self.balancer.note(rank, out)
+        if any(out.finish):
+            for rid, finish in zip(memoryview(out.rids).cast("q"), out.finish, strict=True):
+                if finish:
+                    self.balancer.end(rid)
