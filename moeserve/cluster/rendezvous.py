@@ -8,6 +8,8 @@ so that a wrong flag or an outdated copy of the model is found within seconds an
 import asyncio
 import logging
 import socket
+import threading
+from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import fields
 from itertools import count
@@ -25,6 +27,7 @@ from moeserve.actor.handshake import (
     secure,
     token_of,
 )
+from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.cluster.check_parallel import rendezvous_of
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.host import Host, RemoteHost, Root, RootHost
@@ -39,6 +42,9 @@ log = logging.getLogger(__name__)
 
 TOKEN = "rendezvous"  # what the first token is for
 MAX_HELLO_BYTES = 1 << 16
+MAX_GREETED = 4096  # nodes between hello and registration, more than a cluster has machines
+PAUSE_S = 0.1  # after an unexpected error
+LINGER_MS = 500
 EPOCHS = 1 << 18  # numbers for the groups of one front end: those of the next one are above them
 _SHARED = ("parallel", "cache", "scheduler", "device")  # sections of settings that must be alike
 # Settings that each machine has for itself.
@@ -68,6 +74,9 @@ class TurnedAway(msgspec.Struct, frozen=True, tag=True):
     """Machine 0's answer to a node that does not fit."""
 
     cause: str
+
+
+_decode = msgspec.msgpack.Decoder(Hello | Attendance).decode
 
 
 def attendance(config: Config, folder: str = "") -> Attendance:
@@ -123,6 +132,7 @@ class Rendezvous:
         self._root: RootHost | None = None
         self._nodes: dict[int, RemoteHost] = {}
         self._listening: asyncio.Task[None] | None = None
+        self._greeted: OrderedDict[bytes, None] = OrderedDict()  # nodes that have sent their hello
 
     @classmethod
     async def open(cls, config: Config, folder: str, root: Root | None = None) -> "Rendezvous":
@@ -146,9 +156,8 @@ class Rendezvous:
             for number in range(1, num_nodes):
                 self._nodes[number] = RemoteHost(number, num_nodes, bracketed(self.address), keys)
             self.hosts = (*self.hosts, *self._nodes.values())
-            self._listening = asyncio.create_task(
-                self._serve(socket, own, hello), name="rendezvous"
-            )
+            serve = self._serve(socket, own, hello)
+            self._listening = spawn(serve, name="rendezvous", on_error=log_error)
         if root is None:
             self.here.keep(config)  # last: what raises above has no process to end
         return self
@@ -156,38 +165,49 @@ class Rendezvous:
     async def close(self, cause: str = "") -> None:
         """Releases all nodes. cause: why machine 0 fails, empty if it was told to stop."""
         await self.here.close()
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.wait([self._listening])
+        await cancel(self._listening)
         far = [*self._nodes.values(), *([self._root] if self._root is not None else [])]
         await asyncio.gather(*(host.close(cause) for host in far))
 
     async def _serve(self, socket: zmq.asyncio.Socket, own: Attendance, hello: Hello) -> None:
-        """Answers those who come, until it is cancelled."""
-        decode = msgspec.msgpack.Decoder(Hello | Attendance).decode
-        greeted: set[bytes] = set()  # ZeroMQ's identities of nodes that have sent their hello
-        answer: msgspec.Struct | None
+        """Answer those who come, until cancelled. An error costs the message that caused it."""
         try:
             while True:
-                sender, *_, frame = await socket.recv_multipart()
                 try:
-                    msg = decode(frame)
-                except (msgspec.MsgspecError, ValueError, RecursionError):
-                    log.warning("the rendezvous dropped %d bytes that are no message", len(frame))
-                    continue
-                if isinstance(msg, Attendance):
-                    answer = self._admit(msg, own) if sender in greeted else None
-                    greeted.discard(sender)
-                elif isinstance(answer := answer_hello(msg, hello), Hello):
-                    greeted.add(sender)
-                if answer is not None:
-                    with suppress(zmq.ZMQError):  # it did not wait for us
-                        await socket.send_multipart(
-                            [sender, msgspec.msgpack.encode(answer)], zmq.NOBLOCK
-                        )
+                    sender, *_, frame = await socket.recv_multipart()
+                    answer = self._answer(sender, frame, own, hello)
+                    if answer is not None:
+                        with suppress(zmq.ZMQError):  # it did not wait for us
+                            await socket.send_multipart(
+                                [sender, msgspec.msgpack.encode(answer)], zmq.NOBLOCK
+                            )
+                except Exception as error:
+                    log_error("rendezvous", error)
+                    await asyncio.sleep(PAUSE_S)  # a lasting error must not fill the log
         finally:
             socket.close()
-            socket.context.term()
+            # Its last answers have LINGER_MS to leave: term would block the loop so long.
+            threading.Thread(target=socket.context.term, name="rendezvous end", daemon=True).start()
+
+    def _answer(
+        self, sender: bytes, frame: bytes, own: Attendance, hello: Hello
+    ) -> msgspec.Struct | None:
+        """Return the answer to a message, None if it deserves none."""
+        try:
+            msg = _decode(frame)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            log.warning("the rendezvous dropped %d bytes that are no message", len(frame))
+            return None
+        if isinstance(msg, Attendance):
+            known = sender in self._greeted
+            self._greeted.pop(sender, None)
+            return self._admit(msg, own) if known else None
+        answer = answer_hello(msg, hello)
+        if isinstance(answer, Hello):
+            self._greeted[sender] = None
+            if len(self._greeted) > MAX_GREETED:  # most of them never registered
+                self._greeted.popitem(last=False)
+        return answer
 
     def _admit(self, node: Attendance, own: Attendance) -> Admitted | TurnedAway:
         cause = misfit(own, node, {number for number, host in self._nodes.items() if host.taken})
@@ -204,7 +224,7 @@ def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.ROUTER)
     secure(socket, keys, listens=True)
-    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
     try:
         socket.bind(address)

@@ -11,6 +11,7 @@ from moeserve.errors import ConfigError
 
 _PREFIX = "moeserve-"
 _LOCK = "lock"
+_REMEDY = "; set TMPDIR to one that can be written"
 _MAX_BASE_BYTES = (
     48  # leaves room for our name, an epoch's and a socket's within the 107 bytes of a socket path
 )
@@ -25,8 +26,7 @@ class RunDir:
         base = _base()
         _sweep(base)
         what = f"cannot make a directory for sockets in {base}"
-        remedy = "; set TMPDIR to one that can be written"
-        with ConfigError.instead_of(OSError, what, remedy):
+        with ConfigError.instead_of(OSError, what, _REMEDY):
             self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
             self._lock_fd = _lock(self.path)
 
@@ -39,8 +39,10 @@ class RunDir:
 
 
 def _base() -> str:
-    """Returns TMPDIR, or /tmp where a socket path in TMPDIR would be too long for the kernel."""
-    base = tempfile.gettempdir()
+    """Return TMPDIR, or /tmp where a socket path in TMPDIR would be too long for the kernel."""
+    what = "there is no directory for temporary files that can be written"
+    with ConfigError.instead_of(OSError, what, _REMEDY):
+        base = tempfile.gettempdir()
     return base if len(os.fsencode(base)) <= _MAX_BASE_BYTES else "/tmp"
 
 

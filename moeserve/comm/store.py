@@ -9,6 +9,7 @@ encrypted between machines, asks no DNS, and a rank that does not come is named 
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -31,6 +32,8 @@ from moeserve.comm.stream import (
     to_address,
 )
 from moeserve.errors import PeerLost
+
+log = logging.getLogger(__name__)
 
 dist: Any = torch.distributed  # its type hints lack most of what is used here
 
@@ -119,11 +122,16 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             self.close(error)
         except OSError as error:
             self.close(PeerLost(f"cannot use the store at {self._members.store}: {error}"))
+        except Exception as error:
+            log.exception("the store failed")
+            self.close(PeerLost(f"the store of this rank failed: {error!r}"))
         finally:
-            assert self._lost is not None
-            self._tell(Leaving(str(self._lost), self._lost.missing))
-            for stream in self._streams.values():
+            lost = self._lost or PeerLost("this rank left the group")
+            self._tell(Leaving(str(lost), lost.missing))
+            streams = list(self._streams.values())
+            for stream in streams:
                 stream.close()
+            await asyncio.gather(*(stream.wait_closed() for stream in streams))
 
     async def _accept(self) -> None:
         members = self._members
@@ -172,6 +180,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
             self._changed.notify_all()
 
     def _tell(self, msg: Put | Leaving, but: int = -1) -> None:
+        data = frame(msg)
         for rank, stream in list(self._streams.items()):
             if rank != but:
-                stream.send(frame(msg))
+                stream.send(data)

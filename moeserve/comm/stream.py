@@ -24,11 +24,15 @@ import os
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+
+from moeserve.actor.tasks import log_error, spawn
 
 if TYPE_CHECKING:
     from moeserve.comm.cipher import Cipher
@@ -46,7 +50,11 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _ACCEPTED = b"\x01"
 _RETRY_S = 0.005
-_GREET_S = 5.0  # limit on a stranger that connects and says nothing
+_GREET_S = 5.0  # limit on a stranger that connects and sends nothing
+_SPARE_GREETINGS = 64  # strangers at a time, beside the expected peers
+_ACCEPT_PAUSE_S = 0.5  # after an error such as too many open files
+MAX_BACKLOG_BYTES = 128 << 20  # unsent bytes of a stream, beyond which its peer counts as lost
+CLOSE_S = 2.0  # for the backlog of a closed stream to leave
 _READ_BYTES = 1 << 16
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -71,8 +79,9 @@ class KeyedSocket(NamedTuple):
 class StreamListener:
     """Accepts one connection of each expected peer on the running loop, until `close`.
 
-    Each connection is greeted by a task of its own, so that a stranger holds nobody up. `complete`
-    is set once every peer is in `accepted`. Raises OSError for an address that cannot be used.
+    Each connection is greeted by a task of its own, so that a stranger holds nobody up. Where
+    strangers are too many, the oldest greeting ends. `complete` is set once every peer is in
+    `accepted`. Raises OSError for an address that cannot be used.
     """
 
     def __init__(self, address: Address, token: str, epoch: int, expected: Iterable[Peer]) -> None:
@@ -81,7 +90,9 @@ class StreamListener:
         self.complete = asyncio.Event()
         self._token = token
         self._epoch = epoch
-        self._greetings: set[asyncio.Task[bool]] = set()
+        self._greetings: dict[asyncio.Task[bool], None] = {}  # in the order of their begin
+        self._max_greetings = len(self.missing) + _SPARE_GREETINGS
+        self._again: asyncio.TimerHandle | None = None  # to accept again after an error
         self._loop = asyncio.get_running_loop()
         self._path = address if isinstance(address, str) else None
         self._socket = socket.socket(_family(address))
@@ -95,11 +106,17 @@ class StreamListener:
             self._socket.close()
             raise
         self._socket.setblocking(False)
-        self._loop.add_reader(self._socket, self._accept)
+        self._listen()
         self._check_complete()
 
+    def _listen(self) -> None:
+        self._again = None
+        self._loop.add_reader(self._socket, self._accept)
+
     def close(self) -> None:
-        """Stops listening. Accepted links stay open."""
+        """Stop listening. Accepted links stay open."""
+        if self._again is not None:
+            self._again.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()
         if self._path is not None:
@@ -115,14 +132,27 @@ class StreamListener:
     def _accept(self) -> None:
         try:
             sock, _ = self._socket.accept()
-        except BlockingIOError:  # the connection has ended already
+        except (BlockingIOError, ConnectionAbortedError):  # the connection has ended already
+            return
+        except OSError as error:
+            # The connection stays in the queue: without a pause the loop would only fail again.
+            log.warning("cannot accept a connection to this rank: %s", error)
+            self._loop.remove_reader(self._socket)
+            self._again = self._loop.call_later(_ACCEPT_PAUSE_S, self._listen)
             return
         sock.setblocking(False)
-        self._greetings.add(task := self._loop.create_task(self._greet(sock)))
-        task.add_done_callback(self._greetings.discard)
-        task.add_done_callback(
-            lambda task: sock.close() if task.cancelled() or not task.result() else None
-        )
+        if len(self._greetings) >= self._max_greetings:
+            oldest = next(iter(self._greetings))
+            oldest.cancel()
+            del self._greetings[oldest]
+        task = spawn(self._greet(sock), name="greeting of a rank", on_error=log_error)
+        self._greetings[task] = None
+        task.add_done_callback(partial(self._greeted, sock))
+
+    def _greeted(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
+        self._greetings.pop(task, None)
+        if task.cancelled() or task.exception() is not None or not task.result():
+            sock.close()
 
     async def _greet(self, sock: socket.socket) -> bool:
         try:
@@ -315,9 +345,11 @@ class FrameSplitter(Generic[In]):
 
 
 class AsyncStream(Generic[In]):
-    """A stream that is used on the running loop, which calls `heard(message)`, one of the union
-    `receives`, and, once the stream is lost and closed, `lost(cause)`. What TCP carries is
-    encrypted."""
+    """A stream that is used on the running loop. Over TCP it is encrypted.
+
+    The loop calls `heard(message)` for each message of the union `receives`, and `lost(cause)` once
+    the stream is lost and closed.
+    """
 
     def __init__(
         self,
@@ -340,34 +372,86 @@ class AsyncStream(Generic[In]):
         self._heard = heard
         self._lost = lost
         self._is_open = True
+        self._backlog: deque[bytes] = deque()  # frames that the socket did not take yet
+        self._backlog_bytes = 0
         self._loop = asyncio.get_running_loop()
+        self._closed = asyncio.Event()
         self._loop.add_reader(self._sock, self._read)
 
     def send(self, data: bytes) -> None:
-        """Sends a frame without waiting. A peer that lets the socket's buffer fill up is lost;
-        protocols on this stream have a peer read each message before it causes another one."""
+        """Send a frame without waiting.
+
+        A peer may be slow, up to MAX_BACKLOG_BYTES; the deadlines of a protocol find one that never
+        reads.
+        """
         if not self._is_open:
             return
         if self._cipher is not None:
             data = self._cipher.seal(data[HEADER.size :])
-        try:
-            sent = self._sock.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self._read()  # its last message, if there is one, says more than our error
-            if self._is_open:
-                self._break("closed its connection")
-            return
-        if sent < len(data):
+        if not self._backlog:
+            sent = self._send_some(data)
+            if sent < 0 or sent == len(data):
+                return
+            data = data[sent:]
+            self._loop.add_writer(self._sock, self._write)
+        self._backlog.append(data)
+        self._backlog_bytes += len(data)
+        if self._backlog_bytes > MAX_BACKLOG_BYTES:
             self._break("does not read what it is sent")
 
+    def _send_some(self, data: bytes) -> int:
+        """Return how many bytes the socket took, -1 if the peer is lost."""
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            if self._is_open:
+                self._read()  # its last message, if there is one, says more than our error
+            if self._is_open:
+                self._break("closed its connection")
+            return -1
+
+    def _write(self) -> None:
+        """Send the backlog as far as the socket takes it."""
+        while self._backlog:
+            data = self._backlog[0]
+            sent = self._send_some(data)
+            if sent < 0:
+                if not self._closed.is_set():
+                    self._finish()  # closed before: nobody reads the rest
+                return
+            self._backlog_bytes -= sent
+            if sent < len(data):
+                self._backlog[0] = data[sent:]
+                return
+            self._backlog.popleft()
+        self._loop.remove_writer(self._sock)
+        if not self._is_open:
+            self._finish()
+
     def close(self) -> None:
-        """Closes the stream; what was sent before still arrives."""
+        """Close the stream. Frames that were sent before still leave, within CLOSE_S."""
         if not self._is_open:
             return
         self._is_open = False
         self._loop.remove_reader(self._sock)
+        if self._backlog:
+            self._loop.call_later(CLOSE_S, self._finish)
+        else:
+            self._finish()
+
+    async def wait_closed(self) -> None:
+        """Return once the socket of a stream that was closed is closed."""
+        await self._closed.wait()
+
+    def _finish(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._backlog:
+            self._backlog.clear()
+            self._loop.remove_writer(self._sock)
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
             while self._sock.recv(_READ_BYTES):  # unread bytes would turn the close into a reset
@@ -391,9 +475,15 @@ class AsyncStream(Generic[In]):
                 self._heard(msg)
         except ValueError as error:
             self._break(f"sent nonsense ({error})")
+        except Exception as error:
+            log.exception("a message of another rank could not be handled")
+            self._break(f"sent a message that could not be handled ({error!r})")
 
     def _break(self, cause: str) -> None:
-        self.close()
+        """End the stream because the peer is lost."""
+        self._is_open = False
+        self._loop.remove_reader(self._sock)
+        self._finish()
         self._lost(cause)
 
 

@@ -16,14 +16,16 @@ import pytest
 import zmq
 
 from moeserve.actor.actor import Inbox
-from moeserve.actor.handshake import keys_of, read_secret, token_of
+from moeserve.actor.handshake import Hello, keys_of, read_secret, token_of
 from moeserve.actor.zmq_wire import PeerGone, connect
+from moeserve.cluster import rendezvous
 from moeserve.cluster.check_parallel import check_machines
 from moeserve.cluster.node import join
 from moeserve.cluster.rendezvous import Admitted, Rendezvous, attendance, bracketed, misfit, resolve
 from moeserve.config import CacheConfig, Config, DeviceConfig, ModelConfig, ParallelConfig
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.messages import PROTOCOL_VERSION
 
 SECRET = "a secret of the whole cluster"
 
@@ -142,6 +144,36 @@ async def test_nonsense_and_strangers_are_not_answered(config: Config, tmp_path:
         assert not socket.poll(100)
         socket.close(0)
         context.term()
+
+
+async def test_hellos_without_a_registration_are_not_kept_for_ever(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "MAX_GREETED", 3)
+    async with opened(config, tmp_path) as machines:
+        own = Hello(PROTOCOL_VERSION, token_of(SECRET.encode(), "rendezvous"))
+        facts = attendance(on(config, 1))
+        for number in range(10):
+            frame = msgspec.msgpack.encode(own)
+            assert machines._answer(b"%d" % number, frame, facts, own) == own
+        assert list(machines._greeted) == [b"7", b"8", b"9"]
+        await joins(on(config, 1))
+
+
+async def test_an_error_costs_one_message_and_not_the_rendezvous(
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with opened(config, tmp_path) as machines:
+        with monkeypatch.context() as broken:
+            broken.setattr(rendezvous, "misfit", lambda *args: 1 / 0)
+            with pytest.raises(ConfigError, match="no answer"):
+                await joins(on(config, 1), within_s=0.5)
+        assert "background task 'rendezvous' failed: ZeroDivisionError" in caplog.text
+        await joins(on(config, 1))
+        assert machines.hosts[1].taken
 
 
 async def test_an_address_that_is_taken_or_not_ours_is_named(

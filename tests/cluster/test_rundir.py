@@ -68,3 +68,14 @@ def test_a_place_that_cannot_be_written_is_named_with_the_remedy(
     monkeypatch.setattr(tempfile, "tempdir", str(missing))
     with pytest.raises(ConfigError, match=r"missing.*set TMPDIR"):
         RunDir()
+
+
+def test_without_any_place_for_temporary_files_the_remedy_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nowhere() -> str:  # as on a read-only root
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(ConfigError, match=r"temporary files .*set TMPDIR to one that can be writ"):
+        RunDir()

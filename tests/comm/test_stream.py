@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -191,3 +192,168 @@ def test_nonsense_ends_a_stream() -> None:
     assert a.receive() is None
     a.close()
     b.close()
+
+
+# ---- a peer that is slow, a machine without descriptors, strangers, and errors of ours
+
+
+class AsyncPair:
+    """Two ends of an AsyncStream in this loop."""
+
+    def __init__(self) -> None:
+        ours, self.theirs = socket.socketpair()
+        for sock in (ours, self.theirs):
+            sock.setblocking(False)
+        self.lost: list[str] = []
+        self.got: list[str] = []
+        self.reader: AsyncStream[Text] | None = None
+        keys = bytes(32), bytes(32)
+        self.writer = AsyncStream[Text](KeyedSocket(ours, keys), Text, print, self.lost.append)
+
+    def read(self) -> None:
+        """Begin to read the other end."""
+        keys = bytes(32), bytes(32)
+        link = KeyedSocket(self.theirs, keys)
+        self.reader = AsyncStream[Text](
+            link, Text, lambda msg: self.got.append(msg.text), self.lost.append
+        )
+
+    async def until_got(self, texts: list[str]) -> None:
+        async with asyncio.timeout(15):
+            while self.got != texts:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+async def test_a_peer_that_reads_late_gets_everything_in_order() -> None:
+    pair = AsyncPair()
+    texts = [str(number) * 100_000 for number in range(1, 60)]  # beyond any socket's buffer
+    for text in texts:
+        pair.writer.send(frame(Text(text)))
+    await asyncio.sleep(0.05)
+    pair.read()
+    await pair.until_got(texts)
+    pair.writer.send(frame(Text("the last one")))
+    await pair.until_got([*texts, "the last one"])
+    assert not pair.lost
+    pair.writer.close()
+    await pair.writer.wait_closed()
+
+
+async def test_a_stream_that_is_closed_sends_its_backlog_first() -> None:
+    pair = AsyncPair()
+    texts = ["x" * 1_000_000, "its last words"]
+    for text in texts:
+        pair.writer.send(frame(Text(text)))
+    pair.writer.close()
+    pair.read()
+    await pair.until_got(texts)
+    await asyncio.wait_for(pair.writer.wait_closed(), 15)
+    while not pair.lost:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert pair.lost == ["closed its connection"]
+
+
+async def test_a_peer_that_never_reads_is_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_BACKLOG_BYTES", 2_000_000)
+    monkeypatch.setattr(stream, "CLOSE_S", 0.01)
+    pair = AsyncPair()
+    for _ in range(30):
+        pair.writer.send(frame(Text("x" * 100_000)))
+    assert pair.lost == ["does not read what it is sent"]
+    closed = AsyncPair()
+    for _ in range(10):
+        closed.writer.send(frame(Text("x" * 100_000)))
+    closed.writer.close()
+    await asyncio.wait_for(closed.writer.wait_closed(), 15)
+    pair.theirs.close()
+    closed.theirs.close()
+
+
+async def test_a_message_that_cannot_be_handled_ends_the_stream(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = AsyncPair()
+
+    def fail(msg: Text) -> None:
+        raise ZeroDivisionError(msg.text)
+
+    lost: list[str] = []
+    AsyncStream[Text](KeyedSocket(pair.theirs, (b"", b"")), Text, fail, lost.append)
+    pair.writer.send(frame(Text("a vote")))
+    async with asyncio.timeout(15):
+        while not lost:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert lost == ["sent a message that could not be handled (ZeroDivisionError('a vote'))"]
+    assert "Traceback" in caplog.text
+    pair.writer.close()
+
+
+async def test_without_a_free_descriptor_the_listener_pauses_and_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stream, "_ACCEPT_PAUSE_S", 0.05)
+    path = str(tmp_path / "s")
+    with closing(StreamListener(path, "token", 1, [Peer(1)])) as listener:
+        tries: list[float] = []
+        accept = listener._socket.accept
+
+        class Full:
+            """The listening socket of a process with too many open files."""
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(real, name)
+
+            def fileno(self) -> int:
+                return real.fileno()
+
+            def accept(self) -> object:
+                tries.append(asyncio.get_running_loop().time())
+                if len(tries) < 3:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return accept()
+
+        real = listener._socket
+        listener._socket = Full()  # type: ignore[assignment]
+        link = await asyncio.wait_for(connect(path, "token", 1, Peer(1)), 15)
+        assert len(tries) == 3, "a busy loop"
+        assert tries[2] - tries[0] >= 0.08
+        assert caplog.text.count("Too many open files") == 2
+        assert listener.complete.is_set()
+    link.sock.close()
+    for accepted in listener.accepted.values():
+        accepted.sock.close()
+
+
+async def test_strangers_are_limited_and_keep_no_member_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_SPARE_GREETINGS", 3)
+    path = str(tmp_path / "s")
+    with closing(StreamListener(path, "token", 1, [Peer(1)])) as listener:
+        strangers = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+        for stranger in strangers:
+            stranger.connect(path)
+        await asyncio.sleep(0.05)
+        assert len(listener._greetings) <= 4
+        link = await asyncio.wait_for(connect(path, "token", 1, Peer(1)), 15)
+        assert listener.complete.is_set()
+        strangers[0].settimeout(5)
+        assert await asyncio.to_thread(strangers[0].recv, 1) == b""  # the oldest was closed
+    for sock in (*strangers, link.sock, *(it.sock for it in listener.accepted.values())):
+        sock.close()
+
+
+async def test_an_error_in_a_greeting_closes_the_connection_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "s")
+    with closing(StreamListener(path, "token", 1, [Peer(1)])) as listener:
+        with monkeypatch.context() as broken:
+            broken.setattr(stream, "_keys", lambda *args: 1 / 0)
+            with pytest.raises((ConnectionError, ZeroDivisionError)):
+                await asyncio.wait_for(connect(path, "token", 1, Peer(1)), 15)
+        assert "'greeting of a rank' failed: ZeroDivisionError" in caplog.text
+        link = await asyncio.wait_for(connect(path, "token", 1, Peer(1)), 15)
+        assert listener.complete.is_set()
+    for sock in (link.sock, *(it.sock for it in listener.accepted.values())):
+        sock.close()
