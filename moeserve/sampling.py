@@ -25,12 +25,14 @@ TOKEN_ID = (
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT, extra_json_schema={"format": TOKEN_ID})]
 NumSequences = Annotated[int, Meta(ge=1, le=MAX_N)]
-Temperature = Annotated[float, Meta(ge=0, le=2)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]  # of a request, as OpenAI's
+AnyTemperature = Annotated[float, Meta(ge=0, le=1000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFraction = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]  # of a request
+AnyRepetitionPenalty = Annotated[float, Meta(gt=0, le=1000)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[Sequence[StopString], Meta(max_length=64)]
@@ -61,13 +63,13 @@ LogitsProcessors = Annotated[Sequence[NonEmpty | LogitsProcessorSpec], Meta(max_
 class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The parameters that users and the engine give the same names and meaning."""
 
-    temperature: Temperature = 1.0
+    temperature: AnyTemperature = 1.0
     top_p: PositiveFraction = 1.0
     top_k: TopK = 0
     min_p: Fraction = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
+    repetition_penalty: AnyRepetitionPenalty = 1.0
     min_tokens: MinTokens = 0
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
@@ -108,8 +110,8 @@ class StructuredOutputsParams(
 class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request, with vLLM's names and defaults.
 
-    temperature in [0, 2] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p in
-    [0, 1], presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 2], n in 1..128. `seed`
+    temperature in [0, 1000] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p in
+    [0, 1], presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 1000], n in 1..128. `seed`
     None: one is drawn. `logprobs`/`prompt_logprobs`: how many alternatives besides the token
     itself, 0..20. `max_tokens` None: up to the end of the context. `stop` strings are cut from the
     text unless `include_stop_str_in_output`. `structured_outputs`: what the text must match.

@@ -130,11 +130,23 @@ def write_gguf(
             writer.add_tensor(theirs, gguf.quants.dequantize(data, kind))
         else:
             writer.add_tensor(theirs, data, raw_dtype=kind)
+    if (rope := config.get("rope_parameters") or {}).get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _rope_freqs(rope, config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=False)
     writer.close()
     return path if not split else min(path.parent.glob(f"{path.stem}-*"))
+
+
+def _rope_freqs(rope: dict[str, Any], config: dict[str, Any]) -> np.ndarray:
+    """Llama 3.1's factor of each wavelength, as llama.cpp's converter computes it."""
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = (rope["original_max_position_embeddings"] / waves - low) / (high - low)
+    kept = smooth.clip(0, 1)
+    return (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:

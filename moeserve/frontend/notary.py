@@ -151,7 +151,7 @@ class Notary:
 
 
 def _opened(path: str) -> BinaryIO:
-    with ConfigError.instead_of(OSError, f"request_log {path} cannot be written"):
+    with ConfigError.instead_of((OSError, RuntimeError), f"request_log {path} cannot be written"):
         return open(
             Path(path).expanduser(), "ab", opener=lambda name, flags: os.open(name, flags, 0o600)
         )

@@ -16,7 +16,8 @@ class Signer:
     """A private key, from a PEM file. Raises ConfigError."""
 
     def __init__(self, path: str) -> None:
-        kinds = OSError, ValueError, TypeError, UnsupportedAlgorithm  # TypeError: it has a password
+        # TypeError: the key has a password; RuntimeError: the user has no home for "~"
+        kinds = (OSError, ValueError, TypeError, RuntimeError, UnsupportedAlgorithm)
         with ConfigError.instead_of(
             kinds, f"receipt_key {path}", "; `moeserve receipt-key FILE` makes a key"
         ):

@@ -11,7 +11,8 @@ import msgspec
 
 from moeserve.config import Activations
 from moeserve.errors import CheckpointError
-from moeserve.loader.files import config_name, is_gguf, model_file, read_json
+from moeserve.loader.documents import read_json
+from moeserve.loader.files import config_name, is_gguf, model_file
 from moeserve.loader.gguf_config import gguf_tensors
 from moeserve.loader.safetensors_file import TensorInfo, read_header
 from moeserve.loader.stored import StoredWeight, find_stored
@@ -28,18 +29,18 @@ _CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checked headers of a model directory; no weight has been read.
-
-    stored: the quantised weights, by the names that they would have unquantised; their parts are in
-    `tensors`, too. activations: the setting. obstacle(kind, group, inputs): why no kernel takes a
-    GGUF file's weights so, which are then widened; empty if one does.
-    """
+    """The checked headers of a model directory; no weight has been read."""
 
     model_dir: Path
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, TensorInfo]  # the parts of quantised weights included
+    # quantised weights by the names that they would have unquantised
     stored: dict[str, StoredWeight] = field(default_factory=dict)
-    activations: Activations = "auto"
+    activations: Activations = "auto"  # the setting
+    # (kind, group, inputs) -> why no kernel takes such weights of a GGUF file, which are widened
+    # then; "" if one does
     obstacle: Callable[[str, int, int], str] = lambda kind, group, inputs: ""
+    # tensors of the index that no file has, and the files that should: a tied head, for example
+    absent: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
@@ -68,12 +69,14 @@ def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Ch
                 )
             tensors[tensor.name] = tensor
     for name, file in index.items():
-        if name not in tensors or tensors[name].path.name != file:
+        if name in tensors and tensors[name].path.name != file:
             raise CheckpointError(
-                f"{model_dir / INDEX} says that {file} has the tensor {name!r}, but it has not; "
-                "index and files are of different models: download all of them again"
+                f"{model_dir / INDEX} says that {file} has the tensor {name!r}, but "
+                f"{tensors[name].path.name} has it; index and files are of different models: "
+                "download all of them again"
             )
-    return Checkpoint(model_dir, tensors, find_stored(tensors, formats))
+    absent = {name: file for name, file in index.items() if name not in tensors}
+    return Checkpoint(model_dir, tensors, find_stored(tensors, formats), absent=absent)
 
 
 def weight_files(model_dir: Path) -> list[Path]:

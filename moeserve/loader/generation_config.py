@@ -1,13 +1,12 @@
-"""Reads generation_config.json: the model's own sampling defaults and the tokens that end an
-answer.
-"""
+"""Reads generation_config.json: a model's sampling defaults and its end tokens."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.loader.files import Fields, read_optional_json
+from moeserve.loader.documents import read_optional_json
+from moeserve.loader.fields import Fields
 from moeserve.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -15,17 +14,20 @@ log = logging.getLogger(__name__)
 _FILE = "generation_config.json"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_EOS_IDS = 256
+_LEAST_TOP_P = 1e-6
 
 
 def generation_defaults(model_dir: Path) -> dict[str, Any]:
-    """Returns the sampling fields of generation_config.json, checked like a request's; empty
-    without the file.
+    """Return the sampling fields of generation_config.json, {} without the file.
 
     As in vLLM, only temperature, top_p, top_k, min_p and repetition_penalty count; do_sample does
-    not.
+    not. They may exceed the limits of the HTTP API, and top_p 0 means the most likely token alone,
+    as in transformers. Raises CheckpointError for a value that means nothing.
     """
     values = read_optional_json(model_dir, _FILE)
     defaults = {key: values[key] for key in _SAMPLING_KEYS if values.get(key) is not None}
+    if type(defaults.get("top_p")) in (int, float) and defaults["top_p"] == 0:
+        defaults["top_p"] = _LEAST_TOP_P
     try:
         SamplingParams(**defaults).check(vocab_size=1)
     except InvalidRequest as error:
@@ -37,9 +39,7 @@ def generation_defaults(model_dir: Path) -> dict[str, Any]:
 
 
 def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Returns the token ids that end an answer: as in transformers, generation_config.json's, else
-    config.json's.
-    """
+    """Return the token ids that end an answer: generation_config.json's, else config.json's."""
     generation = Fields(
         model_dir / _FILE, read_optional_json(model_dir, _FILE), {"eos_token_id": None}
     )

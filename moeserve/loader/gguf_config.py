@@ -8,6 +8,7 @@ may change numbers.
 
 import math
 import re
+import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.loader.gguf_file import GGUFHeader, read_model
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import StoredWeight
@@ -44,21 +45,44 @@ _READ = {  # below, or of no effect
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "tensor_data_layout", "vocab_size",
 }  # fmt: skip
+# Numbers that no tensor's shape can verify; llama.cpp demands them, too.
+_REQUIRED = (
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+    "block_count",
+    "context_length",
+    "embedding_length",
+)
+# llama.cpp's values of keys that a file leaves out
+_ABSENT = {
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 0,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "sliding_window": None,
+}
+_ROPE_FACTORS = "rope_freqs.weight"  # of each wavelength: how Llama 3.1 stretches its context
+_SAMPLING = {  # keys of generation_config.json, and those behind "general.sampling."
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>")
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """architecture: config.json's. keys: more of them. fixed: what the graph does unless a key says
-    otherwise. gating: how it scores experts. shared: the module of shared experts. pairs: the rows
-    of q and k were reordered, so that those of a rotated pair lie side by side."""
+    """What llama.cpp's graph of one architecture computes."""
 
-    architecture: str
-    keys: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    gating: int = _SOFTMAX
-    shared: str = "mlp.shared_experts"
-    pairs: bool = False
+    architecture: str  # in config.json
+    keys: Mapping[str, str] = field(default_factory=dict)  # beside `_KEYS`
+    absent: Mapping[str, Any] = field(default_factory=dict)  # beside `_ABSENT`
+    required: tuple[str, ...] = ()  # beside `_REQUIRED`
+    gating: int = _SOFTMAX  # how experts are scored
+    shared: str = "mlp.shared_experts"  # the module of shared experts
+    pairs: bool = False  # rows of q and k are reordered: those of a rotated pair lie side by side
 
 
 _GRANITE = {
@@ -66,34 +90,62 @@ _GRANITE = {
     "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
 }  # fmt: skip
 _SHARED = "expert_shared_feed_forward_length"
-# architecture -> rows: that of a key that is there and not 0, or ""
+_GRANITE_ABSENT = {
+    "attention_multiplier": None,  # 1 / sqrt(head_dim)
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+}
+_GRANITE_ROW = _Row(
+    "GraniteMoeForCausalLM", _GRANITE, _GRANITE_ABSENT, required=("logit_scale",), pairs=True
+)
+# architecture -> rows: the one of a key that is there and not 0, or ""
 _ROWS: dict[str, dict[str, _Row]] = {
     "deepseek2": {
-        "sigmoid": _Row("DeepseekV3ForCausalLM", fixed={"norm_topk_prob": False}, gating=_SIGMOID),
+        "sigmoid": _Row("DeepseekV3ForCausalLM", gating=_SIGMOID),
         "": _Row("DeepseekV2ForCausalLM"),
     },
-    "dots1": {"": _Row("Dots1ForCausalLM", fixed={"sliding_window": None}, gating=_SIGMOID)},
-    "glm4moe": {"": _Row("Glm4MoeForCausalLM", fixed={"norm_topk_prob": False}, gating=_SIGMOID)},
-    "gpt-oss": {"": _Row("GptOssForCausalLM", {"expert_feed_forward_length": "intermediate_size"}, gating=_SELECTED)},
-    "granitemoe": {
-        _SHARED: _Row(
-            "GraniteMoeSharedForCausalLM", _GRANITE | {_SHARED: "shared_intermediate_size"}, shared="shared_mlp",
-            pairs=True,
-        ),
-        "": _Row("GraniteMoeForCausalLM", _GRANITE, pairs=True),
+    "dots1": {"": _Row("Dots1ForCausalLM", gating=_SIGMOID)},
+    "glm4moe": {"": _Row("Glm4MoeForCausalLM", gating=_SIGMOID)},
+    "gpt-oss": {
+        "": _Row(
+            "GptOssForCausalLM",
+            {"expert_feed_forward_length": "intermediate_size"},
+            required=("attention.sliding_window",),
+            gating=_SELECTED,
+        )
     },
-    "llama": {"expert_count": _Row("MixtralForCausalLM", pairs=True), "": _Row("LlamaForCausalLM", pairs=True)},
-    "minimax-m2": {"": _Row(
-        "MiniMaxM2ForCausalLM", {"expert_feed_forward_length": "intermediate_size"}, gating=_SIGMOID
-    )},
+    "granitemoe": {
+        _SHARED: replace(
+            _GRANITE_ROW,
+            architecture="GraniteMoeSharedForCausalLM",
+            keys=_GRANITE | {_SHARED: "shared_intermediate_size"},
+            shared="shared_mlp",
+        ),
+        "": _GRANITE_ROW,
+    },
+    "llama": {
+        "expert_count": _Row("MixtralForCausalLM", pairs=True),
+        "": _Row("LlamaForCausalLM", pairs=True),
+    },
+    "minimax-m2": {
+        "": _Row(
+            "MiniMaxM2ForCausalLM",
+            {"expert_feed_forward_length": "intermediate_size"},
+            gating=_SIGMOID,
+        )
+    },
     "olmoe": {"": _Row("OlmoeForCausalLM", {"attention.clamp_kqv": "clip_qkv"})},
     "qwen2": {"": _Row("Qwen2ForCausalLM")},
-    "qwen2moe": {"": _Row(
-        "Qwen2MoeForCausalLM", {_SHARED: "shared_expert_intermediate_size"}, shared="mlp.shared_expert"
-    )},
+    "qwen2moe": {
+        "": _Row(
+            "Qwen2MoeForCausalLM",
+            {_SHARED: "shared_expert_intermediate_size"},
+            shared="mlp.shared_expert",
+        )
+    },
     "qwen3": {"": _Row("Qwen3ForCausalLM")},
-    "qwen3moe": {"": _Row("Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True})},
-}  # fmt: skip
+    "qwen3moe": {"": _Row("Qwen3MoeForCausalLM", absent={"norm_topk_prob": True})},
+}
 ARCHITECTURES = tuple(_ROWS)
 
 _WHOLE_MODEL = {
@@ -122,9 +174,11 @@ def gguf_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, StoredWei
     quantised.
     """
     headers = read_model(path)
-    shared = _row(headers[0])[0].shared
+    shared = _row(headers)[0].shared
     tensors = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
+        if tensor.name == _ROPE_FACTORS:
+            continue  # part of the config
         name = _name(tensor.name, shared)
         shape = tensor.shape
         if name in tensors:
@@ -169,38 +223,33 @@ def _name(name: str, shared: str) -> str:
     return f"model.layers.{layer}.{theirs}"
 
 
-def documents(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the JSON files that a model directory would have: config, generation_config and
-    tokenizer_config.
-    """
+def document(path: Path, name: str) -> dict[str, Any]:
+    """Return what a JSON file of a model directory would say; {} for one that GGUF has no part of."""
     headers = read_model(path)
+    if name == "config.json":
+        return _config(headers)
     meta = headers[0].metadata
-    tokens = headers[0].metadata.get("tokenizer.ggml.tokens", [])
-    sampling = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    sampling |= {"penalty_repeat": "repetition_penalty"}
-    generation = {
-        name: _plain(meta[f"general.sampling.{key}"])
-        for key, name in sampling.items()
-        if f"general.sampling.{key}" in meta
-    }
-    tokenizer = (
-        {"chat_template": meta["tokenizer.chat_template"]}
-        if "tokenizer.chat_template" in meta
-        else {}
-    )
+    if name == "generation_config.json":
+        keys = {key: f"general.sampling.{ours}" for key, ours in _SAMPLING.items()}
+        return {key: _plain(meta[theirs]) for key, theirs in keys.items() if theirs in meta}
+    return _tokenizer_config(meta) if name == "tokenizer_config.json" else {}
+
+
+def _tokenizer_config(meta: Mapping[str, Any]) -> dict[str, Any]:
+    config = {}
+    if "tokenizer.chat_template" in meta:
+        config["chat_template"] = meta["tokenizer.chat_template"]
+    tokens = meta.get("tokenizer.ggml.tokens", [])
     for key, name in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
         number = meta.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
-            tokenizer[f"{name}_token"] = tokens[number]
-    return {
-        "config.json": _config(headers), "generation_config.json": generation, "tokenizer_config.json": tokenizer
-    }  # fmt: skip
+            config[f"{name}_token"] = tokens[number]
+    return config
 
 
-def _row(header: GGUFHeader) -> tuple[_Row, dict[str, Any]]:
-    """Returns what is known of the model's architecture, and its metadata without the
-    architecture's name.
-    """
+def _row(headers: list[GGUFHeader]) -> tuple[_Row, dict[str, Any]]:
+    """Return the row of the model's architecture, and its metadata without the architecture's name."""
+    header = headers[0]
     name = header.metadata.get("general.architecture")
     if name not in _ROWS:
         shown = repr(name)[:80]
@@ -215,6 +264,9 @@ def _row(header: GGUFHeader) -> tuple[_Row, dict[str, Any]]:
         if key.startswith(begin)
     }
     sigmoid = own.get("expert_gating_func") == _SIGMOID
+    if not own.get("expert_gating_func"):  # converters write it only if config.json has it
+        tensors = (tensor.name for each in headers for tensor in each.tensors)
+        sigmoid = any(".exp_probs_b" in name for name in tensors)
     rows = _ROWS[name]
     row = next(
         (rows[key] for key in rows if key and (own.get(key) or (key == "sigmoid" and sigmoid))),
@@ -224,15 +276,13 @@ def _row(header: GGUFHeader) -> tuple[_Row, dict[str, Any]]:
 
 
 def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
-    row, own = _row(headers[0])
+    """Return what config.json would say."""
+    row, own = _row(headers)
     path = headers[0].path
+    meta = headers[0].metadata
     tensors = [tensor for header in headers for tensor in header.tensors]
-    for key in own:
-        if not any(key in known for known in (_KEYS, row.keys, _READ)):
-            raise CheckpointError(
-                f"{path}: the metadata key {key[:80]!r} of its architecture is not known, and may change what the "
-                "model computes; serve the model's safetensors checkpoint"
-            )
+    names = {tensor.name for tensor in tensors}
+    _check_keys(path, row, own)
     values = Fields(path, own, {"expert_gating_func": 0, "nextn_predict_layers": 0})
     if values.raw("expert_gating_func") not in (0, row.gating):
         raise values.error("expert_gating_func", f"{row.architecture} has {row.gating}")
@@ -242,48 +292,68 @@ def _config(headers: list[GGUFHeader]) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: the tensor 'token_embd.weight' is missing; this is no language model's file"
         )
-    config: dict[str, Any] = {"sliding_window": None, **row.fixed}
+    heads = values.integer("attention.head_count", 1, _MAX)
+    config: dict[str, Any] = {**_ABSENT, "num_key_value_heads": heads, **row.absent}
     config |= {
         name: own[key] for table in (_KEYS, row.keys) for key, name in table.items() if key in own
     }
-    config["num_nextn_predict_layers"] = mtp = values.integer("nextn_predict_layers", 0, _MAX)
-    config["num_hidden_layers"] = values.integer("block_count", 1, _MAX) - mtp
-    rotated = own.get("rope.dimension_count")
-    if "attention.kv_lora_rank" in own:
-        config |= _latent(values, rotated, row)
-    else:
-        heads = values.integer("attention.head_count", 1, _MAX)
-        head_dim = (
-            own.get("attention.key_length") or values.integer("embedding_length", 1, _MAX) // heads
-        )
-        config |= {"head_dim": head_dim, "rope_interleaved_rows": row.pairs}
-        if own.get("attention.value_length", head_dim) != head_dim:
-            raise values.error(
-                "attention.value_length", f"supported: {head_dim}, the length of keys"
+    mtp = values.integer("nextn_predict_layers", 0, _MAX)
+    tokens = meta.get("tokenizer.ggml.tokens", [])
+    ends = [*_ends(meta), *(tokens.index(end) for end in _ENDS if end in tokens)]
+    config |= _latent(values, row) if "attention.kv_lora_rank" in own else _heads(values, row)
+    if config.get("attention_multiplier", 0) is None:
+        config["attention_multiplier"] = config["head_dim"] ** -0.5
+    config |= {
+        "architectures": [row.architecture],
+        "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_q\.bias", name) for name in names),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
+        "dtype": _dtype(tensors),
+        "eos_token_id": ends or None,
+        "num_hidden_layers": values.integer("block_count", 1, _MAX) - mtp,
+        "num_nextn_predict_layers": mtp,
+        "rope_factors": _rope_factors(tensors),
+        "rope_parameters": _rope(values, row),
+        "tie_word_embeddings": "output.weight" not in names,
+        "vocab_size": embedding.shape[0],
+    }
+    return config | _quantisation(tensors)
+
+
+def _check_keys(path: Path, row: _Row, own: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an unknown key, and for a missing one that no shape can verify."""
+    for key in own:
+        if not any(key in known for known in (_KEYS, row.keys, _READ)):
+            raise CheckpointError(
+                f"{path}: the metadata key {key[:80]!r} of its architecture is not known, and may "
+                "change what the model computes; serve the model's safetensors checkpoint"
             )
-        if rotated not in (None, head_dim):
-            config["partial_rotary_factor"] = rotated / head_dim
-    names = {tensor.name for tensor in tensors}
-    ends = _ends(headers[0].metadata)
-    tokens = headers[0].metadata.get("tokenizer.ggml.tokens", [])
-    return (
-        config
-        | {
-            "architectures": [row.architecture],
-            "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_q\.bias", name) for name in names),
-            "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
-            "dtype": _dtype(tensors),
-            "eos_token_id": [*ends, *(tokens.index(end) for end in _ENDS if end in tokens)] or None,
-            "rope_parameters": _rope(values, row),
-            "tie_word_embeddings": "output.weight" not in names,
-            "vocab_size": embedding.shape[0],
-        }
-        | _quantisation(tensors)
-    )
+    of_experts = ("expert_used_count",) if own.get("expert_count") else ()
+    for key in (*_REQUIRED, *row.required, *of_experts):
+        if key not in own:
+            raise CheckpointError(
+                f"{path}: the metadata key {key!r} of its architecture is missing, and nothing "
+                "else in the file has its value; download another file"
+            )
 
 
-def _latent(values: Fields, rotated: Any, row: _Row) -> dict[str, Any]:
-    """Reads DeepSeek's attention; older files have keys and values as they are for all heads."""
+def _heads(values: Fields, row: _Row) -> dict[str, Any]:
+    """Return the keys of attention with keys and values for each head."""
+    own = values.values
+    width = values.integer("embedding_length", 1, _MAX)
+    heads = values.integer("attention.head_count", 1, _MAX)
+    head_dim = own.get("attention.key_length") or width // heads
+    if own.get("attention.value_length", head_dim) != head_dim:
+        raise values.error("attention.value_length", f"supported: {head_dim}, the length of keys")
+    rotated = own.get("rope.dimension_count", head_dim)
+    return {
+        "head_dim": head_dim,
+        "rope_interleaved_rows": row.pairs,
+        **({"partial_rotary_factor": rotated / head_dim} if rotated != head_dim else {}),
+    }
+
+
+def _latent(values: Fields, row: _Row) -> dict[str, Any]:
+    """Return the keys of DeepSeek's attention; older files have the lengths of whole heads."""
     ends = [
         key + "_mla" * (key + "_mla" in values.values)
         for key in ("attention.key_length", "attention.value_length")
@@ -302,7 +372,7 @@ def _latent(values: Fields, rotated: Any, row: _Row) -> dict[str, Any]:
 def _rope(values: Fields, row: _Row) -> dict[str, Any]:
     """Returns rope_parameters."""
     own = values.values
-    kind = own.get("rope.scaling.type", "none")
+    kind = own.get("rope.scaling.type", "linear" if own.get("rope.scaling.factor") else "none")
     if kind not in ("none", "linear", "yarn"):
         raise values.error("rope.scaling.type", "supported: none, linear, yarn")
     rope = {
@@ -325,6 +395,26 @@ def _rope(values: Fields, row: _Row) -> dict[str, Any]:
                 own["rope.scaling.yarn_log_multiplier"] * 10, 6
             )
     return rope
+
+
+def _rope_factors(tensors: list[TensorInfo]) -> list[float] | None:
+    """Return the factor of each wavelength, None if the file has none."""
+    tensor = next((tensor for tensor in tensors if tensor.name == _ROPE_FACTORS), None)
+    if tensor is None:
+        return None
+    if tensor.dtype != "F32" or len(tensor.shape) != 1:
+        raise CheckpointError(
+            f"{tensor} is {tensor.dtype} {list(tensor.shape)}; supported: F32 in one dimension"
+        )
+    with (
+        CheckpointError.instead_of(OSError, f"{tensor.path} cannot be read"),
+        tensor.path.open("rb") as file,
+    ):
+        file.seek(tensor.offset)
+        raw = file.read(tensor.num_bytes)
+    if len(raw) != tensor.num_bytes:
+        raise CheckpointError(f"{tensor} ends early; download the file again")
+    return list(struct.unpack(f"<{len(raw) // 4}f", raw))
 
 
 def _ends(meta: Mapping[str, Any]) -> list[int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.files import GGUF, model_file
+from moeserve.loader.files import has_gguf_name, model_file
 from moeserve.loader.safetensors_file import TensorInfo
 
 TYPES = {  # number -> name, elements and bytes of a block; the names of others are for messages
@@ -49,7 +49,7 @@ _ARRAY = 9
 _MAX_HEADER = 2**28  # bytes; vocabularies and merges of large models have about 2**24
 _MAX_ITEMS = 2**23  # of an array
 _MAX_DIMS = 4
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def read_model(path: Path) -> list[GGUFHeader]:
     headers = [first]
     for number in range(2, int(name[3]) + 1 if name else 2):
         assert name is not None
-        part = f"{name[1]}-{number:05d}-of-{name[3]}.gguf"
+        part = f"{name[1]}-{number:05d}-of-{name[3]}{name[4]}"
         if not (path.parent / part).is_file():
             raise CheckpointError(
                 f"{path.parent / part} is missing: the model has {int(name[3])} files; download it"
@@ -99,17 +99,15 @@ def read_model(path: Path) -> list[GGUFHeader]:
 
 
 def first_file(path: Path) -> Path:
-    """Returns the file of a split model that has its metadata: `path` itself, or file 00001 beside
-    it.
-    """
+    """Return the file of a split model that has its metadata: `path`, or file 00001 beside it."""
     name = _SPLIT.fullmatch(path.name)
-    return path.with_name(f"{name[1]}-00001-of-{name[3]}.gguf") if name else path
+    return path.with_name(f"{name[1]}-00001-of-{name[3]}{name[4]}") if name else path
 
 
 def models_in(folder: Path) -> list[Path]:
-    """Returns the first file of each model in a folder; files for images (mmproj) are none."""
-    files = (path for path in folder.glob("*" + GGUF) if not path.name.startswith("mmproj"))
-    return sorted({first_file(path) for path in files})
+    """Return the first file of each model in a folder; files for images (mmproj) are none."""
+    files = (path for path in folder.glob("*") if has_gguf_name(path))
+    return sorted({first_file(path) for path in files if not path.name.startswith("mmproj")})
 
 
 def read_gguf(path: Path) -> GGUFHeader:

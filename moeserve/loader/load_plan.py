@@ -138,7 +138,9 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
         elif name in tensors:
             problems.append(_mismatch(tensors[name], shape))
         else:
-            problems.append(f"tensor {name!r} {list(shape)} is missing")
+            file = checkpoint.absent.get(name)
+            where = f" from {file}, which has it by the index" if file else ""
+            problems.append(f"tensor {name!r} {list(shape)} is missing{where}")
     owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
     for name, tensor in tensors.items():
         unused = plan.ignore if not stored or not name.endswith(CACHE_SCALES) else {name}

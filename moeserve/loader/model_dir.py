@@ -1,6 +1,4 @@
-"""Finds the directory that a model's name means: the built-in one, a path, or a copy in the Hugging
-Face cache.
-"""
+"""Finds the directory of a model by name: built in, a path, or a copy in the Hugging Face cache."""
 
 import os
 import re
@@ -10,24 +8,36 @@ from pathlib import Path
 from moeserve.config import DEMO
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import weight_files
-from moeserve.loader.files import CONFIG, GGUF, PARAMS, config_name, is_gguf, model_file
+from moeserve.loader.files import (
+    CONFIG,
+    PARAMS,
+    begins_as_gguf,
+    config_name,
+    has_gguf_name,
+    is_gguf,
+    model_file,
+)
 from moeserve.loader.gguf_file import first_file, models_in
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[\w.-]+)*)")  # org/name, and a path in it
 
 
 def resolve_model_dir(name: str) -> Path:
-    """Returns the directory of `name`: `demo`, a directory, or `org/name` when the local Hugging
-    Face cache has it.
+    """Return the directory that `name` means; a GGUF file stands for one.
 
-    A GGUF file, the first of several, stands for a directory: `name` itself, or the only model in a
-    directory of them.
+    | name | means |
+    |---|---|
+    | demo | the built-in model |
+    | a directory | itself, or the only GGUF model in it |
+    | a GGUF file | itself; of a split model, its first file |
+    | org/name | the model's copy in the Hugging Face cache |
+    | org/name/path | a folder or a GGUF file in that copy |
 
     Nothing is ever downloaded. Raises CheckpointError.
     """
     if name == DEMO:
         demo = Path(str(files("moeserve") / "assets" / "demo"))
-        if not (demo / "config.json").is_file():
+        if not (demo / CONFIG).is_file():
             raise CheckpointError(
                 f"the built-in model is missing from {demo}; reinstall moeserve or pass a directory"
             )
@@ -42,57 +52,97 @@ def resolve_model_dir(name: str) -> Path:
         ) from None
     if is_dir and name:
         return _only_gguf(path.resolve())
-    if exists and path.suffix == GGUF:
-        real = path.resolve()  # a download's name may be a link to one without an ending
-        return first_file(real if real.suffix == GGUF else path.parent.resolve() / path.name)
     if exists and name:
+        return _gguf(path)
+    if not (hub := _HUB_ID.fullmatch(name)) or ".." in hub[2].split("/"):
         raise CheckpointError(
-            f"{name} is a file; pass the directory that holds it and its config.json, or a .gguf file"
+            f"there is no directory {name!r}; pass a Hugging Face model directory or a GGUF file, "
+            f"or {DEMO!r} for the built-in model"
         )
-    if not _HUB_ID.fullmatch(name):
-        raise CheckpointError(
-            f"there is no directory {name!r}; pass a Hugging Face model directory or a GGUF file, or {DEMO!r} for the "
-            "built-in model"
-        )
-    if snapshot := _hub_snapshot(name):
+    cache = _hub_cache()
+    if snapshot := _hub_snapshot(cache, hub[1], hub[2].lstrip("/")):
         return snapshot
     raise CheckpointError(
-        f"there is no directory {name!r}, and {_hub_cache()} has no complete copy of a model of that name. "
-        f"moeserve downloads nothing: run `hf download {name}` first, then pass the directory that it prints"
+        f"there is no directory {name!r}, and {cache} has no complete copy of a model of that "
+        f"name. moeserve downloads nothing: run `hf download {hub[1]}` first, then pass the "
+        "directory that it prints"
     )
 
 
+def _gguf(path: Path) -> Path:
+    """Return the first file of the model at a user's path to a file."""
+    if not has_gguf_name(path) and not begins_as_gguf(path):
+        raise CheckpointError(
+            f"{path} is a file, and not GGUF; pass the directory that holds it and its "
+            "config.json, or a GGUF file"
+        )
+    path = path.parent.resolve() / path.name
+    try:
+        model_file(path.parent, path.name)
+    except CheckpointError:  # a link out of its folder, which the user named
+        path = path.resolve()
+    return first_file(path)
+
+
 def _only_gguf(folder: Path) -> Path:
-    """Returns the GGUF model in a folder that has no other; the folder itself if it has one, or no
-    GGUF file.
-    """
+    """Return the only GGUF model in a folder, or the folder if it has a config or no GGUF file."""
     models = [] if any((folder / name).exists() for name in (CONFIG, PARAMS)) else models_in(folder)
     if len(models) > 1:
         raise CheckpointError(
-            f"{folder} has several models ({', '.join(path.name for path in models)}); pass one of them"
+            f"{folder} has several models ({', '.join(path.name for path in models)}); "
+            "pass one of them"
         )
     return models[0] if models else folder
 
 
 def _hub_cache() -> Path:
-    """The folder of huggingface_hub's downloads, by its own environment variables."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "huggingface" / "hub"
-
-
-def _hub_snapshot(name: str) -> Path | None:
-    """The snapshot that `main` points to, if it is complete."""
-    repo = _hub_cache() / ("models--" + name.replace("/", "--"))
+    """Return the folder of huggingface_hub's downloads, by its own environment variables."""
     try:
-        snapshot = repo / "snapshots" / (repo / "refs" / "main").read_text().strip()
-        snapshot = _only_gguf(snapshot.resolve())
+        if cache := os.environ.get("HF_HUB_CACHE"):
+            return Path(cache).expanduser()
+        if home := os.environ.get("HF_HOME"):
+            return Path(home).expanduser() / "hub"
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(cache).expanduser() / "huggingface" / "hub"
+    except RuntimeError:  # this user has no home directory
+        raise CheckpointError(
+            "the Hugging Face cache cannot be found, because this user has no home directory; "
+            "set HF_HOME to the folder that has it, or pass a model's directory"
+        ) from None
+
+
+def _hub_snapshot(cache: Path, name: str, inner: str) -> Path | None:
+    """Return `inner` of the snapshot that `main` points to, if the model there is complete.
+
+    Raises CheckpointError if there are several models to choose from.
+    """
+    repo = cache / ("models--" + name.replace("/", "--"))
+    try:
+        revision = (repo / "refs" / "main").read_text().strip()
+        folder = (repo / "snapshots" / revision).resolve() / inner
+        if folder.is_file():
+            return _gguf(folder)
+        if not folder.is_dir():
+            return None
+    except (OSError, UnicodeDecodeError, CheckpointError):
+        return None
+    snapshot = _only_gguf(folder)
+    if snapshot == folder and not any((folder / each).exists() for each in (CONFIG, PARAMS)):
+        _choose_folder(f"{name}/{inner}".rstrip("/"), folder)
+    try:
         if not is_gguf(snapshot):
             model_file(snapshot, config_name(snapshot))
             weight_files(snapshot)
-    except (OSError, UnicodeDecodeError, CheckpointError):
+    except (OSError, CheckpointError):
         return None
     return snapshot
+
+
+def _choose_folder(name: str, folder: Path) -> None:
+    """Raise CheckpointError with the folders that have GGUF models, if there are some."""
+    inner = sorted(path.name for path in folder.glob("*") if path.is_dir() and models_in(path))
+    if inner:
+        raise CheckpointError(
+            f"{name} has its models in folders; pass one of "
+            + ", ".join(f"{name}/{each}" for each in inner)
+        )

@@ -56,9 +56,21 @@ SPARED = 8 << 30  # bytes of a disk, or a tenth of it, that stay free
 HEADER = 1 << 20  # bytes of a header that is written when experts are in the file already
 
 
-def default_folder() -> str:
-    """Returns the folder for packed weights if none is named."""
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "moeserve", "packed"))
+def folder_of(asked: str | None) -> str | None:
+    """Return the folder `asked` for packed weights, or the user's cache folder.
+
+    None, with a warning, if the user has no home directory for `~`.
+    """
+    folder = Path(asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "moeserve/packed"))
+    try:
+        return str(folder.expanduser())
+    except RuntimeError:
+        log.warning(
+            "packed weights are not cached: %s has no home directory to begin with; set HOME, or "
+            "name another folder by packed_cache",
+            folder,
+        )
+        return None
 
 
 def key_of(
@@ -102,7 +114,7 @@ class PackedCache:
         on_disk: int = 0,
         room: Room = new_room,
     ) -> None:
-        self.path = Path(os.path.expanduser(folder), f"{key}.packed")
+        self.path = Path(folder, f"{key}.packed")
         self._key = key
         self.product = ""
         self._alive = alive

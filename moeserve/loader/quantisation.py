@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moeserve.loader.files import Fields, read_optional_json
+from moeserve.loader.documents import read_optional_json
+from moeserve.loader.fields import Fields
 from moeserve.loader.stored_format import GGML_FORMATS, StoredFormat
 from moeserve.plugins import Registry
 
@@ -52,7 +53,7 @@ def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
         else (config,)
     )
     for source, key in itertools.product(sources, _KEYS):
-        if source.values.get(key) is not None:
+        if source.values.get(key) not in (None, {}):
             asked = _section(source, key, {"quant_method": "compressed-tensors"}, source.prefix)
             method = asked.choice("quant_method", tuple(WEIGHT_FORMATS))
             return tuple(WEIGHT_FORMATS[method](_with(asked)))

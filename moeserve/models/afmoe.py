@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from moeserve.blocks.lightning import Lightning
 from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.rope_config import read_rope
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moeserve.blocks.feed_forward import Dense
 from moeserve.engine.kv_rule import KVRule
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import RouterRule

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.latent_attention import LatentAttention
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import deepseek_v3, family
 
 _KINDS = {"F": "full", "S": "shared"}

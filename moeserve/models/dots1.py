@@ -6,7 +6,7 @@ Source: arXiv 2506.05767.
 from dataclasses import replace
 
 from moeserve.engine.kv_rule import KVRule
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 

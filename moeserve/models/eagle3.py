@@ -25,7 +25,9 @@ from moeserve.blocks.weights import Names, WeightPlan
 from moeserve.comm.world import World
 from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.files import CONFIG, Fields, read_json
+from moeserve.loader.documents import read_json
+from moeserve.loader.fields import Fields
+from moeserve.loader.files import CONFIG
 from moeserve.loader.load_plan import LoadPlan
 from moeserve.models import family, llama
 from moeserve.models.build import build_decoder

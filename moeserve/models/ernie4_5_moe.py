@@ -5,7 +5,7 @@ Source: ERNIE 4.5 Technical Report (Baidu, 2025).
 """
 
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

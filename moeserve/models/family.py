@@ -12,7 +12,7 @@ from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import CheckpointError, ConfigError
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models.rope_config import read_rope, rope_fields, temperature
 from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RouterRule

@@ -11,7 +11,7 @@ from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import Activation, RouterRule
 

@@ -4,7 +4,7 @@ each head.
 Source: arXiv 2508.06471.
 """
 
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.weights import ExpertNames, Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
-from moeserve.loader.files import PARAMS, Fields, config_name, read_json
+from moeserve.loader.documents import read_json
+from moeserve.loader.fields import Fields
+from moeserve.loader.files import PARAMS, config_name
 from moeserve.loader.generation_config import read_eos_ids
 from moeserve.loader.quantisation import WEIGHT_FORMATS, read_stored_formats
 from moeserve.models.family import MAX_POSITION, MAX_WIDTH, Family
@@ -28,6 +30,7 @@ from moeserve.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_SAME_ACT = {"silu": ("swish",)}  # other names of activations in transformers' ACT2FN
 _MAX_VOCAB = 4 * 2**20
 # of a multimodal config.json, beside the text model's own
 _OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
@@ -97,7 +100,7 @@ def read_model_spec(model_dir: Path, families: Mapping[str, Family] = FAMILIES) 
         config.unsupported(
             "per_layer_config", "models whose layers differ in size are not supported"
         )
-    config.choice("hidden_act", (family.hidden_act,))
+    config.choice("hidden_act", (family.hidden_act, *_SAME_ACT.get(family.hidden_act, ())))
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCAB)
     fields = family.fields(config)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
@@ -171,11 +174,9 @@ def _architecture(path: Path, values: dict[str, Any], families: Mapping[str, Fam
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:
-    """Returns the checkpoint's dtype; where config.json is silent, the first weight's (as
-    transformers does).
-    """
+    """Return the checkpoint's dtype: config.json's, or as in transformers the first weight's."""
     key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"
-    if config.values.get(key) is not None:
+    if config.values.get(key) not in (None, "auto"):
         return config.choice(key, _DTYPES)
     return first_dtype(model_dir) or "float32"
 

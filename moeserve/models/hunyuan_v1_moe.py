@@ -9,7 +9,7 @@ from typing import Any
 
 from moeserve.blocks.feed_forward import SharedExpert
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

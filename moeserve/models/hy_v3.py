@@ -6,7 +6,7 @@ Source: huggingface.co/tencent/Hy3-preview.
 from dataclasses import replace
 
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 

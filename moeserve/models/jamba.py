@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moeserve.blocks.mamba1 import Mamba1
 from moeserve.blocks.weights import ExpertNames, Names, per_expert
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

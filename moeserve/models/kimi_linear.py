@@ -7,7 +7,7 @@ Source: arXiv 2510.26692.
 from moeserve.blocks.kda import KimiDelta
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
 

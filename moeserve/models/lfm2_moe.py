@@ -6,7 +6,7 @@ Source: LFM2 Technical Report (arXiv 2511.23404).
 
 from moeserve.blocks.short_conv import ShortConv
 from moeserve.blocks.weights import ExpertNames, Names, per_expert
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

@@ -4,7 +4,7 @@
 Source: arXiv 2302.13971, 2407.21783, 2310.06825.
 """
 
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 

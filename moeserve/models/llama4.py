@@ -11,7 +11,7 @@ from moeserve.blocks.feed_forward import SharedExpert
 from moeserve.blocks.mixer import QueryScale
 from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

@@ -5,7 +5,7 @@ Source: huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base.
 
 from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from moeserve.blocks.weights import MTPNames, Names
 from moeserve.engine.kv_rule import KVRule
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.spec import LayerSpec
 

@@ -7,7 +7,7 @@ Source: huggingface.co/MiniMaxAI/MiniMax-M2.
 from dataclasses import replace
 
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
 from moeserve.ops.rules import RouterRule

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moeserve.blocks.mixer import QueryScale
 from moeserve.blocks.weights import FUSED, PER_EXPERT, Names, per_expert
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.rope_config import rope_fields
 

@@ -5,7 +5,7 @@ Source: arXiv 2401.04088.
 """
 
 from moeserve.blocks.weights import FUSED, Names, per_expert
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

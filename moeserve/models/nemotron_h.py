@@ -12,7 +12,7 @@ from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import ExpertNames, Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family, granite_moe
 from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RELU2

@@ -7,7 +7,7 @@ Source: arXiv 2409.02060, 2507.07024.
 from typing import Any
 
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

@@ -7,7 +7,7 @@ Source: arXiv 2409.12136, 2404.14219.
 from dataclasses import replace
 
 from moeserve.blocks.weights import Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
 from moeserve.models.spec import NormSpec

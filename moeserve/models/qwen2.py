@@ -9,7 +9,7 @@ Source: arXiv 2407.10671, 2505.09388.
 from typing import Any
 
 from moeserve.blocks.feed_forward import MoE, SharedExpert
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from moeserve.blocks.weights import FUSED, QWEN_MTP, Names
 from moeserve.engine.kv_rule import KVRule
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RouterRule

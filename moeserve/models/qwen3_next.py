@@ -9,7 +9,7 @@ three axes of its rotary embedding are one for text.
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.weights import QWEN_MTP, Names
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 from moeserve.models.qwen2 import experts
 from moeserve.models.spec import LayerSpec, NormSpec

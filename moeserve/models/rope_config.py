@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moeserve.blocks.rope import RopeSpec
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _MAX_FACTOR = 1e6
@@ -47,21 +47,14 @@ def read_rope(
     share = rope.optional_number("partial_rotary_factor", 0, 1.0)
     if kind == "proportional":  # of the pairs of whole heads
         return RopeSpec(theta=theta, still=head_dim // 2 - int((share or 1.0) * head_dim // 2))
-    if partial is False and share not in (None, 1.0):
-        raise rope.error("partial_rotary_factor", "this architecture rotates the whole head")
-    size = int(head_dim * share) if share and partial else head_dim
-    if size < 2 or size % 2:
-        raise rope.error(
-            "partial_rotary_factor",
-            f"{size} of {head_dim} elements would rotate, which is not even",
-        )
-    interleaved = (
-        interleaved or config.values.get("rope_interleaved_rows") is True
-    )  # of a GGUF file
+    size = _rotated(rope, head_dim, share, partial)
+    # "rope_interleaved_rows" and "rope_factors" are of GGUF files (loader/gguf_config.py).
     layout: dict[str, Any] = {
         "size": None if size == head_dim else size,
-        "interleaved": interleaved,
+        "interleaved": interleaved or config.values.get("rope_interleaved_rows") is True,
     }
+    if config.values.get("rope_factors") is not None:
+        return RopeSpec(theta=theta, **_gguf_factors(config, rope, size), **layout)
     match kind:
         case "linear":
             return RopeSpec(
@@ -193,25 +186,51 @@ def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
     }
 
 
+def _rotated(rope: Fields, head_dim: int, share: float | None, partial: bool | None) -> int:
+    """Return the number of a head's elements that rotate."""
+    if partial is False and share not in (None, 1.0):
+        raise rope.error("partial_rotary_factor", "this architecture rotates the whole head")
+    size = int(head_dim * share) if share and partial else head_dim
+    if size < 2 or size % 2:
+        raise rope.error(
+            "partial_rotary_factor",
+            f"{size} of {head_dim} elements would rotate, which is not even",
+        )
+    return size
+
+
+def _gguf_factors(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
+    """Read the factors of a GGUF file, which hold for contexts of any length."""
+    if rope.raw("rope_type") != "default":
+        raise rope.error("rope_type", "a file with rope_freqs has no other scaling")
+    factors = _factors(config, "rope_factors", size)
+    return {
+        "kind": "longrope",
+        "original_max_position": config.integer("max_position_embeddings", 1, _MAX_POSITION),
+        "short_factors": factors,
+        "long_factors": factors,
+    }
+
+
 def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
     """LongRoPE (arXiv 2402.13753) with the two magnitudes of Phi-3.5-MoE."""
-
-    def factors(key: str) -> tuple[float, ...]:
-        """Returns the factor of each wavelength."""
-        values = rope.raw(key)
-        fits = isinstance(values, list) and len(values) == size // 2
-        if not fits or any(
-            type(value) not in (int, float) or not 0.01 <= value <= _MAX_FACTOR for value in values
-        ):
-            raise rope.error(
-                key, f"it must be a list of {size // 2} numbers from 0.01 to {_MAX_FACTOR:g}"
-            )
-        return tuple(map(float, values))
-
     return {
         "original_max_position": _original(config, rope),
-        "short_factors": factors("short_factor"),
-        "long_factors": factors("long_factor"),
+        "short_factors": _factors(rope, "short_factor", size),
+        "long_factors": _factors(rope, "long_factor", size),
         "attention_factor": rope.number("short_mscale", 0, 100.0),
         "long_attention_factor": rope.number("long_mscale", 0, 100.0),
     }
+
+
+def _factors(fields: Fields, key: str, size: int) -> tuple[float, ...]:
+    """Read the factor of each wavelength."""
+    values = fields.raw(key)
+    fits = isinstance(values, list) and len(values) == size // 2
+    if not fits or any(
+        type(value) not in (int, float) or not 0.01 <= value <= _MAX_FACTOR for value in values
+    ):
+        raise fields.error(
+            key, f"it must be a list of {size // 2} numbers from 0.01 to {_MAX_FACTOR:g}"
+        )
+    return tuple(map(float, values))

@@ -3,7 +3,7 @@
 Source: arXiv 2601.07022.
 """
 
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.models import family
 
 

@@ -25,7 +25,7 @@ from moeserve.loader.expert_memory import ExpertMemory
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.fresh_memory import FreshMemory
 from moeserve.loader.load_plan import LoadPlan, Param, Piece, is_expert, is_packed
-from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, default_folder, key_of
+from moeserve.loader.packed_cache import LEAST, CachedParams, PackedCache, folder_of, key_of
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Params, Reader, format_of
 from moeserve.models.build import build_decoder
@@ -235,12 +235,19 @@ def _for_kernels(checkpoint: Checkpoint, ops: Ops, config: Config) -> Checkpoint
 
 
 def _folder(config: Config, ops: Ops, num_bytes: int) -> str | None:
-    """Returns the folder for packed weights of so many bytes, None if they are not kept."""
+    """Return the folder for packed weights of so many bytes, None if they are not cached."""
     asked = config.model.packed_cache
+    needed = config.model.expert_memory is not None
     large = config.model.load_format != "dummy" and num_bytes >= LEAST
-    if asked is None and ops.native and (large or config.model.expert_memory):
-        return default_folder()
-    return None if asked == "off" else asked
+    if asked == "off" or (asked is None and not (ops.native and (large or needed))):
+        return None
+    folder = folder_of(asked)
+    if folder is None and needed:
+        raise ConfigError(
+            "expert_memory keeps experts in a file of packed weights, and this user has no home "
+            "directory for it; set HOME, or name a folder by packed_cache"
+        )
+    return folder
 
 
 def _with_room(ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Ops:

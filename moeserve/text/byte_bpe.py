@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.files import read_json
+from moeserve.loader.documents import read_json
 
 MAX_VOCABULARY_BYTES = 64 * 2**20
 HAN_APART = (

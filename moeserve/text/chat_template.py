@@ -18,7 +18,7 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
-from moeserve.loader.files import read_optional_json
+from moeserve.loader.documents import read_optional_json
 from moeserve.text.sandbox_pool import SandboxPool
 from moeserve.text.sandbox_process import SandboxDied, SandboxProcess
 from moeserve.text.tokenizer import Tokenizer

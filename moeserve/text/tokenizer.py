@@ -18,7 +18,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.loader.files import is_gguf, read_optional_json
+from moeserve.loader.documents import read_optional_json
+from moeserve.loader.files import is_gguf
 from moeserve.text.byte_bpe import BYTE_ALPHABET, read_byte_bpe
 from moeserve.text.gguf_tokenizer import read_gguf_tokenizer
 

@@ -15,7 +15,7 @@ import yaml
 
 from moeserve import LLM, SamplingParams
 from moeserve.errors import ConfigError
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.loader.quantisation import read_stored_formats
 from moeserve.loader.stored_format import StoredFormat

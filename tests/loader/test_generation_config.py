@@ -45,7 +45,8 @@ def test_without_the_file_nothing_applies(tmp_path: Path) -> None:
         ("temperature", "0.6"),
         ("temperature", True),
         ("temperature", 1e300),
-        ("top_p", 0),
+        ("top_p", -0.1),
+        ("top_p", False),
         ("top_p", 1.5),
         ("top_k", 2.5),
         ("top_k", -2),
@@ -58,6 +59,14 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, tmp_path: Path) -
         CheckpointError, match=rf"generation_config\.json: {key}.*generation_config: none"
     ):
         generation_defaults(write(tmp_path, **{key: value}))
+
+
+def test_defaults_may_exceed_the_limits_of_requests(tmp_path: Path) -> None:
+    """As in transformers and vLLM; top_p 0 keeps the most likely token, as in transformers."""
+    write(tmp_path, temperature=3, top_p=0, repetition_penalty=2.5)
+    found = generation_defaults(tmp_path)
+    assert (found["temperature"], found["repetition_penalty"]) == (3, 2.5)
+    assert 0 < found["top_p"] <= 1e-6
 
 
 def test_a_dangling_file_is_not_taken_for_an_absent_one(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,76 @@ def test_hf_hub_cache_goes_before_hf_home(
     assert resolve_model_dir("org/name") == elsewhere.resolve()
 
 
+def gguf(path: Path, blobs: Path | None = None) -> Path:
+    """A file that begins as GGUF; in the cache, a link to a blob."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if blobs is None:
+        path.write_bytes(b"GGUF\x03\0\0\0")
+        return path
+    blobs.mkdir(exist_ok=True)
+    blob = blobs / f"{len(list(blobs.iterdir())):064x}"
+    gguf(blob)
+    path.symlink_to(os.path.relpath(blob, path.parent))
+    return path
+
+
+def test_a_folder_or_a_file_of_a_hub_copy(cache: Path) -> None:
+    path = snapshot(cache, "aaa", weights=False)
+    (path / "config.json").unlink()
+    blobs = path.parents[1] / "blobs"
+    parts = [gguf(path / "Q4" / f"x-0000{i}-of-00002.gguf", blobs) for i in (1, 2)]
+    other = gguf(path / "Q8" / "x.gguf", blobs)
+    assert resolve_model_dir("org/name/Q4") == parts[0]
+    assert resolve_model_dir("org/name/Q4/x-00002-of-00002.gguf") == parts[0]
+    assert resolve_model_dir("org/name/Q8/x.gguf") == other
+    with pytest.raises(CheckpointError, match=r"in folders; pass one of org/name/Q4, org/name/Q8$"):
+        resolve_model_dir("org/name")
+    for name in ("org/name/Q5", "org/name/../name", "org/name/Q4/y.gguf"):
+        with pytest.raises(CheckpointError, match="there is no directory"):
+            resolve_model_dir(name)
+
+
+def test_several_models_in_one_hub_copy_are_named(cache: Path) -> None:
+    path = snapshot(cache, "aaa", weights=False)
+    (path / "config.json").unlink()
+    for name in ("a.gguf", "b.gguf"):
+        gguf(path / name, path.parents[1] / "blobs")
+    with pytest.raises(CheckpointError, match=r"several models \(a.gguf, b.gguf\); pass one"):
+        resolve_model_dir("org/name")
+    assert resolve_model_dir("org/name/b.gguf").name == "b.gguf"
+
+
+def test_gguf_in_capitals_and_without_an_ending(tmp_path: Path) -> None:
+    upper = gguf(tmp_path / "one" / "X.GGUF")
+    assert resolve_model_dir(str(upper)) == upper
+    assert resolve_model_dir(str(upper.parent)) == upper
+    blob = gguf(tmp_path / "blobs" / "sha256-0123")  # Ollama's
+    assert resolve_model_dir(str(blob)) == blob
+    link = tmp_path / "two" / "y.gguf"
+    link.parent.mkdir()
+    link.symlink_to(blob)
+    assert resolve_model_dir(str(link)) == blob  # the user named the link
+    split = gguf(tmp_path / "three" / "Z-00002-of-00003.GGUF")
+    assert resolve_model_dir(str(split)).name == "Z-00001-of-00003.GGUF"
+
+
+def test_without_a_home_the_cache_must_be_named(cache: Path) -> None:
+    """A user id without an entry in passwd, as containers have them."""
+    code = (
+        "import os; from moeserve.loader.model_dir import resolve_model_dir as r; os.chdir('/')\n"
+        "os.setuid(54321)\n"
+        "try: r('org/name')\nexcept Exception as error: print(type(error).__name__, error)"
+    )
+    names = ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    if os.geteuid():
+        pytest.skip("needs root, to become another user")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("CheckpointError the Hugging Face cache cannot be found")
+    assert "set HF_HOME" in done.stdout
+
+
 @pytest.mark.parametrize(("complete"), [False, None])
 def test_a_model_that_is_not_here_is_never_downloaded(complete: bool | None, cache: Path) -> None:
     if complete is False:
@@ -107,5 +180,5 @@ def test_a_name_that_means_nothing_says_what_to_pass(name: str, says: str, cache
 
 
 def test_a_file_is_not_a_model_directory(small_file: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a file; pass the directory"):
+    with pytest.raises(CheckpointError, match="is a file, and not GGUF; pass the directory"):
         resolve_model_dir(str(small_file))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.packed_cache import CachedParams, PackedCache, default_folder, key_of
+from moeserve.loader.packed_cache import CachedParams, PackedCache, folder_of, key_of
 from moeserve.loader.weights import Params, Reader
 from moeserve.models.build import build_decoder
 from moeserve.models.hf_config import read_model_spec
@@ -333,15 +334,29 @@ def test_some_of_the_disk_stays_free(
 
 
 def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "/else/where")
-    assert default_folder() == "/else/where/moeserve/packed"
+    assert folder_of(None) == "/else/where/moeserve/packed"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert default_folder() == "~/.cache/moeserve/packed"
+    assert folder_of(None) == "/home/me/.cache/moeserve/packed"
+    assert folder_of("~/packed") == "/home/me/packed"
+
+
+@pytest.mark.parametrize("asked", [None, "~/packed"])
+def test_without_a_home_nothing_is_cached(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder named ~ in the working directory would fill with weights."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", Mock(side_effect=RuntimeError("no home")))
+    assert folder_of(asked) is None
+    assert f"{asked or '~/.cache/moeserve/packed'} has no home directory" in caplog.text
+    assert "set HOME" in caplog.text
 
 
 def test_home_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    cache, _ = start(Path("~/packed"))
+    cache, _ = start(Path(folder_of("~/packed") or ""))
     cache.finish()
     assert file_in(tmp_path / "packed").exists()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.files import Fields
+from moeserve.loader.fields import Fields
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
 from moeserve.loader.quantisation import read_stored_formats
 from moeserve.loader.stored_format import StoredFormat

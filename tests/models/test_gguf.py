@@ -150,7 +150,7 @@ def test_a_split_model_is_the_whole(make_checkpoint: Any, tmp_path: Path) -> Non
         ({"attention.value_length": 16}, "attention.value_length is 16; supported: 32"),
         ({"attention.causal": False}, "attention.causal is False"),
         ({"attention.head_count": 0}, "attention.head_count is 0"),
-        ({"block_count": None}, "block_count is missing"),
+        ({"block_count": None}, "'block_count' of its architecture is missing"),
         ({"block_count": 3}, "is missing"),
         ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping' of its architecture is not known"),
         ({"attention.head_count_kv": [2, 1]}, r"num_key_value_heads is \[2, 1\]"),
@@ -166,6 +166,76 @@ def test_metadata_that_cannot_be_meant(
     )
     with pytest.raises(CheckpointError, match=says):
         params_of(file, World())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_a_router_s_bias_tells_a_sigmoid(name: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    """Converters write expert_gating_func only if config.json has scoring_func: GLM-4.7-Flash."""
+    path = make_checkpoint(name, **OPTIONS.get(name, {})).path
+    files = [
+        write_gguf(name, path, tmp_path / f"{i}.gguf", expert_gating_func=value, split=9 * i)
+        for i, value in enumerate((None, None, 0))
+    ]
+    expected = Driver(path).prefill("a", PROMPT, 31)
+    for file in files:
+        assert torch.equal(Driver(file).prefill("a", PROMPT, 31), expected)
+
+
+def test_rope_freqs_are_llama_3_1_s(make_checkpoint: Any, tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    path = make_checkpoint("llama", rope_parameters=rope).path
+    file = write_gguf("llama", path, tmp_path / "model.gguf")
+    ours, theirs = (Driver(one).prefill("a", PROMPT, 31) for one in (file, path))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    plain = make_checkpoint("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    other = Driver(plain.path).prefill("a", PROMPT, 31)
+    assert (other - theirs).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen3_moe", "attention.layer_norm_rms_epsilon"),
+        ("qwen3_moe", "context_length"),
+        ("qwen3_moe", "embedding_length"),
+        ("qwen3_moe", "attention.head_count"),
+        ("qwen3_moe", "expert_used_count"),
+        ("gpt_oss", "attention.sliding_window"),
+        ("granite_moe", "logit_scale"),
+    ],
+)
+def test_a_number_that_only_the_metadata_have_must_be_there(
+    name: str, key: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = make_checkpoint(name, **OPTIONS.get(name, {})).path
+    file = write_gguf(name, path, tmp_path / "m.gguf", **{key: None})
+    with pytest.raises(CheckpointError, match=f"metadata key '{key}' of its .* is missing"):
+        read_model_spec(file)
+
+
+def test_keys_that_may_be_absent_mean_what_llama_cpp_takes(
+    make_checkpoint: Any, tmp_path: Path
+) -> None:
+    def spec_of(name: str, **metadata: Any) -> Any:
+        file = tmp_path / f"{name}.gguf"
+        file.unlink(missing_ok=True)
+        path = make_checkpoint(name, **OPTIONS.get(name, {})).path
+        return read_model_spec(write_gguf(name, path, file, **metadata))
+
+    moe = spec_of("deepseek_v3", expert_weights_scale=None, expert_weights_norm=None).moe
+    assert (moe.router.scale, moe.router.renormalize) == (1.0, False)
+    names = ("attention.scale", "embedding_scale", "residual_scale")
+    granite = spec_of("granite_moe", **dict.fromkeys(names))
+    mixer = granite.layers[0].mixer
+    assert mixer.scale == pytest.approx(mixer.head_dim**-0.5)
+    assert (granite.embedding_scale, granite.residual_scale) == (1.0, 1.0)
+    mixer = spec_of("qwen3_moe", **{"attention.head_count_kv": None}).layers[0].mixer
+    assert mixer.num_kv_heads == mixer.num_heads
+    rope = spec_of("qwen3_moe", **{"rope.scaling.factor": 4.0}).layers[0].mixer.rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
 def test_other_architectures_are_refused_with_the_known_ones(tmp_path: Path) -> None:

@@ -293,6 +293,23 @@ def test_without_a_dtype_the_first_weight_decides(write_config: WriteConfig) -> 
     assert read_model_spec(model_dir).dtype == "float16"
 
 
+def test_spellings_that_transformers_takes_for_the_same(write_config: WriteConfig) -> None:
+    plain = write_config(**LLAMA)
+    expected = read_model_spec(plain)
+    for values in (
+        {"quantization_config": {}},
+        {"quantization_config": None},
+        {"tie_word_embeddings": None},
+        {"hidden_act": "swish"},
+        {"mlp_bias": None, "attention_bias": None},
+    ):
+        assert read_model_spec(write_config(**LLAMA | values)) == expected, values
+    for key in ("torch_dtype", "dtype"):
+        model_dir = write_config(**LLAMA | {"torch_dtype": ...} | {key: "auto"})
+        save_file({"x": zeros(3).half()}, model_dir / "model.safetensors")
+        assert read_model_spec(model_dir).dtype == "float16"
+
+
 HYBRID = {
     **LLAMA, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 4,
 }  # fmt: skip
@@ -355,7 +372,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"max_position_embeddings": 0}, "max_position_embeddings"),
     (LLAMA, {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
     (LLAMA, {"attention_bias": "no"}, "attention_bias"),
-    (LLAMA, {"mlp_bias": None}, "mlp_bias"),
+    (LLAMA, {"mlp_bias": 0}, "mlp_bias"),
     (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "supported: float32, bfloat16, float16"),
     (LLAMA, {"dtype": 16}, "dtype is 16"),
     (LLAMA, {"sliding_window": 128}, "no sliding window"),
@@ -389,7 +406,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "mlp_only_layers is [2]; it must be a list of integers from 0 to 1",
     ),
     (QWEN3_MOE, {"mlp_only_layers": [True]}, "mlp_only_layers"),
-    (QWEN3_MOE, {"norm_topk_prob": None}, "norm_topk_prob"),
+    (QWEN3_MOE, {"norm_topk_prob": "no"}, "norm_topk_prob"),
     (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
     (QWEN3_MOE, {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
     (

@@ -14,7 +14,8 @@ import torch
 
 from moeserve.config import Config
 from moeserve.errors import CheckpointError, ConfigError
-from moeserve.loader.files import Fields, read_json
+from moeserve.loader.documents import read_json
+from moeserve.loader.fields import Fields
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder

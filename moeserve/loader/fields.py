@@ -1,0 +1,108 @@
+"""Typed values from a JSON object, with errors that name the file, the key, the value and the remedy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeserve.errors import CheckpointError
+
+_MAX_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """One JSON object. An explicit null is not an absent key; only the optional reads accept it."""
+
+    path: Path
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]  # of absent keys
+    prefix: str = ""  # of the keys in errors: "rope_parameters."
+
+    def raw(self, key: str) -> Any:
+        """Return the value or its default, unchecked."""
+        if key in self.values:
+            return self.values[key]
+        if key in self.defaults:
+            return self.defaults[key]
+        raise CheckpointError(f"{self.path}: {self.prefix}{key} is missing")
+
+    def error(self, key: str, must: str) -> CheckpointError:
+        """Return the error for a bad value: "key is value; " and `must`."""
+        shown = repr(self.raw(key))
+        if len(shown) > _MAX_SHOWN:
+            shown = shown[:_MAX_SHOWN] + "..."
+        return CheckpointError(f"{self.path}: {self.prefix}{key} is {shown}; {must}")
+
+    def integer(self, key: str, low: int, high: int) -> int:
+        """Read an integer in [low, high]."""
+        value = self.raw(key)
+        if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+            return value
+        raise self.error(key, f"it must be an integer from {low} to {high}")
+
+    def optional_integer(self, key: str, low: int, high: int) -> int | None:
+        """Read an integer in [low, high], or null."""
+        return None if self.raw(key) is None else self.integer(key, low, high)
+
+    def number(self, key: str, low: float, high: float) -> float:
+        """Read a number in [low, high] other than 0, which always means damage."""
+        value = self.raw(key)
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and low <= value <= high
+            and value
+        ):
+            return float(value)
+        bracket = "(" if low == 0 else "["
+        raise self.error(key, f"it must be a number other than 0 in {bracket}{low:g}, {high:g}]")
+
+    def optional_number(self, key: str, low: float, high: float) -> float | None:
+        """Read a number as `number` does, or null."""
+        return None if self.raw(key) is None else self.number(key, low, high)
+
+    def boolean(self, key: str) -> bool:
+        """Read true or false. Null is false, as in transformers, which asks for truth alone."""
+        value = self.raw(key)
+        if isinstance(value, bool) or value is None:
+            return bool(value)
+        raise self.error(key, "it must be true or false")
+
+    def choice(self, key: str, choices: tuple[str, ...]) -> str:
+        """Read one of the strings `choices`."""
+        value = self.raw(key)
+        if isinstance(value, str) and value in choices:
+            return value
+        raise self.error(key, f"supported: {', '.join(choices)}")
+
+    def integers(self, key: str, low: int, high: int) -> tuple[int, ...]:
+        """Read a list of integers in [low, high], or null for none."""
+        value = self.raw(key)
+        if value is None:
+            return ()
+        if isinstance(value, list) and all(
+            type(item) is int and low <= item <= high for item in value
+        ):
+            return tuple(value)
+        raise self.error(key, f"it must be a list of integers from {low} to {high}")
+
+    def section(self, key: str) -> dict[str, Any]:
+        """Read a nested object; {} for null."""
+        value = self.raw(key)
+        if value is None:
+            return {}
+        if isinstance(value, dict):
+            return value
+        raise self.error(key, "it must be an object or null")
+
+    def only(self, **known: Any) -> None:
+        """Refuse other values of these keys than the one that is computed. Null means it, too."""
+        for key, value in known.items():
+            if self.values.get(key) not in (None, value):
+                raise self.error(key, f"only {value!r} is supported")
+
+    def unsupported(self, key: str, remedy: str) -> None:
+        """Refuse a key that would change the model's result if it were ignored."""
+        if self.values.get(key) is not None:
+            raise self.error(key, remedy)
