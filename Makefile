@@ -2,6 +2,7 @@
 # make test    set up .venv with the development extras and run the tests that protect every promise
 # make test-all  those and the full products, sanitizers and ahead-of-time compiles
 # make check   format, lint, types, layers, sizes
+# make wheel   build a wheel and an sdist in dist/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,10 +13,10 @@ ARGS ?=
 SERVE = $(or $(ARGS),--speculate mtp:3)
 WORKERS ?= 2
 FULL ?=
-BUILT_FROM := pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.*)
+BUILT_FROM := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all check format bench clean
+.PHONY: serve test test-all check format wheel clean
 
 # At a terminal the server gets a process group of its own, so that Ctrl-C reaches it and not make: it drains, exits 0.
 serve: $(VENV)/.serve
@@ -47,15 +48,26 @@ $(VENV)/bin/python:
 	@echo "creating the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.serve: $(VENV)/bin/python $(BUILT_FROM)
-	@echo "installing moeserve and its dependencies in $(VENV) and compiling its kernels; some minutes, once"
+# The kernels are compiled here, once, with progress; the installations below take the module as it is.
+$(VENV)/.native: $(VENV)/bin/python setup.py $(wildcard csrc/*/*.?pp)
+	@echo "compiling the native kernels in parallel; some minutes, once"
+	@$(PIP) 'setuptools>=77' 'pybind11>=2.13'
+	@$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.native $(BUILT_FROM)
+	@echo "installing moeserve and its dependencies in $(VENV)"
 	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/bin/python $(BUILT_FROM)
-	@echo "installing moeserve, its dependencies and the development tools in $(VENV); some minutes, once"
+$(VENV)/.dev: $(VENV)/.native $(BUILT_FROM)
+	@echo "installing moeserve, its dependencies and the development tools in $(VENV)"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.serve
+
+wheel: $(VENV)/.native
+	@$(PIP) build
+	@$(BIN)/python -m build
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

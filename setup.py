@@ -1,10 +1,17 @@
-"""The native extension; everything else about the package is in pyproject.toml.
+"""Build the native extension; everything else about the package is in pyproject.toml.
 
-Optional: where it does not compile (no compiler, not Linux), the package installs without it, and
-moeserve/ops/native.py says so.
+    python setup.py -q build_ext --inplace    # what `make serve` and `make test` do first
+
+A module that is newer than its sources is used again, also by `pip install -e .` and `pip wheel`.
+The extension is optional: where it does not compile (no compiler, not Linux), the package installs
+without it, and moeserve/ops/native.py says so.
 """
 
 import platform
+import shutil
+import sys
+import threading
+import time
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -12,9 +19,8 @@ from typing import Any
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
-# A fused multiply-add rounds once where the reference rounds twice, so contraction is off. What is
-# faster with newer instructions picks them at run time: the module runs on any CPU of its
-# architecture.
+# A fused multiply-add rounds once where the reference rounds twice, so contraction is off. Newer
+# instructions are picked at run time: the module runs on any CPU of its architecture.
 FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # GCC 12 takes the undefined operands of its own AVX-512 intrinsics for mistakes.
@@ -24,36 +30,75 @@ ISA_FLAGS = {
     "isa_avx2_vnni": [*AVX2, "-mavxvnni"],
     "isa_avx512": AVX512,
     "isa_avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "isa_neon": [],
 }
-ISAS = {"x86_64": set(glob("csrc/kernels/isa_avx*.cpp")), "aarch64": {"csrc/kernels/isa_neon.cpp"}}
+ISA_SOURCES = {"x86_64": "csrc/kernels/isa_avx*.cpp", "aarch64": "csrc/kernels/isa_neon*.cpp"}
+FOLDERS = ("core", "pool", "kernels", "shm", "bindings")
+
+
+def isa_flags(source: str) -> list[str]:
+    """Return the compiler's flags for csrc/kernels/isa_<isa>[_int][_product].cpp."""
+    isa = Path(source).stem.removesuffix("_product").removesuffix("_int")
+    return ISA_FLAGS.get(isa, [])
+
+
+def sources() -> list[str]:
+    """Return the sources for this architecture, those that take longest to compile first."""
+    found = {path for folder in FOLDERS for path in glob(f"csrc/{folder}/*.cpp")}
+    found -= set(glob("csrc/kernels/isa_*.cpp"))
+    found |= set(glob(ISA_SOURCES.get(platform.machine(), "")))
+
+    def order(path: str) -> tuple[bool, bool, str]:
+        stem = Path(path).stem
+        return "product" not in stem, "isa_" not in stem, path
+
+    return sorted(found, key=order)
 
 
 class Build(build_ext):
-    """Gives every csrc/kernels/isa_*.cpp the flags of its instruction set."""
+    """Compile each instruction set with its own flags, and print progress."""
 
     def build_extension(self, ext: Any) -> None:
+        built = Path(self.get_ext_filename(ext.name))
+        target = Path(self.get_ext_fullpath(ext.name))
+        inputs = [*ext.sources, *ext.depends, __file__]
+        if built.exists() and built.stat().st_mtime > max(Path(p).stat().st_mtime for p in inputs):
+            if not (target.exists() and target.samefile(built)):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(built, target)
+            return
+
         compile_one = self.compiler._compile
+        progress = Progress(len(ext.sources))
 
-        def compile_isa(
-            obj: str, src: str, ext: str, cc_args: Any, postargs: list[str], pp_opts: Any
+        def compile_source(
+            obj: str, src: str, suffix: str, cc_args: Any, postargs: list[str], pp_opts: Any
         ) -> None:
-            compile_one(
-                obj, src, ext, cc_args, [*postargs, *ISA_FLAGS.get(Path(src).stem, [])], pp_opts
-            )
+            compile_one(obj, src, suffix, cc_args, [*postargs, *isa_flags(src)], pp_opts)
+            progress.step(src)
 
-        self.compiler._compile = compile_isa
+        self.compiler._compile = compile_source
         try:
             super().build_extension(ext)
         finally:
             self.compiler._compile = compile_one
 
 
-sources = {
-    path
-    for folder in ("core", "pool", "kernels", "shm", "bindings")
-    for path in glob(f"csrc/{folder}/*.cpp")
-}
-sources -= set().union(*ISAS.values()) - ISAS.get(platform.machine(), set())
+class Progress:
+    """Prints a line for each compiled source."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self.start_s = time.monotonic()
+        self.lock = threading.Lock()  # sources are compiled in threads
+
+    def step(self, source: str) -> None:
+        with self.lock:
+            self.done += 1
+            elapsed_s = time.monotonic() - self.start_s
+            print(f"[{self.done:2}/{self.total}] {elapsed_s:4.0f} s  {source}", file=sys.stderr)
+
 
 ParallelCompile().install()  # on all cores
 
@@ -62,7 +107,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "moeserve._native",
-            sorted(sources),
+            sources(),
             depends=sorted(glob("csrc/*/*.hpp")),
             include_dirs=["csrc"],
             cxx_std=20,

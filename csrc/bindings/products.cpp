@@ -67,7 +67,9 @@ void multiply(ProductArgs args, const std::vector<Part>& parts) {
     std::vector<size_t> held(num_threads * (64 / sizeof(size_t)), ~size_t{0});
     args.held = held.data();
     const auto run = [](void* context, size_t begin, size_t end, int worker) {
-        kernels()->product(*static_cast<const ProductArgs*>(context), begin, end, worker);
+        const ProductArgs& product = *static_cast<const ProductArgs*>(context);
+        const auto kernel = product.ints.on ? kernels()->int_product : kernels()->product;
+        kernel(product, begin, end, worker);
     };
     const size_t tasks = parts.size() * args.units();
     threads->share(tasks, tasks / (num_threads * kTakes), Work{run, &args});

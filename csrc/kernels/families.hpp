@@ -1,4 +1,5 @@
 // Every family of kernels, compiled for MOESERVE_ISA, and their table. Each isa_*.cpp includes a vec_*.hpp, then this.
+// Products take longest to compile, so they have units of their own: isa_*_product.cpp and isa_*_int_product.cpp.
 #pragma once
 
 #include "kernels/table.hpp"
@@ -9,7 +10,6 @@
 #include "kernels/index_scores.hpp"
 #include "kernels/math.hpp"
 #include "kernels/norms.hpp"
-#include "kernels/product.hpp"
 #include "kernels/recurrence.hpp"
 #include "kernels/recurrent_gates.hpp"
 #include "kernels/rotary.hpp"
@@ -18,6 +18,9 @@
 #include "kernels/selective_scan.hpp"
 
 namespace moeserve::MOESERVE_ISA {
+
+void product(const ProductArgs& args, size_t begin, size_t end, int worker);
+void int_product(const ProductArgs& args, size_t begin, size_t end, int worker);
 
 inline void exp_all(const float* x, float* y, size_t count) {
     float part[kWidth];
@@ -42,6 +45,7 @@ constexpr Kernels table(const char* name) {
     kernels.route = route;
     kernels.argmax = argmax;
     kernels.product = product;
+    kernels.int_product = int_product;
     kernels.race = race;
     kernels.draw = draw;
     kernels.attend = attention::attend;

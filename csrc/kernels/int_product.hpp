@@ -8,8 +8,7 @@
 
 #include <type_traits>
 
-#include "kernels/elements.hpp"
-#include "kernels/gemm.hpp"
+#include "kernels/product_task.hpp"
 
 namespace moeserve::MOESERVE_ISA {
 
@@ -298,6 +297,23 @@ inline void int_sums(const ProductArgs& args, const float* rows, size_t stride, 
             args.ints.bits == 5 ? as(IntBits<1, 32>()) : as(IntBits<2, 16>());
         }
     }
+}
+
+/// Rows rounded to int8, each block of 32 inputs with a scale.
+template <class E>
+struct IntRows {
+    static size_t row_floats(const ProductArgs& args) { return IntRow::floats(args); }
+    static void load(const ProductArgs& args, const Part& part, const Workspace& space) {
+        for (size_t r = 0; r < part.count; ++r) round_row<E>(args, row_of<E>(args, part, r), space.a + r * space.stride);
+    }
+    static void sums(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
+        int_sums(args, space.a, space.stride, rows, w, blocks, space.c);
+    }
+};
+
+/// For arguments whose `ints` are on.
+void int_product(const ProductArgs& args, size_t begin, size_t end, int worker) {
+    run_tasks_of_type<IntRows>(args, begin, end, worker);
 }
 
 }  // namespace moeserve::MOESERVE_ISA

@@ -3,6 +3,8 @@
 #include "kernels/vec_neon.hpp"
 
 #include "kernels/families.hpp"
+#include "kernels/int_product.hpp"
+#include "kernels/product.hpp"
 
 namespace moeserve {
 extern const Kernels kNeon;

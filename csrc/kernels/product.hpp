@@ -1,27 +1,16 @@
-// Matrix products over parts of the rows: linear layers, and both products of experts.
+// Matrix products over parts of the rows, with weights as floats or bf16 pairs: linear layers, and both products of experts.
 #pragma once
 
-#include <unistd.h>
-
-#include "kernels/activation.hpp"
-#include "kernels/elements.hpp"
-#include "kernels/gemm.hpp"
-#include "kernels/int_product.hpp"
-#include "kernels/math.hpp"
-#include "pool/scratch.hpp"
+#include "kernels/product_task.hpp"
 
 namespace moeserve::MOESERVE_ISA {
-
-constexpr size_t kBlocks = kWidth == 16 ? 2 : 1;  // that many rows meet at once
-/// Inputs that several tiles share while the blocks' weights for them are in the L1 cache, beside a few rows.
-inline const size_t kChunk = kBlocks == 1 || sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 ? 512 : 256;
 
 /// Whether rows of E may meet these weights as bf16 pairs. Then denormals are zeros, as dot products take them, also where
 /// a part of more rows meets them as floats: a row's bits do not depend on its company.
 template <class E>
 bool are_pairs(const ProductArgs& args) {
     const bool exact = args.weight_type != Type::fp32 && args.weight_type != Type::fp16;
-    return kDots && std::is_same_v<E, BFloat16> && exact && !args.ints.on;
+    return kDots && std::is_same_v<E, BFloat16> && exact;
 }
 
 /// Whether those of a part of so many rows do.
@@ -30,37 +19,11 @@ bool in_pairs(const ProductArgs& args, size_t rows) {
     return are_pairs<E>(args) && rows <= args.dot_rows;
 }
 
-/// A worker's scratch for one part: its rows as elements for tiles, the results of a task, a chunk of unpacked weights.
-struct Workspace {
-    size_t stride;
-    float *a, *c, *unpacked;
-
-    Workspace(const ProductArgs& args, bool pairs) {
-        const size_t elements = args.ints.on ? IntRow::floats(args) : pairs ? (args.depth + 1) / 2 : args.depth;
-        // Rows are not a multiple of 4 KiB apart, where their elements would compete for the same lines of a cache.
-        stride = (elements + 15) / 16 * 16 + 16;
-        const size_t group = args.group < args.depth ? args.group : args.depth, chunk = group > kChunk ? group : kChunk;
-        const size_t floats = args.most_rows * (stride + kSumsStride) + (chunk + 1) * kColumns * kBlocks;
-        a = reinterpret_cast<float*>(scratch(Scratch::product, floats * sizeof(float)));
-        c = a + args.most_rows * stride;
-        unpacked = c + args.most_rows * kSumsStride;
-    }
-};
-
-/// Rows rounded to int8.
-template <class E>
-void round_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
-    for (size_t r = 0; r < part.count; ++r) {
-        const char* x = static_cast<const char*>(args.x) + (part.expert * args.x_step + (part.first + r) * args.x_stride) * E::bytes;
-        round_row<E>(args, x, space.a + r * space.stride);
-    }
-}
-
 /// Rows as floats.
 template <class E>
 void widen_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
     for (size_t r = 0; r < part.count; ++r) {
-        const char* x = static_cast<const char*>(args.x) + (part.expert * args.x_step + (part.first + r) * args.x_stride) * E::bytes;
+        const char* x = row_of<E>(args, part, r);
         float* a = space.a + r * space.stride;
         for (size_t i = 0; i < args.depth; i += kWidth) store(a + i, load_at<E>(x, i, args.depth));
     }
@@ -70,7 +33,7 @@ void widen_rows(const ProductArgs& args, const Part& part, const Workspace& spac
 /// Rows as pairs of bf16, the first in the upper half of a word.
 inline void pair_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
     for (size_t r = 0; r < part.count; ++r) {
-        const char* x = static_cast<const char*>(args.x) + (part.expert * args.x_step + (part.first + r) * args.x_stride) * 2;
+        const char* x = row_of<BFloat16>(args, part, r);
         float* a = space.a + r * space.stride;
         for (size_t i = 0; i < args.depth; i += 2 * kWidth) {
             i32 pairs;
@@ -266,8 +229,7 @@ void sums_in(const ProductArgs& args, const Workspace& space, size_t rows, const
 }
 
 template <class E>
-void sums(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
-    if (args.ints.on) return int_sums(args, space.a, space.stride, rows, w, blocks, space.c);
+void sums_with(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
     switch (args.weight_type) {
         case Type::fp32: return sums_of<Chains<WeightsFp32>>(args, space, rows, w, blocks);
         case Type::fp16: return sums_of<Chains<WeightsFp16>>(args, space, rows, w, blocks);
@@ -281,93 +243,29 @@ void sums(const ProductArgs& args, const Workspace& space, size_t rows, const ui
 
 template <class E>
 void take_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
-    if (args.ints.on) return round_rows<E>(args, part, space);
 #ifdef __AVX512BF16__
     if (in_pairs<E>(args, part.count)) return pair_rows(args, part, space);
 #endif
     widen_rows<E>(args, part, space);
 }
 
-/// In the place of an activation, where there is none.
-struct Plain {
-    static constexpr bool kGated = false;
-
-    MOESERVE_INLINE f32 operator()(f32 sum) const { return sum; }
+/// Rows as floats, or as pairs of bf16 where the processor multiplies such.
+template <class E>
+struct FloatRows {
+    static size_t row_floats(const ProductArgs& args) {
+        return in_pairs<E>(args, args.most_rows) ? (args.depth + 1) / 2 : args.depth;
+    }
+    static void load(const ProductArgs& args, const Part& part, const Workspace& space) { take_rows<E>(args, part, space); }
+    static void sums(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
+#ifdef __AVX512BF16__
+        const DenormalsAreZeros zeros(are_pairs<E>(args));
+#endif
+        sums_with<E>(args, space, rows, w, blocks);
+    }
 };
 
-template <class E, bool biased, class Gate>
-void finish_as(const ProductArgs& args, const Part& part, const Workspace& space, size_t first_block, size_t blocks,
-               const Gate& gate) {
-    constexpr size_t step = Gate::kGated ? 2 : 1;
-    const size_t first = first_block / step * kColumns, skipped = part.expert * (args.expert_bytes / sizeof(float));
-    for (size_t r = 0; r < part.count; ++r) {
-        const float *c = space.c + r * kSumsStride, *bias = args.bias;
-        if constexpr (biased) bias += skipped + first_block * kColumns;
-        char* y = static_cast<char*>(args.y) + (part.expert * args.y_step + (part.first + r) * args.y_stride) * E::bytes;
-        for (size_t b = 0, column = first; b < blocks; b += step, column += kColumns, c += step * kColumns) {
-            for (int v = 0; v < kVectors; ++v) {
-                f32 value = load(c + v * kWidth);
-                if constexpr (biased) value = add(value, load(bias + v * kWidth));
-                if constexpr (Gate::kGated) {
-                    f32 up = load(c + kColumns + v * kWidth);
-                    if constexpr (biased) up = add(up, load(bias + kColumns + v * kWidth));
-                    value = gate(value, up);
-                } else {
-                    value = gate(value);
-                }
-                store_at<E>(y, column + v * kWidth, args.columns, value);
-            }
-            if constexpr (biased) bias += step * kColumns;
-        }
-    }
-}
-
-/// Bias, activation and rounding of a task's sums.
-template <class E>
-void finish(const ProductArgs& args, const Part& part, const Workspace& space, size_t first, size_t blocks) {
-    const auto as = [&](const auto& gate) {
-        if (args.bias) return finish_as<E, true>(args, part, space, first, blocks, gate);
-        finish_as<E, false>(args, part, space, first, blocks, gate);
-    };
-    if (args.acts) return with_activation(args.activation, as);
-    as(Plain());
-}
-
-template <class E>
-void product_of(const ProductArgs& args, size_t begin, size_t end, int worker) {
-    const Workspace space(args, in_pairs<E>(args, args.most_rows));
-    const size_t units = args.units();
-    size_t& held = args.held[worker * (64 / sizeof(size_t))];
-    for (size_t task = begin; task < end; ++task) {
-        const Part& part = args.parts[task / units];
-        if (held != task / units) {
-            held = task / units;
-            take_rows<E>(args, part, space);
-        }
-        const size_t first = task % units * ProductArgs::kUnit, left = args.num_blocks - first;
-        const size_t blocks = left < ProductArgs::kUnit ? left : ProductArgs::kUnit;
-        const uint8_t* w = args.weights + part.expert * args.expert_bytes + first * args.block_bytes;
-        {
-#ifdef __AVX512BF16__
-            const DenormalsAreZeros zeros(are_pairs<E>(args));
-#endif
-            sums<E>(args, space, part.count, w, blocks);
-        }
-        if (args.y_type == args.type) {
-            finish<E>(args, part, space, first, blocks);
-        } else {
-            finish<Float32>(args, part, space, first, blocks);
-        }
-    }
-}
-
-inline void product(const ProductArgs& args, size_t begin, size_t end, int worker) {
-    switch (args.type) {
-        case Type::fp32: return product_of<Float32>(args, begin, end, worker);
-        case Type::bf16: return product_of<BFloat16>(args, begin, end, worker);
-        case Type::fp16: return product_of<Float16>(args, begin, end, worker);
-        default: return;
-    }
+void product(const ProductArgs& args, size_t begin, size_t end, int worker) {
+    run_tasks_of_type<FloatRows>(args, begin, end, worker);
 }
 
 }  // namespace moeserve::MOESERVE_ISA

@@ -29,6 +29,7 @@ struct Kernels {
     void (*route)(const RouteArgs&, size_t begin, size_t end);
     void (*argmax)(const ArgmaxArgs&, size_t begin, size_t end);
     void (*product)(const ProductArgs&, size_t begin, size_t end, int worker);
+    void (*int_product)(const ProductArgs&, size_t begin, size_t end, int worker);  // rows rounded to int8
     void (*race)(const RaceArgs&, size_t begin, size_t end);
     void (*draw)(const DrawArgs&, size_t begin, size_t end);
     void (*attend)(void* call, size_t begin, size_t end, int worker);           // pieces of an AttentionCall

@@ -7,7 +7,7 @@
 #include "pool/pool.hpp"
 #include "tests/exact.hpp"
 
-#include "kernels/product.hpp"
+#include "kernels/int_product.hpp"
 
 using namespace moeserve;
 
@@ -64,7 +64,7 @@ void product(const Packing& p, size_t rows, size_t offset) {
     args.parts = &part, args.most_rows = rows;
     std::vector<size_t> held(64 / sizeof(size_t), ~size_t{0});
     args.held = held.data();
-    tested::product(args, 0, args.units(), 0);
+    tested::int_product(args, 0, args.units(), 0);
     CHECK(same(y, expected));
 }
 

@@ -1,0 +1,5 @@
+// Products with float and bf16 weights for CPUs with AVX-512 with dot products of BF16 and (VNNI) of bytes.
+#define MOESERVE_ISA avx512_bf16
+#include "kernels/vec_avx512.hpp"
+
+#include "kernels/product.hpp"
