@@ -43,16 +43,17 @@ def isa_flags(source: str) -> list[str]:
 
 
 def sources() -> list[str]:
-    """Return the sources for this architecture, those that take longest to compile first."""
+    """Return the sources for this architecture."""
     found = {path for folder in FOLDERS for path in glob(f"csrc/{folder}/*.cpp")}
     found -= set(glob("csrc/kernels/isa_*.cpp"))
     found |= set(glob(ISA_SOURCES.get(platform.machine(), "")))
+    return sorted(found)
 
-    def order(path: str) -> tuple[bool, bool, str]:
-        stem = Path(path).stem
-        return "product" not in stem, "isa_" not in stem, path
 
-    return sorted(found, key=order)
+def order(source: str) -> tuple[bool, bool, str]:
+    """Return a sort key: sources that take longest to compile come first, so that no core idles."""
+    stem = Path(source).stem
+    return "product" not in stem, "isa_" not in stem, source
 
 
 class Build(build_ext):
@@ -68,6 +69,7 @@ class Build(build_ext):
                 shutil.copy2(built, target)
             return
 
+        compile_all = self.compiler.compile
         compile_one = self.compiler._compile
         progress = Progress(len(ext.sources))
 
@@ -77,10 +79,15 @@ class Build(build_ext):
             compile_one(obj, src, suffix, cc_args, [*postargs, *isa_flags(src)], pp_opts)
             progress.step(src)
 
+        def compile_longest_first(sources: list[str], *args: Any, **kwargs: Any) -> list[str]:
+            return compile_all(sorted(sources, key=order), *args, **kwargs)
+
+        self.compiler.compile = compile_longest_first
         self.compiler._compile = compile_source
         try:
             super().build_extension(ext)
         finally:
+            self.compiler.compile = compile_all
             self.compiler._compile = compile_one
 
 

@@ -7,27 +7,20 @@
 #include "kernels/table.hpp"
 
 namespace moeserve {
-
-extern const Kernels kAvx512, kAvx512Bf16;
-
 namespace avx512_bf16 {
 
 void product(const ProductArgs& args, size_t begin, size_t end, int worker);
 void int_product(const ProductArgs& args, size_t begin, size_t end, int worker);
 
-static Kernels table() {
-    Kernels kernels = kAvx512;
-    kernels.name = "avx512_bf16";
-    kernels.pairs = kDots;
-    kernels.product = product;
-    kernels.int_product = int_product;
-    kernels.attend = attention::attend;
-    kernels.merge_attention = attention::merge_attention;
-    return kernels;
-}
-
 }  // namespace avx512_bf16
 
-const Kernels kAvx512Bf16 = avx512_bf16::table();
+void use_avx512_bf16(Kernels& kernels) {
+    kernels.name = "avx512_bf16";
+    kernels.pairs = avx512_bf16::kDots;
+    kernels.product = avx512_bf16::product;
+    kernels.int_product = avx512_bf16::int_product;
+    kernels.attend = avx512_bf16::attention::attend;
+    kernels.merge_attention = avx512_bf16::attention::merge_attention;
+}
 
 }  // namespace moeserve

@@ -8,7 +8,10 @@
 namespace moeserve {
 
 #if defined(__x86_64__)
-extern const Kernels kAvx2, kAvx2Vnni, kAvx512, kAvx512Bf16;
+extern const Kernels kAvx2, kAvx512;
+// Replace kernels of AVX2 and AVX-512 by those that use more instructions. The CPU must have these.
+void use_avx2_vnni(Kernels& kernels);
+void use_avx512_bf16(Kernels& kernels);
 #elif defined(__aarch64__)
 extern const Kernels kNeon;
 #endif
@@ -21,17 +24,30 @@ namespace {
     return asked && std::string_view(asked) == "avx2";
 }
 
+/// A copy of `base` with the kernels that `replace` puts in. Not a global: a constructor before the check of the CPU
+/// would run the instructions that it may lack.
+[[maybe_unused]] Kernels replaced(Kernels base, void (*replace)(Kernels&)) {
+    replace(base);
+    return base;
+}
+
 std::vector<const Kernels*> supported() {
     std::vector<const Kernels*> tables;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         tables.push_back(&kAvx2);
         if (at_most_avx2()) return tables;
-        if (__builtin_cpu_supports("avxvnni")) tables.push_back(&kAvx2Vnni);
+        if (__builtin_cpu_supports("avxvnni")) {
+            static const Kernels vnni = replaced(kAvx2, use_avx2_vnni);
+            tables.push_back(&vnni);
+        }
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
             tables.push_back(&kAvx512);
-            if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) tables.push_back(&kAvx512Bf16);
+            if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+                static const Kernels bf16 = replaced(kAvx512, use_avx512_bf16);
+                tables.push_back(&bf16);
+            }
         }
     }
 #elif defined(__aarch64__)
