@@ -93,8 +93,8 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
     """
     from moeserve.cluster.logs import set_up_logging
     from moeserve.frontend.open import open_front_end
-    from moeserve.server.app import Context
     from moeserve.server.auth import Auth
+    from moeserve.server.context import Context
     from moeserve.server.run import bind, listening
 
     key = secrets.token_urlsafe(24)

@@ -14,7 +14,7 @@ import msgspec
 from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moeserve.server.app import HttpCall
+    from moeserve.server.call import HttpCall
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.scaling import Scaling
 from moeserve.errors import Conflict, Forbidden, NotFound
 from moeserve.protocol import Aborted, RebalanceResponse, ScaleResponse
-from moeserve.server.app import HttpCall
+from moeserve.server.call import HttpCall
 from moeserve.server.errors import shorten
 
 Asked = TypeVar("Asked", bound=Struct)

@@ -17,8 +17,8 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from moeserve.errors import Conflict, InvalidRequest
-from moeserve.server.app import HttpCall
 from moeserve.server.batch_file import BatchLine, Url, open_output, read_done, read_input
+from moeserve.server.call import HttpCall
 from moeserve.server.file_objects import (
     Batch,
     BatchError,

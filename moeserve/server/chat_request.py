@@ -1,4 +1,7 @@
-"""The body of a chat: its messages and tools, and their checks."""
+"""A conversation to answer: the body of a chat, which the requests of other dialects become.
+
+The functions below turn it into what the model's template and the front end take.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -24,30 +27,27 @@ FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class TextPart(Struct, kw_only=True):
-    """A part of a message's content: text, or an assistant's refusal, which is text as well."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+# ---- tools
 
 
 class Function(Struct, kw_only=True, omit_defaults=True):
-    """What a tool is: parameters is a JSON schema of its arguments. strict: a call's arguments have
-    to match it.
-    """
+    """A function that the model may ask the client to call."""
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of its arguments
+    strict: bool | None = None  # whether a call's arguments have to match it
 
 
 class Tool(Struct, kw_only=True):
-    """A function that the model may ask the client to call."""
+    """An entry of `tools`."""
 
     type: Literal["function"]
     function: Function
+
+
+class _ToolList(Struct, kw_only=True):
+    tools: Annotated[list[Tool], Meta(max_length=1024)] = []
 
 
 class _Named(Struct):
@@ -55,7 +55,7 @@ class _Named(Struct):
 
 
 class _NamedTool(Struct):
-    """One tool that has to be called."""
+    """The tool_choice of one tool, which has to be called."""
 
     type: Literal["function"]
     function: _Named
@@ -66,34 +66,41 @@ class _Allowed(Struct):
     tools: Annotated[list[_NamedTool], Meta(min_length=1, max_length=1024)]
 
 
-class _Fields(Struct, kw_only=True):
-    tools: Annotated[list[Tool], Meta(max_length=1024)] = []
-
-
 class Tools(Struct, kw_only=True):
-    """The tools of a request, as templates and formats take them.
+    """The tools of a request, as templates and answer formats take them."""
 
-    shown: those that the template shows the model; callable: those that it may call. choice:
-    "named" means that the one callable tool has to be called.
-    """
-
+    # "named": the one callable tool has to be called.
     choice: Literal["none", "auto", "required", "named"] = "none"
-    shown: list[dict[str, Any]] = []
-    callable: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []  # to the model, by the template
+    callable: list[dict[str, Any]] = []  # by the model
     parallel: bool = True
 
+    @property
+    def forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.choice in ("required", "named")
 
-class Called(Struct, kw_only=True):
-    """The function of a tool call. arguments: JSON text, as OpenAI has it, or the object itself."""
 
+# ---- messages
+
+
+class TextPart(Struct, kw_only=True):
+    """A part of a message's content: text, or an assistant's refusal, which is text as well."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Called(Struct, kw_only=True):
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | dict[str, Any] | None = None  # JSON text, as OpenAI has it, or the object
 
 
-class ToolCall(Struct, kw_only=True):
+class _ToolCall(Struct, kw_only=True):
     """A call that the assistant made earlier."""
 
-    function: Called
+    function: _Called
     id: OpenName | None = None
     type: Literal["function"] | None = "function"
 
@@ -109,6 +116,9 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: OpenName | None = None
+
+
+_MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -140,7 +150,6 @@ class ChatRequest(Sampling, kw_only=True):
 
     @staticmethod
     def unknown_inside(raw: dict[str, Any]) -> list[str]:
-        """Returns the names of messages' fields that mean nothing to us. Raises InvalidRequest."""
         unknown: list[str] = []
         for i, message in enumerate(raw["messages"]):
             if message.keys() <= _MESSAGE_FIELDS:
@@ -151,30 +160,27 @@ class ChatRequest(Sampling, kw_only=True):
                     f"{param}: use tool_calls", param=param, code="unsupported_parameter"
                 )
             if len(unknown) < MAX_UNKNOWN:
-                rest = [
-                    name for name, value in message.items() if value not in (None, [])
-                ]  # answers come back so
-                unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
+                # Clients send an answer back with fields of theirs that are empty.
+                names = [name for name, value in message.items() if value not in (None, [])]
+                unknown += unknown_fields(names, Message.__struct_fields__, f"messages[{i}].")
         return unknown
 
 
-_MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
-
-
 def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParams:
-    """Returns the parameters; max_tokens None means the rest of the context. Raises InvalidRequest."""
+    """Return the sampling parameters. max_tokens None: up to the end of the context.
+
+    Raises InvalidRequest.
+    """
     given = request.given()
-    asked = (
-        request.max_tokens
-        if request.max_completion_tokens is None
-        else request.max_completion_tokens
-    )
-    given["max_tokens"] = asked if asked is None else min(asked, MAX_INT)
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    given["max_tokens"] = max_tokens if max_tokens is None else min(max_tokens, MAX_INT)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     for name in ("logprobs", "return_token_ids"):
         if request.include_reasoning is False and getattr(request, name):
-            what = f"{name} would show the reasoning that include_reasoning: false leaves out"
+            what = f"{name} would show the reasoning that include_reasoning: false omits"
             raise InvalidRequest(what, param=name)
     given["receipt"] = bool(request.receipt)
     given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
@@ -187,8 +193,8 @@ def chat_tools(
     *,
     parallel: bool | None = None,
 ) -> Tools:
-    """Returns what a request says about tools, checked. Raises InvalidRequest."""
-    checked = convert({"tools": tools or []}, _Fields).tools
+    """Return the tools that a request shows and allows. Raises InvalidRequest."""
+    checked = convert({"tools": tools or []}, _ToolList).tools
     known: dict[str, dict[str, Any]] = {
         tool.function.name: msgspec.to_builtins(tool) for tool in checked
     }
@@ -210,12 +216,12 @@ def chat_tools(
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
             subset = convert_at(allowed, _Allowed, "tool_choice.allowed_tools")
             found.choice = subset.mode
-            found.shown = found.callable = _chosen(
-                known, [tool.function.name for tool in subset.tools]
-            )
+            found.shown = _chosen(known, [tool.function.name for tool in subset.tools])
+            found.callable = found.shown
         case dict():
             named = convert_at(choice, _NamedTool, "tool_choice")
-            found.choice, found.callable = "named", _chosen(known, [named.function.name])
+            found.choice = "named"
+            found.callable = _chosen(known, [named.function.name])
         case _:
             what = "tool_choice must be auto, none, required, or an object that names a function"
             raise InvalidRequest(what, param="tool_choice")
@@ -234,7 +240,9 @@ def _chosen(known: dict[str, dict[str, Any]], names: list[str]) -> list[dict[str
 
 
 def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Returns the messages as the template takes them, each checked: known role, text content."""
+    """Return the messages as templates take them. Raises InvalidRequest for an unknown role, for
+    content that is no text, and for calls of another shape.
+    """
     found = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
@@ -251,7 +259,9 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
         for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 checked[name] = value
-        checked["content"] = _content(message, f"{where}.content")
+        # What an absent content is beside calls, the template knows (see `ChatTemplate`).
+        if (text := _content(message, f"{where}.content")) or not message.tool_calls:
+            checked["content"] = text
         found.append(checked)
     return found
 
@@ -259,9 +269,8 @@ def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
 def _content(message: Message, where: str) -> str:
     """Return the text of a message.
 
-    Only the system and users have to say something. An assistant that only called tools, or ended
-    at once, has content null or none at all. For all templates but a few that is "" (see
-    `ChatTemplate`).
+    Only the system and users have to say something. The content of an assistant that only called
+    tools, or ended at once, is null or absent.
     """
     content = message.content
     if isinstance(content, list):
@@ -275,9 +284,20 @@ def _content(message: Message, where: str) -> str:
     return content or ""
 
 
+def _part_text(part: TextPart, role: str, where: str) -> str:
+    known = ("text", "refusal") if role == "assistant" else ("text",)
+    if part.type not in known:
+        what = f"{where}.type must be {' or '.join(known)}, not {shorten(part.type)!r}: {MEDIA}"
+        raise InvalidRequest(what, param=f"{where}.type", code="unsupported_parameter")
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise InvalidRequest(f"{where}.{part.type} must be text", param=f"{where}.{part.type}")
+    return text
+
+
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return an earlier call with its arguments as an object, as templates take them."""
-    checked = convert_at(call, ToolCall, where)
+    checked = convert_at(call, _ToolCall, where)
     if not isinstance(checked.function.arguments, dict):
         checked.function.arguments = _arguments(checked.function.arguments or "")
     checked.type = "function"
@@ -298,14 +318,3 @@ def _arguments(text: str) -> dict[str, Any]:
     if value is None:
         return {}
     return value if isinstance(value, dict) else {"raw": text}
-
-
-def _part_text(part: TextPart, role: str, where: str) -> str:
-    known = ("text", "refusal") if role == "assistant" else ("text",)
-    if part.type not in known:
-        what = f"{where}.type must be {' or '.join(known)}, not {shorten(part.type)!r}: {MEDIA}"
-        raise InvalidRequest(what, param=f"{where}.type", code="unsupported_parameter")
-    text = part.text if part.type == "text" else part.refusal
-    if text is None:
-        raise InvalidRequest(f"{where}.{part.type} must be text", param=f"{where}.{part.type}")
-    return text

@@ -1,8 +1,8 @@
-"""A running chat, whatever the API that asked for it: from a checked request to the parts of its
-answers.
+"""A running chat, whatever its dialect: from a checked request to the parts of its answers.
 
-`async with conversation(call, request) as chat:` renders the prompt and runs it; `chat.parts` reads
-its deltas. However these are merged, the texts of the parts of a choice, joined, are the same.
+`async with conversation(terms, request) as chat:` renders the prompt and runs it; `chat.parts`
+reads its deltas. However these are merged, the texts of the parts of a choice, joined, are the
+same.
 """
 
 import asyncio
@@ -11,8 +11,9 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from moeserve.errors import InvalidRequest
@@ -20,53 +21,52 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta
 from moeserve.messages import Ready
 from moeserve.sampling import SamplingParams
-from moeserve.server.answer import Counts, RunningRequest, encode, running_request
-from moeserve.server.app import HttpCall
-from moeserve.server.chat_request import ChatRequest, Tools, chat_messages, chat_params, chat_tools
+from moeserve.server.call import HttpCall
+from moeserve.server.chat_request import (
+    ChatRequest,
+    Message,
+    ReasoningEffort,
+    Tools,
+    chat_messages,
+    chat_params,
+    chat_tools,
+)
 from moeserve.server.requests import check_chars
+from moeserve.server.running import RunningRequest
+from moeserve.server.terms import Terms, running_request
 from moeserve.text.answer_format import AnswerFormat, Part
 from moeserve.text.answer_parser import joined
 from moeserve.text.structured_outputs import either, grammar_of
 from moeserve.text.tokenizer import unshield
 
-if TYPE_CHECKING:
-    from moeserve.server.tokenize import TokenizeRequest
-
 
 class Conversation:
-    """A chat that runs. prompt: its token ids; parsed: whether answers may have parts besides
-    content.
-
-    tools: what the model may call. num_earlier: calls in the history. Errors come as RequestErrors,
-    those of an engine's refusal before the first delta.
-    """
+    """A chat that runs. Its errors are RequestErrors."""
 
     def __init__(
         self,
-        call: HttpCall,
+        terms: Terms,
         front: FrontEnd,
-        ready: Ready,
         prompt: list[int],
         params: SamplingParams,
         tools: Tools,
     ) -> None:
         self.front = front
-        self.ready = ready
-        self.prompt = prompt
+        self.prompt = prompt  # token ids
         self.params = params
         self.tools = tools
-        self.counts = Counts(len(prompt))
-        self.parsed = False
+        self.parsed = False  # whether answers may have parts besides content
         self.running: RunningRequest
-        self.num_earlier = 0
-        self._key = (
-            uuid.uuid4().hex if call.stream is None else call.stream.id
-        )  # a stream that goes on has the same ids
+        self.num_earlier_calls = 0
+        # A stream that is resumed has the ids that it had.
+        self._key = uuid.uuid4().hex if terms.stream is None else terms.stream.id
         self._ids: list[list[str]] = [[] for _ in range(params.n)]  # of each choice's calls
 
     def parts(self, delta: Delta) -> list[Part]:
-        """Returns the parts of a delta, each of which has to come here once and in order. Where a
-        choice ends that called a tool, its finish_reason becomes "tool_calls"."""
+        """Return the parts of a delta. Each delta has to come here once and in order.
+
+        Where a choice ends that called a tool, its finish_reason becomes "tool_calls".
+        """
         if not self.parsed:
             return [Part("content", delta.text)] if delta.text else []
         parts = delta.parts
@@ -75,70 +75,73 @@ class Conversation:
             parts = joined(parts)
         for i, part in enumerate(parts):
             if part.kind == "call":
-                assert self.front.answer_format is not None
-                random = hashlib.sha256(
-                    f"{self._key}.{delta.index}.{len(ids)}".encode()
-                ).hexdigest()[:32]
-                ids.append(
-                    self.front.answer_format.call_id(part.text, self.num_earlier + len(ids), random)
-                )
+                ids.append(self._call_id(part.text, delta.index, len(ids)))
             if part.kind == "call" or part.kind == "arguments":
                 parts[i] = part._replace(number=len(ids) - 1, id=ids[-1])
         if ids and delta.finish_reason == "stop":
             delta.finish_reason = "tool_calls"
         return parts
 
+    def _call_id(self, name: str, choice: int, number: int) -> str:
+        assert self.front.answer_format is not None
+        digest = hashlib.sha256(f"{self._key}.{choice}.{number}".encode()).hexdigest()
+        return self.front.answer_format.call_id(name, self.num_earlier_calls + number, digest[:32])
+
 
 @asynccontextmanager
-async def conversation(call: HttpCall, request: ChatRequest) -> AsyncIterator[Conversation]:
-    """Runs a chat inside the block, at whose end what still runs is aborted. Raises RequestError
-    before anything runs.
+async def conversation(terms: Terms, request: ChatRequest) -> AsyncIterator[Conversation]:
+    """Run a chat inside the block. What still runs at its end is aborted.
 
-    The call's counts become those of the chat.
+    Raises RequestError before anything runs.
     """
+    call = terms.call
     front, ready = call.context.serving(request.model)
     params = chat_params(request, front.defaults)
-    # first, before any work that may be in vain
-    with call.admit(front, params.n, request.priority) as reservation:
+    # Admission comes before any work that may be in vain.
+    with terms.admit(front, params.n) as reservation:
         tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        text, prompt = await chat_prompt(front, ready, request, tools, call.caller.owner)
-        chat = Conversation(call, front, ready, prompt, params, tools)
-        call.counts = chat.counts
+        text, prompt = await render_chat(
+            front, ready, request.messages, tools, request, call.caller.owner
+        )
+        chat = Conversation(terms, front, prompt, params, tools)
         options: dict[str, Any] = {}
         if (form := front.answer_format) is not None:
             chat.parsed = True
-            chat.num_earlier = sum(len(message.tool_calls or ()) for message in request.messages)
+            chat.num_earlier_calls = sum(len(one.tool_calls or ()) for one in request.messages)
             if not params.ignore_eos:
                 params = replace(params, stop_token_ids=[*params.stop_token_ids, *form.stop_ids])
             options = await asyncio.to_thread(_reading, form, request, tools, text)
         elif tools.shown:
-            what = "tools: it is not known how this model writes calls; start the server with --tool-format"
-            raise InvalidRequest(what, param="tools", code="unsupported_parameter")
+            raise InvalidRequest(
+                "tools: it is not known how this model writes calls; start the server with "
+                "--tool-format",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        elif (constraint := request.constraint()) is not None:
+            options["grammar_param"] = constraint[1]
         async with running_request(
-            call, front, [prompt], params, request, reservation, **options
+            terms, front, [prompt], params, reservation, **options
         ) as chat.running:
             yield chat
 
 
 def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str) -> dict[str, Any]:
-    """Returns the options of `running_request` that say how answers are read, and what they must
-    match.
-    """
+    """Return the options of `FrontEnd.generate` about how answers are read and constrained."""
     continues = bool(request.continue_final_message)
     parser = partial(form.parser, tools.shown, prompt=prompt, continued=continues)
     found: dict[str, Any] = {"parser": parser}
-    forced = tools.choice in ("required", "named")
-    asked = request.constraint()
+    constraint = request.constraint()
     grammar = None
     param = "tools"
     if tools.shown:
-        required = forced or asked is not None
+        required = tools.forced or constraint is not None
         grammar = form.constraint(
             tools.callable, required=required, parallel=tools.parallel, prompt=prompt
         )
-    if asked is not None and not forced:  # calls that have to come leave no content to constrain
-        content = form.after_reasoning(grammar_of(*asked), prompt=prompt)
-        param = asked[1]
+    if constraint is not None and not tools.forced:  # a call leaves no content to constrain
+        content = form.after_reasoning(grammar_of(*constraint), prompt=prompt)
+        param = constraint[1]
         grammar = content if grammar is None else either(grammar, content)
     if grammar is not None:
         found |= {"grammar": grammar, "grammar_param": param}
@@ -146,65 +149,88 @@ def _reading(form: AnswerFormat, request: ChatRequest, tools: Tools, prompt: str
 
 
 async def prompt_of(call: HttpCall, request: ChatRequest) -> tuple[str, list[int]]:
-    """Returns the prompt of a chat that is not run, as text and as token ids. Raises RequestError
-    as if it were.
+    """Return the prompt of a chat that does not run, as text and as token ids.
+
+    Raises RequestError as if it ran.
     """
     front, ready = call.context.serving(request.model)
     chat_params(request, front.defaults).check(ready.vocab_size)
     tools = chat_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-    return await chat_prompt(front, ready, request, tools, call.caller.owner)
+    return await render_chat(front, ready, request.messages, tools, request, call.caller.owner)
 
 
-async def chat_prompt(
+class TemplateOptions(Protocol):
+    """The fields of a request that a chat template reads besides messages and tools."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    reasoning_effort: ReasoningEffort | None
+
+
+async def render_chat(
     front: FrontEnd,
     ready: Ready,
-    request: "ChatRequest | TokenizeRequest",
+    messages: list[Message],
     tools: Tools,
+    options: TemplateOptions,
     owner: str,
 ) -> tuple[str, list[int]]:
-    """Return the rendered prompt as people see it, and its ids. Neither is made on the event loop."""
+    """Return the rendered prompt as people see it, and its ids. Neither is made on the event loop.
+
+    owner: of the request. Owners take turns.
+    """
     template = front.chat_template
     tokenizer = front.tokenizer
     if template is None or tokenizer is None:
         raise InvalidRequest(
-            "this model has no chat template: use /v1/completions, or start the server with --chat-template",
+            "this model has no chat template: use /v1/completions, or start the server with "
+            "--chat-template",
             param="messages",
             code="no_chat_template",
         )
-    messages = chat_messages(request.messages or [])
+    checked = chat_messages(messages)
     offered = tools.shown or None
     if offered and not template.takes_tools:
-        what = "tools: this model's chat template does not know tools; start the server with another --chat-template"
-        raise InvalidRequest(what, param="tools", code="unsupported_parameter")
-    for i, message in enumerate(messages):
+        raise InvalidRequest(
+            "tools: this model's chat template does not know tools; start the server with another "
+            "--chat-template",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    for i, message in enumerate(checked):
         if (message["role"] == "tool" or "tool_calls" in message) and not template.takes_calls:
-            what = f"messages[{i}]: this model's chat template does not know tool calls; write them as text"
-            raise InvalidRequest(what, param=f"messages[{i}]", code="unsupported_parameter")
-    continues = bool(request.continue_final_message)
-    adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    num_chars = sum(len(message.get("content") or "") for message in messages) + (
-        len(encode(offered)) if offered else 0
-    )
+            what = "this model's chat template does not know tool calls; write them as text"
+            raise InvalidRequest(
+                f"messages[{i}]: {what}", param=f"messages[{i}]", code="unsupported_parameter"
+            )
+    num_chars = sum(len(message.get("content") or "") for message in checked)
+    if offered:
+        num_chars += len(msgspec.json.encode(offered))
     check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
-    kwargs = request.chat_template_kwargs or {}
-    if request.reasoning_effort is not None:
-        thinks = (
-            request.reasoning_effort != "none"
-        )  # the two names under which templates have a switch
-        effort = {
-            "reasoning_effort": request.reasoning_effort,
-            "enable_thinking": thinks,
-            "thinking": thinks,
-        }
-        kwargs = effort | kwargs
-
+    continues = bool(options.continue_final_message)
+    adds = options.add_generation_prompt
     rendered = await template.render_async(
         tokenizer,
-        messages,
+        checked,
         owner,
         tools=offered,
-        add_generation_prompt=adds,
+        add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
-        kwargs=kwargs,
+        kwargs=_template_variables(options),
     )
     return await asyncio.to_thread(lambda: (unshield(rendered), tokenizer.encode_prompt(rendered)))
+
+
+def _template_variables(options: TemplateOptions) -> dict[str, Any]:
+    given = options.chat_template_kwargs or {}
+    if options.reasoning_effort is None:
+        return given
+    thinks = options.reasoning_effort != "none"
+    # Templates have a switch under one of the last two names.
+    effort = {
+        "reasoning_effort": options.reasoning_effort,
+        "enable_thinking": thinks,
+        "thinking": thinks,
+    }
+    return effort | given

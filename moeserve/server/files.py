@@ -9,7 +9,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from msgspec import Meta, Struct
 
 from moeserve.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedMedia
-from moeserve.server.app import HttpCall
+from moeserve.server.call import HttpCall
 from moeserve.server.errors import HttpError, shorten
 from moeserve.server.file_objects import Deleted, FileList, FileObject, page
 from moeserve.server.file_store import FileStore, owner_key

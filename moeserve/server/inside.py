@@ -11,8 +11,9 @@ from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from moeserve.server.app import App, HttpCall
+from moeserve.server.app import App
 from moeserve.server.auth import Caller
+from moeserve.server.call import HttpCall
 from moeserve.server.errors import as_request_error, error_response
 from moeserve.server.file_store import owner_key
 
@@ -20,12 +21,9 @@ LOW_PRIORITY = 1_000_000  # behind all others: smaller ones go first
 
 
 class InsideCall(HttpCall):
-    """A request of ours, which has no deadline of its own: whoever asks has a limit for all its
-    requests.
-    """
+    """A request that the server makes itself; the batch that it belongs to has a deadline."""
 
-    def time_left_s(self) -> None:
-        """Returns None."""
+    has_deadline = False
 
 
 async def ask(

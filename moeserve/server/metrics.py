@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from moeserve.cluster.view import ExpertsView, FleetView
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import FrontStats, Histogram
-from moeserve.server.app import Context
+from moeserve.server.context import Context
 
 PREFIX = "moeserve:"
 VLLM_PREFIX = "vllm:"

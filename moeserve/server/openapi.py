@@ -11,17 +11,15 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from moeserve import protocol
 from moeserve.sampling import TOKEN_ID
-from moeserve.server.resume import PATHS, RESUME_HEADER
+from moeserve.server.call import RESUMABLE_PATHS, RESUME_HEADER
+from moeserve.server.route import Route
 from moeserve.version import __version__
-
-if TYPE_CHECKING:
-    from moeserve.server.routes import Route
 
 _ASSETS = files("moeserve") / "assets" / "docs"
 _REF = "#/components/schemas/{name}"
@@ -55,7 +53,7 @@ _SCHEMES = {
 
 
 @cache
-def document(routes: "Sequence[Route]", vocab_size: int | None, *, keyed: bool) -> bytes:
+def document(routes: Sequence[Route], vocab_size: int | None, *, keyed: bool) -> bytes:
     """Returns the document as JSON. vocab_size: None while no model is loaded; keyed: whether
     requests need a key.
     """
@@ -113,7 +111,7 @@ def _token_ids(node: Any) -> Iterator[dict[str, Any]]:
         yield from _token_ids(inner)
 
 
-def _operation(route: "Route", shapes: dict[Any, Any], examples: dict[str, Any]) -> dict[str, Any]:
+def _operation(route: Route, shapes: dict[Any, Any], examples: dict[str, Any]) -> dict[str, Any]:
     summary, _, rest = (route.handler.__doc__ or "").strip().partition("\n\n")
     operation: dict[str, Any] = {
         "summary": " ".join(summary.split()),
@@ -127,7 +125,7 @@ def _operation(route: "Route", shapes: dict[Any, Any], examples: dict[str, Any])
     if route.path.endswith("/"):
         text = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": text}]
-    if route.path in PATHS:
+    if route.path in RESUMABLE_PATHS:
         id = {"type": "string", "description": "the id of a stream's last event, to get the rest"}
         operation["parameters"] = [{"name": RESUME_HEADER, "in": "header", "schema": id}]
     if route.query is not None:
@@ -149,13 +147,13 @@ def _operation(route: "Route", shapes: dict[Any, Any], examples: dict[str, Any])
     return operation
 
 
-def _tag(route: "Route") -> str:
+def _tag(route: Route) -> str:
     if route.path.startswith("/v1/admin/"):
         return "administration"
     return "state" if route.takes is None else "inference"
 
 
-def _responses(route: "Route", shapes: dict[Any, Any]) -> dict[str, Any]:
+def _responses(route: Route, shapes: dict[Any, Any]) -> dict[str, Any]:
     """Returns the answers by status: those that are likely each by itself, all others as `default`."""
     content: dict[str, Any] = {
         route.media: {} if route.gives is None else {"schema": shapes[route.gives]}
@@ -191,7 +189,7 @@ def _responses(route: "Route", shapes: dict[Any, Any]) -> dict[str, Any]:
     return found | {"default": {"description": "Another failure, in the same shape", **error}}
 
 
-def _statuses(route: "Route") -> set[int]:
+def _statuses(route: Route) -> set[int]:
     found = set() if route.probe else {401, 503}
     if route.takes is not None:
         found |= {400, 408, 413, 415}

@@ -9,7 +9,7 @@ from moeserve.server.access_log import Answered
 from moeserve.version import __version__
 
 if TYPE_CHECKING:
-    from moeserve.server.app import HttpCall
+    from moeserve.server.call import HttpCall
 
 NS = 1_000_000_000
 

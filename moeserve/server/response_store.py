@@ -1,49 +1,51 @@
-"""The responses that a server remembers: as many and as large as it was told, in memory, each for
-its own key only.
-"""
+"""The responses that a server stores: in memory, within bounds, each for its own key only."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import msgspec
 
 from moeserve.errors import NotFound
 from moeserve.server.errors import shorten
-
-if TYPE_CHECKING:
-    from moeserve.server.responses import RunningResponse
 
 Key = tuple[str, str]  # owner, response id: nobody sees another key's responses
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response and all the items that it answers, those of its predecessors included, as JSON."""
+    """A response and all the items that it answers, those of its predecessors included."""
 
-    response: bytes
+    response: bytes  # JSON, like the items
     items: bytes
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, about."""
+        """The approximate memory that it takes."""
         return len(self.response) + len(self.items)
+
+
+class Cancellable(Protocol):
+    """A running response."""
+
+    async def cancel(self) -> msgspec.Struct:
+        """End the response, and return it as far as it came."""
 
 
 @dataclass
 class ResponseStore:
-    """The stored responses, least recently used first, and the running ones. max_count 0: nothing
-    is stored.
-    """
+    """The stored responses, least recently used first, and the running ones."""
 
-    max_count: int
+    max_count: int  # 0: nothing is stored
     max_bytes: int
     num_bytes: int = 0
     _stored: OrderedDict[Key, Stored] = field(default_factory=OrderedDict)
-    _running: "dict[Key, RunningResponse]" = field(default_factory=dict)
+    _running: dict[Key, Cancellable] = field(default_factory=dict)
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
-        """Stores a response, and forgets others to make room."""
+        """Store a response, and forget others to make room."""
         if self.max_count == 0 or stored.num_bytes > self.max_bytes:
             return
         self._stored[owner, response_id] = stored
@@ -53,7 +55,7 @@ class ResponseStore:
             self.num_bytes -= forgotten.num_bytes
 
     def get(self, owner: str, response_id: str) -> Stored:
-        """Returns a response. Raises NotFound, with the remedy if this server stores none."""
+        """Return a response. Raises NotFound, with the remedy if this server stores none."""
         key = owner, response_id
         if key not in self._stored:
             raise NotFound(
@@ -64,25 +66,31 @@ class ResponseStore:
         return self._stored[key]
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Forgets a response. Raises NotFound."""
+        """Forget a response. Raises NotFound."""
         self.num_bytes -= self.get(owner, response_id).num_bytes
         del self._stored[owner, response_id]
 
     @contextmanager
-    def running(self, owner: str, running: "RunningResponse") -> Iterator[None]:
-        """Lets `find_running` find a response inside the block."""
-        key = owner, running.response.id
+    def running(self, owner: str, response_id: str, running: Cancellable) -> Iterator[None]:
+        """Let `find_running` find a response inside the block."""
+        key = owner, response_id
         self._running[key] = running
         try:
             yield
         finally:
             del self._running[key]
 
-    def find_running(self, owner: str, response_id: str) -> "RunningResponse | None":
-        """Returns a response that is not finished."""
+    def find_running(self, owner: str, response_id: str) -> Cancellable | None:
+        """Return a response that is not finished, None if there is none."""
         return self._running.get((owner, response_id))
 
     def _why(self) -> str:
         if self.max_count == 0:
-            return ": none are kept; set max_stored_responses under server: in a settings file, or send the whole input"
-        return f": the last {self.max_count} are, in at most {self.max_bytes:,} bytes, while the server runs"
+            return (
+                ": none are kept; set max_stored_responses under server: in a settings file, or "
+                "send the whole input"
+            )
+        return (
+            f": the last {self.max_count} are, in at most {self.max_bytes:,} bytes, while the "
+            "server runs"
+        )

@@ -1,75 +1,48 @@
 """The route table, from which GET /openapi.json and GET /docs are made."""
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import msgspec
 from aiohttp import web
 
 from moeserve import protocol
-from moeserve.protocol import ErrorResponse, StatusResponse
+from moeserve.protocol import StatusResponse
 from moeserve.server import (
     admin,
     batches,
-    chat,
-    completions,
     file_objects,
     files,
-    messages,
     openapi,
-    responses,
-    responses_events,
     status,
     tokenize,
     trace,
     ui,
 )
-from moeserve.server.app import HttpCall
+from moeserve.server.call import HttpCall
 from moeserve.server.chat_request import ChatRequest
+from moeserve.server.dialects import chat, completions, messages, responses
+from moeserve.server.dialects.messages_answer import MessageAnswer, MessageEvent, TokenCount
+from moeserve.server.dialects.messages_request import CountTokensRequest, MessagesRequest
+from moeserve.server.dialects.responses_answer import (
+    InputTokens,
+    ItemList,
+    Response,
+    ResponseEvent,
+)
+from moeserve.server.dialects.responses_request import ResponsesRequest
 from moeserve.server.errors import AnthropicError
-from moeserve.server.messages_request import CountTokensRequest, MessagesRequest
-from moeserve.server.responses_request import ResponsesRequest
+from moeserve.server.route import Route
 
 _CHAT = "/v1/chat/completions"
 _EXPERTS = protocol.ExpertStatus
 _CHUNK = protocol.ChatCompletionChunk
 _RESPONSES = "/v1/responses"
-_RESPONSE = responses_events.Response
-_CREATE = responses.create_response, ResponsesRequest, _RESPONSE, responses_events.ResponseEvent
-_INPUT_TOKENS = responses.count_input_tokens, ResponsesRequest, responses_events.InputTokens
-_INPUT_ITEMS = responses.list_input_items, None, responses_events.ItemList
-_MESSAGE = messages.create_message, MessagesRequest, messages.MessageAnswer, messages.MessageEvent
-_COUNT = messages.count_tokens, CountTokensRequest, messages.TokenCount
+_CREATE = responses.create_response, ResponsesRequest, Response, ResponseEvent
+_INPUT_TOKENS = responses.count_input_tokens, ResponsesRequest, InputTokens
+_INPUT_ITEMS = responses.list_input_items, None, ItemList
+_MESSAGE = messages.create_message, MessagesRequest, MessageAnswer, MessageEvent
+_COUNT = messages.count_tokens, CountTokensRequest, TokenCount
 _TOKENIZE = tokenize.tokenize, tokenize.TokenizeRequest, protocol.Tokenized
 _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokenized
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One operation. A path that ends in "/", but for "/" itself, takes the rest of the URL, up to
-    `suffix`, as its argument.
-
-    Of routes that fit, the first one counts.
-
-    takes, gives: the structs of the body and of the answer; event: the struct of a streamed
-    answer's events, or a union of such; query: the struct of the URL's parameters; error: the
-    struct of failures. media: the type of an answer that is no struct. probe: needs no key. form:
-    `takes` comes as multipart/form-data, not as JSON.
-    """
-
-    method: str
-    path: str
-    handler: Callable[[HttpCall], Awaitable[web.StreamResponse]]
-    takes: type[msgspec.Struct] | None = None
-    gives: type[msgspec.Struct] | None = None
-    event: Any = None
-    query: type[msgspec.Struct] | None = None
-    probe: bool = False
-    form: bool = False
-    media: str = "application/json"
-    error: type[msgspec.Struct] = ErrorResponse
-    suffix: str = ""
 
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:
@@ -104,8 +77,8 @@ ROUTES = (
     ),
     Route("POST", _RESPONSES, *_CREATE),
     Route("POST", f"{_RESPONSES}/input_tokens", *_INPUT_TOKENS),
-    Route("POST", f"{_RESPONSES}/compact", responses.compact_response, None, _RESPONSE),
-    Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, _RESPONSE, suffix="/cancel"),
+    Route("POST", f"{_RESPONSES}/compact", responses.compact_response, None, Response),
+    Route("POST", f"{_RESPONSES}/", responses.cancel_response, None, Response, suffix="/cancel"),
     Route(
         "GET", f"{_RESPONSES}/", *_INPUT_ITEMS, query=responses.ItemsQuery, suffix="/input_items"
     ),
@@ -114,7 +87,7 @@ ROUTES = (
         f"{_RESPONSES}/",
         responses.retrieve_response,
         None,
-        _RESPONSE,
+        Response,
         query=responses.RetrieveQuery,
     ),
     Route("DELETE", f"{_RESPONSES}/", responses.delete_response, None, file_objects.Deleted),

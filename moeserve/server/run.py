@@ -35,9 +35,10 @@ from moeserve.frontend.open import open_front_end, prepare
 from moeserve.frontend.takeover import succeeding
 from moeserve.messages import Ready
 from moeserve.server.access_log import AccessLog
-from moeserve.server.app import App, Context
+from moeserve.server.app import App
 from moeserve.server.auth import Auth
 from moeserve.server.batches import Batches
+from moeserve.server.context import Context
 from moeserve.server.file_store import FileStore
 from moeserve.server.http import HttpServer, raise_file_limit, watch
 from moeserve.server.inside import ask

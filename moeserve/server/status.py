@@ -11,7 +11,7 @@ from aiohttp import web
 from moeserve.errors import ModelNotFound, NotFound
 from moeserve.frontend.notary import NO_KEY
 from moeserve.protocol import ModelCard, ModelList, ReceiptKey, StatusResponse, VersionResponse
-from moeserve.server.app import HttpCall
+from moeserve.server.call import HttpCall
 from moeserve.server.http import DONE, SseStream
 from moeserve.version import __version__
 

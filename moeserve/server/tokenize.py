@@ -10,9 +10,9 @@ from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.protocol import Answer, Detokenized, Tokenized
 from moeserve.sampling import TokenId
-from moeserve.server.app import HttpCall
+from moeserve.server.call import HttpCall
 from moeserve.server.chat_request import Message, ReasoningEffort, chat_tools
-from moeserve.server.conversation import chat_prompt
+from moeserve.server.conversation import render_chat
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
@@ -65,12 +65,9 @@ async def tokenize(call: HttpCall) -> web.StreamResponse:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if request.prompt is None:
-        _, tokens = await chat_prompt(
-            front,
-            ready,
-            request,
-            chat_tools(request.tools, request.tool_choice),
-            call.caller.owner,
+        tools = chat_tools(request.tools, request.tool_choice)
+        _, tokens = await render_chat(
+            front, ready, request.messages or [], tools, request, call.caller.owner
         )
     else:
         if len(request.prompt) > MAX_CHARS:

@@ -16,7 +16,7 @@ from moeserve.cluster.view import FleetView
 from moeserve.frontend.watch import Trace
 from moeserve.messages import Traced
 from moeserve.server.admin import check_admin
-from moeserve.server.app import HttpCall
+from moeserve.server.call import HttpCall
 
 
 class TraceQuery(msgspec.Struct):

@@ -12,7 +12,7 @@ from importlib.resources import files
 from aiohttp import web
 
 from moeserve.errors import NotFound
-from moeserve.server.app import HttpCall
+from moeserve.server.call import HttpCall
 from moeserve.server.errors import shorten
 
 _TYPES = {

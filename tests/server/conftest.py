@@ -37,8 +37,8 @@ from moeserve.messages import (
     Submit,
 )
 from moeserve.server.access_log import Observer
-from moeserve.server.app import Context
 from moeserve.server.auth import Auth
+from moeserve.server.context import Context
 from moeserve.server.run import bind, listening
 from moeserve.server.tls import tls_of
 from moeserve.text.chat_template import ChatTemplate

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from moeserve.server.messages_request import BILLING_LINE
+from moeserve.server.dialects.messages_request import BILLING_LINE
 from tests.server.test_tools import ARGUMENTS, CALLS, TEMPLATE, TOOLS, answering
 
 CHAT = "/v1/chat/completions"

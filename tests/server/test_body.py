@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moeserve.errors import InvalidRequest
 from moeserve.server.chat_request import ChatRequest
-from moeserve.server.completions import CompletionRequest
+from moeserve.server.dialects.completions import CompletionRequest
 from moeserve.server.requests import (
     MAX_DEPTH,
     _check_shape,

@@ -9,8 +9,8 @@ import pytest
 
 from moeserve.server import status
 from moeserve.server.access_log import AccessLog
-from moeserve.server.chat import ChatRequest
-from moeserve.server.completions import CompletionRequest
+from moeserve.server.chat_request import ChatRequest
+from moeserve.server.dialects.completions import CompletionRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from moeserve.messages import Abort
-from moeserve.server.messages_request import CountTokensRequest
+from moeserve.server.dialects.messages_request import CountTokensRequest
 from moeserve.server.requests import decode
 from tests.server import test_responses
 from tests.server.conftest import until

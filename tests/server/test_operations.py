@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from moeserve.config import ServerConfig
 from moeserve.errors import ConfigError
 from moeserve.server.access_log import AccessLog
-from moeserve.server.app import Context
 from moeserve.server.auth import Auth
+from moeserve.server.context import Context
 from moeserve.server.cors import Cors
 from moeserve.server.run import bind, listening
 from moeserve.server.tls import Tls

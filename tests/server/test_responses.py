@@ -9,8 +9,8 @@ import json
 import pytest
 
 from moeserve.errors import InvalidRequest, NotFound
+from moeserve.server.dialects.responses_request import chat_messages
 from moeserve.server.response_store import ResponseStore, Stored
-from moeserve.server.responses_request import chat_messages
 from tests.server.test_tools import ARGUMENTS, CALLS, answering
 
 RESPONSES = "/v1/responses"

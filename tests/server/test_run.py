@@ -18,8 +18,8 @@ from moeserve.config import ServerConfig
 from moeserve.errors import CheckpointError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Drain
-from moeserve.server.app import Context
 from moeserve.server.auth import Auth
+from moeserve.server.context import Context
 from moeserve.server.run import bind, run
 from moeserve.text.chat_template import ChatTemplate
 from tests.server.conftest import until

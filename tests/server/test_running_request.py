@@ -8,7 +8,7 @@ import pytest
 
 from moeserve.frontend.generation import Delta, Generation
 from moeserve.sampling import SamplingParams
-from moeserve.server.answer import RunningRequest
+from moeserve.server.running import AnswerHead, Counts, RunningRequest
 
 
 def generations(num: int) -> list[Generation]:
@@ -18,6 +18,11 @@ def generations(num: int) -> list[Generation]:
     ]
 
 
+def running_request(each: list[Generation]) -> RunningRequest:
+    head = AnswerHead("request", 0, "model", "fingerprint")
+    return RunningRequest(each, n=1, owner="", head=head, counts=Counts(len(each)))
+
+
 def push(generation: Generation, text: str, **fields) -> None:
     generation.push(Delta(0, text, **fields))
     generation.deliver()
@@ -25,7 +30,7 @@ def push(generation: Generation, text: str, **fields) -> None:
 
 async def test_a_slow_reader_of_several_prompts_gets_merged_deltas():
     one, other = generations(2)
-    running = RunningRequest([one, other], n=1, owner="")
+    running = running_request([one, other])
     deltas = running.deltas()
     first = asyncio.ensure_future(anext(deltas))
     await asyncio.sleep(0)
@@ -51,7 +56,7 @@ async def test_a_slow_reader_of_several_prompts_gets_merged_deltas():
 @pytest.mark.parametrize("num", [1, 3])
 async def test_any_exception_ends_the_request(num):
     all_of_them = generations(num)
-    running = RunningRequest(all_of_them, n=1, owner="")
+    running = running_request(all_of_them)
 
     async def read() -> None:
         async for _ in running.deltas():

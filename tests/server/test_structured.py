@@ -16,7 +16,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.frontend.grammars import GrammarAdmission
 from moeserve.messages import Submit
 from moeserve.sampling import MAX_CHOICES, GrammarSpec, SamplingParams, StructuredOutputsParams
-from moeserve.server.completions import CompletionRequest
+from moeserve.server.dialects.completions import CompletionRequest
 from moeserve.server.requests import decode
 from moeserve.text.structured_outputs import grammar_of
 

@@ -1,0 +1,101 @@
+"""The state of the server, which all handlers share."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from moeserve.config import ServerConfig
+from moeserve.errors import ModelNotFound, Overloaded
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.messages import Phase, Ready
+from moeserve.server.auth import Auth
+from moeserve.server.cors import Cors
+from moeserve.server.errors import shorten
+from moeserve.server.http import SseStream
+from moeserve.server.requests import BodyRoom
+from moeserve.server.response_store import ResponseStore
+from moeserve.server.running import RunningRequest
+from moeserve.server.tls import Tls
+
+if TYPE_CHECKING:
+    from moeserve.server.access_log import Observer
+    from moeserve.server.batches import Batches
+
+
+@dataclass
+class Context:
+    """The state of the server. front: None while its process still reads the model's files; probes
+    answer already.
+    """
+
+    config: ServerConfig
+    auth: Auth
+    front: FrontEnd | None = None
+    draining: bool = False
+    started: bool = False  # has been ready at least once
+    created: int = field(default_factory=lambda: int(time.time()))
+    began: float = field(default_factory=time.monotonic)
+    running: dict[str, list[RunningRequest]] = field(
+        default_factory=dict
+    )  # by id, which two requests may share
+    bodies: BodyRoom = field(default_factory=BodyRoom)
+    streams: set[SseStream] = field(default_factory=set)
+    responses: Counter[tuple[str, int]] = field(
+        default_factory=Counter
+    )  # (route, status) -> how many
+    batches: Batches | None = None  # and the files; None: they are off
+    tls: Tls | None = None
+    observers: list[Observer] = field(
+        default_factory=list
+    )  # called with every request that is over, but for probes
+    store: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cors = Cors(self.config) if self.config.allowed_origins else None
+        self.store = ResponseStore(self.config.max_stored_responses, self.config.max_stored_bytes)
+
+    @property
+    def state(self) -> str:
+        """The status that the probes show; see `protocol.StatusResponse`."""
+        if self.draining:
+            return "draining"
+        if self.front is None:
+            return "loading"
+        return (
+            "stalled"
+            if self.front.state == "ready" and not self.front.healthy
+            else self.front.state
+        )
+
+    @property
+    def phase(self) -> Phase:
+        """The progress of the start, or of a group that forms anew; otherwise the phase is named
+        like the state.
+        """
+        forming = self.front is not None and self.front.phase.percent < 100
+        if self.state in ("ready", "draining") or (self.state == "stalled" and not forming):
+            return Phase(self.state, 100, time.monotonic() - self.began)
+        if self.front is None:
+            return Phase("reading the model's files", 0, time.monotonic() - self.began)
+        return self.front.phase
+
+    def serving(self, model: str | None = None) -> tuple[FrontEnd, Ready]:
+        """Returns the front end and what is known of the model.
+
+        Raises Overloaded (503) while no model is loaded or the server drains, and ModelNotFound if
+        `model`, which may be left out, is not the one that is served.
+        """
+        if self.draining:
+            raise Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)
+        if self.front is None or self.front.ready is None:
+            raise Overloaded(
+                f"the model is loading: {self.phase.name}", code="model_loading", retry_after_s=2
+            )
+        served = self.front.model_name
+        if model is not None and model != served:
+            what = f"the model {shorten(model)!r} does not exist here; this server has {served!r}"
+            raise ModelNotFound(what, param="model")
+        return self.front, self.front.ready

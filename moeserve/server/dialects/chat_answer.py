@@ -1,0 +1,151 @@
+"""Answers of /v1/chat/completions: chunks of a stream, or a whole answer."""
+
+from typing import Any
+
+from moeserve import protocol
+from moeserve.frontend.generation import Delta
+from moeserve.server.chat_request import ChatRequest
+from moeserve.server.conversation import Conversation
+from moeserve.server.logprobs import LogprobFormat
+from moeserve.server.writer import MARK, ChunkWriter, encode
+from moeserve.text.answer_format import Part
+
+
+class ChatWriter(ChunkWriter):
+    """Writes the answer of a chat."""
+
+    last_choice = protocol.ChatChunkChoice
+
+    def __init__(self, chat: Conversation, *, request: ChatRequest) -> None:
+        form = None
+        if request.logprobs:
+            form = LogprobFormat(
+                chat.front.tokenizer,
+                num_top=chat.params.logprobs or 0,
+                as_ids=request.return_tokens_as_token_ids,
+            )
+        head = chat.running.head.fields("chatcmpl", "chat.completion.chunk")
+        super().__init__(chat.running, request, protocol.ChatCompletionChunk(**head), form)
+        self._chat = chat
+        self._hides_reasoning = request.include_reasoning is False
+        self._templates: dict[tuple[int, str, int], tuple[bytes, bytes]] = {}
+
+    def opening(self) -> bytes:
+        """Return one chunk with the role for each choice."""
+        out = b""
+        for index in range(self.n):
+            delta = protocol.ChoiceDelta(role="assistant", content="")
+            choice = protocol.OpenChatChoice(index=index, delta=delta)
+            if self.token_ids and index == 0:
+                choice.prompt_token_ids = self._chat.prompt
+            out += self.frame(choice)
+        return out
+
+    def choice(self, index: int, text: str) -> protocol.OpenChatChoice:
+        return protocol.OpenChatChoice(index=index, delta=protocol.ChoiceDelta(content=text))
+
+    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> protocol.ChatLogprobs:
+        return form.chat(delta.logprobs)
+
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        """Return the chunks of a delta: of a parsed answer, one for each part."""
+        if not self._chat.parsed:
+            return super().frames(prompt, delta)
+        self.counts.add(delta)
+        index = delta.index
+        parts = self._shown(delta)
+        if self._plain:
+            # Most deltas have one part: nothing to join.
+            out = b"" if not parts else self._part_frame(index, parts[0])
+            for part in parts[1:]:
+                out += self._part_frame(index, part)
+        else:
+            choices = [
+                protocol.OpenChatChoice(index=index, delta=_choice_delta(part)) for part in parts
+            ]
+            if delta.token_ids:
+                choices = choices or [protocol.OpenChatChoice(index=index)]
+                self._add_tokens(choices[0], delta)
+            out = b"".join(map(self.frame, choices))
+        if delta.finish_reason is None:
+            return out
+        return out + self.ending(index, delta, self._finish_reason(delta))
+
+    def _shown(self, delta: Delta) -> list[Part]:
+        parts = self._chat.parts(delta)
+        if self._hides_reasoning:
+            return [part for part in parts if part.kind != "reasoning"]
+        return parts
+
+    def _part_frame(self, index: int, part: Part) -> bytes:
+        """Return the chunk of one part. All chunks of a text are alike, except for the new text."""
+        key = index, part.kind, part.number
+        if (template := self._templates.get(key)) is None:
+            delta = _choice_delta(part._replace(text=MARK))
+            choice = protocol.OpenChatChoice(index=index, delta=delta)
+            before, after = encode(choice).split(encode(MARK))
+            template = self._head + before, after + self._tail
+            self._templates[key] = template
+        return template[0] + encode(part.text) + template[1]
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        """Return the reason as OpenAI has it: a request that named the tool gets "stop"."""
+        named = self._chat.tools.choice == "named" and delta.finish_reason == "tool_calls"
+        return "stop" if named else delta.finish_reason
+
+    def whole(self) -> protocol.ChatCompletion:
+        (sequences,) = self.sequences()
+        head = self.running.head.fields("chatcmpl", "chat.completion")
+        answer = protocol.ChatCompletion(**head, usage=self.counts.usage())
+        for delta in sequences:
+            choice = protocol.ChatChoice(
+                index=delta.index,
+                message=_message(self._shown(delta)),
+                logprobs=None if self.form is None else self.form.chat(delta.logprobs),
+                finish_reason=self._finish_reason(delta),
+                stop_reason=delta.stop_reason,
+                token_ids=delta.token_ids if self.token_ids else None,
+                receipt=delta.receipt,
+            )
+            answer.choices.append(choice)
+        if self.token_ids:
+            answer.prompt_token_ids = self._chat.prompt
+        if (rows := sequences[0].prompt_logprobs) is not None:
+            answer.prompt_logprobs = LogprobFormat(self._chat.front.tokenizer).prompt(rows)
+        return answer
+
+
+def _message(parts: list[Part]) -> protocol.ChatMessage:
+    """Return the message of a whole answer. Its content is null only beside calls, as in streams."""
+    message = protocol.ChatMessage()
+    calls = list[dict[str, Any]]()
+    for part in parts:
+        if part.kind == "content":
+            message.content = (message.content or "") + part.text
+        elif part.kind == "reasoning":
+            message.reasoning = (message.reasoning or "") + part.text
+        elif part.kind == "call":
+            calls.append(_tool_call(part))
+        else:
+            calls[-1]["function"]["arguments"] += part.text
+    if calls:
+        message.tool_calls = calls
+    elif message.content is None:
+        message.content = ""
+    return message
+
+
+def _tool_call(part: Part) -> dict[str, Any]:
+    return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
+
+
+def _choice_delta(part: Part) -> protocol.ChoiceDelta:
+    if part.kind == "content":
+        return protocol.ChoiceDelta(content=part.text)
+    if part.kind == "reasoning":
+        return protocol.ChoiceDelta(reasoning=part.text)
+    if part.kind == "call":
+        return protocol.ChoiceDelta(tool_calls=[{"index": part.number} | _tool_call(part)])
+    return protocol.ChoiceDelta(
+        tool_calls=[{"index": part.number, "function": {"arguments": part.text}}]
+    )

@@ -1,0 +1,223 @@
+"""POST /v1/completions: text or token ids, one prompt or many, with echo and logprobs.
+
+It is no dialect of a conversation: what follows a prompt has no parts.
+"""
+
+from typing import Annotated, Any
+
+from aiohttp import web
+from msgspec import Meta
+
+from moeserve.errors import InvalidRequest
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.generation import Delta
+from moeserve.messages import Ready
+from moeserve.protocol import Completion, CompletionChoice, CompletionLogprobs, OpenCompletionChoice
+from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
+from moeserve.server.answer import stream_answer, write_all
+from moeserve.server.call import HttpCall
+from moeserve.server.logprobs import LogprobFormat
+from moeserve.server.requests import Sampling, check_chars
+from moeserve.server.running import RunningRequest
+from moeserve.server.terms import read_generating, running_request
+from moeserve.server.writer import ChunkWriter
+from moeserve.text.tokenizer import Tokenizer
+
+MAX_SEQUENCES = 1024  # n times prompts of one request
+DEFAULT_TOKENS = 16  # OpenAI's max_tokens for this route
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """One text or several to continue, as text or token ids. max_tokens may be 0 with echo."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    add_special_tokens: bool | None = None
+    receipt: bool | None = None
+
+
+async def completions(call: HttpCall) -> web.StreamResponse:
+    """Continue texts or token ids, whole or as a stream of chunks."""
+    request, terms = await read_generating(call, CompletionRequest)
+    if request.stream:
+        _check_stream(request)
+    front, ready = call.context.serving(request.model)
+    params = completion_params(request, front.defaults)
+    asked = split_prompts(request.prompt)
+    if params.n * len(asked) > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"{len(asked)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences",
+            param="prompt",
+        )
+    constraint = request.constraint()
+    options = {} if constraint is None else {"grammar_param": constraint[1]}
+    # Admission comes before any work on texts that may not run.
+    with terms.admit(front, params.n * len(asked)) as reservation:
+        prompts = await _encode(front, ready, asked, request)
+        async with running_request(
+            terms, front, prompts, params, reservation, **options
+        ) as running:
+            echo = [_text(front, prompt) for prompt in asked] if request.echo else None
+            writer = CompletionWriter(running, request, front.tokenizer, echo=echo)
+            if request.stream:
+                return await stream_answer(terms, running, writer)
+            await write_all(running, writer)
+    return call.answer(writer.whole())
+
+
+def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
+    """Return the sampling parameters.
+
+    With echo max_tokens may be 0. It becomes 1, and `CompletionWriter` drops that token.
+    """
+    given = request.given()
+    max_tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+    given["max_tokens"] = min(max(max_tokens, 1) if request.echo else max_tokens, MAX_INT)
+    if request.receipt and max_tokens == 0:
+        raise InvalidRequest(
+            "an answer without tokens (max_tokens: 0) has no receipt", param="receipt"
+        )
+    given["receipt"] = bool(request.receipt)
+    if request.logprobs is not None:
+        given["logprobs"] = request.logprobs
+        if request.echo:
+            given["prompt_logprobs"] = request.logprobs
+    return SamplingParams(**defaults | given)
+
+
+def split_prompts(prompt: Any) -> list[Prompt]:
+    """Return OpenAI's four forms (text, texts, ids, lists of ids) as prompts of one kind."""
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not prompt:
+        raise InvalidRequest(
+            "prompt must be a text, token ids, or a list of either, and not empty", param="prompt"
+        )
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if kinds == {str} or kinds == {list}:
+        if len(prompt) > MAX_SEQUENCES:
+            raise InvalidRequest(
+                f"{len(prompt)} prompts; at most {MAX_SEQUENCES} are allowed", param="prompt"
+            )
+        if not all(prompt):
+            raise InvalidRequest("a prompt must not be empty", param="prompt")
+        return list(prompt)
+    raise InvalidRequest("prompt mixes texts and token ids", param="prompt")
+
+
+async def _encode(
+    front: FrontEnd, ready: Ready, asked: list[Prompt], request: CompletionRequest
+) -> list[list[int]]:
+    texts = [prompt for prompt in asked if isinstance(prompt, str)]
+    if not texts:
+        return [prompt for prompt in asked if isinstance(prompt, list)]
+    if front.tokenizer is not None:
+        check_chars(max(map(len, texts)), front.tokenizer, ready.max_model_len, "prompt")
+    return await front.encode_all(texts, special=request.add_special_tokens is not False)
+
+
+def _text(front: FrontEnd, prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "" if front.tokenizer is None else front.tokenizer.decode(prompt)
+
+
+def _check_stream(request: CompletionRequest) -> None:
+    if request.echo and (request.logprobs is not None or request.max_tokens == 0):
+        what = "max_tokens: 0" if request.logprobs is None else "logprobs"
+        raise InvalidRequest(f"echo with {what} cannot be streamed", param="stream")
+
+
+class CompletionWriter(ChunkWriter):
+    """Writes what follows each prompt."""
+
+    last_choice = CompletionChoice
+
+    def __init__(
+        self,
+        running: RunningRequest,
+        request: CompletionRequest,
+        tokenizer: Tokenizer | None,
+        *,
+        echo: list[str] | None,
+    ) -> None:
+        """echo: the text of each prompt, which comes before its answers."""
+        form = None
+        if request.logprobs is not None:
+            form = LogprobFormat(
+                tokenizer, num_top=request.logprobs, as_ids=request.return_tokens_as_token_ids
+            )
+        head = running.head.fields("cmpl", "text_completion")
+        super().__init__(running, request, Completion(**head), form)
+        self._request = request
+        self._tokenizer = tokenizer
+        self._echo = echo
+        self._offsets: dict[int, int] = {}  # of the next token's text in each choice
+
+    def opening(self) -> bytes:
+        """Return the chunks with prompts and their token ids, if they were asked for."""
+        out = b""
+        for index in range(self.n * len(self.running.generations)):
+            prompt = index // self.n
+            choice = self.choice(index, self._echo[prompt] if self._echo else "")
+            if self.token_ids:
+                choice.prompt_token_ids = self.running.generations[prompt].prompt_token_ids
+            if choice.text or self.token_ids:
+                out += self.frame(choice)
+        return out
+
+    def choice(self, index: int, text: str) -> OpenCompletionChoice:
+        return OpenCompletionChoice(index=index, text=text)
+
+    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> CompletionLogprobs:
+        offset = self._offsets.get(index, 0)
+        shown, self._offsets[index] = form.columns(delta.token_ids, delta.logprobs, offset)
+        return shown
+
+    def whole(self) -> Completion:
+        found = self.sequences()
+        if self._request.max_tokens == 0:
+            # One token was made to get at the prompt's logprobs.
+            self.counts.completion_tokens = 0
+            for sequences in found:
+                for i, s in enumerate(sequences):
+                    rows = s.prompt_logprobs
+                    sequences[i] = Delta(s.index, finish_reason="length", prompt_logprobs=rows)
+        head = self.running.head.fields("cmpl", "text_completion")
+        answer = Completion(**head, usage=self.counts.usage())
+        for prompt, sequences in enumerate(found):
+            for sequence in sequences:
+                choice = self._whole_choice(prompt, sequences[0], sequence)
+                choice.index = len(answer.choices)
+                answer.choices.append(choice)
+        return answer
+
+    def _whole_choice(self, prompt: int, first: Delta, sequence: Delta) -> CompletionChoice:
+        """first: the first sequence of the prompt, which alone has the prompt's logprobs."""
+        echo = self._echo[prompt] if self._echo else ""
+        ids = self.running.generations[prompt].prompt_token_ids
+        rows = first.prompt_logprobs
+        choice = CompletionChoice(
+            text=echo + sequence.text,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            receipt=sequence.receipt,
+        )
+        if self.form is not None:
+            before = ids if self._request.echo else []
+            rows_before = (rows or [None] * len(before)) if before else []
+            choice.logprobs, _ = self.form.columns(
+                [*before, *sequence.token_ids], [*rows_before, *sequence.logprobs]
+            )
+        if self._request.prompt_logprobs is not None and rows is not None:
+            choice.prompt_logprobs = LogprobFormat(self._tokenizer).prompt(rows)
+        if self.token_ids:
+            choice.prompt_token_ids = ids
+            choice.token_ids = sequence.token_ids
+        return choice

@@ -1,0 +1,243 @@
+"""Answers of /v1/messages: the message, its blocks, and the events of a stream."""
+
+import hashlib
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
+
+from moeserve.errors import EngineLost, RequestError
+from moeserve.frontend.generation import Delta
+from moeserve.protocol import Answer
+from moeserve.server.conversation import Conversation
+from moeserve.server.dialects.messages_request import MessagesRequest
+from moeserve.server.errors import error_body
+from moeserve.server.running import Counts
+from moeserve.server.writer import EventWriter
+from moeserve.text.answer_format import Part
+
+
+class TextBlock(Struct, tag="text", kw_only=True):
+    """Text for the user."""
+
+    text: str = ""
+    # Neither null nor absent: clients differ in which of them they refuse.
+    citations: list[dict[str, Any]] = []
+
+
+class ThinkingBlock(Struct, tag="thinking", kw_only=True):
+    """The reasoning before an answer."""
+
+    thinking: str = ""
+    signature: str = ""  # a digest, for clients that send only signed blocks back
+
+
+class ToolUseBlock(Struct, tag="tool_use", kw_only=True):
+    """A call that the client is asked to make."""
+
+    id: str
+    name: str
+    # The JSON of an object, as the stream's deltas have it; {} in the first event about the call.
+    input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] = field(
+        default_factory=lambda: Raw(b"{}")
+    )
+    caller: dict[str, str] = field(default_factory=lambda: {"type": "direct"})
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class ThinkingTokens(Struct):
+    """The tokens of thinking among those of the output."""
+
+    thinking_tokens: int = 0
+
+
+class MessageUsage(Struct, kw_only=True):
+    """Token counts."""
+
+    input_tokens: int  # those that were not found in the prefix cache
+    cache_creation: None = None
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int
+    output_tokens_details: ThinkingTokens = field(default_factory=ThinkingTokens)
+    server_tool_use: None = None
+    service_tier: str = "standard"
+    inference_geo: None = None
+
+
+class ContextEdits(Struct):
+    """The changes that were made to the conversation before the model read it: none."""
+
+    applied_edits: list[dict[str, Any]] = []
+
+
+class CountedContext(Struct):
+    """The number of tokens without context management, which is the number with it."""
+
+    original_input_tokens: int
+
+
+class MessageAnswer(Answer, tag="message", kw_only=True):
+    """A whole answer."""
+
+    id: str
+    role: str = "assistant"
+    model: str
+    content: list[Block] = field(default_factory=list)
+    # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    stop_details: None = None
+    container: None = None
+    usage: MessageUsage
+    # For requests that have it. A stream has it in its message_delta.
+    context_management: ContextEdits | UnsetType = UNSET
+
+
+class TokenCount(Answer, kw_only=True):
+    """The number of a conversation's tokens."""
+
+    input_tokens: int
+    context_management: CountedContext | UnsetType = UNSET
+
+
+class EventDelta(Struct, kw_only=True):
+    """New content of a block, or, without a type, why the message ended."""
+
+    # text_delta, thinking_delta, signature_delta or input_json_delta
+    type: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: str | UnsetType | None = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessageEvent(Struct, omit_defaults=True, kw_only=True):
+    """An event of a stream. Its type decides which of the fields it has."""
+
+    type: str
+    message: MessageAnswer | None = None
+    index: int | None = None
+    content_block: Block | None = None
+    delta: EventDelta | None = None
+    usage: MessageUsage | None = None
+    context_management: ContextEdits | UnsetType = UNSET
+
+
+class MessageWriter(EventWriter):
+    """Writes a message."""
+
+    def __init__(self, chat: Conversation, *, request: MessagesRequest) -> None:
+        super().__init__(chat, stream=bool(request.stream))
+        self._request = request
+        self._hides = request.thinking is not None and request.thinking.display == "omitted"
+        head = chat.running.head
+        self.message = MessageAnswer(
+            id=f"msg_{head.request_id}", model=head.model, usage=_usage(self.counts)
+        )
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        """Add a delta. Raises RequestAborted if the request was ended by its id, EngineLost if the
+        server stopped.
+        """
+        super().add(prompt, delta)
+        if delta.finish_reason == "abort":
+            raise self.chat.running.aborted or EngineLost(
+                "the server stopped before this request could finish"
+            )
+
+    def begin_block(self, part: Part) -> None:
+        block: Block = TextBlock()
+        if part.kind == "reasoning":
+            block = ThinkingBlock()
+        elif part.kind == "call":
+            # Anthropic's ids have no dots.
+            block = ToolUseBlock(id=part.id.replace(".", "-"), name=part.text)
+        self.message.content.append(block)
+        self.emit(MessageEvent(type="content_block_start", index=self._index, content_block=block))
+
+    def extend_block(self, text: str) -> None:
+        match self.message.content[-1]:
+            case TextBlock():
+                self._emit_delta(EventDelta(type="text_delta", text=text))
+            case ToolUseBlock():
+                self._emit_delta(EventDelta(type="input_json_delta", partial_json=text))
+            case ThinkingBlock() if not self._hides:
+                self._emit_delta(EventDelta(type="thinking_delta", thinking=text))
+
+    def end_block(self, text: str, *, complete: bool) -> None:
+        match self.message.content[-1]:
+            case TextBlock() as block:
+                block.text = text
+            case ThinkingBlock() as block:
+                block.thinking = "" if self._hides else text
+                block.signature = hashlib.sha256(text.encode()).hexdigest()
+                self._emit_delta(EventDelta(type="signature_delta", signature=block.signature))
+            case ToolUseBlock() as block:
+                block.input = Raw(text.encode() or b"{}")
+        self.emit(MessageEvent(type="content_block_stop", index=self._index))
+
+    def finish(self) -> None:
+        if not self.message.content:  # clients expect a block
+            self.begin(Part("content", ""))
+        self.close()
+        message = self.message
+        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(
+            self.last.finish_reason or "", "end_turn"
+        )
+        if reason == "max_tokens" and self.counts.completion_tokens < self._request.max_tokens:
+            reason = "model_context_window_exceeded"
+        if reason == "end_turn" and isinstance(self.last.stop_reason, str):
+            reason = "stop_sequence"
+            message.stop_sequence = self.last.stop_reason
+        message.stop_reason = reason
+        message.usage = _usage(self.counts)
+        if self._request.context_management is not None:
+            message.context_management = ContextEdits()
+
+    def opening(self) -> bytes:
+        self.emit(MessageEvent(type="message_start", message=self.message))
+        self.emit(MessageEvent(type="ping"))
+        return self.emitted()
+
+    def closing(self) -> bytes:
+        self.finish()
+        message = self.message
+        end = EventDelta(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
+        self.emit(
+            MessageEvent(
+                type="message_delta",
+                delta=end,
+                usage=message.usage,
+                context_management=message.context_management,
+            )
+        )
+        self.emit(MessageEvent(type="message_stop"))
+        return self.emitted()
+
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        body = error_body(error, request_id, anthropic=True)
+        return self.emitted() + b"event: error\ndata: " + body + b"\n\n"
+
+    def whole(self) -> MessageAnswer:
+        self.finish()
+        return self.message
+
+    @property
+    def _index(self) -> int:
+        return len(self.message.content) - 1
+
+    def _emit_delta(self, delta: EventDelta) -> None:
+        self.emit(MessageEvent(type="content_block_delta", index=self._index, delta=delta))
+
+
+def _usage(counts: Counts) -> MessageUsage:
+    return MessageUsage(
+        input_tokens=counts.prompt_tokens - counts.cached_tokens,
+        cache_read_input_tokens=counts.cached_tokens,
+        output_tokens=counts.completion_tokens,
+        output_tokens_details=ThinkingTokens(counts.num_reasoning),
+    )

@@ -1,0 +1,165 @@
+"""/v1/responses, OpenAI's newer API for chats: create, retrieve, cancel, delete, and the input of a
+response.
+"""
+
+import uuid
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import itemgetter
+from typing import Annotated, Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from moeserve.errors import Conflict, InvalidRequest, NotFound
+from moeserve.server.answer import answer_chat
+from moeserve.server.call import HttpCall
+from moeserve.server.conversation import Conversation, prompt_of
+from moeserve.server.dialects.responses_answer import (
+    InputTokens,
+    ItemList,
+    Response,
+    ResponseWriter,
+)
+from moeserve.server.dialects.responses_request import ResponsesRequest
+from moeserve.server.file_objects import Deleted, page
+from moeserve.server.requests import fields_named
+from moeserve.server.response_store import Stored
+from moeserve.server.terms import read_generating
+
+# This dialect's names of a chat's fields.
+_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "reasoning_effort": "reasoning.effort",
+}
+_naming = partial(fields_named, _NAMES)
+
+Items = list[dict[str, Any]]
+
+
+async def create_response(call: HttpCall) -> web.StreamResponse:
+    """Answer an input, whole or as a stream of typed events."""
+    request, terms = await read_generating(call, ResponsesRequest)
+    history = _history(call, request)
+    chat_request = request.chat(history)
+    key = uuid.uuid4().hex
+    store = call.context.store
+    owner = call.caller.owner
+
+    def keep(response: Response) -> None:
+        if response.store:
+            items = [*history, *stored_items(request, key)]
+            store.put(owner, response.id, Stored(_encode(response), _encode(items)))
+
+    def writer(chat: Conversation) -> ResponseWriter:
+        return ResponseWriter(
+            chat, request=request, key=key, stores=store.max_count > 0, on_end=keep
+        )
+
+    def listed(running: ResponseWriter) -> AbstractContextManager[None]:
+        return store.running(owner, running.response.id, running)
+
+    return await answer_chat(terms, chat_request, writer, naming=_naming, while_running=listed)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def count_input_tokens(call: HttpCall) -> web.StreamResponse:
+    """Count the tokens of an input."""
+    request = await call.read(ResponsesRequest)
+    with _naming():
+        _, prompt = await prompt_of(call, request.chat(_history(call, request)))
+    return call.answer(InputTokens(input_tokens=len(prompt)))
+
+
+async def compact_response(call: HttpCall) -> web.StreamResponse:
+    """Refuse to compact a conversation."""
+    raise NotFound("conversations are not compacted here; shorten the input yourself")
+
+
+class RetrieveQuery(Struct):
+    """stream: stored responses come whole, so only false is taken."""
+
+    stream: Literal["false"] = "false"
+
+
+async def retrieve_response(call: HttpCall) -> web.StreamResponse:
+    """Return a stored response."""
+    call.query(RetrieveQuery)
+    stored = call.context.store.get(call.caller.owner, call.tail)
+    return web.Response(
+        body=stored.response, content_type="application/json", headers=call.headers()
+    )
+
+
+async def delete_response(call: HttpCall) -> web.StreamResponse:
+    """Forget a stored response."""
+    call.context.store.delete(call.caller.owner, call.tail)
+    return call.answer(Deleted(id=call.tail, object="response"))
+
+
+async def cancel_response(call: HttpCall) -> web.StreamResponse:
+    """End a response that is running; its own reader gets what came so far."""
+    store = call.context.store
+    owner = call.caller.owner
+    running = store.find_running(owner, call.tail)
+    if running is None:
+        store.get(owner, call.tail)
+        raise Conflict("the response has ended already: only a running one can be cancelled")
+    return call.answer(await running.cancel())
+
+
+class ItemsQuery(Struct):
+    """A page: `limit` items in this order, of those after the item `after`."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+async def list_input_items(call: HttpCall) -> web.StreamResponse:
+    """List the input items of a stored response, the latest first."""
+    query = call.query(ItemsQuery)
+    stored = call.context.store.get(call.caller.owner, call.tail)
+    items: Items = msgspec.json.decode(stored.items)
+    if query.order == "desc":
+        items.reverse()
+    return call.answer(ItemList(**page(items, query.after, query.limit, itemgetter("id"))))
+
+
+def _history(call: HttpCall, request: ResponsesRequest) -> Items:
+    """Return the items of the responses before this one.
+
+    Raises InvalidRequest if they are not stored.
+    """
+    previous = request.previous_response_id
+    if previous is None:
+        return []
+    try:
+        stored = call.context.store.get(call.caller.owner, previous)
+    except NotFound as error:
+        raise InvalidRequest(
+            f"previous_response_id: {error.message}",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        ) from error
+    output: Items = msgspec.json.decode(stored.response)["output"]
+    items: Items = msgspec.json.decode(stored.items)
+    return items + output
+
+
+def stored_items(request: ResponsesRequest, key: str) -> Items:
+    """Return the input items as they are listed later: with ids, and texts as parts."""
+    found = []
+    for i, given in enumerate(request.items()):
+        item = {"type": "message", "id": f"item_{key}{i}"} | given
+        if item["type"] == "message" and isinstance(item["content"], str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+        found.append({"status": "completed"} | item)
+    return found

@@ -1,0 +1,352 @@
+"""Answers of /v1/responses: the response, its output items, and the events of a stream."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from moeserve.errors import RequestError
+from moeserve.frontend.generation import Delta
+from moeserve.protocol import Answer, CachedTokens, TokenLogprob
+from moeserve.server.conversation import Conversation
+from moeserve.server.dialects.responses_request import (
+    FunctionTool,
+    ReasoningConfig,
+    ResponsesRequest,
+    TextConfig,
+    TextFormat,
+)
+from moeserve.server.errors import error_message
+from moeserve.server.file_objects import Page
+from moeserve.server.logprobs import LogprobFormat
+from moeserve.server.running import Counts
+from moeserve.server.writer import EventWriter
+from moeserve.text.answer_format import Part
+
+_TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+_ARGUMENTS = "response.function_call_arguments"
+# fmt: off
+# Fields of a response that repeat those of its request,
+_REPEATED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
+    "prompt_cache_key", "reasoning", "safety_identifier", "user",
+)
+# and those that are the sampling's, defaults included.
+_SAMPLING = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
+# fmt: on
+
+
+class OutputText(Struct, tag="output_text", kw_only=True):
+    """The text of a message."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []  # of all the answer's tokens, if they were asked for
+
+
+class ReasoningText(Struct, tag="reasoning_text", kw_only=True):
+    """Reasoning, in full."""
+
+    text: str = ""
+
+
+class OutputMessage(Struct, tag="message", kw_only=True):
+    """Text for the user."""
+
+    id: str
+    status: str = "in_progress"
+    role: str = "assistant"
+    content: list[OutputText] = []
+
+
+class OutputReasoning(Struct, tag="reasoning", kw_only=True):
+    """The reasoning before an answer. There are no summaries."""
+
+    id: str
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+    status: str = "in_progress"
+
+
+class OutputCall(Struct, tag="function_call", kw_only=True):
+    """A call that the client is asked to make."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""  # JSON text
+    status: str = "in_progress"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class OutputTokensDetails(Struct):
+    """The tokens of reasoning among those of the output."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct):
+    """Token counts of one response."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFault(Struct):
+    """Why a response failed after its stream had begun."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct):
+    """Why a response is incomplete."""
+
+    reason: str
+
+
+class Response(Answer, kw_only=True):
+    """A response, with the parameters that it was made with."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str = "in_progress"
+    error: ResponseFault | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[OutputItem] = field(default_factory=list)
+    usage: ResponseUsage | None = None
+    instructions: str | None
+    previous_response_id: str | None
+    tools: list[FunctionTool]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    text: TextConfig
+    reasoning: ReasoningConfig | None
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    store: bool  # whether it can be retrieved
+    metadata: dict[str, Any]
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    truncation: str = "disabled"
+    background: bool = False
+    service_tier: str = "default"
+
+
+class ItemList(Page, kw_only=True):
+    """The input items of a response."""
+
+    data: list[dict[str, Any]]
+
+
+class InputTokens(Answer, kw_only=True):
+    """The number of an input's tokens."""
+
+    object: str = "response.input_tokens"
+    input_tokens: int
+
+
+class ResponseEvent(Struct, kw_only=True, omit_defaults=True):
+    """An event of a stream. Its type decides which of the fields it has."""
+
+    type: str
+    sequence_number: int | None = None
+    response: Response | None = None
+    item_id: str | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item: OutputItem | None = None
+    part: OutputText | ReasoningText | None = None
+    delta: str | None = None
+    text: str | None = None
+    arguments: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+class ResponseWriter(EventWriter):
+    """Writes a response. Its items change after the events about them."""
+
+    def __init__(
+        self,
+        chat: Conversation,
+        *,
+        request: ResponsesRequest,
+        key: str,
+        stores: bool,
+        on_end: Callable[[Response], None],
+    ) -> None:
+        """key: of its ids. stores: whether the server stores responses. on_end: called with the
+        response when it has ended, well or not.
+        """
+        super().__init__(chat, stream=bool(request.stream))
+        self.response = _begun(chat, request, key, stores=stores)
+        self._key = key
+        self._on_end = on_end
+        self._form = None
+        if request.logprobs:
+            self._form = LogprobFormat(chat.front.tokenizer, num_top=request.top_logprobs or 0)
+        self._logprobs: list[TokenLogprob] = []  # that no event has told yet
+        self._next_number = 0
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        if self._form is not None:
+            self._logprobs += self._form.chat(delta.logprobs).content or []
+        super().add(prompt, delta)
+
+    def begin_block(self, part: Part) -> None:
+        number = len(self.response.output)
+        item: OutputItem
+        if part.kind == "content":
+            item = OutputMessage(id=f"msg_{self._key}{number}")
+        elif part.kind == "reasoning":
+            item = OutputReasoning(id=f"rs_{self._key}{number}")
+        else:
+            item = OutputCall(id=f"fc_{self._key}{number}", call_id=part.id, name=part.text)
+        self.response.output.append(item)
+        self._tell("response.output_item.added", output_index=number, item=item)
+        if isinstance(item, OutputMessage):
+            item.content = [OutputText()]
+        elif isinstance(item, OutputReasoning):
+            item.content = [ReasoningText()]
+        else:
+            return
+        self._tell_of_item("response.content_part.added", content_index=0, part=item.content[0])
+
+    def extend_block(self, text: str) -> None:
+        match self.response.output[-1]:
+            case OutputMessage() as item:
+                rows = self._logprobs
+                self._logprobs = []
+                item.content[0].logprobs += rows
+                self._tell_of_item(
+                    "response.output_text.delta", content_index=0, delta=text, logprobs=rows
+                )
+            case OutputReasoning():
+                self._tell_of_item("response.reasoning_text.delta", content_index=0, delta=text)
+            case OutputCall():
+                self._tell_of_item(f"{_ARGUMENTS}.delta", delta=text)
+
+    def end_block(self, text: str, *, complete: bool) -> None:
+        item = self.response.output[-1]
+        if isinstance(item, OutputCall):
+            item.arguments = text
+            self._tell_of_item(f"{_ARGUMENTS}.done", arguments=text)
+        else:
+            (part,) = item.content
+            part.text = text
+            rows = None
+            kind: Literal["message", "reasoning"] = "reasoning"
+            if isinstance(part, OutputText):
+                kind = "message"
+                part.logprobs += self._logprobs  # of tokens without text
+                self._logprobs = []
+                rows = part.logprobs
+            event = f"{_TEXT_EVENTS[kind]}.done"
+            self._tell_of_item(event, content_index=0, text=text, logprobs=rows)
+            self._tell_of_item("response.content_part.done", content_index=0, part=part)
+        item.status = "completed" if complete else "incomplete"
+        number = len(self.response.output) - 1
+        self._tell("response.output_item.done", output_index=number, item=item)
+
+    def finish(self) -> None:
+        """Set the status. A response without parts gets an empty message: clients expect a text."""
+        response = self.response
+        match self.last.finish_reason:
+            case "length":
+                response.status = "incomplete"
+                response.incomplete_details = IncompleteDetails("max_output_tokens")
+            case "abort":
+                response.status = "cancelled"
+            case _:
+                response.status = "completed"
+                response.completed_at = int(time.time())
+        if not response.output:
+            self.begin(Part("content", ""))
+        self.close(complete=response.status == "completed")
+        self._end()
+
+    async def cancel(self) -> Response:
+        """End the response. Whoever reads it gets what came so far, as does the caller."""
+        self.response.status = "cancelled"
+        await self.chat.running.abort()
+        return self.response
+
+    def opening(self) -> bytes:
+        self._tell("response.created", response=self.response)
+        self._tell("response.in_progress", response=self.response)
+        return self.emitted()
+
+    def closing(self) -> bytes:
+        self.finish()
+        end = "completed" if self.response.status == "completed" else "incomplete"
+        self._tell(f"response.{end}", response=self.response)
+        return self.emitted()
+
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        self.close(complete=False)
+        self.response.status = "failed"
+        self.response.error = ResponseFault("server_error", error_message(error, request_id))
+        self._end()
+        self._tell("response.failed", response=self.response)
+        return self.emitted()
+
+    def whole(self) -> Response:
+        self.finish()
+        return self.response
+
+    def _end(self) -> None:
+        self.response.usage = _usage(self.counts)
+        self._on_end(self.response)
+
+    def _tell_of_item(self, name: str, **fields: Any) -> None:
+        """Emit an event about the last item."""
+        items = self.response.output
+        self._tell(name, item_id=items[-1].id, output_index=len(items) - 1, **fields)
+
+    def _tell(self, name: str, **fields: Any) -> None:
+        self.emit(ResponseEvent(type=name, sequence_number=self._next_number, **fields))
+        self._next_number += 1
+
+
+def _begun(chat: Conversation, request: ResponsesRequest, key: str, *, stores: bool) -> Response:
+    """Return a response that has just begun."""
+    text = request.text or TextConfig()
+    return Response(
+        id=f"resp_{key}",
+        created_at=chat.running.head.created,
+        model=chat.running.head.model,
+        tools=request.function_tools(),
+        tool_choice=request.tool_choice or "auto",
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        text=TextConfig(format=text.format or TextFormat(type="text"), verbosity=text.verbosity),
+        top_logprobs=request.top_logprobs or 0,
+        store=request.store is not False and stores,
+        metadata=request.metadata or {},
+        **{name: getattr(request, name) for name in _REPEATED},
+        **{name: getattr(chat.params, name) for name in _SAMPLING},
+    )
+
+
+def _usage(counts: Counts) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=counts.prompt_tokens,
+        input_tokens_details=CachedTokens(counts.cached_tokens),
+        output_tokens=counts.completion_tokens,
+        output_tokens_details=OutputTokensDetails(counts.num_reasoning),
+        total_tokens=counts.prompt_tokens + counts.completion_tokens,
+    )

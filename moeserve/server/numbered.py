@@ -1,0 +1,106 @@
+"""Streams whose events have ids, and the rest of an answer after one of them.
+
+`resume.py` says what an id means.
+"""
+
+from collections.abc import AsyncIterator
+
+from moeserve.errors import RequestError
+from moeserve.frontend.generation import Delta
+from moeserve.server.resume import StreamPosition, no_such_event
+from moeserve.server.writer import StreamWriter
+
+
+class Numbered(StreamWriter):
+    """Adds ids to the events of another writer, whose answer has one prompt."""
+
+    def __init__(self, writer: StreamWriter, key: str, num_choices: int) -> None:
+        self._writer = writer
+        self._head = b"id: %b:" % key.encode()
+        self._tokens = [0] * num_choices  # written so far, of each choice
+        self._ended = [False] * num_choices
+        self._skip = 0  # events of the closing that the reader has already
+
+    def opening(self) -> bytes:
+        return self._with_ids(self._writer.opening(), during=self._position(), after=None)
+
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        frames = self._writer.frames(prompt, delta)
+        i = delta.index
+        ends = delta.finish_reason is not None
+        during = b""
+        if frames.count(b"\n\n") > 1:
+            end = b"e" if ends else b""
+            during = self._position() + b"+%d.%d%b" % (i, len(delta.token_ids), end)
+        self._tokens[i] += len(delta.token_ids)
+        self._ended[i] |= ends
+        return self._with_ids(frames, during=during, after=self._position())
+
+    def closing(self) -> bytes:
+        frames = self._with_ids(self._writer.closing(), during=self._position(), after=None)
+        return b"".join(_events(frames)[self._skip :])
+
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        return self._writer.failure(error, request_id)
+
+    def _position(self) -> bytes:
+        pairs = zip(self._tokens, self._ended, strict=True)
+        return b".".join([b"%de" % count if ended else b"%d" % count for count, ended in pairs])
+
+    def _with_ids(self, frames: bytes, *, during: bytes, after: bytes | None) -> bytes:
+        """Return the events of some frames with ids.
+
+        during: the position of all events but the last one. after: that of the last one; None where
+        it has none of its own.
+        """
+        out = b""
+        events = _events(frames)
+        for number, event in enumerate(events, 1):
+            is_last = number == len(events)
+            id = after if is_last and after is not None else b"%b~%d" % (during, number)
+            out += self._head + id + b"\n" + event
+        return out
+
+    async def resume(
+        self, deltas: AsyncIterator[tuple[int, Delta]], position: StreamPosition
+    ) -> bytes:
+        """Return the events of an answer after a position, as far as the answer is known.
+
+        deltas: from the first one on, cut at the position (see `StreamPosition.cuts`). Raises
+        InvalidRequest if the answer ends before the position.
+        """
+        opening = _events(self.opening())
+        out = b"".join(opening[position.events :]) if position.is_start else b""
+        part = Delta(position.choice)  # the delta that the position is inside of
+        rest = dict[int, Delta]()  # what follows the position, by choice
+        while (
+            self._tokens != position.tokens
+            or self._ended != position.ended
+            or len(part.token_ids) < position.more
+            or (position.ends and part.finish_reason is None)
+        ):
+            if (found := await anext(deltas, None)) is None:
+                raise no_such_event()
+            _, delta = found
+            i = delta.index
+            ends = delta.finish_reason is not None
+            num = len(delta.token_ids)
+            if self._tokens[i] + num <= position.tokens[i] and ends <= position.ended[i]:
+                self.frames(0, delta)
+            elif (
+                i == position.choice
+                and len(part.token_ids) + num <= position.more
+                and ends <= position.ends
+            ):
+                part.append(delta)
+            else:
+                rest.setdefault(i, Delta(i)).append(delta)
+        if position.choice >= 0:
+            out += b"".join(_events(self.frames(0, part))[position.events :])
+        elif all(self._ended):
+            self._skip = position.events
+        return out + b"".join([self.frames(0, delta) for delta in rest.values()])
+
+
+def _events(frames: bytes) -> list[bytes]:
+    return [event + b"\n\n" for event in frames.split(b"\n\n")[:-1]]

@@ -1,0 +1,243 @@
+"""The terms under which a request generates: priority, cache salt, deadline, rates and stream.
+
+`read_generating` reads the body of a generating request and computes its terms, once.
+`running_request` runs prompts under them.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from moeserve.config import ServerConfig
+from moeserve.errors import DeadlineExceeded, InvalidRequest
+from moeserve.frontend.admission import Reservation
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.generation import Generation
+from moeserve.sampling import SamplingParams
+from moeserve.server.auth import Caller
+from moeserve.server.call import RESUME_HEADER, HttpCall
+from moeserve.server.requests import Sampling
+from moeserve.server.resume import StreamKey, stream_key
+from moeserve.server.running import AnswerHead, Counts, RunningRequest
+from moeserve.version import __version__
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+MAX_TIMEOUT_S = 86_400.0
+
+S = TypeVar("S", bound=Sampling)
+
+
+class Terms:
+    """What one generating request may use, by its key, its headers and its body."""
+
+    def __init__(self, call: HttpCall, request: Sampling, stream: StreamKey | None) -> None:
+        self.call = call
+        self.stream = stream  # of a resumable stream
+        self.priority = _priority(call.caller, request.priority)
+        self.salt = _salt(call, request.cache_salt)
+        limit_s = _limit_s(call.request, call.context.config) if call.has_deadline else None
+        self._ends_at = None if limit_s is None else call.began + limit_s
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the request resumes a stream, which was admitted and charged when it began."""
+        return self.stream is not None and self.stream.recorded is not None
+
+    def time_left_s(self) -> float | None:
+        """Return the seconds until the request must be over; None for no limit."""
+        return None if self._ends_at is None else self._ends_at - time.monotonic()
+
+    def admit(
+        self, front: FrontEnd, num_sequences: int
+    ) -> AbstractContextManager[Reservation | None]:
+        """Reserve room for the request's sequences; None if the request resumes a stream.
+
+        Raises what `FrontEnd.admit` raises.
+        """
+        if self.resumes:
+            return nullcontext()
+        return front.admit(num_sequences, within_s=self.time_left_s(), priority=self.priority)
+
+    def charge(self, num_prompt_tokens: int) -> None:
+        """Count the request against the rates of its key. Raises RateLimited.
+
+        A request that resumes a stream counts as a request; its tokens were charged before.
+        """
+        if self.call.caller.rates is not None:
+            self.call.caller.rates.take(0 if self.resumes else num_prompt_tokens)
+
+    def settle(self, generations: Sequence[Generation]) -> None:
+        """Charge the tokens that were generated, and note the time of the first one."""
+        call = self.call
+        sequences = [sequence for generation in generations for sequence in generation.sequences]
+        call.first_at = min((s.first_at for s in sequences if s.first_at is not None), default=None)
+        if call.caller.rates is not None:
+            num = sum(len(sequence.tokens) for sequence in sequences)
+            before = 0
+            if (stream := generations[0].stream) is not None:
+                before = stream.settled
+                stream.settled = max(num, stream.settled)
+            call.caller.rates.spend(max(0, num - before))
+
+    async def resume(self, front: FrontEnd, options: dict[str, Any]) -> Generation | None:
+        """Return the generation that the request resumes; None for a new request.
+
+        Raises RequestError; DeadlineExceeded if the known part cannot be replayed in time.
+        """
+        key = self.stream
+        if key is None or key.recorded is None or key.position is None or front.resumable is None:
+            return None
+        try:
+            async with asyncio.timeout(self.time_left_s()):
+                return await front.resumable.resume(
+                    key.recorded, options.get("parser"), key.position.cuts()
+                )
+        except TimeoutError:
+            raise DeadlineExceeded("the stream was not replayed in the request's time") from None
+
+    def record(self, front: FrontEnd, generation: Generation) -> None:
+        """Keep the generation of a new stream, so that it can be resumed."""
+        key = self.stream
+        if key is not None and key.recorded is None and front.resumable is not None:
+            front.resumable.record(
+                generation,
+                id=key.id,
+                created=key.created,
+                digest=key.digest,
+                owner=self.call.caller.owner,
+            )
+
+
+async def read_generating(call: HttpCall, kind: type[S]) -> tuple[S, Terms]:
+    """Return the body of a generating request, checked, and its terms. Raises RequestError."""
+    request, body = await call.read_with_raw(kind)
+    front = call.context.front
+    stream = None
+    if RESUME_HEADER in call.request.headers or (front is not None and front.resumable is not None):
+        stream = stream_key(call, body)
+    return request, Terms(call, request, stream)
+
+
+def _priority(caller: Caller, asked: int | None) -> int:
+    """Return the priority that a request asks for, but none before that of its key."""
+    if caller.priority is None or asked is None:
+        return (caller.priority if asked is None else asked) or 0
+    return max(caller.priority, asked)
+
+
+def _salt(call: HttpCall, asked: str | None) -> str:
+    """Return the salt that keeps prefix-cache hits, which can be timed, among one key's requests."""
+    owner = call.caller.owner if call.context.auth.several_owners else ""
+    return f"{owner}:{asked or ''}" if owner or asked else ""
+
+
+def _limit_s(request: web.BaseRequest, config: ServerConfig) -> float | None:
+    """Return the seconds that a request may take; None for no limit. Raises InvalidRequest."""
+    limits = [] if config.request_timeout is None else [config.request_timeout]
+    if (asked := request.headers.get(TIMEOUT_HEADER)) is not None:
+        try:
+            limits.append(float(asked))
+        except ValueError:
+            limits.append(math.nan)
+        if not 0 < limits[-1] <= MAX_TIMEOUT_S:
+            what = "must be a number of seconds above 0 and at most"
+            raise InvalidRequest(f"{TIMEOUT_HEADER} {what} {MAX_TIMEOUT_S:g}", param=TIMEOUT_HEADER)
+    return min(limits, default=None)
+
+
+@asynccontextmanager
+async def running_request(
+    terms: Terms,
+    front: FrontEnd,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    reservation: Reservation | None,
+    **options: Any,
+) -> AsyncIterator[RunningRequest]:
+    """Run all prompts or none inside the block. Sequences that still run at its end are aborted.
+
+    reservation: from `terms.admit`. options: further arguments of `FrontEnd.generate`. The request
+    is known by its id meanwhile. Raises what `FrontEnd.generate` raises for the first refused
+    prompt.
+    """
+    call = terms.call
+    counts = Counts(prompt_tokens=sum(map(len, prompts)))
+    call.counts = counts
+    terms.charge(counts.prompt_tokens)
+    options |= {
+        "reservation": reservation,
+        "priority": terms.priority,
+        "salt": terms.salt,
+        "owner": call.caller.owner,
+    }
+    generations = await _begun(terms, front, prompts, params, options)
+    running = RunningRequest(
+        generations,
+        n=params.n,
+        owner=call.caller.owner,
+        head=_head(terms, front),
+        counts=counts,
+    )
+    left_s = terms.time_left_s()
+    timer = None
+    if left_s is not None:
+        timer = asyncio.get_running_loop().call_later(left_s, running.expire)
+    same_id = call.context.running.setdefault(call.id, [])
+    same_id.append(running)
+    try:
+        yield running
+    except (ConnectionError, asyncio.CancelledError):
+        raise  # the reader left, and may come back
+    except Exception:
+        if not terms.resumes:  # a stream survives a request for a place that it does not have
+            await running.abort()
+        raise
+    finally:
+        same_id.remove(running)
+        if not same_id:
+            del call.context.running[call.id]
+        if timer is not None:
+            timer.cancel()
+        terms.settle(generations)
+        await running.aclose()
+
+
+async def _begun(
+    terms: Terms,
+    front: FrontEnd,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    options: dict[str, Any],
+) -> list[Generation]:
+    """Return the generations of all prompts, or that of the stream that the request resumes."""
+    if (resumed := await terms.resume(front, options)) is not None:
+        return [resumed]
+    generations: list[Generation] = []
+    try:
+        for prompt in prompts:
+            generations.append(
+                await front.generate(prompt, params, request_id=terms.call.id, **options)
+            )
+    except BaseException:
+        for generation in generations:
+            generation.abort()
+        raise
+    if len(generations) == 1:
+        terms.record(front, generations[0])
+    return generations
+
+
+def _head(terms: Terms, front: FrontEnd) -> AnswerHead:
+    assert front.ready is not None
+    device = front.ready.device.partition(" ")[0]
+    return AnswerHead(
+        request_id=terms.call.id,
+        created=int(time.time()) if terms.stream is None else terms.stream.created,
+        model=front.model_name,
+        fingerprint=f"moeserve-{__version__}-{device}-{front.ready.dtype}",
+    )

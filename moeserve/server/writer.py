@@ -1,0 +1,242 @@
+"""Writers turn the deltas of an answer into a dialect: events of a stream, or one whole answer.
+
+`ChunkWriter` is for OpenAI's older dialects, whose streams are chunks of several choices,
+`EventWriter` for the newer ones, whose streams are named events about the blocks of one answer. A
+plain chunk costs one JSON encoding of its text and two concatenations: what stays the same in all
+chunks of a choice is encoded once.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+
+from moeserve import protocol
+from moeserve.errors import RequestError
+from moeserve.frontend.generation import Delta
+from moeserve.server.conversation import Conversation
+from moeserve.server.errors import error_body
+from moeserve.server.http import DONE
+from moeserve.server.logprobs import LogprobFormat
+from moeserve.server.requests import Sampling, StreamOptions
+from moeserve.server.running import RunningRequest
+from moeserve.text.answer_format import Part
+
+MARK = "\0"  # stands for the text of a chunk in its template
+
+OpenChoice = protocol.OpenChatChoice | protocol.OpenCompletionChoice
+encode = msgspec.json.Encoder().encode
+
+
+class StreamWriter(ABC):
+    """Writes an answer as a stream: `opening`, `frames` for each delta, `closing` or `failure`.
+
+    Each of them may return b"".
+    """
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """Return the events before the first delta."""
+
+    @abstractmethod
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        """Return the events of a delta, and count its tokens."""
+
+    @abstractmethod
+    def closing(self) -> bytes:
+        """Return the events after the last delta."""
+
+    @abstractmethod
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        """Return the events that end a stream which failed after it began."""
+
+
+class Writer(StreamWriter):
+    """Writes an answer as a stream, or as a whole: `add` for each delta, then `whole`."""
+
+    @abstractmethod
+    def add(self, prompt: int, delta: Delta) -> None:
+        """Add a delta to a whole answer, and count its tokens."""
+
+    @abstractmethod
+    def whole(self) -> msgspec.Struct:
+        """Return the whole answer."""
+
+
+class ChunkWriter(Writer):
+    """Writes choices. The number of a choice is prompt number * n + sequence number."""
+
+    # The struct of a choice that ends.
+    last_choice: type[protocol.ChatChunkChoice] | type[protocol.CompletionChoice]
+
+    def __init__(
+        self,
+        running: RunningRequest,
+        request: Sampling,
+        chunk: protocol.ChatCompletionChunk | protocol.Completion,
+        form: LogprobFormat | None,
+    ) -> None:
+        """chunk: the fields that all chunks begin with. form: None without logprobs."""
+        options = request.stream_options or StreamOptions()
+        self.running = running
+        self.counts = running.counts
+        self.n = running.n
+        self.form = form
+        self.token_ids = bool(request.return_token_ids)
+        self._chunk = chunk
+        self._include_usage = options.include_usage
+        self._running_usage = options.continuous_usage_stats
+        self._plain = form is None and not self.token_ids and not self._running_usage
+        self._head = b"data: " + encode(chunk).removesuffix(b"]}")
+        self._tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
+        num_prompts = len(running.generations)
+        templates = [
+            encode(self.choice(index, MARK)).split(encode(MARK))
+            for index in range(self.n * num_prompts)
+        ]
+        self._before = [self._head + before for before, _ in templates]
+        self._after = templates[0][1] + self._tail
+        # Of a whole answer: [prompt][sequence], and the texts of each choice.
+        self._sequences = [[Delta(index) for index in range(self.n)] for _ in range(num_prompts)]
+        self._texts: list[list[str]] = [[] for _ in templates]
+
+    @abstractmethod
+    def choice(self, index: int, text: str) -> OpenChoice:
+        """Return a choice that does not end."""
+
+    @abstractmethod
+    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> Any:
+        """Return the logprobs object of a choice."""
+
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        self.counts.add(delta)
+        index = prompt * self.n + delta.index
+        out = b""
+        if self._plain:
+            if delta.text:
+                out = self._before[index] + encode(delta.text) + self._after
+        elif delta.text or delta.token_ids:
+            choice = self.choice(index, delta.text)
+            self._add_tokens(choice, delta)
+            out = self.frame(choice)
+        if delta.finish_reason is None:
+            return out
+        return out + self.ending(index, delta, delta.finish_reason)
+
+    def ending(self, index: int, delta: Delta, reason: str | None) -> bytes:
+        """Return the chunk that ends a choice."""
+        return self.frame(
+            self.last_choice(
+                index=index,
+                finish_reason=reason,
+                stop_reason=delta.stop_reason,
+                receipt=delta.receipt,
+            )
+        )
+
+    def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:
+        """Put a delta's logprobs and token ids into its choice, if they were asked for."""
+        if self.form is not None:
+            choice.logprobs = self.logprobs(choice.index, self.form, delta)
+        if self.token_ids:
+            choice.token_ids = delta.token_ids
+
+    def closing(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        self._chunk.usage = self.counts.usage()
+        return b"data: " + encode(self._chunk) + b"\n\n" + DONE
+
+    def failure(self, error: RequestError, request_id: str) -> bytes:
+        return b"data: " + error_body(error, request_id) + b"\n\n" + DONE
+
+    def frame(self, choice: OpenChoice) -> bytes:
+        """Return the chunk of one choice."""
+        tail = self._tail
+        if self._running_usage:
+            tail = b'],"usage":' + encode(self.counts.usage()) + b"}\n\n"
+        return self._head + encode(choice) + tail
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        self.counts.add(delta)
+        self._texts[prompt * self.n + delta.index].append(delta.text)
+        self._sequences[prompt][delta.index].add(delta)
+
+    def sequences(self) -> list[list[Delta]]:
+        """Return the added sequences as [prompt][sequence], each in one delta."""
+        texts = iter(self._texts)
+        for sequences in self._sequences:
+            for sequence in sequences:
+                sequence.text = "".join(next(texts))
+        return self._sequences
+
+
+class EventWriter(Writer):
+    """Writes blocks, one after the other: text, reasoning or a call.
+
+    Subclasses keep the answer itself, whose last block is the open one, and emit events about each
+    change. Without a stream, events are not encoded.
+    """
+
+    def __init__(self, chat: Conversation, *, stream: bool) -> None:
+        self.chat = chat
+        self.counts = chat.running.counts
+        self.last = Delta(0)  # the latest delta
+        self._stream = stream
+        self._frames = bytearray()
+        self._kind = ""  # of the open block; "" for none
+        self._texts: list[str] = []  # of the open block
+
+    @abstractmethod
+    def begin_block(self, part: Part) -> None:
+        """Begin a block of a part's kind, without its text, but with a call's name."""
+
+    @abstractmethod
+    def extend_block(self, text: str) -> None:
+        """Emit the event about more text of the open block."""
+
+    @abstractmethod
+    def end_block(self, text: str, *, complete: bool) -> None:
+        """End the open block, whose text is known now. complete: whether it was not cut off."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Set what is known only at the end of the answer."""
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        self.counts.add(delta)
+        for part in self.chat.parts(delta):
+            if part.kind == "call" or part.kind != self._kind:
+                self.close()
+                self.begin(part)
+            if part.kind != "call":
+                self._texts.append(part.text)
+                self.extend_block(part.text)
+        self.last = delta
+
+    def begin(self, part: Part) -> None:
+        """Begin a block. The arguments of a call belong to its block."""
+        self._kind = "arguments" if part.kind == "call" else part.kind
+        self.begin_block(part)
+
+    def close(self, *, complete: bool = True) -> None:
+        """End the open block, if there is one."""
+        if self._kind:
+            self.end_block("".join(self._texts), complete=complete)
+            self._kind = ""
+            self._texts = []
+
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        self.add(prompt, delta)
+        return self.emitted()
+
+    def emit(self, event: Any) -> None:
+        """Emit an event, a struct with a `type`, as it is now: what it refers to may change."""
+        if self._stream:
+            self._frames += b"event: " + event.type.encode() + b"\ndata: " + encode(event) + b"\n\n"
+
+    def emitted(self) -> bytes:
+        """Return the events that were emitted since the last call."""
+        frames = bytes(self._frames)
+        self._frames = bytearray()
+        return frames
