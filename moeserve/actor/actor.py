@@ -1,7 +1,8 @@
-"""The actor kit: start reading here. Every long-lived part of moeserve is an Actor.
+"""The actor kit: start reading here.
 
-An actor has one inbox, one closed union of messages that it understands, one owner, and one way to
-stop:
+The parts of moeserve that get messages from other processes are actors: `EngineCore`, `FrontEnd`,
+`NodeAgent`. An actor has one inbox, one closed union of messages that it understands, one owner,
+and one way to stop:
 
     class Counter(Actor[Add | Reset]):
         total = 0
@@ -16,12 +17,13 @@ stop:
                     assert_never(msg)
 
     counter = Counter("counter")
-    life = asyncio.create_task(counter.run())
+    life = spawn(counter.run(), name="counter", on_error=on_counter_failed)
     counter.tell(Add(2))
 
-Messages are handled one at a time, in the order in which they were sent. There is no way to ask: an
-answer is a message to the asker's own inbox. Where an actor's process can die, a `Supervisor`
-(supervisor.py) starts it again.
+Messages are handled one at a time, in the order in which they were sent. `tell` returns nothing: an
+answer is a message to the sender's own inbox. Other long-lived parts are plain objects whose methods
+the loop calls (the fleet's state machine, say) and tasks with an owner (tasks.py). No object writes
+the fields of another one. Where a process can die, a `Supervisor` (supervisor.py) starts it again.
 """
 
 import asyncio

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 
 from moeserve.actor.guard import prctl
 from moeserve.actor.process import Child, Forked, end_now
+from moeserve.actor.tasks import spawn
 
 POSSIBLE = sys.platform == "linux"
 WARM_S = 120.0  # for the server's imports
@@ -43,10 +44,13 @@ class ForkServer:
             raise
         finally:
             theirs.close()
-        self._warm = asyncio.get_running_loop().create_task(
-            self._receive(), name="fork server imports"
+        self._warm = spawn(
+            self._receive(), name="fork server imports", on_error=self._imports_failed
         )
         self._exchange = asyncio.Lock()
+
+    def _imports_failed(self, _name: str, error: Exception) -> None:
+        self.child.kill(f"did not do its imports: {error}")  # nothing if it is dead already
 
     @property
     def warm(self) -> bool:

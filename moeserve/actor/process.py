@@ -20,6 +20,7 @@ from typing import IO
 import msgspec
 
 from moeserve.actor.guard import Birth
+from moeserve.actor.tasks import log_error, spawn
 from moeserve.errors import ConfigError
 
 TAIL_LINES = 20
@@ -164,8 +165,13 @@ class Child(Process):
         self._log = _LogLines(forward)
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
-        self._death = self._loop.create_task(self._watch(), name=f"watch {name}")
+        self._death = spawn(self._watch(), name=f"watch of {name}", on_error=self._watch_failed)
         threading.Thread(target=self._reap, name=f"reap {name}", daemon=True).start()
+
+    def _watch_failed(self, name: str, error: Exception) -> None:
+        """End a child that nobody watches any more. `death` raises the error."""
+        log_error(name, error)
+        self.kill("was not watched any more")
 
     @classmethod
     def start(

@@ -85,9 +85,10 @@ class Supervisor(ABC):
         never = Death(self.name, 0, -signal.SIGKILL, 0.0, (), "was stopped before it began")
         if self._retired.is_set():
             return never
-        self._starting = asyncio.ensure_future(self.begin(incarnation))
+        starting = asyncio.create_task(self.begin(incarnation), name=f"start of {self.name}")
+        self._starting = starting
         try:
-            child = self.child = await self._starting
+            child = self.child = await starting
         except asyncio.CancelledError:
             if not self._retired.is_set():
                 raise

@@ -11,7 +11,9 @@ A task that its creator awaits in the same function needs no owner; use `asyncio
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -74,3 +76,21 @@ async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
+
+
+def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
+    """Call a function in a daemon thread of its own, whose end the process does not wait for.
+
+    Raises RuntimeError at once when the interpreter ends and starts no threads any more.
+    """
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # a call cannot be undone: its result is dropped
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as exc:
+            done.set_exception(exc)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return asyncio.wrap_future(done)

@@ -25,6 +25,7 @@ import zmq
 
 from moeserve.actor.actor import Inbox
 from moeserve.actor.handshake import Hello, Keys, Refusal, answer_hello, check_address, secure
+from moeserve.actor.tasks import in_thread
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
 from moeserve.messages import PROTOCOL_VERSION
 
@@ -34,6 +35,7 @@ In = TypeVar("In")
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 128 * 2**20
+MAX_SOCKETS = 16_384  # of one process; a wire has three
 MAX_WAITING = 10_000  # frames on their way in each direction
 READ_BURST = 256  # frames per turn of the loop, so that a flood cannot starve everything else
 # over TCP: a machine that is silent for so long is gone
@@ -50,6 +52,26 @@ class PeerGone(msgspec.Struct, frozen=True):
     """
 
     cause: str
+
+
+# The context of all wires of a process, with one I/O thread, by process id: a fork has its own.
+_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    context = _contexts.get(os.getpid())
+    if context is None:
+        context = zmq.Context(io_threads=1)
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        _contexts[os.getpid()] = context
+    return context
+
+
+async def flush_closed(limit_s: float) -> None:
+    """Wait until the messages of closed wires have left. The process opens no wires afterwards."""
+    context = _contexts.pop(os.getpid(), None)
+    if context is not None:
+        await asyncio.wait([in_thread("end of wires", context.term)], timeout=limit_s)
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -95,8 +117,7 @@ class ZmqWire(Generic[Out, In]):
         self._open(keys)
 
     def _open(self, keys: Keys | None) -> None:
-        self._context = zmq.Context(io_threads=1)
-        self._socket = socket = self._context.socket(self._kind)
+        self._socket = socket = _context().socket(self._kind)
         socket.set_hwm(MAX_WAITING)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
@@ -166,6 +187,14 @@ class ZmqWire(Generic[Out, In]):
         return True
 
     def _read(self) -> None:
+        """Deliver the messages that are here. Called by the loop: an error is the wire's end."""
+        try:
+            self._read_burst()
+        except Exception as error:
+            log.exception("%s: messages could not be read", self.inbox.owner)
+            self._lose(f"its messages could not be read: {error!r}")
+
+    def _read_burst(self) -> None:
         if self._gone is not None:
             return
         for _ in range(READ_BURST):
@@ -227,6 +256,14 @@ class ZmqWire(Generic[Out, In]):
     # How a wire ends
 
     def _on_monitor(self) -> None:
+        """Act on events of the connection. Called by the loop: an error is the wire's end."""
+        try:
+            self._look_at_events()
+        except Exception as error:
+            log.exception("%s: events could not be read", self.inbox.owner)
+            self._lose(f"its events could not be read: {error!r}")
+
+    def _look_at_events(self) -> None:
         if self._gone is not None:
             return
         gone: set[int] = set()
@@ -295,12 +332,12 @@ class ZmqWire(Generic[Out, In]):
             ) from None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes the wire; safe to repeat. What was sent before still leaves if that takes at most
-        `linger_s`.
+        """Close the wire without waiting; safe to repeat.
 
-        The peer then has it before its notice, except where as many messages as the wire's limit
-        were unread there, or the network loses packets at that moment. What must not be lost needs
-        a peer that closes first.
+        Messages that were sent before still leave if that takes at most `linger_s`, and the process
+        lives so long (see `flush_closed`). The peer then has them before its notice, except where
+        as many messages as the wire's limit were unread there, or the network loses packets at that
+        moment. A message that must not be lost needs a peer that closes first.
         """
         if self._socket.closed:
             return
@@ -311,7 +348,6 @@ class ZmqWire(Generic[Out, In]):
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(int(linger_s * 1000))
-        self._context.term()  # at most linger_s
         if self._kind == zmq.ROUTER and self.address.startswith("ipc://"):
             with suppress(OSError):
                 os.unlink(self.address.removeprefix("ipc://"))

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from moeserve.actor.actor import Inbox
+from moeserve.actor.tasks import in_thread
 from moeserve.cluster.order import Role
 from moeserve.config import Config, Limits
 from moeserve.errors import PeerLost
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from moeserve.engine.core import EngineCore
     from moeserve.engine.plan import Runner
     from moeserve.engine.vote import DPCoordinator, GroupRunner
-
-T = TypeVar("T")
 
 # A builder gets the settings, the role, and progress(name of the phase, percent of the whole). It
 # returns runner, resolved limits, facts for the front end, KV groups, end-of-text ids.
@@ -136,23 +133,3 @@ async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
             task.cancel()
         await asyncio.wait(tasks)
         raise
-
-
-def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Calls a function in a daemon thread of its own, whose end nothing waits for, unlike the
-    loop's executor.
-
-    Raises RuntimeError at once when the interpreter ends and starts no threads any more.
-    """
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # a call cannot be taken back: its result is dropped
-
-    def run() -> None:
-        """Calls the function; runs in the thread."""
-        try:
-            done.set_result(function())
-        except BaseException as exc:
-            done.set_exception(exc)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return asyncio.wrap_future(done)

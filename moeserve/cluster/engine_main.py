@@ -23,7 +23,8 @@ import msgspec
 from moeserve.actor import guard
 from moeserve.actor.actor import Inbox
 from moeserve.actor.handshake import Keys, keys_of, read_secret
-from moeserve.actor.zmq_wire import ZmqWire, connect
+from moeserve.actor.tasks import spawn
+from moeserve.actor.zmq_wire import ZmqWire, connect, flush_closed
 from moeserve.cluster.assemble import SeveralRanks, assemble
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
@@ -93,9 +94,7 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
     send: Callable[[EngineOut], object] = link.wire.send
     if order.config.parallel.standby:
         send = link.send
-        link.following = asyncio.get_running_loop().create_task(
-            link.follow(later), name="next front end"
-        )
+        link.start_following(later)
     try:
         await link.wire.connected(CONNECT_S)
         return await _live(order, inbox, send)
@@ -111,13 +110,14 @@ async def _serve(order: EngineOrder, later: SimpleQueue[bytes]) -> int:
         return 1
     finally:
         link.wire.close(LINGER_S)
+        await flush_closed(LINGER_S)
 
 
 class FrontEndLink:
     """The wire to the front end, and to the next one when that is lost (--standby)."""
 
     def __init__(self, order: EngineOrder, inbox: Inbox[EngineIn]) -> None:
-        self.following: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._inbox = inbox
         self._ready: Ready | None = None  # the engine's facts, once it is built
         self._emptied = asyncio.Event()
@@ -145,6 +145,15 @@ class FrontEndLink:
                 self._ready = msg
         self.wire.send(msg)
 
+    def start_following(self, later: SimpleQueue[bytes]) -> None:
+        """Serve the front end of each further order. An error in that ends the process.
+
+        The next front end starts another engine then; this one would never answer it.
+        """
+        self._following = spawn(
+            self.follow(later), name="next front end", on_error=_following_failed
+        )
+
     async def follow(self, later: SimpleQueue[bytes]) -> None:
         """Serves the front end of each further order in place of the one before; never returns."""
         orders: asyncio.Queue[bytes] = asyncio.Queue()
@@ -171,6 +180,11 @@ class FrontEndLink:
                 await self.wire.connected(CONNECT_S)
                 if self._ready is not None:
                     self.wire.send(self._ready)
+
+
+def _following_failed(_name: str, error: Exception) -> None:
+    log.error("the engine cannot follow its front ends", exc_info=error)
+    guard.end_process(1)
 
 
 def _keys(order: EngineOrder) -> Keys | None:

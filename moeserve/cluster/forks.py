@@ -15,6 +15,7 @@ from contextlib import suppress
 from moeserve.actor.forking import POSSIBLE, ForkServer
 from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Child, to_stderr
+from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.cluster.ahead import ENGINE, take
 from moeserve.cluster.order import command_of
 from moeserve.config import Config
@@ -61,7 +62,8 @@ class LocalHost:
         self._tp_size = config.parallel.tp
         wanted = config.parallel.fork_server == "on" and not config.device.null_runner
         if self._keeping is None and POSSIBLE and wanted and config.parallel.num_ranks > 1:
-            self._keeping = asyncio.get_running_loop().create_task(self._keep(), name="fork server")
+            # Without a fork server engines start on their own, so its end is no more than a log line.
+            self._keeping = spawn(self._keep(), name="fork server", on_error=log_error)
 
     async def start(
         self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr
@@ -80,10 +82,8 @@ class LocalHost:
 
     async def close(self) -> None:
         """Ends the fork server; no engine ends with it."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
-            self._keeping = None
+        await cancel(self._keeping)
+        self._keeping = None
 
     async def _keep(self) -> None:
         failures = 0

@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from moeserve.actor.actor import Inbox
-from moeserve.cluster.assemble import assemble, in_thread
+from moeserve.actor.tasks import in_thread, log_error, spawn
+from moeserve.cluster.assemble import assemble
 from moeserve.cluster.link import EngineGone, FromEngine
 from moeserve.cluster.order import BUILDER, Role
 from moeserve.config import Config
@@ -38,7 +39,7 @@ class LocalEngine:
     async def start(self) -> None:
         """Starts the engine as a task of this loop."""
         assert self._task is None, "a link is started once"
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
+        self._task = spawn(self._run(), name="engine", on_error=log_error)
 
     @property
     def healthy(self) -> bool:

@@ -25,9 +25,8 @@ import msgspec
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.handshake import Keys, keys_of, read_secret, token_of
 from moeserve.actor.process import Child, Death, to_stderr
-from moeserve.actor.tasks import cancel, log_error, spawn
+from moeserve.actor.tasks import cancel, in_thread, log_error, spawn
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
-from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.host import (

@@ -61,6 +61,7 @@ class MembersStore(dist.Store):  # type: ignore[misc]
         self._changed = threading.Condition()  # of these two
         self._streams: dict[int, AsyncStream[Put | Leaving]] = {}
         self._loop = asyncio.new_event_loop()
+        # Its errors end the store, in `_serve` itself: it may fail before the loop runs.
         self._serving = self._loop.create_task(self._serve())
         threading.Thread(target=self._run, name="store", daemon=True).start()
 

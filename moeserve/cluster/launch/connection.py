@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 
+from moeserve.actor.tasks import log_error, spawn
 from moeserve.errors import ConfigError, MoeserveError
 
 LAST_LINES_S = 1.0
@@ -49,7 +50,9 @@ class ProcessConnection(PartConnection):
         assert process.stdout is not None
         super().__init__(process.stdout)
         self._process = process
-        self._end = asyncio.create_task(self._close_after_exit())
+        self._end = spawn(
+            self._close_after_exit(), name="end of a part", on_error=self._waiting_failed
+        )
 
     @staticmethod
     async def open(command: Sequence[str]) -> "ProcessConnection":
@@ -86,6 +89,10 @@ class ProcessConnection(PartConnection):
         self._end.cancel()
         await self._process.wait()
         self._close_pipes()
+
+    def _waiting_failed(self, name: str, error: Exception) -> None:
+        log_error(name, error)
+        self._close_pipes()  # its reader sees the end, as after an exit
 
     async def _close_after_exit(self) -> None:
         await self._process.wait()

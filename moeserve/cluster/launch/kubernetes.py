@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from moeserve.actor.process import one_line, to_stderr
+from moeserve.actor.tasks import log_error, spawn
 from moeserve.cluster.launch.connection import ProcessConnection
 from moeserve.cluster.launch.files import LABEL, NAME, SECRET, Deployment, lws
 from moeserve.errors import ConfigError
@@ -154,7 +155,8 @@ class KubernetesLaunch:
         if {"running", "terminated"} & container.get("state", {}).keys():
             name = f"{uid} {container.get('restartCount', 0)}"
             if name not in self._logs:
-                self._logs[name] = asyncio.create_task(self._follow(meta["name"], uid))
+                follow = self._follow(meta["name"], uid)
+                self._logs[name] = spawn(follow, name=f"log of {meta['name']}", on_error=log_error)
         end = container.get("state", {}).get("terminated") or container.get("lastState", {}).get(
             "terminated"
         )

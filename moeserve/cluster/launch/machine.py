@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from moeserve.actor.process import one_line, to_stderr
+from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.cluster.launch.connection import PartConnection, PartNotStarted
 from moeserve.cluster.launch.protocol import ENDED, MARK, PING, PING_S, PONG, Order, PartHello
 from moeserve.cluster.launch.targets import LaunchTarget
@@ -70,14 +71,20 @@ class Machine:
         self._code = None
         self.alive = True
         self.send(msgspec.json.encode(order) + b"\n")
-        pinging = asyncio.create_task(self._ping())
+        pinging = spawn(self._ping(), name=f"pings of {self.name}", on_error=self._pinging_failed)
         try:
             await self._read()
             return self._code
         finally:
             self.alive = False
-            pinging.cancel()
+            await cancel(pinging)
             await self.end()
+
+    def _pinging_failed(self, name: str, error: Exception) -> None:
+        """End a part whose silence nobody would notice."""
+        log_error(name, error)
+        if self._connection is not None:
+            self._connection.kill()
 
     def send(self, data: bytes) -> None:
         """Writes to the part, if there is one."""

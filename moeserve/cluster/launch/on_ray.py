@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeserve.actor.process import one_line, to_stderr
+from moeserve.actor.tasks import log_error, spawn
 from moeserve.cluster.launch.connection import (
     MAX_LINE_BYTES,
     PartConnection,
@@ -134,7 +135,15 @@ class RayConnection(PartConnection):
         super().__init__(asyncio.StreamReader(limit=MAX_LINE_BYTES))
         self._actor = actor
         self._unsent = asyncio.Queue[bytes]()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._send())]
+        self._tasks = [
+            spawn(self._read(), name="read of a part", on_error=self._failed),
+            spawn(self._send(), name="write to a part", on_error=self._failed),
+        ]
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """End a part that cannot be reached: the launcher starts it again."""
+        log_error(name, error)
+        self.kill()
 
     def write(self, data: bytes) -> None:
         """Sends to the part."""
