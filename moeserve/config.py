@@ -267,6 +267,11 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = _opt(
         (), "origins whose web pages may call the server (CORS), or *"
     )
+    allowed_hosts: tuple[str, ...] = _yaml(
+        (),
+        "host names under which clients may call the server, beside localhost; * for any "
+        "(default: any, but localhost alone on a local address without keys)",
+    )
     admin_key_file: str | None = _opt(
         None, "file with the keys for administrative routes (default: those routes are off)"
     )
@@ -274,6 +279,12 @@ class ServerConfig:
     max_queue_wait: float = _yaml(
         2.0,
         "seconds that a request may be expected to wait where every place is taken, else 503; 0: any",
+    )
+    keepalive_timeout: float = _yaml(
+        120.0,
+        "seconds that an idle connection stays open; above that of clients and proxies",
+        low=1,
+        high=86_400,
     )
     request_timeout: float | None = _yaml(
         None,

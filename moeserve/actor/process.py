@@ -238,6 +238,10 @@ class Child(Process):
         """Sends SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal; a process that has ended gets none."""
+        self._process.send_signal(number)
+
     def hand_over(self, document: bytes, forward: Callable[[str], None] | None = None) -> None:
         """Gives the running child another document: see `guard.adopt`. forward: for its lines from
         now on.

@@ -9,11 +9,11 @@ import argparse
 import asyncio
 import secrets
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import uvloop
@@ -23,7 +23,7 @@ from moeserve.cli.settings import add_flags, resolve
 from moeserve.client import AsyncClient
 from moeserve.config import Config
 from moeserve.errors import ConfigError, RequestError, Unreachable
-from moeserve.server.batch_file import BatchLine, open_output, read_done, read_input
+from moeserve.server.batch_file import BatchLine, ResultFile, answer_lines, read_input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,13 +63,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    lines = read_input(args.input_file)
-    done = read_done(args.output_file)
+    path = args.input_file
+    with ConfigError.instead_of(OSError, f"cannot read {path}"):
+        lines = read_input(path)
+    output = ResultFile(args.output_file)
+    with ConfigError.instead_of(OSError, f"cannot read {output.path}"):
+        done = output.read()
+    if not output.path.parent.is_dir():
+        folder = output.path.parent
+        raise ConfigError(f"cannot write {output.path}: there is no directory {folder}")
     todo = [line for line in lines if line.key not in done]
     if done:
-        print(
-            f"{len(lines) - len(todo)} of {len(lines)} lines are answered already", file=sys.stderr
-        )
+        num_done = len(lines) - len(todo)
+        print(f"{num_done} of {len(lines)} lines are answered already", file=sys.stderr)
     if not todo:
         return 0
     async with AsyncExitStack() as stack:
@@ -78,8 +84,6 @@ async def _run(args: argparse.Namespace) -> int:
             client = await stack.enter_async_context(client_of(args.base_url, key))
         else:
             client = await stack.enter_async_context(local_server(resolve(args).config))
-        # Last: a server that did not start leaves no empty file behind.
-        output = stack.enter_context(open_output(args.output_file))
         failed = await answer(client, todo, output, args.max_concurrency, quiet=args.disable_tqdm)
     print(f"{len(todo)} lines answered, {failed} of them with an error", file=sys.stderr)
     return 0
@@ -140,37 +144,41 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
 async def answer(
     client: AsyncClient,
     lines: list[BatchLine],
-    output: BinaryIO,
+    output: ResultFile,
     max_concurrency: int,
     *,
     quiet: bool = False,
 ) -> int:
-    """Writes each result as soon as it is there; returns how many are errors.
+    """Write each result as soon as it is there. Return the number of errors among them.
 
-    Raises Unreachable when the server is gone; what is written stays.
+    Raise ConfigError if the file cannot be written, and Unreachable when the server is gone. What
+    is written stays.
     """
     from tqdm import tqdm
 
-    waiting = iter(lines)
     failed = 0
+    loop = asyncio.get_running_loop()
 
-    async def worker() -> None:
-        """Sends one line after the other until none is left."""
+    async def on_disk(work: Callable[..., None], *args: bytes) -> None:
+        with ConfigError.instead_of(OSError, f"cannot write {output.path}"):
+            await loop.run_in_executor(writer, work, *args)
+
+    async def handle(line: BatchLine) -> None:
         nonlocal failed
-        for line in waiting:  # shared: each worker takes the next line that nobody has
-            good, result = await _send(client, line)
-            failed += not good
-            output.write(result)
-            output.flush()
-            bar.update()
+        good, result = await _send(client, line)
+        await on_disk(output.append, result)
+        failed += not good
+        bar.update()
 
-    with tqdm(total=len(lines), unit="line", disable=quiet, dynamic_ncols=True) as bar:
+    with (
+        ThreadPoolExecutor(1, "results") as writer,  # a server may share this loop
+        tqdm(total=len(lines), unit="line", disable=quiet, dynamic_ncols=True) as bar,
+    ):
+        await on_disk(output.open)
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(max_concurrency, len(lines))):
-                    group.create_task(worker())
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            await answer_lines(lines, handle, max_concurrency)
+        finally:
+            await on_disk(output.close)
     return failed
 
 

@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until it is stopped. Returns the exit code."""
+    """Serve until stopped. Return the exit code."""
+    _use_stdout()
     resolved = resolve(args)
     for name in unknown_variables():
         _say(f"ignoring the unknown environment variable {name}")
@@ -37,6 +38,16 @@ def run(args: argparse.Namespace) -> int:
         from moeserve.server.run import serve  # slow to import
 
         return serve(config)
+
+
+def _use_stdout() -> None:
+    """Send standard output nowhere if it is closed, so that no other file gets its number."""
+    if sys.stdout is None:
+        fd = os.open(os.devnull, os.O_WRONLY)
+        if fd != 1:
+            os.dup2(fd, 1)
+            os.close(fd)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
 
 
 def _placed(resolved: ResolvedSettings) -> Config | None:

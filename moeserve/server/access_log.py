@@ -1,13 +1,16 @@
-"""What is known of a request when it is over, and the access log: one JSON line of it per request.
+"""The record of each finished request, and the access log: one JSON line of it per request.
 
-Nothing that a client wrote is in it but the request id, which has harmless characters only.
+A record has nothing that a client wrote but the request id, which has harmless characters only.
 """
 
+import io
 import logging
-import sys
+import queue
+import threading
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -18,39 +21,40 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING = 10_000  # lines that wait for a slow disk or reader
+CLOSE_S = 5.0  # for the last lines to be written
+
 
 class Answered(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A request that is over. time: of its arrival. status 499: the client left first. ttft_ms: to
-    the first token.
-    """
+    """A finished request."""
 
-    time: datetime
+    time: datetime  # of its arrival
     request_id: str
     method: str
     route: str
-    status: int
+    status: int  # 499: the client left first
     duration_ms: float
     key: str = ""
     remote: str = ""
-    error: str = ""  # the code of the error, if it was answered with one
+    error: str = ""  # the code of the error that it was answered with
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    ttft_ms: float | None = None
+    ttft_ms: float | None = None  # from its arrival to the first token
 
 
 class Observer(Protocol):
-    """What is told of every request that is over."""
+    """Called with every finished request."""
 
     def __call__(self, record: Answered, call: "HttpCall") -> None:
-        """Notes a request. Raises nothing."""
+        """Note a request. Must not raise or block."""
 
     def close(self) -> None:
-        """Gives up what it holds."""
+        """Release what it holds."""
 
 
 def answered(call: "HttpCall", route: str, status: int) -> Answered:
-    """Returns what is known of a request that ends now."""
+    """Return the record of a request that ends now."""
     took_s = time.monotonic() - call.began
     found = Answered(
         time=datetime.fromtimestamp(time.time() - took_s, UTC),
@@ -73,38 +77,66 @@ def answered(call: "HttpCall", route: str, status: int) -> Answered:
 
 
 class AccessLog:
-    """Appends lines to a file; "-" is standard output. Raises ConfigError if it cannot be opened."""
+    """Appends lines to a file; "-" is standard output.
+
+    A thread writes, so a slow disk or pipe never holds up a request. A full one costs lines.
+    """
 
     def __init__(self, path: str) -> None:
+        """Raise ConfigError if the file cannot be opened."""
         self.path = path
-        self._broken = False
-        self._file: BinaryIO = sys.stdout.buffer
-        self.reopen()
+        self._queue: queue.Queue[bytes | io.FileIO | None] = queue.Queue(MAX_WAITING)
+        self._is_broken = False
+        self._file = self.read()
+        self._thread = threading.Thread(target=self._write_all, name="access-log", daemon=True)
+        self._thread.start()
 
-    def reopen(self) -> None:
-        """Opens the file anew, after it was renamed. Raises ConfigError, and then the old one stays
-        in use.
-        """
-        if self.path == "-":
-            return
+    def read(self) -> io.FileIO:
+        """Open the file anew, for after it was renamed. Raise ConfigError."""
         with ConfigError.instead_of(OSError, f"access_log {self.path}"):
-            file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open)
-        self.close()
-        self._file = file
+            if self.path == "-":
+                return open(1, "wb", buffering=0, closefd=False)
+            return open(self.path, "ab", buffering=0)
 
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file is not sys.stdout.buffer:
-            self._file.close()
+    def use(self, file: io.FileIO) -> None:
+        """Write later lines to a file that `read` opened."""
+        self._put(file)
 
     def __call__(self, record: Answered, call: "HttpCall") -> None:
-        """Writes one line. A full disk costs lines, never requests."""
+        self._put(msgspec.json.encode(record) + b"\n")
+
+    def close(self) -> None:
+        """Write the lines that wait, and close the file. Waits CLOSE_S at most."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+
+    def _put(self, item: bytes | io.FileIO) -> None:
         try:
-            self._file.write(msgspec.json.encode(record) + b"\n")
-            self._file.flush()
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._lost(f"{MAX_WAITING} lines wait to be written")
+
+    def _write_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, bytes):
+                self._write(item)
+            else:
+                self._file.close()
+                self._file = item
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
-            if not self._broken:
-                log.error("access_log %s: %s; lines are lost", self.path, error.strerror)
-            self._broken = True
+            self._lost(error.strerror or str(error))
         else:
-            self._broken = False
+            self._is_broken = False
+
+    def _lost(self, why: str) -> None:
+        if not self._is_broken:
+            log.error("access_log %s: %s; lines are lost", self.path, why)
+        self._is_broken = True

@@ -18,11 +18,13 @@ from moeserve.server.errors import (
     shorten,
     shorten_line,
 )
-from moeserve.server.http import check_headers, request_id_of
+from moeserve.server.hosts import Hosts
+from moeserve.server.http import check_headers, path_of, request_id_of
 from moeserve.server.route import Route
 
 log = logging.getLogger(__name__)
 
+METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 CLIENT_GONE = 499  # in the log and in the metrics only, because the reader has left
 
 
@@ -31,6 +33,7 @@ class App:
 
     def __init__(self, context: Context, routes: Sequence[Route]) -> None:
         self.context = context
+        self._hosts = Hosts(context.config)
         self._prefixes = [
             route for route in routes if route.path.endswith("/") and route.path != "/"
         ]
@@ -47,6 +50,10 @@ class App:
         route: Route | None = None
         try:
             check_headers(request)
+            keyless = self._open or not self.context.auth.required
+            self._hosts.check(request, keyless=keyless)
+            if request.method == "OPTIONS" and request.raw_path == "*":  # of no route
+                return web.Response(status=204, headers=call.headers() | {"Allow": METHODS})
             cors = self.context.cors
             if cors is not None and (preflight := cors.preflight(request)) is not None:
                 return preflight
@@ -75,7 +82,7 @@ class App:
         return await route.handler(call)
 
     def _match(self, request: web.BaseRequest) -> tuple[Route | None, str]:
-        path = request.raw_path.partition("?")[0]
+        path = path_of(request)
         method = "GET" if request.method == "HEAD" else request.method
         route = self._exact.get((method, path))
         if route is not None:
@@ -92,7 +99,7 @@ class App:
         return None, ""
 
     def _no_route(self, request: web.BaseRequest) -> RequestError:
-        path = request.raw_path.partition("?")[0]
+        path = path_of(request)
         methods = [method for method, known in self._exact if known == path]
         if not methods:
             fits = [

@@ -55,7 +55,7 @@ def read_keys(path: str, flag: str) -> list[KeyEntry]:
     one each line is a key or sha256:DIGEST. Raises ConfigError that names the file and what is
     wrong, and shows no key."""
     with ConfigError.instead_of((OSError, UnicodeDecodeError), f"{flag} {path}"):
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     structured = Path(path).suffix in (".yaml", ".yml", ".json")
     entries = _structured(text, f"{flag} {path}") if structured else _lines(text)
     if not entries:
@@ -183,28 +183,38 @@ class Caller:
 OPEN = Caller()
 
 
-class Auth:
-    """The keys, kept and compared as SHA-256 digests, all of them each time, so that timing tells
-    nothing.
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a server at one time."""
 
-    With user keys every route but the probes needs one; without, the server is open. The
-    constructor and `reload` raise ConfigError for a key file that cannot be read or holds no key.
-    paths: the files that `reload` reads.
+    callers: Mapping[bytes, Caller] = field(default_factory=dict)  # by the digests of their keys
+    num_users: int = 0
+    num_admins: int = 0
+
+
+class Auth:
+    """The keys, kept and compared as SHA-256 digests, all of them each time.
+
+    So timing reveals nothing about them. With user keys every route but the probes needs one;
+    without, the server is open.
     """
 
     def __init__(self, config: ServerConfig) -> None:
+        """Raise ConfigError for a key file that cannot be read or holds no key."""
         self._config = config
-        self._callers: dict[bytes, Caller] = {}
         self.paths = [
             path for path in (config.api_key_file, config.admin_key_file) if path is not None
         ]
         if not all(config.api_key):
             raise ConfigError("--api-key: an empty key protects nothing")
-        self.reload()
+        self._keys = Keys()
+        self.use(self.read())
 
-    def reload(self) -> None:
-        """Reads the key files. What a key has used of its rates stays known as long as its limits
-        do.
+    def read(self) -> Keys:
+        """Read the key files; blocks. Raise ConfigError.
+
+        A key that was known before keeps its rates, and what it has used of them, while its limits
+        are the same.
         """
         config = self._config
         users: Sequence[KeyEntry] = [KeyEntry(key=key) for key in dict.fromkeys(config.api_key)]
@@ -213,39 +223,63 @@ class Auth:
             users = [*users, *read_keys(config.api_key_file, "--api-key-file")]
         if config.admin_key_file is not None:
             admins = read_keys(config.admin_key_file, "--admin-key-file")
-        known = self._callers
-        self._callers = {entry.digest: _caller(entry, known, is_admin=False) for entry in users}
-        self._callers |= {entry.digest: _caller(entry, known, is_admin=True) for entry in admins}
-        self.required = bool(users)
-        self.has_admins = bool(admins)
-        self.has_keys = self.required or self.has_admins
-        self.several_owners = len(users) > 1  # whether their requests must be kept apart
+        known = self._keys.callers
+        callers = {entry.digest: _caller(entry, known, is_admin=False) for entry in users}
+        callers |= {entry.digest: _caller(entry, known, is_admin=True) for entry in admins}
+        return Keys(callers, len(users), len(admins))
 
-    def owner(self, name: str, name_of: Callable[[str], str]) -> Caller:
-        """Returns the caller whose owner `name_of` calls `name`; that of an open server if there is
-        no such key.
-        """
-        return next(
-            (caller for caller in self._callers.values() if name_of(caller.owner) == name), OPEN
-        )
+    def use(self, keys: Keys) -> None:
+        """Use these keys from now on, all at once."""
+        self._keys = keys
+
+    @property
+    def required(self) -> bool:
+        """Whether every route but the probes needs a key."""
+        return self._keys.num_users > 0
+
+    @property
+    def has_admins(self) -> bool:
+        """Whether there are administrators' keys."""
+        return self._keys.num_admins > 0
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether there is any key."""
+        return bool(self._keys.callers)
+
+    @property
+    def several_owners(self) -> bool:
+        """Whether the requests of several keys must be kept apart."""
+        return self._keys.num_users > 1
+
+    def owner(self, name: str, name_of: Callable[[str], str]) -> Caller | None:
+        """Return the caller whose owner `name_of` calls `name`. None if its key was removed."""
+        known = [OPEN, *self._keys.callers.values()]
+        return next((caller for caller in known if name_of(caller.owner) == name), None)
 
     def check(self, headers: Mapping[str, str]) -> Caller:
-        """Returns the caller. Raises Unauthorized unless the request carries a known key or none is
-        needed.
+        """Return the caller. Raise Unauthorized for a wrong key, or none where one is needed.
+
+        A client may send a key in either header, and anything else in the other one: SDKs always
+        send a bearer.
         """
-        scheme, _, key = headers.get("Authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
-        digest = digest_of(key)
-        callers = [
-            caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)
-        ]
-        if callers:
-            return callers[0]
+        scheme, _, bearer = headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            bearer = ""
+        for key in (bearer.strip(), headers.get("X-Api-Key", "").strip()):
+            if (caller := self._caller(key)) is not None:
+                return caller
         if not self.required:
             return OPEN
         raise Unauthorized(
             "missing or wrong API key; send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
         )
+
+    def _caller(self, key: str) -> Caller | None:
+        digest = digest_of(key)
+        callers = self._keys.callers.items()
+        found = [caller for known, caller in callers if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
 
 
 def _caller(entry: KeyEntry, known: Mapping[bytes, Caller], *, is_admin: bool) -> Caller:

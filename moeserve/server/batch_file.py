@@ -1,51 +1,52 @@
-"""The two files of a batch: OpenAI Batch lines in, result lines out."""
+"""The files of a batch, and the loop that answers one line after the other.
 
-from collections.abc import Iterator
+The input file has lines of OpenAI's Batch format. Each line gets one line in a file of results.
+`server/batches.py` and `moeserve run-batch` both use this.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from moeserve.errors import ConfigError
 
 ID_PREFIX = "batch_req_"
-_BEGINNING = (
-    b'{"id":"' + ID_PREFIX.encode()
-)  # of each result line, also of one that an earlier run left unfinished
+_BEGINNING = b'{"id":"' + ID_PREFIX.encode()  # of each result line
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors and shells begin a file with it
+_EXPECTED = '{"custom_id": "...", "method": "POST", "url": ..., "body": {...}}'
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 URLS = get_args(Url)
 Key = tuple[str, str | None]  # id and custom_id of a result line
 
 
 class BatchLine(NamedTuple):
-    """One line of the input file. `fault` says why it cannot be sent; without a usable custom_id
-    that is None.
-    """
+    """One line of the input file."""
 
-    custom_id: str | None
+    custom_id: str | None  # None if the line has no usable one
     number: int
     url: str = ""
     body: msgspec.Raw = msgspec.Raw(b"{}")
-    fault: str | None = None
+    fault: str | None = None  # why the line cannot be sent
 
     @property
     def key(self) -> Key:
         """The id and custom_id of the line's result."""
-        return ID_PREFIX + (
-            f"line_{self.number}" if self.custom_id is None else self.custom_id
-        ), self.custom_id
+        name = f"line_{self.number}" if self.custom_id is None else self.custom_id
+        return ID_PREFIX + name, self.custom_id
 
     def result(self, status: int, request_id: str | None, body: bytes) -> bytes:
-        """Returns the result line of a server's answer, success or not; `body` is its JSON."""
-        return self._encode(
-            {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}, None
-        )
+        """Return the result line of an answer, good or bad. body: the answer's JSON."""
+        response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+        return self._encode(response, None)
 
-    def refusal(self, code: str = "invalid_request", why: str | None = None) -> bytes:
-        """Returns the result line of a line that was never sent."""
-        return self._encode(
-            None, {"code": code, "message": f"line {self.number}: {why or self.fault}"}
-        )
+    def refusal(self) -> bytes:
+        """Return the result line of a line that cannot be sent."""
+        message = f"line {self.number}: {self.fault}"
+        return self._encode(None, {"code": "invalid_request", "message": message})
 
     def _encode(self, response: Any, error: Any) -> bytes:
         line_id, custom_id = self.key
@@ -53,27 +54,32 @@ class BatchLine(NamedTuple):
         return msgspec.json.encode(line) + b"\n"
 
 
+# ---- the input file
+
+
 def read_input(path: Path) -> list[BatchLine]:
-    """Returns all lines but empty ones. The second line with the same custom_id is a fault."""
+    """Return all lines that are not empty. The second line with one custom_id has a fault.
+
+    Raise OSError.
+    """
     lines: list[BatchLine] = []
     first_seen: dict[str, int] = {}
     for number, text in enumerate(_text_lines(path), 1):
+        if number == 1:
+            text = text.removeprefix(_BYTE_ORDER_MARK)
         if not text.strip():
             continue
         line = _parse(text, number)
         if line.custom_id is not None and first_seen.setdefault(line.custom_id, number) != number:
             first = first_seen[line.custom_id]
-            line = BatchLine(
-                None, number, fault=f"custom_id {line.custom_id!r:.64} is already on line {first}"
-            )
+            fault = f"custom_id {line.custom_id!r:.64} is already on line {first}"
+            line = BatchLine(None, number, fault=fault)
         lines.append(line)
     return lines
 
 
 class _Line(msgspec.Struct):
-    """A line as it should be; the fields are checked one by one, so that a fault names the line's
-    custom_id.
-    """
+    """A line before its fields are checked. Any type is read, so that a fault names the line."""
 
     custom_id: Any = None
     method: Any = "POST"
@@ -82,21 +88,20 @@ class _Line(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The field of a body that no batch can have."""
+    """The one field of a body that no batch can have."""
 
     stream: Any = None
 
 
 def _parse(text: bytes, number: int) -> BatchLine:
-    expected = '{"custom_id": "...", "method": "POST", "url": ..., "body": {...}}'
     try:
         raw = msgspec.json.decode(text, type=_Line)
     except msgspec.ValidationError:
-        return BatchLine(None, number, fault=f"expected {expected}")
+        return BatchLine(None, number, fault=f"expected {_EXPECTED}")
     except msgspec.MsgspecError as error:
         return BatchLine(None, number, fault=f"not JSON: {error}")
     if not isinstance(raw.custom_id, str) or not raw.custom_id:
-        return BatchLine(None, number, fault=f"expected {expected}")
+        return BatchLine(None, number, fault=f"expected {_EXPECTED}")
     if raw.method != "POST":
         fault = f"method must be POST, got {raw.method!r:.64}"
     elif raw.url not in URLS:
@@ -110,6 +115,9 @@ def _parse(text: bytes, number: int) -> BatchLine:
     return BatchLine(raw.custom_id, number, fault=fault)
 
 
+# ---- the files of results
+
+
 class _Result(msgspec.Struct):
     """The fields that every result line has."""
 
@@ -119,39 +127,107 @@ class _Result(msgspec.Struct):
     error: msgspec.Raw
 
 
-def open_output(path: Path) -> BinaryIO:
-    """Opens the output file to append results. Raises ConfigError."""
-    with ConfigError.instead_of(OSError, f"cannot write {path}"):
-        return path.open("ab")
+class ResultFile:
+    """A file of results, to which whole lines are appended. It is created with the first one.
 
-
-def read_done(path: Path) -> set[Key]:
-    """Returns the keys of the results in the output file; cuts off a last line that an earlier run
-    left unfinished.
+    All methods block. One thread at a time may use it.
     """
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
-    if not path.exists():
-        return set()
-    done: set[Key] = set()
-    good_bytes = 0
-    for number, text in enumerate(_text_lines(path), 1):
-        strange = ConfigError(f"{path}:{number} is no result line; is this the right output file?")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_lines = 0  # those of earlier runs included
+        self.size = 0  # bytes
+        self._fd: int | None = None
+        self._torn = False  # the last append failed in the middle
+
+    def read(self) -> set[Key]:
+        """Return the keys of the results of earlier runs. Cut off an unfinished last line.
+
+        Raise OSError, and ConfigError if the file has other lines than results.
+        """
+        done: set[Key] = set()
+        size = 0
+        if self.path.exists():
+            for number, text in enumerate(_text_lines(self.path), 1):
+                key = self._key_of(text, number)
+                if key is None:
+                    break
+                done.add(key)
+                size += len(text)
+            os.truncate(self.path, size)
+        self.num_lines = len(done)
+        self.size = size
+        return done
+
+    def _key_of(self, text: bytes, number: int) -> Key | None:
+        """Return the key of a result line, None for one that an earlier run left unfinished."""
+        what = f"{self.path}:{number} is no result line; is this the right output file?"
         if not text.endswith(b"\n"):
             if text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
-                raise strange
-            break
+                raise ConfigError(what)
+            return None
         try:
             found = msgspec.json.decode(text, type=_Result)
         except msgspec.MsgspecError:
-            raise strange from None
-        done.add((found.id, found.custom_id))
-        good_bytes += len(text)
-    with path.open("r+b") as file:
-        file.truncate(good_bytes)
-    return done
+            raise ConfigError(what) from None
+        return found.id, found.custom_id
+
+    def open(self) -> None:
+        """Create the file, or open it to append to it. Raise OSError."""
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def append(self, line: bytes) -> None:
+        """Add a line, all of it or nothing. Raise OSError."""
+        self.open()
+        assert self._fd is not None
+        if self._torn:
+            os.ftruncate(self._fd, self.size)
+        rest = memoryview(line)
+        self._torn = True
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+        self._torn = False
+        self.size += len(line)
+        self.num_lines += 1
+
+    def close(self) -> None:
+        """Close the file. Safe to repeat. Raise OSError."""
+        if self._fd is not None:
+            fd = self._fd
+            self._fd = None
+            try:
+                if self._torn:
+                    os.ftruncate(fd, self.size)
+            finally:
+                os.close(fd)
 
 
 def _text_lines(path: Path) -> Iterator[bytes]:
-    with ConfigError.instead_of(OSError, f"cannot read {path}"), path.open("rb") as file:
+    with path.open("rb") as file:
         yield from file
+
+
+# ---- answering
+
+Handle = Callable[[BatchLine], Awaitable[None]]
+
+
+async def answer_lines(lines: Sequence[BatchLine], handle: Handle, max_concurrency: int) -> None:
+    """Call `handle` once for each line, in order, `max_concurrency` at the same time.
+
+    The first error cancels the others and is raised.
+    """
+    waiting = iter(lines)
+
+    async def worker() -> None:
+        for line in waiting:  # shared: each worker takes the next line that no other has
+            await handle(line)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(max_concurrency, len(lines))):
+                group.create_task(worker())
+    except ExceptionGroup as failures:
+        first = failures.exceptions[0]
+        raise first from first.__cause__

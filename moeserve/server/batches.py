@@ -1,8 +1,18 @@
 """/v1/batches: files of requests that run behind everything interactive, with OpenAI's states.
 
-All state is in the file store: results are appended as they come, and a server that starts again
-goes on with what has none yet. Lines go through the same handlers as requests over HTTP
-(`inside.py`).
+All state is in the file store. Results are appended as they come, and a server that starts again
+continues with the lines that have none. Lines go through the same handlers as requests over HTTP
+(`internal.py`).
+
+What goes wrong in the middle:
+
+| failure | the batch |
+|---|---|
+| a line is answered with an error | goes on; the line is in the error file |
+| the server is full, or the key's rate is used up | waits |
+| the disk does not take a result, a file or a record | waits, and continues as after a restart |
+| there is no room for more results (`files_bytes`) | fails |
+| a bug | fails |
 """
 
 import asyncio
@@ -10,14 +20,14 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
 from msgspec import Meta, Struct
 
+from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.errors import Conflict, InvalidRequest
-from moeserve.server.batch_file import BatchLine, Url, open_output, read_done, read_input
+from moeserve.server.batch_file import BatchLine, ResultFile, Url, answer_lines, read_input
 from moeserve.server.call import HttpCall
 from moeserve.server.file_objects import (
     Batch,
@@ -27,8 +37,9 @@ from moeserve.server.file_objects import (
     BatchState,
     FileObject,
     page,
+    result_ids,
 )
-from moeserve.server.file_store import FileStore
+from moeserve.server.file_store import FileStore, NoRoom, StorageFailed
 from moeserve.server.files import store_of
 
 log = logging.getLogger(__name__)
@@ -36,197 +47,248 @@ log = logging.getLogger(__name__)
 WINDOW_S = 24 * 3600
 MAX_LOADED = 4  # batches whose lines are in memory
 MAX_LINES = 50_000
-MAX_ERRORS = 100  # that the object of a failed batch lists
+MAX_ERRORS = 100  # in the object of a failed batch
 KEPT = 1000  # batches per key
-CHECK_EVERY = 64  # lines between two looks at the room for results
+FIRST_PAUSE_S = 1.0  # after a failure of the disk; doubled each time
+MAX_PAUSE_S = 60.0
+BUG = "internal error; the server's log says which"
 
+T = TypeVar("T")
 Ask = Callable[[str, bytes, str], Awaitable[web.Response]]  # path, body, owner -> answer
 Text = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Text], Meta(max_length=16)]
 
 
 class BatchRequest(Struct, kw_only=True):
-    """The file to answer. endpoint: of every line in it."""
+    """A file of requests to answer."""
 
     input_file_id: str
-    endpoint: Url
+    endpoint: Annotated[Url, Meta(description="of every line in the file")]
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: dict[str, Any] | None = None
 
 
 class BatchesQuery(Struct, kw_only=True):
-    """A page of the list. after: the last id of the page before."""
+    """The URL's parameters of a list of batches."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    after: str | None = None
+    after: Annotated[str | None, Meta(description="the last id of the page before")] = None
+
+
+class BatchFailed(Exception):
+    """The batch cannot go on. The text is for its owner."""
 
 
 class Batches:
-    """The batches that run. slots: how many lines may run at once, all batches together."""
+    """The batches that run.
 
-    def __init__(self, store: FileStore, ask: Ask, slots: Callable[[], Awaitable[int]]) -> None:
+    `num_slots` returns how many lines may run at the same time, those of all batches together.
+    """
+
+    def __init__(self, store: FileStore, ask: Ask, num_slots: Callable[[], Awaitable[int]]) -> None:
         self.store = store
         self._ask = ask
-        self._num_slots = slots
+        self._num_slots = num_slots
         self._slots: asyncio.Semaphore | None = None
         self._loaded = asyncio.Semaphore(MAX_LOADED)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._limits: dict[str, asyncio.Timeout] = {}  # of the batches whose lines run
         for owner in store.owners():
             for batch in reversed(store.all(owner, Batch)):
                 if not batch.ended:
                     self.start(owner, batch)
 
     def start(self, owner: str, batch: Batch) -> None:
-        """Runs a batch, or what is left of it."""
-        self._tasks[batch.id] = task = asyncio.create_task(self._run(owner, batch), name=batch.id)
-        task.add_done_callback(lambda task: self._tasks.pop(batch.id, None))
+        """Run a batch, or the rest of it."""
 
-    def cancel(self, owner: str, batch: Batch) -> None:
-        """Stops a batch; what it has answered stays. Raises Conflict if it has ended."""
+        def failed(name: str, error: Exception) -> None:
+            log_error(name, error)
+            _fail(batch, BUG)
+            batch.status = "failed"  # in memory only: the next server tries again
+            batch.failed_at = int(time.time())
+
+        task = spawn(self._run(owner, batch), name=batch.id, on_error=failed)
+        self._tasks[batch.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
+
+    async def create(self, owner: str, batch: Batch) -> None:
+        """Keep a new batch and run it. Raise PayloadTooLarge and StorageFailed."""
+        await self.store.finish(self._create(owner, batch), f"create {batch.id}")
+
+    async def _create(self, owner: str, batch: Batch) -> None:
+        await self.store.add(owner, batch)
+        self.start(owner, batch)
+        await self.store.prune(owner, KEPT)
+
+    async def cancel(self, owner: str, batch: Batch) -> None:
+        """Stop a batch; its results stay. Raise Conflict if it has ended."""
         if batch.ended:
             raise Conflict(f"the batch is {batch.status} already")
-        if batch.status != "cancelling":
-            self._enter(owner, batch, "cancelling")
-            if batch.id in self._tasks:  # not in a server that is stopping: the next one ends it
-                self._tasks[batch.id].cancel()
+        if is_cancelled(batch):
+            return
+        limit = self._limits.get(batch.id)
+        if limit is not None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
+        await self._enter(owner, batch, "cancelling")
 
     async def stop(self) -> None:
-        """Stops all batches; the next server on these files goes on with them."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Stop all batches. The next server on these files continues with them."""
+        await cancel(*self._tasks.values())
 
     async def close(self) -> None:
-        """Stops, and lets another server have the files."""
+        """Stop all batches, and let another server use the files."""
         await self.stop()
-        self.store.close()
-
-    def _enter(self, owner: str, batch: Batch, status: BatchState) -> None:
-        batch.status = status
-        setattr(batch, f"{status}_at", int(time.time()))
-        self.store.save(owner, batch)
+        await self.store.close()
 
     async def _run(self, owner: str, batch: Batch) -> None:
-        try:
-            async with asyncio.timeout(max(0, batch.expires_at - time.time())):
-                end = await self._work(owner, batch)
-        except TimeoutError:
-            end = "expired"
-        except asyncio.CancelledError:
-            if batch.status != "cancelling":
-                raise
-            end = "cancelled"
-        except Exception as error:
-            log.exception("batch %s failed", batch.id)
-            what = (
-                error.args[0]
-                if isinstance(error, _Full)
-                else "internal error; the server's log says which"
-            )
-            batch.errors = BatchErrors(data=[BatchError(code="batch_failed", message=what)])
-            end = "failed"
-        self._publish(owner, batch)
-        self._enter(owner, batch, end)
+        end = await _retried(batch, lambda: self._until_end(owner, batch))
+        await _retried(batch, lambda: self._end(owner, batch, end))
 
-    async def _work(self, owner: str, batch: Batch) -> BatchState:
-        if batch.status == "cancelling":
-            return "cancelled"  # a server before this one was asked to
+    async def _until_end(self, owner: str, batch: Batch) -> BatchState:
+        """Answer the lines. Return the state in which the batch ends. Raise StorageFailed."""
+        batch.errors = None
+        try:
+            async with asyncio.timeout(max(0, batch.expires_at - time.time())) as limit:
+                self._limits[batch.id] = limit
+                await self._work(owner, batch)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return "cancelled" if is_cancelled(batch) else "expired"
+        except StorageFailed:
+            raise
+        except BatchFailed as error:
+            _fail(batch, str(error))
+        except Exception as error:
+            log_error(batch.id, error)
+            _fail(batch, BUG)
+        finally:
+            self._limits.pop(batch.id, None)
+        if is_cancelled(batch):
+            return "cancelled"
+        return "completed" if batch.errors is None else "failed"
+
+    async def _work(self, owner: str, batch: Batch) -> None:
+        if is_cancelled(batch):  # before a restart
+            return
         async with self._loaded:
-            lines = await asyncio.to_thread(read_input, self.store.path(owner, batch.input_file_id))
+            path = self.store.path(owner, batch.input_file_id)
+            if not await self.store.write(path.is_file):
+                raise BatchFailed(f"there is no file {batch.input_file_id!r} any more")
+            lines = await self.store.write(read_input, path)
             if faults := list(_faults(lines, batch.endpoint)):
                 batch.errors = BatchErrors(data=faults)
-                return "failed"
+                return
             batch.request_counts.total = len(lines)
             if batch.status == "validating":
-                self._enter(owner, batch, "in_progress")
+                await self._enter(owner, batch, "in_progress")
             await self._answer(owner, batch, lines)
-        self._enter(owner, batch, "finalizing")
-        return "completed"
+        if not is_cancelled(batch):
+            await self._enter(owner, batch, "finalizing")
 
     async def _answer(self, owner: str, batch: Batch, lines: list[BatchLine]) -> None:
-        """Asks for all lines without a result."""
-        paths = [self.store.path(owner, result_id(batch, kind)) for kind in ("output", "error")]
-        good, bad = [await asyncio.to_thread(read_done, path) for path in paths]
-        counts = batch.request_counts
-        counts.completed = len(good)
-        counts.failed = len(bad)
-        waiting = iter([line for line in lines if line.key not in good | bad])
+        """Ask for all lines that have no result."""
+        store = self.store
+        ids = result_ids(batch.id)
+        output, errors = (ResultFile(store.path(owner, ids[kind])) for kind in ids)
+        done = await store.write(output.read) | await store.write(errors.read)
+        for file in (output, errors):
+            store.room.set_size(file.path, file.size)
         num_slots = await self._num_slots()
         self._slots = slots = self._slots or asyncio.Semaphore(num_slots)
+        counts = batch.request_counts
 
-        async def worker(output: BinaryIO, errors: BinaryIO) -> None:
-            """Asks for one line after the other until none is left."""
-            for line in waiting:  # shared: each worker takes the next line that nobody has
-                if line.number % CHECK_EVERY == 1 and await asyncio.to_thread(self.store.room) <= 0:
-                    raise _Full(
-                        "there is no room for more results; delete files and send the batch again"
-                    )
-                status, result = await self._ask_line(owner, line, slots)
-                file = output if status == 200 else errors
-                file.write(result)
-                file.flush()
-                counts.completed += status == 200
-                counts.failed += status != 200
+        def count() -> None:
+            counts.completed = output.num_lines
+            counts.failed = errors.num_lines
 
-        with ExitStack() as files:
-            output, errors = (files.enter_context(open_output(path)) for path in paths)
+        async def handle(line: BatchLine) -> None:
+            status, result = await self._ask_line(owner, line, slots)
+            file = output if status == 200 else errors
             try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(num_slots):
-                        group.create_task(worker(output, errors))
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
+                store.room.grow(file.path, len(result))
+            except NoRoom:
+                what = "there is no room for more results; delete files and send the batch again"
+                raise BatchFailed(what) from None
+            await store.change(file.append, result)
+            count()
+
+        try:
+            waiting = [line for line in lines if line.key not in done]
+            count()
+            await answer_lines(waiting, handle, num_slots)
+        finally:
+            # In the thread that may still append for a line that was cancelled.
+            for file in (output, errors):
+                await store.change(file.close)
+                store.room.set_size(file.path, file.size)
+            count()
 
     async def _ask_line(
         self, owner: str, line: BatchLine, slots: asyncio.Semaphore
     ) -> tuple[int, bytes]:
+        """Return the status and the result of a line. Wait while the server is full."""
         while True:
             async with slots:
                 response = await self._ask(line.url, bytes(line.body), owner)
-            if (
-                response.status not in (429, 503)
-                or response.headers.get("X-Should-Retry") == "false"
-            ):
+            is_full = response.status in (429, 503)
+            if not is_full or response.headers.get("X-Should-Retry") == "false":
                 body = response.body
                 assert isinstance(body, bytes)
-                return response.status, line.result(
-                    response.status, response.headers.get("X-Request-Id"), body
-                )
-            await asyncio.sleep(
-                float(response.headers.get("Retry-After", 1))
-            )  # this request can wait
+                request_id = response.headers.get("X-Request-Id")
+                return response.status, line.result(response.status, request_id, body)
+            await asyncio.sleep(float(response.headers.get("Retry-After", 1)))
 
-    def _publish(self, owner: str, batch: Batch) -> None:
-        """Makes files of the results that there are."""
-        for kind in ("output", "error"):
-            id = result_id(batch, kind)
-            path = self.store.path(owner, id)
-            if path.exists() and path.stat().st_size:
-                self.store.publish(owner, id, f"{batch.id}_{kind}.jsonl", "batch_output")
+    async def _end(self, owner: str, batch: Batch, end: BatchState) -> None:
+        """Make files of the results, and end the batch. Raise StorageFailed; it is open then."""
+        for kind, id in result_ids(batch.id).items():
+            name = f"{batch.id}_{kind}.jsonl"
+            if await self.store.publish(owner, id, name, "batch_output") is not None:
                 setattr(batch, f"{kind}_file_id", id)
-            else:
-                path.unlink(missing_ok=True)
+        before = batch.status
+        end = "cancelled" if is_cancelled(batch) else end
+        try:
+            await self._enter(owner, batch, end)
+        except StorageFailed:
+            batch.status = before
+            setattr(batch, f"{end}_at", None)
+            raise
+
+    async def _enter(self, owner: str, batch: Batch, status: BatchState) -> None:
+        batch.status = status
+        setattr(batch, f"{status}_at", int(time.time()))
+        await self.store.save(owner, batch)
 
 
-class _Full(Exception):
-    """The file store takes no more results."""
+async def _retried(batch: Batch, work: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of work that is tried again whenever the disk fails."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return await work()
+        except StorageFailed as error:
+            log.warning("%s: %s; next try in %g s", batch.id, error, pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
-def result_id(batch: Batch, kind: str) -> str:
-    """Returns the id of a batch's file of results; always the same, so that a restart finds it."""
-    return f"file-{uuid.uuid5(uuid.UUID(batch.id.removeprefix('batch_')), kind).hex}"
+def is_cancelled(batch: Batch) -> bool:
+    """Return whether a batch has to end without answering more lines."""
+    return batch.status == "cancelling"
+
+
+def _fail(batch: Batch, message: str) -> None:
+    batch.errors = BatchErrors(data=[BatchError(code="batch_failed", message=message)])
 
 
 def _faults(lines: list[BatchLine], endpoint: str) -> Iterator[BatchError]:
-    """Yields why the file cannot be a batch, the first reasons only."""
+    """Yield the first reasons why a file cannot be a batch."""
     if not lines:
         yield BatchError(code="empty_file", message="the input file has no line")
     if len(lines) > MAX_LINES:
-        yield BatchError(
-            code="too_many_lines", message=f"the input file has more than {MAX_LINES:,} lines"
-        )
+        what = f"the input file has more than {MAX_LINES:,} lines"
+        yield BatchError(code="too_many_lines", message=what)
     faults = [
         (line, line.fault or f"url must be {endpoint}")
         for line in lines
@@ -244,7 +306,6 @@ async def create_batch(call: HttpCall) -> web.StreamResponse:
         what = "output_expires_after: files stay until they are deleted"
         raise InvalidRequest(what, param="output_expires_after", code="unsupported_parameter")
     file = store.find(owner, request.input_file_id, FileObject, param="input_file_id")
-    store.admit()
     now = int(time.time())
     front = call.context.front
     batch = Batch(
@@ -256,12 +317,10 @@ async def create_batch(call: HttpCall) -> web.StreamResponse:
         expires_at=now + WINDOW_S,
         metadata=request.metadata,
     )
-    store.save(owner, batch)
-    store.prune(owner, KEPT)
     batches = call.context.batches
     assert batches is not None
-    answer = call.answer(batch)
-    batches.start(owner, batch)
+    answer = call.answer(batch)  # as it is before it runs
+    await batches.create(owner, batch)
     return answer
 
 
@@ -283,5 +342,5 @@ async def cancel_batch(call: HttpCall) -> web.StreamResponse:
     store, owner = store_of(call)
     batch = store.find(owner, call.tail, Batch)
     assert call.context.batches is not None
-    call.context.batches.cancel(owner, batch)
+    await call.context.batches.cancel(owner, batch)
     return call.answer(batch)

@@ -11,6 +11,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.server.auth import OPEN, Caller
 from moeserve.server.context import Context
 from moeserve.server.errors import SERVER, shorten
+from moeserve.server.http import path_of
 from moeserve.server.requests import convert, decode, read_json, unknown_fields
 from moeserve.server.running import Counts
 
@@ -44,7 +45,7 @@ class HttpCall:
     @property
     def is_anthropic(self) -> bool:
         """Whether the path belongs to Anthropic's API, whose errors have another shape."""
-        return (self.request.raw_path.partition("?")[0] + "/").startswith("/v1/messages/")
+        return (path_of(self.request) + "/").startswith("/v1/messages/")
 
     async def read(self, kind: type[R]) -> R:
         """Return the body as a checked struct.

@@ -1,11 +1,17 @@
-"""CORS: which web pages of other origins may call the server from a browser (`--allowed-origins`)."""
+"""CORS: the web pages of other origins that may call the server from a browser.
+
+`--allowed-origins` lists them. Other pages cannot read an answer, and browsers do not send their
+requests at all, but for those that an HTML form could send: `check_form` refuses these.
+"""
 
 import re
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from moeserve.config import ServerConfig
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, Forbidden
+from moeserve.server.errors import shorten
 
 MAX_AGE_S = 600
 EXPOSED = (
@@ -18,11 +24,10 @@ _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~ ,-]{0,2000}")
 
 
 class Cors:
-    """The allowed origins, as an exact list or "*". Raises ConfigError for one that no browser
-    could send.
-    """
+    """The allowed origins: an exact list, or "*"."""
 
     def __init__(self, config: ServerConfig) -> None:
+        """Raise ConfigError for an origin that no browser sends."""
         self._any = "*" in config.allowed_origins
         self._origins = frozenset(config.allowed_origins)
         for origin in self._origins - {"*", "null"}:
@@ -30,8 +35,12 @@ class Cors:
                 what = "expected scheme://host[:port] in small letters, without a path, or *"
                 raise ConfigError(f"--allowed-origins {origin}: {what}")
 
+    def allows(self, origin: str) -> bool:
+        """Return whether pages of this origin may call the server."""
+        return self._any or origin in self._origins
+
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """Returns the headers that let the page read this answer; none for a page that may not."""
+        """Return the headers that let a page read this answer, if it may."""
         if self._any:
             return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": EXPOSED}
         origin = request.headers.get("Origin", "")
@@ -44,8 +53,9 @@ class Cors:
         }
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """Returns the answer to a browser that asks before the actual request, which has the key;
-        None to others.
+        """Return the answer to a browser's question before the actual request; None to others.
+
+        The question has no key; the request has.
         """
         headers = self.headers(request)
         method = request.headers.get("Access-Control-Request-Method")
@@ -59,7 +69,19 @@ class Cors:
         headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
         headers["Access-Control-Max-Age"] = str(MAX_AGE_S)
         if asked and _NAMES.fullmatch(asked):
-            headers["Access-Control-Allow-Headers"] = (
-                asked  # all of them: "*" would leave out Authorization
-            )
+            # Each by name: "*" would not include Authorization.
+            headers["Access-Control-Allow-Headers"] = asked
         return web.Response(status=204, headers=headers)
+
+
+def check_form(request: web.BaseRequest, cors: Cors | None) -> None:
+    """Raise Forbidden for a form of a web page that may not call the server.
+
+    Only browsers send Origin. They send a form to another origin without asking first.
+    """
+    origin = request.headers.get("Origin")
+    if origin is None or (cors is not None and cors.allows(origin)):
+        return
+    if urlsplit(origin).netloc.lower() != request.host.lower():
+        what = f"web pages of {shorten(origin)!r} may not send forms here; see --allowed-origins"
+        raise Forbidden(what, code="origin_not_allowed")

@@ -1,5 +1,6 @@
-"""What /v1/files and /v1/batches answer and keep on disk, in OpenAI's shapes."""
+"""The objects of /v1/files and /v1/batches, in OpenAI's shapes. They are answered and kept on disk."""
 
+import uuid
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
@@ -37,7 +38,7 @@ class FileObject(Answer, kw_only=True):
 
 
 class BatchCounts(Struct, kw_only=True):
-    """The requests of a batch by how they ended."""
+    """The number of a batch's requests: all, answered, and answered with an error."""
 
     total: int = 0
     completed: int = 0
@@ -45,23 +46,23 @@ class BatchCounts(Struct, kw_only=True):
 
 
 class BatchError(Struct, kw_only=True):
-    """A reason why a batch could not run. line: of its input file."""
+    """A reason why a batch failed."""
 
     code: str
     message: str
-    line: int | None = None
+    line: int | None = None  # of the input file, from 1
     param: str | None = None
 
 
 class BatchErrors(Struct, kw_only=True):
-    """All such reasons."""
+    """The reasons why a batch failed."""
 
     object: str = "list"
     data: list[BatchError]
 
 
 class Batch(Answer, kw_only=True):
-    """A batch, and when it reached each state."""
+    """A batch, and the times at which it reached its states."""
 
     id: str
     object: str = "batch"
@@ -87,12 +88,21 @@ class Batch(Answer, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will happen to it any more."""
+        """Whether the batch has reached a state that does not change."""
         return self.status in ("completed", "failed", "expired", "cancelled")
 
 
+def result_ids(batch_id: str) -> dict[str, str]:
+    """Return the ids of a batch's result files, by kind.
+
+    They depend on the batch's id alone, so a server that starts again finds the files.
+    """
+    batch = uuid.UUID(batch_id.removeprefix("batch_"))
+    return {kind: f"file-{uuid.uuid5(batch, kind).hex}" for kind in ("output", "error")}
+
+
 class Deleted(Answer, kw_only=True):
-    """What was deleted."""
+    """The answer to a deletion."""
 
     id: str
     object: str
@@ -100,18 +110,18 @@ class Deleted(Answer, kw_only=True):
 
 
 class Page(Answer, kw_only=True):
-    """A page of a list. has_more: whether `after: last_id` has some."""
+    """A page of a list."""
 
     object: str = "list"
     first_id: str | None = None
     last_id: str | None = None
-    has_more: bool = False
+    has_more: bool = False  # `after: last_id` gives the next page
 
 
 def page(
     items: list[T], after: str | None, limit: int, id_of: Callable[[T], str] = attrgetter("id")
 ) -> dict[str, Any]:
-    """Returns the fields of one page of a list. Raises NotFound if `after` is none of the ids."""
+    """Return the fields of one page of a list. Raise NotFound if `after` is none of the ids."""
     ids = [id_of(item) for item in items]
     if after is not None and after not in ids:
         raise NotFound(f"after: {shorten(after)!r} is not in the list", param="after")
@@ -128,12 +138,12 @@ def page(
 
 
 class FileList(Page, kw_only=True):
-    """Files."""
+    """A page of files."""
 
     data: list[FileObject]
 
 
 class BatchList(Page, kw_only=True):
-    """Batches."""
+    """A page of batches."""
 
     data: list[Batch]

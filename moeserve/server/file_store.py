@@ -1,151 +1,454 @@
-"""Files on local disk: FOLDER/OWNER/ID.json says what ID.data is. Owners see their own files only.
+"""Files and batches on local disk.
 
-No name of a user becomes a path: owners are digests, ids are of our making and are looked up, never
-joined unseen.
+    FOLDER/lock
+    FOLDER/OWNER/ID.json          the record of a file or a batch
+    FOLDER/OWNER/ID.data          the bytes of a file
+    FOLDER/OWNER/NAME.part        an upload or a record that is being written
+    FOLDER/OWNER/ID.json.damaged  a record that could not be read at a start
+
+Each owner sees their own files only. No name of a user becomes a path: owners are digests, and ids
+are made here and looked up.
 """
 
+import asyncio
 import fcntl
 import hashlib
+import logging
 import os
+import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from moeserve.errors import ConfigError, Conflict, NotFound, PayloadTooLarge
+from moeserve.actor.tasks import spawn
+from moeserve.errors import ConfigError, Conflict, NotFound, PayloadTooLarge, RequestError
 from moeserve.server.errors import shorten
-from moeserve.server.file_objects import Batch, FileObject
+from moeserve.server.file_objects import Batch, FileObject, result_ids
+
+log = logging.getLogger(__name__)
 
 MAX_RECORDS = 10_000  # files and batches, of all owners together
+WRITERS = 4  # threads that write the bytes of uploads
+
 Record = FileObject | Batch
-T = TypeVar("T", FileObject, Batch)
+Kind = TypeVar("Kind", FileObject, Batch)
+T = TypeVar("T")
+
+
+class NoRoom(PayloadTooLarge):
+    """The files may have no more bytes."""
+
+    def __init__(self, left: int) -> None:
+        what = f"there is room for {left:,} more bytes of files (files_bytes); delete some"
+        super().__init__(what, param="file")
+
+
+class StorageFailed(RequestError, http_status=507, type="server_error", code="storage_failed"):
+    """The disk did not take or give bytes. The request may be sent again later."""
+
+
+class Room:
+    """The number of bytes that each file has, and of those that all together may still get.
+
+    Whoever writes a file counts its bytes here first. So the sum is never read from a folder that
+    others change, and writers that run at the same time share what is left.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._sizes: dict[Path, int] = {}
+        self._used = 0
+
+    @property
+    def left(self) -> int:
+        """The number of bytes that may still be added."""
+        return max(0, self._max_bytes - self._used)
+
+    def grow(self, path: Path, num_bytes: int) -> None:
+        """Count bytes that are about to be added to a file. Raise NoRoom if they are too many."""
+        if num_bytes > self.left:
+            raise NoRoom(self.left)
+        self.set_size(path, self._sizes.get(path, 0) + num_bytes)
+
+    def set_size(self, path: Path, num_bytes: int) -> None:
+        """Count the bytes that a file has, even if they are too many. 0: there is no such file."""
+        self._used += num_bytes - self._sizes.pop(path, 0)
+        if num_bytes:
+            self._sizes[path] = num_bytes
+
+    def move(self, source: Path, target: Path) -> None:
+        """Count a file under its new path."""
+        self.set_size(target, self._sizes.get(source, 0))
+        self.set_size(source, 0)
 
 
 class FileStore:
-    """All owners' files and batches. One process has the folder at a time; what it had is found
-    again by the next.
+    """The files and batches of all owners. One process at a time uses the folder.
+
+    Records are kept in memory too, so looking them up never waits for the disk. Threads do all
+    other work on the disk. A change that has begun is finished even if its caller is cancelled, so
+    disk and memory stay alike.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Raises ConfigError for a folder that cannot be used."""
-        self.max_bytes = max_bytes
+        """Read the folder; blocks. Raise ConfigError for a folder that cannot be used."""
+        self.room = Room(max_bytes)
         self._folder = folder
-        self._records: dict[
-            str, dict[str, Record]
-        ] = {}  # owner's digest -> id -> record, oldest first
+        self._records: dict[str, dict[str, Record]] = {}  # owner -> id -> record, oldest first
+        self._num_coming = 0  # uploads and records that are not in _records yet
+        self._changes: set[asyncio.Task[Any]] = set()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with ExitStack() as undo:
                 lock = undo.enter_context((folder / "lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._load()
-                self.close = undo.pop_all().close  # lets another process have the folder
+                self._unlock = undo.pop_all().close
         except BlockingIOError:
-            raise ConfigError(f"files_dir: {folder} belongs to another server that runs") from None
-        except (OSError, msgspec.MsgspecError) as error:
+            what = f"files_dir: another running server uses {folder}; give each its own folder"
+            raise ConfigError(what) from None
+        except OSError as error:
             raise ConfigError(f"files_dir: cannot use {folder}: {error}") from error
+        # One thread, so that changes reach the disk in the order in which they were made.
+        self._changer = ThreadPoolExecutor(1, "file-changes")
+        self._writers = ThreadPoolExecutor(WRITERS, "file-bytes")
 
     def _load(self) -> None:
+        """Read all records. One that is damaged is renamed and costs no other."""
         for path in self._folder.glob("*/*.json"):
-            kind = Batch if path.name.startswith("batch_") else FileObject
-            record: Any = msgspec.json.decode(path.read_bytes(), type=kind)
-            self._records.setdefault(path.parent.name, {})[record.id] = record
-        for owner, records in self._records.items():
-            self._records[owner] = dict(
-                sorted(records.items(), key=lambda item: item[1].created_at)
-            )
-        for path in self._folder.glob("*/*.part"):  # uploads and records that were not finished
+            try:
+                record = _read_record(path)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                log.error("files_dir: %s is damaged and set aside: %s", path, error)
+                with suppress(OSError):
+                    path.rename(path.with_name(f"{path.name}.damaged"))
+            else:
+                self._records.setdefault(path.parent.name, {})[record.id] = record
+        for owner in self._records:
+            self._sort(owner)
+        for path in self._folder.glob("*/*.part"):
             path.unlink()
+        self._remove_leftovers()
+        for path in self._folder.glob("*/*"):
+            self.room.set_size(path, path.stat().st_size)
 
-    def room(self) -> int:
-        """Returns how many bytes may still be added."""
-        return self.max_bytes - sum(path.stat().st_size for path in self._folder.glob("*/*.*"))
+    def _remove_leftovers(self) -> None:
+        """Remove the bytes of files that were not finished when a server ended.
+
+        The results of a batch that goes on have no record yet; the bytes that belong to a damaged
+        record stay for whoever repairs it.
+        """
+        for folder in {path.parent for path in self._folder.glob("*/*.data")}:
+            names = {path.name.removesuffix(".damaged") for path in folder.glob("*.damaged")}
+            ids = {name.removesuffix(".json") for name in names}
+            records = self._records.get(folder.name, {})
+            open_batches = [
+                record.id
+                for record in records.values()
+                if isinstance(record, Batch) and not record.ended
+            ]
+            damaged_batches = [id for id in ids if id.startswith("batch_")]
+            for batch_id in open_batches + damaged_batches:
+                ids |= set(result_ids(batch_id).values())
+            for path in folder.glob("file-*.data"):
+                if path.stem not in records and path.stem not in ids:
+                    log.info("files_dir: %s was left unfinished and is removed", path)
+                    path.unlink()
+
+    def _sort(self, owner: str) -> None:
+        records = self._records[owner].values()
+        oldest_first = sorted(records, key=lambda record: record.created_at)
+        self._records[owner] = {record.id: record for record in oldest_first}
+
+    # ---- records
 
     def owners(self) -> Iterator[str]:
-        """Yields the owners that have something, as `owner_key` names them."""
+        """Yield the owners that have files or batches, as `owner_key` names them."""
         yield from self._records
 
-    def find(self, owner: str, id: str, kind: type[T], param: str = "id") -> T:
-        """Returns a record. Raises NotFound, also for what belongs to others."""
+    def find(self, owner: str, id: str, kind: type[Kind], param: str = "id") -> Kind:
+        """Return a record. Raise NotFound, also for a record of another owner."""
         found = self._records.get(owner, {}).get(id)
         if not isinstance(found, kind):
             what = "file" if kind is FileObject else "batch"
             raise NotFound(f"there is no {what} {shorten(id)!r}", param=param)
         return found
 
-    def all(self, owner: str, kind: type[T]) -> list[T]:
-        """Returns the owner's records, newest first."""
+    def all(self, owner: str, kind: type[Kind]) -> list[Kind]:
+        """Return the owner's records, newest first."""
         return [
             record
             for record in reversed(self._records.get(owner, {}).values())
             if isinstance(record, kind)
         ]
 
-    def path(self, owner: str, id: str) -> Path:
-        """Returns where the bytes of a file are, whose id is known to be one of ours."""
-        return self._folder / owner / f"{id}.data"
+    async def add(self, owner: str, record: Record) -> None:
+        """Keep a new record. Raise PayloadTooLarge if there are too many."""
+        self._check_count()
+        self._num_coming += 1
+        try:
+            await self.save(owner, record)
+        finally:
+            self._num_coming -= 1
 
-    def admit(self) -> None:
-        """Raises PayloadTooLarge if there may be no more files or batches."""
-        if sum(map(len, self._records.values())) >= MAX_RECORDS:
-            raise PayloadTooLarge(
-                f"the server keeps {MAX_RECORDS:,} files and batches already; delete some"
-            )
+    async def save(self, owner: str, record: Record) -> None:
+        """Write a record, whole or not at all. Raise StorageFailed; a new one is unknown then."""
+        await self.finish(self._save(owner, record), f"save {record.id}")
 
-    def new_part(self, owner: str) -> Path:
-        """Returns a path for the bytes of a file that is on its way. Raises what `admit` raises."""
-        self.admit()
-        (self._folder / owner).mkdir(mode=0o700, exist_ok=True)
-        return self._folder / owner / f"{uuid.uuid4().hex}.part"
-
-    def add(self, owner: str, part: Path, filename: str, purpose: str) -> FileObject:
-        """Makes a file of the bytes at `part`."""
-        id = f"file-{uuid.uuid4().hex}"
-        part.rename(self.path(owner, id))
-        return self.publish(owner, id, filename, purpose)
-
-    def publish(self, owner: str, id: str, filename: str, purpose: str) -> FileObject:
-        """Makes a file of the bytes that lie at the path of `id` already."""
-        size = self.path(owner, id).stat().st_size
-        record = FileObject(
-            id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose
-        )
-        self.save(owner, record)
-        return record
-
-    def save(self, owner: str, record: Record) -> None:
-        """Writes a record, whole or not at all."""
-        (self._folder / owner).mkdir(mode=0o700, exist_ok=True)
-        self._records.setdefault(owner, {})[record.id] = record
-        part = self._folder / owner / f"{record.id}.json.part"
-        part.write_bytes(msgspec.json.encode(record))
-        os.replace(part, self._folder / owner / f"{record.id}.json")
-
-    def delete(self, owner: str, id: str) -> None:
-        """Deletes a file. Raises NotFound, and Conflict while a batch reads it."""
+    async def delete(self, owner: str, id: str) -> None:
+        """Delete a file. Raise NotFound, and Conflict while a batch reads it."""
         file = self.find(owner, id, FileObject)
-        if any(
-            batch.input_file_id == file.id and not batch.ended for batch in self.all(owner, Batch)
-        ):
-            raise Conflict(f"a batch reads {file.id}; cancel it first")
-        self._forget(owner, file)
+        for batch in self.all(owner, Batch):
+            if batch.input_file_id == file.id and not batch.ended:
+                raise Conflict(f"{batch.id} reads {file.id}; cancel that batch first")
+        await self.finish(self._forget(owner, file), f"delete {file.id}")
 
-    def prune(self, owner: str, keep: int) -> None:
-        """Forgets the oldest batches that have ended, beyond the newest `keep`. Their files stay."""
+    async def prune(self, owner: str, keep: int) -> None:
+        """Forget the oldest batches that have ended, but not the newest `keep`."""
         for batch in self.all(owner, Batch)[keep:]:
             if batch.ended:
-                self._forget(owner, batch)
+                await self.finish(self._forget(owner, batch), f"forget {batch.id}")
 
-    def _forget(self, owner: str, record: Record) -> None:
-        del self._records[owner][record.id]
-        (self._folder / owner / f"{record.id}.json").unlink(missing_ok=True)
-        self.path(owner, record.id).unlink(missing_ok=True)
+    def _check_count(self) -> None:
+        if sum(map(len, self._records.values())) + self._num_coming >= MAX_RECORDS:
+            what = f"the server keeps {MAX_RECORDS:,} files and batches already; delete some"
+            raise PayloadTooLarge(what)
+
+    async def _save(self, owner: str, record: Record) -> None:
+        path = self._record_path(owner, record.id)
+        data = msgspec.json.encode(record)
+        records = self._records.setdefault(owner, {})
+        is_new = record.id not in records
+        records[record.id] = record
+        try:
+            await self.change(_write_whole, path, data)
+        except BaseException:
+            if is_new:
+                records.pop(record.id, None)
+            raise
+        self.room.set_size(path, len(data))
+
+    async def _forget(self, owner: str, record: Record) -> None:
+        if self._records[owner].pop(record.id, None) is None:
+            return  # another call has done it
+        paths = [self._record_path(owner, record.id), self.path(owner, record.id)]
+        try:
+            await self.change(_remove, paths)
+        except BaseException:
+            self._records[owner][record.id] = record
+            self._sort(owner)
+            raise
+        for path in paths:
+            self.room.set_size(path, 0)
+
+    def _record_path(self, owner: str, id: str) -> Path:
+        return self._folder / owner / f"{id}.json"
+
+    # ---- bytes
+
+    def path(self, owner: str, id: str) -> Path:
+        """Return the path of a file's bytes. The id must be one that was made here."""
+        return self._folder / owner / f"{id}.data"
+
+    @asynccontextmanager
+    async def upload(self, owner: str) -> AsyncIterator["Upload"]:
+        """Yield a new file to write. Its bytes are removed at the end unless it was kept.
+
+        Raise PayloadTooLarge if there are too many files.
+        """
+        self._check_count()
+        self._num_coming += 1
+        upload = Upload(self, owner, self._folder / owner / f"{uuid.uuid4().hex}.part")
+        try:
+            yield upload
+        finally:
+            self._num_coming -= 1
+            await self.finish(upload.close(), "remove an upload")
+
+    async def keep(self, upload: "Upload", filename: str, purpose: str) -> FileObject:
+        """Make a file of the bytes of an upload."""
+        return await self.finish(self._keep(upload, filename, purpose), "keep an upload")
+
+    async def publish(self, owner: str, id: str, filename: str, purpose: str) -> FileObject | None:
+        """Make a file of the bytes at the path of `id`. Return None if there are none."""
+        work = self._publish(owner, id, filename, purpose)
+        return await self.finish(work, f"publish {id}")
+
+    async def _keep(self, upload: "Upload", filename: str, purpose: str) -> FileObject:
+        id = f"file-{uuid.uuid4().hex}"
+        path = self.path(upload.owner, id)
+        size = await self.write(upload.sync)
+        await self.change(os.replace, upload.path, path)
+        self.room.move(upload.path, path)
+        try:
+            return await self._record(upload.owner, id, size, filename, purpose)
+        except BaseException:
+            await self.change(_remove, [path])
+            self.room.set_size(path, 0)
+            raise
+
+    async def _publish(self, owner: str, id: str, filename: str, purpose: str) -> FileObject | None:
+        path = self.path(owner, id)
+        size = await self.write(_sync, path)
+        self.room.set_size(path, size)
+        if size == 0:
+            await self.change(_remove, [path])
+            return None
+        return await self._record(owner, id, size, filename, purpose)
+
+    async def _record(
+        self, owner: str, id: str, size: int, filename: str, purpose: str
+    ) -> FileObject:
+        now = int(time.time())
+        record = FileObject(id=id, bytes=size, created_at=now, filename=filename, purpose=purpose)
+        await self._save(owner, record)
+        return record
+
+    # ---- threads
+
+    async def change(self, work: Callable[..., T], *args: Any) -> T:
+        """Run work in the thread of all changes, after those before. Raise StorageFailed."""
+        return await _in_thread(self._changer, work, args)
+
+    async def write(self, work: Callable[..., T], *args: Any) -> T:
+        """Run work on the bytes of one file, beside other work. Raise StorageFailed."""
+        return await _in_thread(self._writers, work, args)
+
+    async def finish(self, change: Coroutine[Any, Any, T], what: str) -> T:
+        """Await a change in a task of its own, which goes on if the caller is cancelled.
+
+        what: the change in words, for the log.
+        """
+        task = spawn(change, name=what, on_error=_log_failure)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Finish what has begun, and let another process use the folder."""
+        while self._changes:
+            await asyncio.gather(*self._changes, return_exceptions=True)
+        self._changer.shutdown(wait=False)
+        self._writers.shutdown(wait=False)
+        self._unlock()
+
+
+class Upload:
+    """The bytes of a new file while they arrive."""
+
+    def __init__(self, store: FileStore, owner: str, path: Path) -> None:
+        self.owner = owner
+        self.path = path
+        self._store = store
+        self._file: BinaryIO | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # a thread may still write for a client that has left
+
+    async def write(self, chunk: bytes) -> None:
+        """Add bytes. Raise NoRoom if the files may have no more, and StorageFailed."""
+        self._store.room.grow(self.path, len(chunk))
+        await self._store.write(self._write, chunk)
+
+    async def keep(self, filename: str, purpose: str) -> FileObject:
+        """Make a file of the bytes. Raise StorageFailed."""
+        return await self._store.keep(self, filename, purpose)
+
+    def sync(self) -> int:
+        """Bring the bytes to the disk and return their number. Blocks."""
+        self._write(b"")
+        with self._lock:
+            assert self._file is not None
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            return self._file.tell()
+
+    async def close(self) -> None:
+        """Close the file, and remove it if it was not kept."""
+        await self._store.write(self._remove)
+        self._store.room.set_size(self.path, 0)
+
+    def _write(self, chunk: bytes) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._file is None:
+                self.path.parent.mkdir(mode=0o700, exist_ok=True)
+                self._file = self.path.open("wb")
+            self._file.write(chunk)
+
+    def _remove(self) -> None:
+        with self._lock:
+            self._closed = True
+            self.path.unlink(missing_ok=True)
+            if self._file is not None:
+                with suppress(OSError):  # bytes in the buffer of a full disk
+                    self._file.close()
 
 
 def owner_key(owner: str) -> str:
-    """Returns the name of an owner's folder: a digest, since owners may be named in any way."""
+    """Return the name of an owner's folder: a digest, since owners may be named in any way."""
     return hashlib.sha256(owner.encode()).hexdigest()[:32]
+
+
+async def _in_thread(threads: ThreadPoolExecutor, work: Callable[..., T], args: Any) -> T:
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        what = f"the server's disk for files (files_dir) failed: {why}; try again when it is mended"
+        raise StorageFailed(what) from error
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    log.error("files_dir: could not %s: %s", what, error.__cause__ or error)
+
+
+def _read_record(path: Path) -> Record:
+    kind: type[Record] = Batch if path.name.startswith("batch_") else FileObject
+    record = msgspec.json.decode(path.read_bytes(), type=kind)
+    if record.id != path.stem:
+        raise ValueError(f"it says that it is {shorten(record.id)!r}")
+    if kind is FileObject and not path.with_suffix(".data").is_file():
+        raise ValueError("the bytes of the file are missing")
+    return record
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _sync(path: Path) -> int:
+    """Bring a file's bytes to the disk and return their number; 0 if there is no such file."""
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

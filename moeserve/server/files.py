@@ -1,23 +1,27 @@
-"""/v1/files: uploads, lists, contents and deletions; `file_store.py` keeps them."""
+"""/v1/files: uploads, lists, contents and deletions. `file_store.py` keeps the files."""
 
 import asyncio
-from pathlib import Path
 from typing import Annotated, Literal
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import BadHttpMessage
 from msgspec import Meta, Struct
 
-from moeserve.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedMedia
+from moeserve.errors import InvalidRequest, NotFound, UnsupportedMedia
 from moeserve.server.call import HttpCall
+from moeserve.server.cors import check_form
 from moeserve.server.errors import HttpError, shorten
 from moeserve.server.file_objects import Deleted, FileList, FileObject, page
-from moeserve.server.file_store import FileStore, owner_key
+from moeserve.server.file_store import FileStore, NoRoom, Upload, owner_key
 from moeserve.server.requests import READ_TIMEOUT_S, continue_body, unknown_fields
 
-OFF = "this server keeps no files; `server: {files_dir: FOLDER}` in its --config turns /v1/files and /v1/batches on"
+OFF = (
+    "this server keeps no files; `server: {files_dir: FOLDER}` in its --config turns /v1/files and "
+    "/v1/batches on"
+)
+CHUNK_BYTES = 2**18
 MAX_FIELD_BYTES = 1024  # of a form's field that is no file
-FRAMING_BYTES = 64 * 1024  # of a form, beyond the file in it
+FRAMING_BYTES = 64 * 1024  # of a form, beside the file in it
 MAX_FIELDS = 8
 _BAD_FORM = (
     ValueError,
@@ -37,10 +41,10 @@ class FileForm(Struct, kw_only=True):
 
 
 class FilesQuery(Struct, kw_only=True):
-    """A page of the list. after: the last id of the page before."""
+    """The URL's parameters of a list of files."""
 
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
-    after: str | None = None
+    after: Annotated[str | None, Meta(description="the last id of the page before")] = None
     order: Literal["asc", "desc"] = "desc"
     purpose: str | None = None
 
@@ -48,84 +52,80 @@ class FilesQuery(Struct, kw_only=True):
 async def upload_file(call: HttpCall) -> web.StreamResponse:
     """Keep a file, sent as multipart/form-data with the fields purpose, which is batch, and file."""
     store, owner = store_of(call)
+    if not call.caller.owner:  # without a key, which other pages cannot have
+        check_form(call.request, call.context.cors)
     if call.request.content_type != "multipart/form-data":
-        raise UnsupportedMedia(
-            "the Content-Type must be multipart/form-data, with the fields purpose and file"
-        )
-    part = store.new_part(owner)
-    room = await asyncio.to_thread(store.room)
-    if (call.request.content_length or 0) > room + FRAMING_BYTES:
-        raise _no_room(room)
-    try:
-        fields = await _receive(call.request, part, room)
+        what = "the Content-Type must be multipart/form-data, with the fields purpose and file"
+        raise UnsupportedMedia(what)
+    if (call.request.content_length or 0) > store.room.left + FRAMING_BYTES:
+        raise NoRoom(store.room.left)
+    async with store.upload(owner) as upload:
+        fields = await _receive(call.request, upload)
         for name in FileForm.__struct_fields__:
             if name not in fields:
                 raise InvalidRequest(f"{name} is required", param=name)
         if fields["purpose"] != "batch":
-            raise InvalidRequest(
-                "purpose must be batch: nothing else here reads files", param="purpose"
-            )
+            what = "purpose must be batch: files have no other use here"
+            raise InvalidRequest(what, param="purpose")
         if "expires_after[anchor]" in fields:
             what = "expires_after: files stay until they are deleted"
             raise InvalidRequest(what, param="expires_after", code="unsupported_parameter")
         call.note_unknown(unknown_fields(fields, FileForm.__struct_fields__))
-        return call.answer(store.add(owner, part, fields["file"], "batch"))
-    finally:
-        part.unlink(missing_ok=True)
+        return call.answer(await upload.keep(fields["file"], "batch"))
 
 
-async def _receive(request: web.BaseRequest, part: Path, room: int) -> dict[str, str]:
-    """Writes the form's file to `part` and returns the other fields, with the name of the file as
-    `file`.
-    """
+async def _receive(request: web.BaseRequest, upload: Upload) -> dict[str, str]:
+    """Write the form's file to the upload. Return the other fields, and the file's name as `file`."""
     fields: dict[str, str] = {}
     await continue_body(request)
     try:
         async with asyncio.timeout(READ_TIMEOUT_S) as limit:
             async for field in await request.multipart():
-                if not isinstance(field, BodyPartReader) or not field.name or field.name in fields:
-                    raise ValueError("a field has no name, or that of another")
-                if len(fields) == MAX_FIELDS or {
-                    "Content-Encoding",
-                    "Content-Transfer-Encoding",
-                } & {*field.headers}:
-                    raise ValueError("a field too many, or one that is encoded")
+                _check_field(field, fields)
+                assert isinstance(field, BodyPartReader)
+                assert field.name is not None
                 if field.name == "file":
                     fields["file"] = shorten(field.filename or "file")
-                    await _write(field, part, room, limit)
+                    await _write(field, upload, limit)
                 else:
-                    text = await field.read_chunk(MAX_FIELD_BYTES)
-                    if not field.at_eof() and await field.read_chunk(1):
-                        raise ValueError("a field is too long")
-                    fields[field.name] = text.decode()
+                    fields[field.name] = await _text_of(field)
     except TimeoutError as error:
-        raise HttpError(
-            408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s"
-        ) from error
+        what = f"the body did not arrive within {READ_TIMEOUT_S:g} s"
+        raise HttpError(408, "request_timeout", what) from error
     except _BAD_FORM as error:
-        raise InvalidRequest(
-            "the body is not multipart/form-data as expected", code="invalid_multipart"
-        ) from error
+        what = "the body is not multipart/form-data as expected"
+        raise InvalidRequest(what, code="invalid_multipart") from error
     return fields
 
 
-async def _write(field: BodyPartReader, part: Path, room: int, limit: asyncio.Timeout) -> None:
+def _check_field(field: object, fields: dict[str, str]) -> None:
+    """Raise ValueError for a field that is not one of a plain form."""
+    if not isinstance(field, BodyPartReader) or not field.name:
+        raise ValueError("a field has no name")
+    if field.name in fields:
+        raise ValueError("two fields have one name")
+    if len(fields) == MAX_FIELDS:
+        raise ValueError("too many fields")
+    if {"Content-Encoding", "Content-Transfer-Encoding"} & {*field.headers}:
+        raise ValueError("a field is encoded")
+
+
+async def _text_of(field: BodyPartReader) -> str:
+    text = await field.read_chunk(MAX_FIELD_BYTES)
+    if not field.at_eof() and await field.read_chunk(1):
+        raise ValueError("a field is too long")
+    return text.decode()
+
+
+async def _write(field: BodyPartReader, upload: Upload, limit: asyncio.Timeout) -> None:
     loop = asyncio.get_running_loop()
     num_bytes = 0
-    with part.open("wb") as file:
-        while chunk := await field.read_chunk(2**18):
-            num_bytes += len(chunk)
-            if num_bytes > room:
-                raise _no_room(room)
-            await asyncio.to_thread(file.write, chunk)
-            if num_bytes >> 20 > (num_bytes - len(chunk)) >> 20:
-                limit.reschedule(loop.time() + READ_TIMEOUT_S)
-
-
-def _no_room(room: int) -> PayloadTooLarge:
-    return PayloadTooLarge(
-        f"there is room for {max(room, 0):,} more bytes of files; delete some", param="file"
-    )
+    while chunk := await field.read_chunk(CHUNK_BYTES):
+        await upload.write(chunk)
+        before = num_bytes
+        num_bytes += len(chunk)
+        if num_bytes >> 20 > before >> 20:  # each MiB wins more time
+            limit.reschedule(loop.time() + READ_TIMEOUT_S)
 
 
 async def list_files(call: HttpCall) -> web.StreamResponse:
@@ -133,9 +133,9 @@ async def list_files(call: HttpCall) -> web.StreamResponse:
     store, owner = store_of(call)
     query = call.query(FilesQuery)
     files = [file for file in store.all(owner, FileObject) if query.purpose in (None, file.purpose)]
-    return call.answer(
-        FileList(**page(files if query.order == "desc" else files[::-1], query.after, query.limit))
-    )
+    if query.order == "asc":
+        files.reverse()
+    return call.answer(FileList(**page(files, query.after, query.limit)))
 
 
 async def retrieve_file(call: HttpCall) -> web.StreamResponse:
@@ -148,23 +148,23 @@ async def file_content(call: HttpCall) -> web.StreamResponse:
     """Return the bytes of a file."""
     store, owner = store_of(call)
     path = store.path(owner, store.find(owner, call.tail, FileObject).id)
-    safe = {"Content-Type": "application/octet-stream", "X-Content-Type-Options": "nosniff"}
-    return web.FileResponse(
-        path, headers=call.headers() | safe | {"Content-Disposition": "attachment"}
-    )
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "X-Content-Type-Options": "nosniff",
+        "Content-Disposition": "attachment",
+    }
+    return web.FileResponse(path, headers=call.headers() | headers)
 
 
 async def delete_file(call: HttpCall) -> web.StreamResponse:
     """Delete a file that no batch is reading."""
     store, owner = store_of(call)
-    store.delete(owner, call.tail)
+    await store.delete(owner, call.tail)
     return call.answer(Deleted(id=call.tail, object="file"))
 
 
 def store_of(call: HttpCall) -> tuple[FileStore, str]:
-    """Returns the server's files and the caller's name in them. Raises NotFound if the server keeps
-    none.
-    """
+    """Return the server's files and the caller's name in them. Raise NotFound if it keeps none."""
     if call.context.batches is None:
         raise NotFound(OFF, code="files_off")
     return call.context.batches.store, owner_key(call.caller.owner)

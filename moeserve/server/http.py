@@ -1,5 +1,4 @@
-"""HTTP under the app: aiohttp's connection handling with every limit set, its errors in our shape,
-and event streams.
+"""HTTP under the app: connections with every limit set, errors in our shape, and event streams.
 
 aiohttp's own defaults would inflate compressed bodies, wait for ever for a request's head, keep
 idle connections for an hour, and go on computing for a client that has left.
@@ -8,25 +7,29 @@ idle connections for an hour, and go on computing for a client that has left.
 import asyncio
 import re
 import resource
+import socket
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from aiohttp import web
-from aiohttp.http import StreamWriter
+from aiohttp.http import HttpVersion11, RawRequestMessage, StreamWriter
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
+from moeserve.actor.tasks import cancel, every, log_error, spawn
 from moeserve.server.errors import HttpError, as_request_error, error_body, error_response
 
 HEAD_TIMEOUT_S = 30.0
-KEEPALIVE_S = 75.0
 MAX_PATH_BYTES = 8190
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 16 * 1024
 MAX_FILES = 65_536
-RESERVED_FILES = 128  # that are not for connections: engines, checkpoints, logs
-STALL_S = 30.0  # a reader of events that takes nothing for so long is gone
+RESERVED_FILES = 128  # for engines, checkpoints and logs; all others are for connections
+FIRST_PROBE_S = 0.25  # after the first look at a client that sends no more; doubled each time
+MAX_PROBE_S = 4.0
+STALL_S = 30.0  # a reader of events that reads nothing for so long is gone
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 _SSE_HEADERS = {
@@ -34,19 +37,38 @@ _SSE_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_ABSOLUTE = re.compile(r"https?://([^/?#]*)([^?#]*)", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 def request_id_of(request: web.BaseRequest) -> str:
-    """Returns the client's own id if it is a harmless one, otherwise a new one."""
+    """Return the client's own id if it is a harmless one, otherwise a new one."""
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
+def split_target(request: web.BaseRequest) -> tuple[str, str]:
+    """Return the authority and the path of a request's target (RFC 9112, section 3.2).
+
+    Clients of a proxy, and some proxies, send the absolute form, `GET http://host:8000/v1/models`.
+    Others have no authority there.
+    """
+    target = request.raw_path
+    if (absolute := _ABSOLUTE.match(target)) is not None:
+        return absolute[1], absolute[2] or "/"
+    return "", target.partition("?")[0]
+
+
+def path_of(request: web.BaseRequest) -> str:
+    """Return the path of a request, as it was sent."""
+    return split_target(request)[1]
+
+
 def check_headers(request: web.BaseRequest) -> None:
-    """Raises HttpError (431); the parser limits only each header by itself."""
+    """Raise HttpError (431) for too many bytes. The parser limits only each header by itself."""
     size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
     if size > MAX_HEADER_BYTES:
         what = f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed"
@@ -54,28 +76,109 @@ def check_headers(request: web.BaseRequest) -> None:
 
 
 class Connection(RequestHandler):
-    """One client connection. head_since: when an unfinished request head began to arrive; the first
-    one is awaited from the start, so that nobody stays without a word."""
+    """One client connection."""
 
+    # When an unfinished request head began to arrive. The first head's time starts at connect.
     head_since: float | None = None
+    half_closed = False  # the client sends no more, and waits for its answers
+
+    def __init__(
+        self, server: "HttpServer", loop: asyncio.AbstractEventLoop, **options: Any
+    ) -> None:
+        super().__init__(server, loop=loop, **options)
+        self._server = server
+        self._num_answered = 0
+        self._is_answering = False  # the head of a whole answer may have been sent
+        self._last: tuple[Any, Any] | None = None  # the last request's head, and its body
 
     @property
     def idle(self) -> bool:
-        """Whether it is open and no request of it is being answered."""
-        return self.transport is not None and not self._messages and not self._request_in_progress
+        """Whether the connection is open and waits for a request."""
+        return self.transport is not None and self._num_answered == self._request_count
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
         super().connection_made(transport)
         self.head_since = self._loop.time()
+        self._server.idle[self] = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._server.idle.pop(self, None)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio; notes whether a request's head is on its way."""
         super().data_received(data)
-        if self._messages or self._request_in_progress:
+        if self._messages:
+            self._last = self._messages[-1]
+        if not self.idle:
             self.head_since = None
+            self._server.idle.pop(self, None)
         elif self.head_since is None:
             self.head_since = self._loop.time()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        self._is_answering = True
+        result = await super().finish_response(request, resp, start_time)
+        self._is_answering = False
+        self._num_answered += 1
+        if self.idle:
+            if self.half_closed:
+                self.close()
+            else:
+                self._server.idle[self] = None
+        return result
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # as in asyncio.Protocol
+        """Handle the end of what the client sends. Return whether the connection stays open.
+
+        The client may have left, or wait for its answer (`nc -N`): TCP does not say which. One that
+        has got a part of a stream has left.
+        """
+        super().eof_received()
+        if self.transport is None or self._has_begun() or not self._owes_an_answer():
+            return False
+        self.half_closed = True
+        self._probe_client(FIRST_PROBE_S)
+        return True
+
+    def _owes_an_answer(self) -> bool:
+        """Return whether whole requests came, by HTTP/1.1 and without TLS.
+
+        TLS, as asyncio has it, is closed in both directions at once.
+        """
+        if self.idle or self._last is None:
+            return False
+        assert self.transport is not None
+        head, body = self._last
+        return (
+            isinstance(head, RawRequestMessage)
+            and head.version == HttpVersion11
+            and body.is_eof()
+            and self.transport.get_extra_info("ssl_object") is None
+        )
+
+    def _has_begun(self) -> bool:
+        """Return whether a handler has sent the head of a stream."""
+        request = self._current_request
+        return request is not None and request.writer.output_size > 0
+
+    def _probe_client(self, pause_s: float) -> None:
+        """End the connection of a client that has left; try again after a pause.
+
+        A client that has left answers bytes with a reset. Before an answer begins, the bytes are an
+        interim response, which other clients ignore. Nobody reads the socket any more, so the reset
+        is no event of the loop.
+        """
+        if self.transport is None:
+            return
+        sock = self.transport.get_extra_info("socket")
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not (self._has_begun() or self._is_answering):
+            self.transport.write(_CONTINUE)
+        self._loop.call_later(pause_s, self._probe_client, min(2 * pause_s, MAX_PROBE_S))
 
     def handle_error(
         self,
@@ -84,9 +187,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Returns the answer to a request that the parser refused, or to a fault that the app let
-        through.
-        """
+        """Return the answer to a request that the parser refused, or to a bug in the app."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so no error can be sent")
         request_id = request_id_of(request)
@@ -100,22 +201,24 @@ class Connection(RequestHandler):
         return response
 
     def refuse_slow_head(self) -> None:
-        """Answers 408 and closes the connection."""
-        error = HttpError(
-            408, "request_timeout", f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s"
+        """Answer 408 and close the connection."""
+        what = f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s"
+        body = error_body(HttpError(408, "request_timeout", what), "")
+        head = (
+            "HTTP/1.1 408 Request Timeout\r\n"
+            "Content-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
         )
-        body = error_body(error, "")
-        head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         if self.transport is not None:
-            self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+            self.transport.write(head.encode() + body)
         self.force_close()
 
 
 def _parse_error(error: BaseException | None) -> HttpError:
     if isinstance(error, LineTooLong):
-        if str(error.args[1]) == str(
-            MAX_HEADER_BYTES
-        ):  # the limit that was passed tells which line it was
+        # The parser tells the limit that was passed, not the line.
+        if str(error.args[1]) == str(MAX_HEADER_BYTES):
             what = f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes"
             return HttpError(431, "headers_too_large", what)
         return HttpError(414, "uri_too_long", f"the URL is longer than {MAX_PATH_BYTES} bytes")
@@ -125,7 +228,7 @@ def _parse_error(error: BaseException | None) -> HttpError:
 
 
 def raise_file_limit() -> None:
-    """Lets this process open as many files as it may, up to MAX_FILES: each connection is one."""
+    """Let this process open as many files as it may, up to MAX_FILES. Each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if 0 <= soft < wanted:
@@ -135,16 +238,17 @@ def raise_file_limit() -> None:
 class HttpServer(web.Server):
     """aiohttp's server with a `Connection` for each client.
 
-    Where the process may open no more files, the oldest connection that is idle makes room for a
-    new one.
+    Where the process may open no more files, each new connection closes the one that has been idle
+    for the longest time.
     """
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, keepalive_s: float) -> None:
         self._room = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES, 16)
+        self.idle: dict[Connection, None] = {}  # in the order in which they became idle
         super().__init__(
             handler,
             handler_cancellation=True,
-            keepalive_timeout=KEEPALIVE_S,
+            keepalive_timeout=keepalive_s,
             max_line_size=MAX_PATH_BYTES,
             max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
@@ -154,42 +258,53 @@ class HttpServer(web.Server):
         )
 
     def __call__(self) -> RequestHandler:
-        """Returns the protocol of a new connection."""
+        """Return the protocol of a new connection."""
         if len(self._connections) >= self._room:
-            idle = [one for one in self._connections if isinstance(one, Connection) and one.idle]
-            for connection in idle[: len(self._connections) - self._room + 1]:
-                connection.force_close()
-        return Connection(self, loop=self._loop, **self._kwargs)
+            self._close_oldest_idle()
+        return Connection(self, self._loop, **self._kwargs)
+
+    def _close_oldest_idle(self) -> None:
+        while self.idle:
+            oldest = next(iter(self.idle))
+            del self.idle[oldest]
+            if oldest.idle:
+                oldest.force_close()
+                return
 
     async def watch_heads(self, timeout_s: float = HEAD_TIMEOUT_S) -> None:
-        """Ends connections whose request heads take longer than `timeout_s` to arrive. Runs until
-        cancelled.
-        """
-        while True:
-            await asyncio.sleep(timeout_s / 8)
-            now = self._loop.time()
-            for connection in self.connections:
-                assert isinstance(connection, Connection)
-                if connection.head_since is not None and now - connection.head_since > timeout_s:
-                    connection.refuse_slow_head()
+        """End connections whose request heads take too long to arrive. Run until cancelled."""
+        name = "slow heads"
+        await every(timeout_s / 8, lambda: self._refuse_slow_heads(timeout_s), name=name)
+
+    def _refuse_slow_heads(self, timeout_s: float) -> None:
+        now = self._loop.time()
+        for connection in self.connections:
+            assert isinstance(connection, Connection)
+            if connection.head_since is None or now - connection.head_since <= timeout_s:
+                continue
+            try:
+                connection.refuse_slow_head()
+            except Exception as error:
+                log_error("slow heads", error)
+                connection.force_close()
 
 
 class SseStream:
-    """One response of server-sent events. The status line goes out with `start`: until then an
-    error can set it.
+    """One response of server-sent events.
 
-    While the socket takes data (`free`), each delta is one `write`. When it is full, `send` waits,
-    and the front end merges the deltas that come meanwhile into one, so a slow reader costs at most
-    its own answer in memory. sending, sent_at: whether a write waits for the reader, and when the
-    last one began; `watch` reads both.
+    The status line is sent by `start`, so until then an error can set it. While the socket takes
+    data (`free`), each delta is one `write`. When the socket is full, `send` waits, and the front
+    end merges the deltas that come meanwhile into one. So a slow reader costs at most its own
+    answer in memory.
     """
 
     def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
         self._request = request
         self._response = web.StreamResponse(headers={**_SSE_HEADERS, **headers})
         self._loop = asyncio.get_running_loop()
-        self.sent_at = self._loop.time()
-        self.sending = False
+        self.sent_at = self._loop.time()  # when the last write began
+        self.sending = False  # a write waits for the reader
+        self.ended = False  # nothing more may be sent
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = False
 
@@ -199,7 +314,7 @@ class SseStream:
         return self._response.prepared
 
     async def start(self) -> None:
-        """Sends the status line and the headers."""
+        """Send the status line and the headers."""
         writer = await self._response.prepare(self._request)
         assert isinstance(writer, StreamWriter)
         self._chunked = writer.chunked
@@ -207,9 +322,7 @@ class SseStream:
 
     @property
     def free(self) -> bool:
-        """Whether the connection is open and everything written has left, so that `write` may be
-        called.
-        """
+        """Whether `write` may be called: the socket is open and has taken all bytes so far."""
         transport = self._transport
         return (
             transport is not None
@@ -218,50 +331,78 @@ class SseStream:
         )
 
     def write(self, frames: bytes) -> None:
-        """Sends whole frames now, past aiohttp's writer, whose bookkeeping costs more than its one
-        system call.
-        """
+        """Send whole frames now, past aiohttp's writer, which costs more than the system call."""
         assert self._transport is not None
         self.sent_at = self._loop.time()
         self._transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames)
 
     async def send(self, frames: bytes) -> None:
-        """Sends whole frames. Waits while the reader is behind; raises ConnectionError when the
-        reader is gone.
-        """
+        """Send whole frames. Wait for a slow reader; raise ConnectionError when it is gone."""
         self.sent_at = self._loop.time()
         self.sending = True
         await self._response.write(frames)
         self.sending = False
 
+    async def ping(self) -> None:
+        """Send a comment, unless the stream is about to send or to end."""
+        if not self.sending and not self.ended:
+            with suppress(ConnectionError):  # the reader has left, which ends the handler
+                await self.send(PING)
+
     async def finish(self) -> web.StreamResponse:
-        """Ends the body and returns the response, as aiohttp's handlers do."""
+        """End the body and return the response, as aiohttp's handlers do."""
+        self.ended = True
         self.sent_at = self._loop.time()
         self.sending = True
         await self._response.write_eof()
         return self._response
 
     def drop(self) -> None:
-        """Closes the connection at once, which cancels the handler and so aborts the generation."""
+        """Close the connection at once, which cancels the handler and aborts the generation."""
         if self._request.transport is not None:
             self._request.transport.abort()
 
 
-async def watch(streams: set[SseStream], ping_s: float, stall_s: float = STALL_S) -> None:
-    """Pings silent streams and drops stalled ones, all with one timer. Runs until cancelled."""
-    loop = asyncio.get_running_loop()
-    async with asyncio.TaskGroup() as pings:
-        while True:
-            await asyncio.sleep(min(ping_s, stall_s, 4.0) / 4)
-            now = loop.time()
-            for stream in streams:
-                silent_s = now - stream.sent_at
-                if stream.sending and silent_s > stall_s:
-                    stream.drop()
-                elif stream.started and not stream.sending and silent_s > ping_s:
-                    pings.create_task(_ping(stream))  # a task: it ends when the reader takes it
+class StreamWatch:
+    """One timer for all streams. It pings silent ones and drops stalled ones.
 
+    Whatever goes wrong with a stream drops that stream alone.
+    """
 
-async def _ping(stream: SseStream) -> None:
-    with suppress(ConnectionError):  # its own handler is being cancelled
-        await stream.send(PING)
+    def __init__(self, streams: set[SseStream], ping_s: float, *, stall_s: float = STALL_S) -> None:
+        self._streams = streams
+        self._ping_s = ping_s
+        self._stall_s = stall_s
+        self._pings: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        try:
+            interval_s = min(self._ping_s, self._stall_s, 4.0) / 4
+            await every(interval_s, self._look_at_all, name="streams")
+        finally:
+            await cancel(*self._pings)
+
+    def _look_at_all(self) -> None:
+        for stream in list(self._streams):
+            try:
+                self._look_at(stream)
+            except Exception as error:
+                log_error("streams", error)
+                stream.drop()
+
+    def _look_at(self, stream: SseStream) -> None:
+        silent_s = asyncio.get_running_loop().time() - stream.sent_at
+        if stream.sending and silent_s > self._stall_s:
+            stream.drop()
+        elif stream.started and not stream.sending and silent_s > self._ping_s:
+            self._ping(stream)
+
+    def _ping(self, stream: SseStream) -> None:
+        def failed(name: str, error: Exception) -> None:
+            log_error(name, error)
+            stream.drop()
+
+        ping = spawn(stream.ping(), name="ping", on_error=failed)  # ends when the reader reads
+        self._pings.add(ping)
+        ping.add_done_callback(self._pings.discard)

@@ -4,60 +4,106 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from moeserve.actor.tasks import cancel, every, log_error, spawn
 from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 CHECK_S = 2.0  # between two looks at the files
 
+T = TypeVar("T")
+Stamp = tuple[int, int, int]  # changes when a file is written or replaced
+
+
+@dataclass(eq=False)
+class _Watched:
+    paths: Sequence[str]
+    read: Callable[[], Any]
+    use: Callable[[Any], None]
+    stamps: list[Stamp | None] = field(default_factory=list)  # of the content that is used
+    error: str = ""  # of the last reading
+
 
 class Reloads:
-    """What to read again, and how its files looked last. A file that is bad leaves the old state in
-    force.
+    """The files to watch, and what is done with their content.
+
+    Files are read in a thread, and their content is used on the event loop, all of it at once.
+    Content that is bad changes nothing; it is read again until it is good.
     """
 
     def __init__(self) -> None:
-        self._watched: dict[Callable[[], None], tuple[Sequence[str], list[object]]] = {}
+        self._watched: list[_Watched] = []
+        self._checking = asyncio.Lock()
+        self._forced: set[asyncio.Task[None]] = set()
 
-    def add(self, paths: Sequence[str], read: Callable[[], None]) -> None:
-        """Calls `read`, which may raise ConfigError, on SIGHUP and whenever one of these files has
-        changed.
+    def add(self, paths: Sequence[str], read: Callable[[], T], use: Callable[[T], None]) -> None:
+        """Watch files: call `read` when one changes and on SIGHUP, and `use` with its result.
+
+        Without paths it is SIGHUP alone. The present content counts as used. `read` runs in a
+        thread and may raise ConfigError.
         """
-        self._watched[read] = paths, [_stamp(path) for path in paths]
+        self._watched.append(_Watched(paths, read, use, [_stamp(path) for path in paths]))
 
-    def check(self, *, force: bool = False) -> None:
-        """Reads what has changed, or everything if `force`."""
-        for read, (paths, seen) in list(self._watched.items()):
-            self.add(paths, read)
-            if not force and self._watched[read] == (paths, seen):
-                continue
-            try:
-                read()
-            except ConfigError as error:
-                log.error("not reloaded, the old state stays in force: %s", error)
-            else:
-                log.info("reloaded %s", ", ".join(paths) or "the access log")
+    async def check(self, *, force: bool = False) -> None:
+        """Read what has changed, or everything if `force`. Raise nothing."""
+        async with self._checking:
+            for watched in self._watched:
+                try:
+                    await self._check(watched, force=force)
+                except Exception as error:
+                    log_error("reloads", error)
 
-    async def run(self) -> None:
-        """Looks at the files on a timer and on SIGHUP until cancelled. Without any file SIGHUP ends
-        the process.
+    async def _check(self, watched: _Watched, *, force: bool) -> None:
+        stamps = await asyncio.to_thread(lambda: [_stamp(path) for path in watched.paths])
+        if not force and stamps == watched.stamps:
+            return
+        try:
+            watched.use(await asyncio.to_thread(watched.read))
+        except Exception as error:
+            if force or str(error) != watched.error:  # once, not at every look
+                log.error(
+                    "not reloaded, the content before stays in use: %s",
+                    error,
+                    exc_info=None if isinstance(error, ConfigError) else error,
+                )
+            watched.error = str(error)
+        else:
+            watched.stamps = stamps
+            watched.error = ""
+            log.info("reloaded %s", ", ".join(watched.paths) or "the access log")
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Check on a timer and on SIGHUP inside the block.
+
+        Without anything to watch, SIGHUP ends the process as it does without a handler.
         """
         if not self._watched:
+            yield
             return
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, lambda: self.check(force=True))
+        loop.add_signal_handler(signal.SIGHUP, self._force)
+        checks = every(CHECK_S, self.check, name="reloads")
+        timer = spawn(checks, name="reloads", on_error=log_error)
         try:
-            while True:
-                await asyncio.sleep(CHECK_S)
-                self.check()
+            yield
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
+            await cancel(timer, *self._forced)
+
+    def _force(self) -> None:
+        task = spawn(self.check(force=True), name="reload", on_error=log_error)
+        self._forced.add(task)
+        task.add_done_callback(self._forced.discard)
 
 
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Returns what changes when a file is written or replaced; None for one that is not there."""
+def _stamp(path: str) -> Stamp | None:
+    """Return the time, size and inode of a file; None if there is none."""
     try:
         stat = os.stat(path)
     except OSError:

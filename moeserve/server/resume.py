@@ -19,6 +19,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.frontend.journal import StreamLog
 from moeserve.frontend.resumable import unknown_stream
 from moeserve.server.call import RESUMABLE_PATHS, RESUME_HEADER, HttpCall, not_resumable
+from moeserve.server.http import path_of
 
 _ID = re.compile(
     r"([0-9a-f]{32}):(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:\+(\d{1,9})\.(\d{1,9})(e?))?(?:~(\d{1,9}))?",
@@ -68,7 +69,7 @@ def stream_key(call: HttpCall, body: dict[str, Any]) -> StreamKey | None:
     A request that resumes a stream gets the id of the one that began it. Raises RequestError for a
     wrong Last-Event-ID.
     """
-    path = call.request.raw_path.partition("?")[0]
+    path = path_of(call.request)
     last = call.request.headers.get(RESUME_HEADER)
     if last is None and (path not in RESUMABLE_PATHS or body.get("stream") is not True):
         return None

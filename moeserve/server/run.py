@@ -14,15 +14,21 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import msgspec
 import uvloop
 
+from moeserve.actor.tasks import cancel, log_error, spawn
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.host import FleetSnapshot, Root
 from moeserve.cluster.launch.protocol import report
@@ -30,6 +36,7 @@ from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config, ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, Overloaded
 from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.journal import StreamLog
 from moeserve.frontend.journal_feed import follow
 from moeserve.frontend.open import open_front_end, prepare
 from moeserve.frontend.takeover import succeeding
@@ -40,8 +47,9 @@ from moeserve.server.auth import Auth
 from moeserve.server.batches import Batches
 from moeserve.server.context import Context
 from moeserve.server.file_store import FileStore
-from moeserve.server.http import HttpServer, raise_file_limit, watch
-from moeserve.server.inside import ask
+from moeserve.server.hosts import is_loopback
+from moeserve.server.http import HttpServer, StreamWatch, raise_file_limit
+from moeserve.server.internal import ask
 from moeserve.server.reload import Reloads
 from moeserve.server.routes import METRICS_ROUTES, PAGES, ROUTES
 from moeserve.server.tls import GOODBYE_S, HANDSHAKE_S, tls_of
@@ -50,27 +58,27 @@ from moeserve.version import __version__
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-_OPEN_HOSTS = ("127.0.0.1", "::1", "localhost")
 FLUSH_S = 5.0  # for the ends of answers to reach their clients
+JOURNAL_PAUSE_S = 1.0  # before a journal that failed is followed again
 
 T = TypeVar("T")
 OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
 
 
 def serve(config: Config) -> int:
-    """Runs until a signal comes; returns the exit code. Raises ConfigError or EngineDied if the
-    server cannot go on.
+    """Serve until a signal comes. Return the exit code.
+
+    Raise ConfigError or EngineDied if the server cannot go on.
     """
     set_up_logging(config.server.log_level, config.server.log_format)
     raise_file_limit()
-    ports = [config.server.port] + (
-        [] if config.server.metrics_port is None else [config.server.metrics_port]
-    )
+    ports = [config.server.port]
+    if config.server.metrics_port is not None:
+        ports.append(config.server.metrics_port)
     sockets = [bind(config.server, port) for port in ports]
     if config.parallel.standby:
-        from moeserve.server.standby import (
-            keep_front_ends,
-        )  # here, because it needs what starts engines
+        # imported here, because it needs what starts engines
+        from moeserve.server.standby import keep_front_ends
 
         return keep_front_ends(config, sockets)
     context = _context(config)
@@ -82,22 +90,21 @@ def serve(config: Config) -> int:
 def serve_in_turn(
     config: Config, root: Root, sockets: list[socket.socket], turn: SimpleQueue[bytes]
 ) -> int:
-    """Does the same as one front end of several: prepares all that it can, and serves from its turn
-    on.
-    """
+    """Prepare a front end of several, and serve when its turn comes. Return the exit code."""
     raise_file_limit()
     context = _context(config)
 
     async def wait_and_run() -> int:
-        """Runs when it is time."""
-        ours = asyncio.Event()
-        following = asyncio.create_task(follow(root, ours), name="journal")
+        is_ours = asyncio.Event()
+        following = spawn(_follow(root, is_ours), name="journal", on_error=log_error)
         prepared = await prepare(config, root)
         document = await asyncio.to_thread(turn.get)
         snapshot = msgspec.json.decode(document, type=FleetSnapshot | None)
         context.began = time.monotonic()
-        ours.set()
-        streams = list((await following).streams.values())
+        is_ours.set()
+        streams = await following
+        # The files may have changed since this process began: no revoked key may come back.
+        await _reloads(context).check(force=True)
         assert isinstance(prepared.link, Fleet)
         prepared.link.continue_from(snapshot)
         opened = open_front_end(config, child=True, prepared=prepared)
@@ -109,8 +116,19 @@ def serve_in_turn(
         return runner.run(wait_and_run())
 
 
+async def _follow(root: Root, is_ours: asyncio.Event) -> list[StreamLog]:
+    """Return the streams of the front end before this one. A bug there costs streams at most."""
+    while not is_ours.is_set():
+        try:
+            return list((await follow(root, is_ours)).streams.values())
+        except Exception as error:
+            log_error("journal", error)
+        await asyncio.sleep(JOURNAL_PAUSE_S)
+    return []
+
+
 def _context(config: Config) -> Context:
-    """Returns the state that all HTTP handlers share. Raises ConfigError."""
+    """Return the state that all HTTP handlers share. Raise ConfigError."""
     context = Context(config.server, Auth(config.server), tls=tls_of(config.server))
     if config.server.access_log is not None:
         context.observers.append(AccessLog(config.server.access_log))
@@ -122,15 +140,30 @@ def _context(config: Config) -> Context:
     return context
 
 
-def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
-    """Returns a socket that listens on `port`, or on the configured one: clients may connect from
-    now on.
+def _reloads(context: Context) -> Reloads:
+    """Return the files to read again while the server runs."""
+    reloads = Reloads()
+    auth = context.auth
+    if auth.paths:
+        reloads.add(auth.paths, auth.read, auth.use)
+    for observer in context.observers:
+        if isinstance(observer, AccessLog):
+            reloads.add([], observer.read, observer.use)  # on SIGHUP: each line changes the file
+    if (tls := context.tls) is not None:
+        reloads.add(tls.paths, tls.read, tls.use)
+    return reloads
 
-    Raises AddressInUse or ConfigError.
+
+def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
+    """Return a socket that listens. Clients may connect from now on.
+
+    port: instead of the configured one. Raise AddressInUse or ConfigError.
     """
     host = config.host
+    if host.startswith("[") and host.endswith("]"):  # an IPv6 address as in a URL
+        host = host[1:-1]
     port = config.port if port is None else port
-    with ConfigError.instead_of((OSError, UnicodeError), f"--host {host}"):
+    with ConfigError.instead_of((OSError, UnicodeError), f"--host {config.host}"):
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -139,9 +172,7 @@ def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
         sock = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            what = (
-                f"port {port} of {host} is in use; choose another with --port, or --port 0 for any"
-            )
+            what = f"port {port} of {host} is in use; choose another one with --port, 0 for any"
             raise AddressInUse(what) from error
         why = os.strerror(error.errno) if error.errno else error
         raise ConfigError(f"cannot listen on {host}:{port}: {why}") from error
@@ -153,43 +184,33 @@ def bind(config: ServerConfig, port: int | None = None) -> socket.socket:
 async def listening(
     sock: socket.socket, context: Context, metrics_sock: socket.socket | None = None
 ) -> AsyncIterator[None]:
-    """Answers requests on `sock` inside the block; at its end, connections that are still open are
-    cut off.
+    """Answer requests on `sock` inside the block. At its end, open connections are cut off.
 
-    metrics_sock: answers what needs no key there, metrics included.
+    metrics_sock: answers those routes that need no key there, /metrics included.
     """
-    reloads = Reloads()
-    if context.auth.paths:
-        reloads.add(context.auth.paths, context.auth.reload)
-    for observer in context.observers:
-        if isinstance(observer, AccessLog):
-            reloads.add([], observer.reopen)  # its file changes with each line
-    if context.tls is not None:
-        reloads.add(context.tls.paths, context.tls.reload)
+    keepalive_s = context.config.keepalive_timeout
     async with AsyncExitStack() as stack:
         for observer in context.observers:
-            stack.callback(observer.close)
+            stack.push_async_callback(asyncio.to_thread, observer.close)
         app = App(context, ROUTES + PAGES if context.config.ui else ROUTES)
-        server = HttpServer(app)
+        server = HttpServer(app, keepalive_s)
         context.batches = await _batches(app, server)
-        await stack.enter_async_context(_accepting(sock, context, server))
-        if context.batches is not None:
+        if context.batches is not None:  # closed after the last request
             stack.push_async_callback(context.batches.close)
+        await stack.enter_async_context(_accepting(sock, context, server))
         if metrics_sock is not None:
-            await stack.enter_async_context(
-                _accepting(metrics_sock, context, HttpServer(App(context, METRICS_ROUTES)))
-            )
+            metrics_server = HttpServer(App(context, METRICS_ROUTES), keepalive_s)
+            await stack.enter_async_context(_accepting(metrics_sock, context, metrics_server))
+        await stack.enter_async_context(_reloads(context).watching())
+        watch = StreamWatch(context.streams, context.config.sse_ping_s)
         timers = [
-            asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams"),
-            asyncio.create_task(reloads.run(), name="reloads"),
-            asyncio.create_task(report(lambda: context.phase.name), name="report"),
+            spawn(watch.run(), name="streams", on_error=log_error),
+            spawn(report(lambda: context.phase.name), name="report", on_error=log_error),
         ]
         try:
             yield
         finally:
-            for timer in timers:
-                timer.cancel()
-            await asyncio.gather(*timers, return_exceptions=True)
+            await cancel(*timers)
 
 
 @asynccontextmanager
@@ -206,25 +227,24 @@ async def _accepting(
     acceptor = await asyncio.get_running_loop().create_server(
         server, sock=sock, backlog=BACKLOG, **tls
     )
-    heads = asyncio.create_task(server.watch_heads(), name="slow heads")
+    heads = spawn(server.watch_heads(), name="slow heads", on_error=log_error)
     try:
         yield
     finally:
-        heads.cancel()
         acceptor.close()
         server.pre_shutdown()
         await server.shutdown(0.5)
-        await asyncio.gather(heads, return_exceptions=True)
+        await cancel(heads)
 
 
 async def _batches(app: App, server: HttpServer) -> Batches | None:
-    """Returns the batches, those of an earlier server among them, if there is a folder for files."""
+    """Return the batches, those of an earlier server too. None without a folder for files."""
     config = app.context.config
     if config.files_dir is None:
         return None
 
     async def num_slots() -> int:
-        """Returns how many sequences can run at once, when a model is there."""
+        """Return the number of sequences that can run at once. Wait for the model."""
         while True:
             try:
                 return app.context.serving()[1].max_num_seqs
@@ -241,7 +261,7 @@ async def run(
     open_it: OpenFrontEnd,
     metrics_sock: socket.socket | None = None,
 ) -> int:
-    """Runs the server on one loop, from listening to the last answer; returns the exit code."""
+    """Run the server on one loop, from listening to the last answer. Return the exit code."""
     stop = _stop_signals()
     async with listening(sock, context, metrics_sock):
         log.info("listening on %s", _hello(context, sock))
@@ -255,9 +275,7 @@ async def _serve(
     context: Context, front: FrontEnd, sock: socket.socket, stop: asyncio.Event
 ) -> None:
     if front.tokenizer is not None:
-        await asyncio.to_thread(
-            front.tokenizer.warm_up
-        )  # the engine takes longer to load than this
+        await asyncio.to_thread(front.tokenizer.warm_up)  # the engine takes longer to load
     ready: Ready | None = await _unless(stop, front.wait_ready())
     if ready is not None:
         context.started = True
@@ -265,8 +283,7 @@ async def _serve(
         if context.config.log_format == "json":
             log.info("ready in %.1f s", seconds)
         else:
-            sys.stdout.write("\n".join(_ready_lines(context, front, ready, sock, seconds)) + "\n")
-            sys.stdout.flush()
+            print_lines(_ready_lines(context, front, ready, sock, seconds))
         cause = await _unless(stop, front.died())
         if cause is not None:
             raise cause
@@ -284,41 +301,54 @@ async def _serve(
         await asyncio.sleep(0.02)
 
 
+def print_lines(lines: list[str]) -> None:
+    """Print lines for people. Nothing depends on them, so a full disk or a closed pipe is fine."""
+    try:
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        log.warning("the address and the model could not be printed: %s", error)
+        _discard(sys.stdout)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let the bytes that wait in a broken stream go nowhere: Python writes them again at its end."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns the result of `work`, or None if a stop is asked for first."""
-    task = asyncio.ensure_future(work)
-    stopped = asyncio.ensure_future(stop.wait())
+    """Return the result of `work`, or None if `stop` is set first."""
+    task = asyncio.create_task(work)
+    stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        task.cancel()
-        stopped.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+        await cancel(task, stopped)
 
 
 def _stop_signals() -> asyncio.Event:
-    """Returns an event that the first SIGTERM or SIGINT sets; the second ends the process, and the
-    engine with it.
-    """
+    """Return an event that the first SIGTERM or SIGINT sets. The second one ends the process."""
     loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
+    stop = asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
-        """Called by the loop."""
-        if asked.is_set():
+        if stop.is_set():
             log.warning("second %s: stopping now", number.name)
             os._exit(128 + number)  # the engine process ends when its parent does
         log.info("%s: draining; once more stops now", number.name)
-        asked.set()
+        stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    return asked
+    return stop
 
 
 def _base_url(sock: socket.socket, context: Context) -> str:
-    """Returns a URL under which this machine reaches the server."""
+    """Return a URL under which this machine reaches the server."""
     scheme = "http" if context.tls is None else "https"
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -327,9 +357,9 @@ def _base_url(sock: socket.socket, context: Context) -> str:
 
 
 def _hello(context: Context, sock: socket.socket) -> str:
-    """Returns the first line, printed while the model is still loading."""
+    """Return the first log line, while the model is still loading."""
     warning = ""
-    if not context.auth.required and context.config.host not in _OPEN_HOSTS:
+    if not context.auth.required and not is_loopback(context.config.host):
         warning = "; ANYONE who reaches this address may use it: set --api-key-file"
     return f"{_base_url(sock, context)} (moeserve {__version__}; loading the model){warning}"
 
@@ -337,24 +367,26 @@ def _hello(context: Context, sock: socket.socket) -> str:
 def _ready_lines(
     context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float
 ) -> list[str]:
-    """Returns the lines for people, printed once the model is ready. seconds: how long the start
-    took.
-    """
+    """Return the lines for people, printed once the model is ready. seconds: the start's time."""
     url = _base_url(sock, context)
     model = front.model_name
     tokens = (ready.num_blocks - 1) * ready.block_size
+    keys = "required" if context.auth.required else "none needed"
     lines = [
         "",
         f"moeserve {__version__} is ready in {seconds:.1f} s: {url}",
         f"  model    {model}: {ready.architecture}, {_count(ready.num_params)} parameters, "
-        f"{_count(ready.num_active_params)} active, {ready.dtype} on {ready.device}, {_size(ready.weight_bytes)}",
-        f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; {ready.max_num_seqs} sequences at once",
+        f"{_count(ready.num_active_params)} active, {ready.dtype} on {ready.device}, "
+        f"{_size(ready.weight_bytes)}",
+        f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; "
+        f"{ready.max_num_seqs} sequences at once",
         *_ranks(front),
-        f"  keys     {'required' if context.auth.required else 'none needed'}; routes: {url}/openapi.json",
-        *([f"  page     {url}/ to talk to it and to watch it"] if context.config.ui else []),
-        *[f"  note     {note}" for note in ready.notes],
-        "",
+        f"  keys     {keys}; routes: {url}/openapi.json",
     ]
+    if context.config.ui:
+        lines.append(f"  page     {url}/ to talk to it and to watch it")
+    lines += [f"  note     {note}" for note in ready.notes]
+    lines.append("")
     if front.chat_template is not None:
         lines += [*_how_to_talk(url, model, keyed=context.auth.required), ""]
     return lines
@@ -366,21 +398,23 @@ def _ranks(front: FrontEnd) -> list[str]:
     view = front.fleet.view
     how = f"experts over {view.dp * view.tp} ranks" if view.together else "each on its own"
     pids = ", ".join(str(engine.pid) for engine in view.engines)
-    return [
-        f"  ranks    {view.dp} engines (dp) of {view.tp} processes (tp), {how}; engine processes {pids}"
-    ]
+    engines = f"{view.dp} engines (dp) of {view.tp} processes (tp), {how}"
+    return [f"  ranks    {engines}; engine processes {pids}"]
 
 
 def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:
+    """Return a command and a program that send a first request."""
     key = " -H 'Authorization: Bearer KEY'" if keyed else ""
-    body = f'{{"messages": [{{"role": "user", "content": "Tell me a story."}}], "stream": true, "model": "{model}"}}'
     argument = ', api_key="KEY"' if keyed else ""
+    message = '{"role": "user", "content": "Tell me a story."}'
+    body = f'{{"messages": [{message}], "stream": true, "model": "{model}"}}'
+    json = "-H 'Content-Type: application/json'"
     return [
-        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
+        f"curl -N {url}/v1/chat/completions {json}{key} -d '{body}'",
         "",
         "import asyncio, moeserve",
         f'client = moeserve.AsyncClient(base_url="{url}/v1"{argument})',
-        'ask = client.chat.completions.create(messages=[{"role": "user", "content": "Tell me a story."}])',
+        f"ask = client.chat.completions.create(messages=[{message}])",
         "print(asyncio.run(ask).choices[0].message.content)",
     ]
 

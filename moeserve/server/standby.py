@@ -1,11 +1,10 @@
-"""`moeserve serve --standby`: a root process that keeps the engines, and two front ends, of which
-one serves.
+"""`moeserve serve --standby`: a root process that keeps the engines, and two front ends.
 
     root process: no HTTP, no text        front end 0: serves
-      the listening sockets               front end 1: stands by, with tokenizer and templates read
+      the listening sockets               front end 1: waits, with tokenizer and templates read
       the engines, by cluster/node.py
 
-When the front end that serves dies, the other one takes over at once: connections wait in the
+When the front end that serves dies, the other one takes over at once. Connections wait in the
 backlog meanwhile, and the engines keep their weights. All end with the root process, which does so
 little that it has few reasons to end.
 """
@@ -25,6 +24,7 @@ import msgspec
 
 from moeserve.actor import guard
 from moeserve.actor.process import Child, Death, to_stderr
+from moeserve.actor.tasks import log_error, spawn
 from moeserve.actor.zmq_wire import listen
 from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.host import HEARTBEAT_S, FleetSnapshot, Root, ToNode
@@ -32,41 +32,33 @@ from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.node import NodeAgent, Orphans, end_all
 from moeserve.cluster.order import command_of
 from moeserve.cluster.rundir import RunDir
-from moeserve.config import Config
-from moeserve.errors import ConfigError, MoeserveError
+from moeserve.config import Config, ServerConfig
+from moeserve.errors import ConfigError, EngineDied, MoeserveError
 
 log = logging.getLogger("moeserve.server.standby")
 
-# exit code of a front end after an unexpected error (EX_SOFTWARE); other codes are for people
-CRASHED = 70
-MAX_SILENT = 10  # beats that a front end may miss
-# more within this time end the server
-MAX_TAKEOVERS = 5
+CRASHED = 70  # exit code of a front end after a bug (EX_SOFTWARE); other codes are for people
+MAX_SILENT = 10  # heartbeats that a front end may miss
+MAX_TAKEOVERS = 5  # within WINDOW_S; one more ends the server
 WINDOW_S = 300.0
-RESUME_S = 60.0  # for clients to come back for their streams, where the settings say nothing
+RESUME_S = 60.0  # for clients to come back for their streams, where the settings have no time
 CONNECT_S = 600.0  # for a front end to read the model's headers and connect
-MAX_PAUSE_S = 60.0  # between two starts of a front end that stands by
+MAX_PAUSE_S = 60.0  # between two starts of a front end that waits
 
 
 class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Order to start a front end. It serves once a further document comes: FleetSnapshot or null.
-
-    fds: of our stdout, to which a launcher may listen, and of the listening sockets.
-    """
+    """Orders the start of a front end. It serves once a second document comes: FleetSnapshot or null."""
 
     config: Config
     root: Root
-    fds: list[int]
+    fds: list[int]  # our stdout, which a launcher may read, and the listening sockets
 
 
 # ---- the root process
-# ----------------------------------------------------------------------------------------------
 
 
 def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
-    """Serves on these sockets until a signal comes or a front end ends on its own; returns the exit
-    code.
-    """
+    """Serve until a signal comes or a front end ends on its own. Return the exit code."""
     if not config.server.resume_window:
         config = replace(config, server=replace(config.server, resume_window=RESUME_S))
     return asyncio.run(_keep(config, sockets))
@@ -74,18 +66,27 @@ def keep_front_ends(config: Config, sockets: list[socket.socket]) -> int:
 
 async def _keep(config: Config, sockets: list[socket.socket]) -> int:
     run_dir = RunDir()
-    kept = Orphans()
+    orphans = Orphans()
     host = LocalHost(run_dir.path)
-    front_ends = FrontEnds(config, host, kept, [os.dup(1), *(sock.fileno() for sock in sockets)])
+    front_ends = FrontEnds(config, host, orphans, [os.dup(1), *(sock.fileno() for sock in sockets)])
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, front_ends.stop)
+        loop.add_signal_handler(number, front_ends.stop)
+    if reads_again(config.server):
+        loop.add_signal_handler(signal.SIGHUP, front_ends.reload)
     try:
         return await front_ends.run()
     finally:
         await front_ends.close()
-        await end_all(kept)
+        await end_all(orphans)
         await host.close()
         run_dir.close()
+
+
+def reads_again(config: ServerConfig) -> bool:
+    """Return whether a front end reads files again on SIGHUP. Otherwise SIGHUP ends a process."""
+    files = config.api_key_file, config.admin_key_file, config.ssl_certfile, config.access_log
+    return any(files)
 
 
 class FrontEndProcess:
@@ -95,22 +96,28 @@ class FrontEndProcess:
         self,
         config: Config,
         host: LocalHost,
-        kept: Orphans,
+        orphans: Orphans,
         fds: list[int],
+        *,
         number: int,
         follows: int,
         secret: str,
     ) -> None:
+        """Start the process. Raise ConfigError.
+
+        number: of this front end, from 0. follows: that of the one that serves, or -1.
+        """
         address = f"ipc://{host.folder}/root-{number}.sock"
         token = secrets.token_hex(16)
+        self.number = number
         self.agent = NodeAgent(
             config,
             host,
             lambda inbox: listen(address, token=token, receives=ToNode, inbox=inbox),
-            kept,
+            orphans,
             connect_s=CONNECT_S,
         )
-        self._obeying: asyncio.Task[None] | None = None
+        self._agent_task: asyncio.Task[None] | None = None
         root = Root(
             number=number,
             made_at=int(time.time() * 10),
@@ -120,60 +127,80 @@ class FrontEndProcess:
             follows=follows,
             secret=secret,
         )
-        self.number = number
         order = msgspec.json.encode(FrontEndOrder(config=config, root=root, fds=fds))
-        self.child = Child.start(
-            f"front end {number}", command_of("moeserve.server.standby"), order, pass_fds=fds
-        )
+        command = command_of("moeserve.server.standby")
+        try:
+            self.child = Child.start(f"front end {number}", command, order, pass_fds=fds)
+        except ConfigError:
+            self.agent.close()
+            raise
 
     def serve(self, snapshot: FleetSnapshot | None) -> None:
-        """Lets the front end serve, with the engines that the one before had in the end."""
+        """Let the front end serve, with the engines that the one before had in the end."""
         self.agent.continue_from(snapshot)
-        self._obeying = asyncio.get_running_loop().create_task(self.agent.run(), name="agent")
+        self._agent_task = spawn(self.agent.run(), name="agent", on_error=self._agent_failed)
         self.child.hand_over(msgspec.json.encode(snapshot))
 
+    def _agent_failed(self, name: str, error: Exception) -> None:
+        """End a front end that cannot start engines any more, so that the next one takes over."""
+        if isinstance(error, EngineDied) and self.agent.beats:
+            return  # the front end ends; one that does not is silent now, and killed for that
+        log_error(name, error)
+        self.child.kill(f"lost its agent: {error}")
+
     async def close(self) -> None:
-        """Ends the process; its engines are kept if it was killed."""
+        """End the process. Its engines are kept if it was killed."""
         if self.child.alive:
             self.child.kill("was not needed any more")
         await self.child.death()
-        if self._obeying is None:
+        if self._agent_task is None:
             self.agent.close()
             return
         if not self.agent.connected:
-            self._obeying.cancel()
-        await asyncio.gather(self._obeying, return_exceptions=True)
+            self._agent_task.cancel()
+        await asyncio.gather(self._agent_task, return_exceptions=True)
 
 
 class FrontEnds:
-    """The front end that serves, and the one that stands by."""
+    """The front end that serves, and the one that waits."""
 
-    def __init__(self, config: Config, host: LocalHost, kept: Orphans, fds: list[int]) -> None:
+    def __init__(self, config: Config, host: LocalHost, orphans: Orphans, fds: list[int]) -> None:
         self._config = config
         self._host = host
-        self._kept = kept
+        self._orphans = orphans
         self._fds = fds
         self._number = 0  # of the next one
         self._stopping = False
-        self._failures = 0  # of front ends that stood by, in a row
+        self._failures = 0  # of front ends that waited, in a row
+        self._next_s = 0.0  # when to start another one that waits
         self._secret = secrets.token_hex(16)
         self._serving = self._new(-1)
-        self._standby: FrontEndProcess | None = None
+        self._waiting: FrontEndProcess | None = None
 
     def _new(self, follows: int) -> FrontEndProcess:
         number = self._number
-        self._number = self._number + 1
+        self._number += 1
         return FrontEndProcess(
-            self._config, self._host, self._kept, self._fds, number, follows, self._secret
+            self._config,
+            self._host,
+            self._orphans,
+            self._fds,
+            number=number,
+            follows=follows,
+            secret=self._secret,
         )
 
     def stop(self) -> None:
-        """Lets running requests finish; called again, it does not."""
+        """Let running requests finish. A second call ends them."""
         self._stopping = True
         self._serving.child.terminate()
 
+    def reload(self) -> None:
+        """Let the front end that serves read its files again. The next one does when it begins."""
+        self._serving.child.send_signal(signal.SIGHUP)
+
     async def run(self) -> int:
-        """Returns the exit code of the last front end."""
+        """Serve until a front end ends for good. Return its exit code."""
         takeovers: deque[float] = deque(maxlen=MAX_TAKEOVERS)
         snapshot: FleetSnapshot | None = None
         while True:
@@ -185,77 +212,79 @@ class FrontEnds:
                 return death.exit_code if death.exit_code >= 0 else 128 - death.exit_code
             now_s = time.monotonic()
             if len(takeovers) == MAX_TAKEOVERS and now_s - takeovers[0] < WINDOW_S:
-                log.critical(
-                    "%s; giving up: %d takeovers within %g s",
-                    death.summary,
-                    MAX_TAKEOVERS,
-                    WINDOW_S,
-                )
+                what = "%s; giving up: %d takeovers within %g s"
+                log.critical(what, death.summary, MAX_TAKEOVERS, WINDOW_S)
                 return 1
             takeovers.append(now_s)
             log.error("%s; the next one takes over", death.summary)
-            standby = self._standby
-            self._standby = None
-            self._serving = (
-                standby if standby is not None and standby.child.alive else self._new(-1)
-            )
+            waiting = self._waiting
+            self._waiting = None
+            is_there = waiting is not None and waiting.child.alive
+            self._serving = waiting if waiting is not None and is_there else self._new(-1)
 
     async def _until_death(self) -> Death:
-        """Returns when the front end that serves is dead. Replaces the other one when it dies."""
+        """Return when the front end that serves is dead. Replace the other one when it dies."""
         serving = self._serving
         silent = 0
         beats = 0
-        dying = asyncio.ensure_future(serving.child.death())
-        next_s = 0.0  # when to start another one
+        dying = asyncio.create_task(serving.child.death())
         while not dying.done():
-            now_s = time.monotonic()
-            # Once the other one has read its settings: what is wrong with them is told once then.
-            if self._standby is None and not self._stopping and beats and now_s >= next_s:
-                self._standby = self._new(serving.number)
-            elif self._standby is not None and not self._standby.child.alive:
-                await self._standby.close()
-                lived_s = (await self._standby.child.death()).lived_s
-                self._failures = 0 if lived_s > MAX_PAUSE_S else self._failures + 1
-                pause_s = min(0.5 * 2.0**self._failures, MAX_PAUSE_S)
-                next_s = now_s + pause_s
-                self._standby = None
-                log.warning(
-                    "the front end that stood by is gone; another one starts in %g s", pause_s
-                )
+            # Once the first one has read its settings: what is wrong with them is said once then.
+            if beats and not self._stopping:
+                await self._keep_one_waiting()
             await asyncio.wait([dying], timeout=HEARTBEAT_S)
-            # Counted in turns of this loop, so that nobody is blamed after the whole machine stood
-            # still.
+            # Turns of this loop are counted, not seconds: after the whole machine stood still
+            # nobody is to blame.
             silent = silent + 1 if beats and beats == serving.agent.beats else 0
             beats = serving.agent.beats
             if silent >= MAX_SILENT:
                 serving.child.kill(f"did not answer for {MAX_SILENT * HEARTBEAT_S:g} s")
         return dying.result()
 
+    async def _keep_one_waiting(self) -> None:
+        """Replace a front end that waits and has died, and start one where there is none."""
+        if self._waiting is not None and not self._waiting.child.alive:
+            await self._waiting.close()
+            lived_s = (await self._waiting.child.death()).lived_s
+            self._waiting = None
+            self._failures = 0 if lived_s > MAX_PAUSE_S else self._failures + 1
+            self._retry_later("the front end that stood by is gone")
+        if self._waiting is None and time.monotonic() >= self._next_s:
+            try:
+                self._waiting = self._new(self._serving.number)
+            except ConfigError as error:  # too many processes or files
+                self._failures += 1
+                self._retry_later(str(error))
+
+    def _retry_later(self, why: str) -> None:
+        pause_s = min(0.5 * 2.0**self._failures, MAX_PAUSE_S)
+        self._next_s = time.monotonic() + pause_s
+        log.warning("%s; another one starts in %g s", why, pause_s)
+
     async def close(self) -> None:
-        """Ends both."""
-        for front_end in (self._serving, self._standby):
+        """End both."""
+        for front_end in (self._serving, self._waiting):
             if front_end is not None:
                 await front_end.close()
 
 
 # ---- a front end
-# ---------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Runs a front end: prepares, waits for its turn, serves."""
+    """Run a front end: prepare, wait for its turn, serve."""
     turn: SimpleQueue[bytes] = SimpleQueue()
     order = msgspec.json.decode(guard.adopt(turn.put), type=FrontEndOrder)
     stdout, *fds = order.fds
     os.dup2(stdout, 1)
     os.setsid()  # Ctrl-C reaches the whole terminal; the root process decides
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves, and reads all files then
     set_up_logging(order.config.server.log_level, order.config.server.log_format)
     from moeserve.server.run import serve_in_turn
 
     try:
-        code = serve_in_turn(
-            order.config, order.root, [socket.socket(fileno=fd) for fd in fds], turn
-        )
+        sockets = [socket.socket(fileno=fd) for fd in fds]
+        code = serve_in_turn(order.config, order.root, sockets, turn)
     except ConfigError as error:
         to_stderr(f"moeserve serve: {error}")
         code = error.exit_code

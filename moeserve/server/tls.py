@@ -10,24 +10,30 @@ GOODBYE_S = 2.0  # for a client to answer the end of a connection
 
 
 class Tls:
-    """The context of all connections. Those that are open keep the certificate with which they
-    began.
+    """The certificate and key of new connections. Open ones keep those with which they began.
 
-    The constructor and `reload` raise ConfigError for files that cannot be read or do not belong
-    together.
+    A listener has one context for good, so that context asks for the present one in each handshake.
     """
 
     def __init__(self, certfile: str, keyfile: str | None) -> None:
+        """Raise ConfigError for files that cannot be read or do not belong together."""
         self._files = certfile, keyfile
         self.paths = [certfile, *([keyfile] if keyfile else [])]
-        self.context = self._fresh()
+        self._present = self.read()
+        self.context = self._present
+        self.context.sni_callback = self._choose
 
-    def reload(self) -> None:
-        """Gives later connections the files' present content."""
-        self._fresh()  # first, so that bad files leave the context as it is
-        self.context.load_cert_chain(*self._files, password=_refuse)
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called in each handshake, also without a server name."""
+        if connection.context is not self._present:
+            connection.context = self._present
 
-    def _fresh(self) -> ssl.SSLContext:
+    def use(self, context: ssl.SSLContext) -> None:
+        """Use a context that `read` returned for all later connections."""
+        self._present = context
+
+    def read(self) -> ssl.SSLContext:
+        """Read the files; blocks. Raise ConfigError."""
         certfile, keyfile = self._files
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         for path in self.paths:
@@ -51,7 +57,7 @@ class Tls:
 
 
 def tls_of(config: ServerConfig) -> Tls | None:
-    """Returns the TLS settings, None without a certificate. Raises ConfigError."""
+    """Return the TLS settings; None without a certificate. Raise ConfigError."""
     if config.ssl_certfile is None:
         if config.ssl_keyfile is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
@@ -60,7 +66,7 @@ def tls_of(config: ServerConfig) -> Tls | None:
 
 
 def _refuse() -> str:
-    """Called for an encrypted key; without it OpenSSL would ask on the terminal."""
+    """Refuse an encrypted key. Without this callback OpenSSL would ask on the terminal."""
     raise ValueError(
         "the key is encrypted; write it without a passphrase, readable by the server's user only"
     )

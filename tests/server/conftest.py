@@ -81,7 +81,7 @@ class ScriptedEngine:
     """An EngineLink that answers every request with the story's tokens, one per step, then the end
     token.
 
-    `gate` cleared: no step is made. `refuse`: says so to every request. `break_after`: fails a
+    `gate` cleared: no step is made. `pause_at`: no request gets more tokens than that. `refuse`: says so to every request. `break_after`: fails a
     request with the error `why` after that many tokens. Requests sampled with a bad word never
     stop.
     """
@@ -89,6 +89,7 @@ class ScriptedEngine:
     tokenizer: Tokenizer
     outbox: Inbox[Any] = field(default_factory=lambda: Inbox("front end"))
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    pause_at: int | None = None
     refuse: str = ""
     break_after: int | None = None
     why: str = "secret detail /home/x"
@@ -160,14 +161,16 @@ class ScriptedEngine:
             if not self.rows:
                 self.wake.clear()
                 continue
-            self._step()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0 if self._step() else 0.001)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Give each request a token. Return whether any got one."""
+        rids = [rid for rid, row in self.rows.items() if row.emitted != self.pause_at]
+        if not rids:
+            return False
         tokens = []
         finish = []
         extra = {"started": [], "cached": {}, "logprobs": {}, "prompt_logprobs": {}, "errors": {}}
-        rids = list(self.rows)
         for rid in rids:
             row = self.rows[rid]
             sampling = row.submit.sampling
@@ -197,6 +200,7 @@ class ScriptedEngine:
             if ended:
                 del self.rows[rid]
         self._put(rids, tokens, finish, **extra)
+        return True
 
     def _prompt_logprobs(self, submit: Submit, into: dict[int, PromptLogprobs]) -> None:
         if submit.sampling.prompt_logprobs is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,8 @@ import openai
 import pytest
 
 from moeserve.messages import Submit
-from moeserve.server import inside
+from moeserve.server import batches, file_store, internal
+from moeserve.server.batch_file import BatchLine, ResultFile, read_input
 from moeserve.server.file_objects import Batch
 from tests.server.test_files import client_of
 
@@ -121,7 +124,7 @@ async def test_answers_and_errors_become_files(keeping: Any) -> None:
         }
         assert bad["c"]["response"]["body"]["error"]["param"] == "temperature"
         assert (await client.files.retrieve(done.output_file_id)).purpose == "batch_output"
-        assert [msg.priority for msg in submitted(live)] == [inside.LOW_PRIORITY] * 2
+        assert [msg.priority for msg in submitted(live)] == [internal.LOW_PRIORITY] * 2
         assert [batch.id async for batch in client.batches.list()] == [made.id]
         with pytest.raises(openai.ConflictError):
             await client.batches.cancel(made.id)
@@ -197,13 +200,69 @@ async def test_bad_requests_are_refused(keeping: Any, fields: dict[str, Any], pa
         assert (await live.get("/v1/batches"))[1]["data"] == []
 
 
+@pytest.mark.parametrize("keys", [("one", "two"), ("one",), ()])
+async def test_lines_share_prefixes_with_their_keys_requests(keeping: Any, keys: Any) -> None:
+    async with keeping(api_key=keys) as live:
+        salts = {}
+        for key in keys or ("none",):
+            async with client_of(live, key) as client:
+                await client.chat.completions.create(model="org/tiny", **line("a")["body"])
+                salts[key] = submitted(live)[-1].salt
+                made = await start(client, line("a"), line("b", cache_salt="mine"))
+                await reached(client, made.id, "completed")
+                assert submitted(live)[-2].salt == salts[key]
+                assert submitted(live)[-1].salt not in salts.values()
+        assert len(set(salts.values())) == max(1, len(keys))
+
+
+async def test_lines_of_a_key_that_was_removed_share_with_nobody(
+    keeping: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\ntwo\nthree\n")
+    async with keeping(api_key_file=str(path)) as live:
+        async with client_of(live, "one") as client:
+            live.engine.gate.clear()
+            file = await upload(client, line("a"))
+            live.context.draining = True  # no line is asked for yet
+            made = await client.batches.create(
+                input_file_id=file, endpoint=CHAT, completion_window="24h"
+            )
+        path.write_text("two\nthree\n")
+        auth = live.context.auth
+        auth.use(auth.read())
+        live.context.draining = False
+        live.engine.gate.set()
+        await until(lambda: submitted(live))
+        salts = {submitted(live)[-1].salt}
+        for key in ("two", "three"):
+            await live.post(CHAT, line("a")["body"], X_Api_Key=key)
+            salts.add(submitted(live)[-1].salt)
+        assert len(salts) == 3
+        assert "" not in salts
+        assert made.id
+
+
+async def test_a_key_ends_the_lines_of_its_batches(keeping: Any) -> None:
+    async with keeping(api_key=("one", "two")) as live, client_of(live, "one") as client:
+        live.engine.pause_at = 1
+        made = await start(client, line("a", 9))
+        await until(lambda: live.context.running)
+        (id,) = live.context.running
+        for key, status in (("two", 403), ("one", 200)):
+            url = f"{live.url}/v1/requests/{id}"
+            async with live.session.delete(url, headers={"X-Api-Key": key}) as response:
+                assert response.status == status
+        done = await reached(client, made.id, "completed")
+        body = (await results(client, done.output_file_id))["a"]["response"]["body"]
+        assert body["choices"][0]["finish_reason"] == "abort"
+
+
 async def test_cancelling_keeps_what_is_answered(keeping: Any) -> None:
     async with keeping() as live, client_of(live) as client:
-        made = await start(
-            client, line("a"), *(line(f"slow {i}", 250, bad_words=["x"]) for i in range(80))
-        )
+        live.engine.pause_at = 2
+        made = await start(client, line("a"), *(line(f"slow {i}", 9) for i in range(80)))
         await until(lambda: record(live, made.id).request_counts.completed)
-        live.engine.gate.clear()
         with pytest.raises(openai.ConflictError):
             await client.files.delete(made.input_file_id)
         assert (await client.batches.cancel(made.id)).status == "cancelling"
@@ -211,21 +270,20 @@ async def test_cancelling_keeps_what_is_answered(keeping: Any) -> None:
         assert done.cancelling_at <= done.cancelled_at
         assert len(await results(client, done.output_file_id)) == done.request_counts.completed > 0
         assert done.request_counts.completed < done.request_counts.total
-        live.engine.gate.set()
         assert not live.context.running
 
 
 async def test_a_restart_goes_on_where_the_last_server_stopped(keeping: Any) -> None:
-    lines = [line(f"{i}", 1 if i < 3 else 200) for i in range(6)]
+    lines = [line(f"{i}", 1 if i < 3 else 9) for i in range(6)]
     async with keeping() as live, client_of(live) as client:
+        live.engine.pause_at = 2
         made = await start(client, *lines)
-        await until(lambda: record(live, made.id).request_counts.completed >= 3)
-        live.engine.gate.clear()
+        await until(lambda: record(live, made.id).request_counts.completed == 3)
     async with keeping() as live, client_of(live) as client:
         done = await reached(client, made.id, "completed")
         assert (done.request_counts.total, done.request_counts.completed) == (6, 6)
         assert (await results(client, done.output_file_id)).keys() == {f"{i}" for i in range(6)}
-        assert 0 < len(submitted(live)) <= 3
+        assert len(submitted(live)) == 3
 
 
 @pytest.mark.parametrize(
@@ -299,3 +357,130 @@ async def test_lines_pay_their_keys_rates_and_wait_for_them(keeping: Any, tmp_pa
             done = await reached(client, (await start(client, line("a"))).id, "completed")
             bad = await results(client, done.error_file_id)
             assert bad["a"]["response"]["body"]["error"]["code"] == "rate_limit_exceeded"
+
+
+def failing(num: int, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Let the disk refuse the next `num` records. Return the list of those it refused."""
+    refused: list[Path] = []
+    write = file_store._write_whole
+
+    def write_or_fail(path: Path, data: bytes) -> None:
+        if len(refused) < num:
+            refused.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    monkeypatch.setattr(file_store, "_write_whole", write_or_fail)
+    return refused
+
+
+async def test_a_batch_waits_for_a_full_disk_and_then_ends(
+    keeping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "FIRST_PAUSE_S", 0.01)
+    async with keeping() as live, client_of(live) as client:
+        live.engine.pause_at = 1
+        made = await start(client, line("a"), line("b", temperature=-1))
+        await until(lambda: live.engine.rows)
+        refused = failing(4, monkeypatch)
+        live.engine.pause_at = None
+        live.engine.gate.set()
+        done = await reached(client, made.id, "completed", "failed")
+        assert done.status == "completed"
+        assert done.errors is None
+        assert len(refused) == 4
+        assert (await results(client, done.output_file_id)).keys() == {"a"}
+        assert (await results(client, done.error_file_id)).keys() == {"b"}
+        assert len(submitted(live)) == 1  # its answer was not lost
+
+
+async def test_a_batch_that_is_cancelled_while_the_disk_is_full_ends(
+    keeping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "FIRST_PAUSE_S", 0.01)
+    async with keeping() as live, client_of(live) as client:
+        live.engine.pause_at = 1
+        made = await start(client, line("a"))
+        await until(lambda: live.engine.rows)
+        refused = failing(10, monkeypatch)
+        live.engine.pause_at = None
+        await until(lambda: len(refused) >= 3)
+        with pytest.raises(openai.InternalServerError):
+            await client.batches.cancel(made.id)
+        done = await reached(client, made.id, "cancelled")
+        assert done.completed_at is None
+
+
+async def test_a_bug_at_the_end_of_a_batch_ends_it_as_failed(
+    keeping: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    async with keeping() as live, client_of(live) as client:
+        monkeypatch.setattr(live.context.batches.store, "publish", broken)
+        done = await reached(client, (await start(client, line("a"))).id, "failed")
+        assert done.failed_at
+        assert "log" in done.errors.data[0].message
+        assert "planted" in caplog.text
+    monkeypatch.undo()
+    async with keeping() as live, client_of(live) as client:  # the next server ends it rightly
+        done = await reached(client, done.id, "completed")
+        assert (await results(client, done.output_file_id)).keys() == {"a"}
+        assert not submitted(live)
+
+
+async def test_a_batch_is_run_though_its_sender_has_left(keeping: Any) -> None:
+    async with keeping() as live, client_of(live) as client:
+        file = await upload(client, line("a"))
+        body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        store = live.context.batches.store
+        (owner,) = store.owners()
+        entered = asyncio.Event()
+        change = store.change
+
+        async def slow(*args: Any) -> Any:
+            entered.set()
+            await asyncio.sleep(0.05)
+            return await change(*args)
+
+        store.change = slow
+        asking = asyncio.create_task(live.post("/v1/batches", body))
+        await entered.wait()
+        asking.cancel()
+        await until(lambda: [batch.status for batch in store.all(owner, Batch)] == ["completed"])
+
+
+def test_a_result_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = os.write
+
+    def full(fd: int, data: Any) -> int:
+        if b"two" in bytes(data) and len(data) > 5:
+            return written(fd, bytes(data)[:5])
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, "full")
+        return written(fd, data)
+
+    file = ResultFile(tmp_path / "out")
+    assert file.read() == set()
+    assert not file.path.exists()
+    good = [BatchLine(name, 1).result(200, None, b"{}") for name in ("one", "two", "three")]
+    file.append(good[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="full"):
+            file.append(good[1][:20])
+    file.append(good[2])
+    file.close()
+    assert file.path.read_bytes() == good[0] + good[2]
+    assert (file.size, file.num_lines) == (len(good[0] + good[2]), 2)
+    again = ResultFile(file.path)
+    assert {custom_id for _, custom_id in again.read()} == {"one", "three"}
+    assert (again.size, again.num_lines) == (file.size, 2)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(line("a")).encode())
+    (one,) = read_input(path)
+    assert (one.custom_id, one.fault) == ("a", None)

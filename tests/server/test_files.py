@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import openai
 import pytest
 
 from moeserve.errors import ConfigError
+from moeserve.server import file_store
+from moeserve.server.file_objects import FileObject
 from moeserve.server.file_store import FileStore
 
 LINES = b'{"custom_id": "a"}\n' * 3
@@ -103,7 +108,7 @@ async def test_no_id_reaches_another_path(keeping: Any, tmp_path: Path, id: str)
     async with keeping() as live:
         for method, tail in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
             writer_reply = await live.raw(
-                f"{method} /v1/files/{id}{tail} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+                f"{method} /v1/files/{id}{tail} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
             )
             assert writer_reply.split(b" ")[1] in (b"404", b"405", b"400"), writer_reply
         assert (tmp_path / "files" / "lock").exists()
@@ -124,7 +129,7 @@ async def test_a_hostile_name_stays_a_name(keeping: Any, tmp_path: Path) -> None
 
 
 async def form(
-    live: Any, data: bytes, kind: str = "multipart/form-data; boundary=B"
+    live: Any, data: Any, kind: str = "multipart/form-data; boundary=B"
 ) -> tuple[int, Any]:
     async with live.session.post(
         f"{live.url}/v1/files", data=data, headers={"Content-Type": kind}
@@ -213,13 +218,137 @@ async def test_without_a_folder_the_answer_says_how_to_get_one(live: Any) -> Non
         assert response.status == 404
 
 
-def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
+async def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
     first = FileStore(tmp_path, 10)
-    with pytest.raises(ConfigError, match="belongs to another server"):
+    with pytest.raises(ConfigError, match="another running server"):
         FileStore(tmp_path, 10)
-    first.close()
-    FileStore(tmp_path, 10).close()
-    (tmp_path / "o").mkdir()
-    (tmp_path / "o" / "file-x.json").write_text("{}")
+    await first.close()
+    await FileStore(tmp_path, 10).close()
     with pytest.raises(ConfigError, match="cannot use"):
-        FileStore(tmp_path, 10)
+        FileStore(tmp_path / "lock", 10)
+
+
+async def upload_slowly(live: Any, chunks: int, size: int) -> int:
+    """Upload without a Content-Length, in chunks. Return the status."""
+
+    async def body() -> AsyncIterator[bytes]:
+        yield PURPOSE + b'--B\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+        for _ in range(chunks):
+            yield b"x" * size
+            await asyncio.sleep(0.01)
+        yield b"\r\n--B--\r\n"
+
+    return (await form(live, body()))[0]
+
+
+async def test_uploads_at_the_same_time_share_the_room(keeping: Any, tmp_path: Path) -> None:
+    async with keeping(files_bytes=1_000_000) as live:
+        statuses = await asyncio.gather(*(upload_slowly(live, 6, 100_000) for _ in range(4)))
+        assert statuses.count(200) <= 1
+        assert set(statuses) <= {200, 413}
+        on_disk = sum(path.stat().st_size for path in (tmp_path / "files").glob("*/*"))
+        room = live.context.batches.store.room
+        assert room.left == 1_000_000 - on_disk
+        assert await upload_slowly(live, 3, 100_000) == 200
+
+
+async def test_files_come_and_go_while_batches_are_saved(keeping: Any) -> None:
+    async with keeping() as live, client_of(live) as client:
+
+        async def come_and_go() -> None:
+            for _ in range(8):
+                made = await client.files.create(file=("x", LINES), purpose="batch")
+                batch = await client.batches.create(
+                    input_file_id=made.id,
+                    endpoint="/v1/chat/completions",
+                    completion_window="24h",
+                )
+                while (await client.batches.retrieve(batch.id)).status != "failed":  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                await client.files.delete(made.id)
+
+        await asyncio.gather(*(come_and_go() for _ in range(4)))
+        assert [file async for file in client.files.list()] == []
+
+
+async def test_damaged_records_cost_no_others(keeping: Any, tmp_path: Path) -> None:
+    async with keeping() as live, client_of(live) as client:
+        kept, empty, lost, other = [
+            await client.files.create(file=("x", LINES), purpose="batch") for _ in range(4)
+        ]
+    (folder,) = {path.parent for path in (tmp_path / "files").glob("*/*.data")}
+    (folder / f"{empty.id}.json").write_bytes(b"")
+    (folder / f"{lost.id}.data").unlink()
+    (folder / f"{other.id}.json").write_bytes((folder / f"{kept.id}.json").read_bytes())
+    (folder / f"file-{'0' * 32}.data").write_bytes(LINES)  # an upload that never got its record
+    async with keeping() as live, client_of(live) as client:
+        assert [file async for file in client.files.list()] == [kept]
+        assert (await client.files.content(kept.id)).content == LINES
+        assert {path.name for path in folder.iterdir()} == {
+            f"{kept.id}.json",
+            f"{kept.id}.data",
+            f"{empty.id}.json.damaged",
+            f"{empty.id}.data",
+            f"{lost.id}.json.damaged",
+            f"{other.id}.json.damaged",
+            f"{other.id}.data",
+        }
+
+
+async def test_bytes_are_on_the_disk_before_they_have_a_name(
+    keeping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync = os.fsync
+    replace = os.replace
+
+    def noted_fsync(fd: int) -> None:
+        fsync(fd)
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        done.append("folder" if os.path.isdir(name) else f"sync {Path(name).suffixes[-1]}")
+
+    def noted_replace(source: Path, target: Path) -> None:
+        replace(source, target)
+        done.append(f"name {target.suffix}")
+
+    async with keeping() as live, client_of(live) as client:
+        monkeypatch.setattr(os, "fsync", noted_fsync)
+        monkeypatch.setattr(os, "replace", noted_replace)
+        await client.files.create(file=("x", LINES), purpose="batch")
+    assert done == ["sync .part", "name .data", "sync .part", "name .json", "folder"]
+
+
+async def test_a_disk_that_is_full_is_told_and_leaves_nothing_behind(
+    keeping: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    async with keeping() as live, client_of(live) as client:
+        kept = await client.files.create(file=("x", LINES), purpose="batch")
+        left = live.context.batches.store.room.left
+        monkeypatch.setattr(file_store, "_write_whole", full)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.files.create(file=("x", LINES), purpose="batch")
+        assert caught.value.status_code == 507
+        assert "No space left on device" in caught.value.message
+        assert str(tmp_path) not in caught.value.message
+        assert [file async for file in client.files.list()] == [kept]
+        assert len(list((tmp_path / "files").glob("*/*"))) == 2
+        assert live.context.batches.store.room.left == left
+        monkeypatch.undo()
+        await client.files.create(file=("x", LINES), purpose="batch")
+
+
+async def test_a_change_is_finished_for_a_client_that_has_left(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 10_000)
+    record = FileObject(id="file-1", bytes=1, created_at=1, filename="x", purpose="batch")
+    saving = asyncio.create_task(store.save("owner", record))
+    await asyncio.sleep(0)
+    saving.cancel()
+    await asyncio.gather(saving, return_exceptions=True)
+    assert saving.cancelled()
+    await store.close()
+    assert store.find("owner", "file-1", FileObject) is record
+    assert (tmp_path / "owner" / "file-1.json").exists()
+    assert store.room.left == 10_000 - (tmp_path / "owner" / "file-1.json").stat().st_size

@@ -19,8 +19,8 @@ from moeserve.server.http import HttpServer
 from moeserve.server.routes import ROUTES
 
 CHAT = "/v1/chat/completions"
-HEAD = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
-LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+HEAD = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def status_of(answer: bytes) -> int:
@@ -37,7 +37,7 @@ async def patient(live):
     servers = []
 
     async def start(**limits: float) -> int:
-        server = HttpServer(App(live.context, ROUTES))
+        server = HttpServer(App(live.context, ROUTES), keepalive_s=60.0)
         server._room = limits.get("room", server._room)
         acceptor = await asyncio.get_running_loop().create_server(
             server, "127.0.0.1", 0, backlog=1024
@@ -119,6 +119,34 @@ async def test_the_oldest_idle_connection_makes_room(live, patient):
         assert status_of(await reader.readuntil(b"\r\n")) == 200
     for one in (busy, writer, *[writer for _, writer in idle]):
         one.close()
+
+
+async def test_making_room_looks_at_no_busy_connection(live, patient, monkeypatch):
+    port = await patient(room=3)
+    live.engine.gate.clear()
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).encode()
+    busy = [await connect(port) for _ in range(3)]
+    for _, writer in busy:
+        writer.write(HEAD.format(CHAT, len(body)).encode() + body)
+    async with asyncio.timeout(5):
+        while len(live.engine.rows) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    looks = []
+    is_idle = http.Connection.idle.fget
+    idle = property(lambda self: looks.append(self) or is_idle(self))
+    monkeypatch.setattr(http.Connection, "idle", idle)
+    late = [await connect(port) for _ in range(20)]
+    async with asyncio.timeout(5):
+        for reader, _ in late[:-1]:
+            assert await reader.read() == b""
+        late[-1][1].write(LIVEZ)
+        assert status_of(await late[-1][0].readuntil(b"\r\n")) == 200
+        live.engine.gate.set()
+        for reader, _ in busy:
+            assert status_of(await reader.readuntil(b"\r\n")) == 200
+    assert len(looks) == len(late) - 1
+    for _, writer in busy + late:
+        writer.close()
 
 
 async def test_who_says_nothing_or_one_byte_at_a_time_is_sent_away(patient):

@@ -60,7 +60,7 @@ class Asked:
     def wire(self) -> bytes:
         lines = [
             self.method.encode() + b" " + self.target + b" HTTP/1.1",
-            b"Host: x",
+            b"Host: localhost",
             b"Connection: close",
         ]
         lines += [name + b": " + value for name, value in self.headers]

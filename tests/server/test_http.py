@@ -9,17 +9,20 @@ import socket
 import tracemalloc
 
 import pytest
+import uvloop
 
+from moeserve.config import ServerConfig
 from moeserve.server import http as http_module
 from moeserve.server import requests as requests_module
-from moeserve.server.http import watch
+from moeserve.server.http import StreamWatch
+from tests.server.conftest import live_server
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).encode()
 
 
 def head(method: str, path: str, *lines: str) -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
 
 
 def post(path: str, data: bytes, *lines: str) -> bytes:
@@ -156,13 +159,122 @@ async def test_chunked_bodies_and_expect_work(live):
     data = b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n"
     assert b" 200 OK" in await live.raw(post(CHAT, data, "Transfer-encoding: chunked"))
     answer = await live.raw(post(CHAT, BODY, "Expect: 100-continue"))
-    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert answer.replace(interim, b"").startswith(b"HTTP/1.1 200 OK")
+    assert answer.startswith(interim)
 
 
 async def test_requests_one_after_another_on_one_connection(live):
     one = post(CHAT, BODY).replace(b"Connection: close\r\n", b"")
     answer = await live.raw(one + one + post(CHAT, BODY))
     assert answer.count(b"HTTP/1.1 200 OK") == 3
+
+
+async def test_targets_in_absolute_form(live):
+    """What clients of a proxy send, and some proxies pass on."""
+    close = "Connection: close"
+    for target in (
+        "http://localhost/livez",
+        "HTTP://user@127.0.0.1:8400/livez?x",
+        "https://[::1]/livez",
+    ):
+        assert b" 200 OK" in await live.raw(head("GET", target, close)), target
+    assert b"<html" in await live.raw(head("GET", "http://localhost", close))
+    assert b" 200 OK" in await live.raw(post(f"http://localhost{CHAT}", BODY))
+    answer = await live.raw(head("GET", "http://localhost/v1/messages?a=b", close))
+    assert answer.startswith(b"HTTP/1.1 405 ")
+    assert b"request_id" in answer  # in the shape of that API
+    for wrong in ("ftp://localhost/livez", "localhost:80", "http:/livez"):
+        assert error_of(await live.raw(head("GET", wrong, close)))[0] in (400, 404)
+
+
+async def test_options_of_the_whole_server(launch):
+    for settings in ({}, {"api_key": ("right",)}):
+        async with launch(**settings) as live:
+            answer = await live.raw(head("OPTIONS", "*", "Connection: close"))
+            assert answer.startswith(b"HTTP/1.1 204 No Content\r\n")
+            assert b"\r\nAllow: GET, HEAD, POST, DELETE, OPTIONS\r\n" in answer
+
+
+async def half_closed(live, data: bytes):
+    """Send, and say that nothing more will come, as `nc -N` does."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    writer.write(data)
+    await writer.drain()
+    writer.write_eof()
+    return reader, writer
+
+
+async def test_a_client_that_sends_no_more_gets_its_answers(live):
+    live.engine.gate.clear()
+    one = post(CHAT, BODY).replace(b"Connection: close\r\n", b"")
+    reader, writer = await half_closed(live, one + one)
+    async with asyncio.timeout(5):
+        while not live.engine.rows:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(2 * http_module.FIRST_PROBE_S)
+        assert live.engine.rows
+        live.engine.gate.set()
+        answer = await reader.read()
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert answer.replace(interim, b"").startswith(b"HTTP/1.1 200 OK")
+    assert answer.startswith(interim)
+    writer.close()
+
+
+async def test_a_stream_goes_to_a_client_that_sends_no_more(live):
+    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 5}).encode()
+    reader, writer = await half_closed(live, post("/v1/completions", body))
+    async with asyncio.timeout(5):
+        assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_sends_no_more_and_then_leaves_aborts(live, stream):
+    live.engine.gate.clear()
+    body = json.dumps({"prompt": "a", "stream": stream, "max_tokens": 5}).encode()
+    _, writer = await half_closed(live, post("/v1/completions", body))
+    async with asyncio.timeout(5):
+        while not live.engine.rows:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        writer.close()
+        while live.context.running or live.engine.rows:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_the_loop_that_serves_does_the_same(tokenizer):
+    async def scenario():
+        async with live_server(tokenizer) as live:
+            await test_a_client_that_sends_no_more_gets_its_answers(live)
+            await test_a_client_that_sends_no_more_and_then_leaves_aborts(live, False)
+
+    uvloop.run(scenario())
+
+
+async def test_half_a_body_and_no_more_is_no_request(live):
+    reader, writer = await half_closed(live, post(CHAT, BODY)[:-5])
+    async with asyncio.timeout(5):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_idle_connections_stay_open_for_the_time_of_the_settings(live):
+    # Go's client uses a connection that was idle for 90 s again
+    assert ServerConfig().keepalive_timeout > 90
+    async with http_server_with_short_patience(live, keepalive_s=0.3) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(5):
+            for _ in range(2):
+                writer.write(head("GET", "/livez"))
+                answer = await reader.readuntil(b"}")
+                assert answer.startswith(b"HTTP/1.1 200 OK")
+                answered_s = loop.time()
+            assert await reader.read() == b""
+        assert loop.time() - answered_s >= 0.25
+        writer.close()
 
 
 async def test_request_ids(live):
@@ -184,7 +296,7 @@ async def test_a_slow_head_is_refused(live, monkeypatch):
         writer.close()
 
 
-def http_server_with_short_patience(live):
+def http_server_with_short_patience(live, keepalive_s=60.0):
     from contextlib import asynccontextmanager
 
     from moeserve.server.app import App
@@ -195,7 +307,7 @@ def http_server_with_short_patience(live):
     @asynccontextmanager
     async def serve():
         sock = bind(live.context.config)
-        server = HttpServer(App(live.context, ROUTES))
+        server = HttpServer(App(live.context, ROUTES), keepalive_s)
         acceptor = await asyncio.get_running_loop().create_server(server, sock=sock)
         heads = asyncio.create_task(server.watch_heads(0.2))
         yield sock.getsockname()[1]
@@ -225,7 +337,7 @@ async def test_a_stalled_reader_is_dropped_and_others_go_on(live):
         "return_token_ids": True,
     }
     data = json.dumps(asked | {"logprobs": 20}).encode()
-    watcher = asyncio.create_task(watch(live.context.streams, 15.0, stall_s=0.2))
+    watcher = asyncio.create_task(StreamWatch(live.context.streams, 15.0, stall_s=0.2).run())
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -255,7 +367,7 @@ class _Stream:
         self.pings = 0
         self.dropped = asyncio.Event()
 
-    async def send(self, frames: bytes) -> None:
+    async def ping(self) -> None:
         self.sent_at = asyncio.get_running_loop().time()
         self.sending = True
         self.pings += 1
@@ -270,7 +382,7 @@ class _Stream:
 async def test_a_ping_to_a_stalled_reader_holds_nobody_up():
     stuck = _Stream(True)
     fine = _Stream(False)
-    watching = asyncio.create_task(watch({stuck, fine}, ping_s=0.02, stall_s=0.1))
+    watching = asyncio.create_task(StreamWatch({stuck, fine}, 0.02, stall_s=0.1).run())
     async with asyncio.timeout(3):
         await stuck.dropped.wait()
         while fine.pings < 3:  # noqa: ASYNC110

@@ -130,22 +130,47 @@ async def test_a_keys_requests_wait_in_its_place(launch, tmp_path):
             assert live.engine.told[-1].priority == given
 
 
-def test_keys_change_without_a_restart(tmp_path, caplog):
+async def test_keys_change_without_a_restart(tmp_path, caplog):
     path = tmp_path / "keys.yaml"
     auth = auth_of(path, "keys: [{key: a, requests_per_minute: 1}]")
     reloads = Reloads()
-    reloads.add(auth.paths, auth.reload)
+    reloads.add(auth.paths, auth.read, auth.use)
     auth.check({"X-Api-Key": "a"}).rates.take(1)
     os.utime(path, ns=(1, 1))
     path.write_text("keys: [{key: a, requests_per_minute: 1}, {key: b}]")
-    reloads.check()
+    await reloads.check()
     assert auth.check({"X-Api-Key": "b"}).owner
     with pytest.raises(RateLimited):  # what was used stays used
         auth.check({"X-Api-Key": "a"}).rates.take(1)
     path.write_text("keys: [")
-    reloads.check(force=True)
+    await reloads.check(force=True)
     assert "not reloaded" in caplog.text
     assert auth.check({"X-Api-Key": "b"}).owner
     path.unlink()
-    reloads.check()
+    await reloads.check()
     assert auth.check({"X-Api-Key": "b"}).owner
+
+
+@pytest.mark.parametrize("name", ["keys", "keys.yaml", "keys.json"])
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path, name):
+    text = {"keys": "a\nb\n", "keys.yaml": "keys: [{key: a}, {key: b}]"}
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + text.get(name, '{"keys": [{"key": "a"}]}').encode())
+    assert Auth(ServerConfig(api_key_file=str(path))).check({"X-Api-Key": "a"}).owner
+
+
+def test_a_right_key_in_either_header_is_enough(tmp_path):
+    auth = auth_of(tmp_path / "keys.yaml", "keys: [{name: a, key: a}, {name: b, key: b}]")
+    for bearer, key, name in (
+        ("Bearer wrong", "a", "a"),
+        ("Bearer a", "wrong", "a"),
+        ("Bearer b", "a", "b"),
+        ("Bearer ", "a", "a"),
+        ("Bearer", "a", "a"),
+        ("Basic a", "b", "b"),
+        ("bearer  a ", "", "a"),
+    ):
+        assert auth.check({"Authorization": bearer, "X-Api-Key": key}).name == name
+    for bearer, key in (("Bearer wrong", "wrong"), ("Bearer ", ""), ("Basic a", "")):
+        with pytest.raises(Unauthorized):
+            auth.check({"Authorization": bearer, "X-Api-Key": key})

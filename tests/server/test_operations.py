@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -16,12 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moeserve.config import ServerConfig
 from moeserve.errors import ConfigError
+from moeserve.server import access_log
 from moeserve.server.access_log import AccessLog
 from moeserve.server.auth import Auth
 from moeserve.server.context import Context
 from moeserve.server.cors import Cors
 from moeserve.server.run import bind, listening
 from moeserve.server.tls import Tls
+from tests.server.conftest import until
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
@@ -173,7 +176,9 @@ async def test_https_and_a_new_certificate_without_losing_connections(launch, tm
                     await asyncio.sleep(0.005)
             for written, new in zip((cert, key), certificate(tmp_path / "two", "two"), strict=True):
                 os.replace(new, written)
+            before = live.context.tls._present
             os.kill(os.getpid(), signal.SIGHUP)
+            await until(lambda: live.context.tls._present is not before)
             async with (
                 asyncio.timeout(5),
                 aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting(cert))) as new,
@@ -205,7 +210,7 @@ def test_bad_certificates_are_named(tmp_path, caplog):
     tls = Tls(cert, key)
     garbage.replace(key)
     with pytest.raises(ConfigError):
-        tls.reload()
+        tls.read()
 
 
 async def test_a_deadline_ends_a_request(live):
@@ -239,7 +244,7 @@ async def test_one_json_line_per_request_without_its_text(launch, tmp_path):
         await live.get("/livez")
         (tmp_path / "log").rename(tmp_path / "log.1")
         os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.sleep(0)
+        await until((tmp_path / "log").exists)
         await live.post(CHAT, {"messages": "secret"}, X_Api_Key="k")
     first, second = ((tmp_path / name).read_text() for name in ("log.1", "log"))
     assert "secret" not in first + second
@@ -259,6 +264,22 @@ async def test_one_json_line_per_request_without_its_text(launch, tmp_path):
 def test_an_access_log_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="access_log"):
         AccessLog(str(tmp_path / "none" / "log"))
+
+
+async def test_a_slow_reader_of_the_access_log_holds_nobody_up(launch, monkeypatch, caplog):
+    """Standard output is a pipe that is full and that nobody reads."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    monkeypatch.setattr(access_log, "MAX_WAITING", 20)
+    log = AccessLog(f"/proc/self/fd/{writing}")
+    async with launch(observers=[log]) as live:
+        for _ in range(80):
+            assert (await live.get("/v1/models"))[0] == 200
+        assert "lines are lost" in caplog.text
+        os.set_blocking(reading, False)
+        await until(lambda: not log._queue.qsize() or not os.read(reading, 65536))
+    os.close(reading)
+    os.close(writing)
 
 
 async def test_spans_are_children_of_their_senders(launch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -162,6 +163,23 @@ async def test_the_banner_tells_how_to_talk_to_it(server, session, capsys):
     program = shown[shown.index("import asyncio") :].strip().splitlines()
     assert len(program) == 4
     compile("\n".join(program), "banner", "exec")
+
+
+async def test_nobody_to_read_the_banner_is_no_reason_to_end(server, session, monkeypatch, caplog):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        life = server.start()
+        server.files_read.set()
+        server.engine.outbox.put(server.engine.ready())
+        await until(lambda: server.context.started)
+        assert await status(session, server, "/readyz") == (200, "ready")
+        assert "could not be printed" in caplog.text
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await life == 0
+        monkeypatch.undo()
+    # closed without an error: what waited in it went nowhere
 
 
 async def test_an_engine_that_is_gone_for_good_ends_the_server_with_its_cause(server):

@@ -53,7 +53,7 @@ async def test_files_are_served_with_their_types_and_a_strict_policy(live):
 )
 async def test_only_the_files_themselves_are_served(live, name):
     answer = await live.raw(
-        f"GET /ui/{name} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+        f"GET /ui/{name} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
     )
     assert answer.startswith(b"HTTP/1.1 404")
 

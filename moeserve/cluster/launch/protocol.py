@@ -5,13 +5,14 @@ is its log; lines that begin with MARK are no log but what happens. Logs cannot 
 loggers escape control characters.
 """
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
+
+from moeserve.actor.tasks import every
 
 MARK = "\x1e"  # ASCII's record separator
 ENDED = "ended "  # and the exit code: a part that is gone without having said so was lost
@@ -63,12 +64,14 @@ def say(what: str) -> None:
 
 
 async def report(state: Callable[[], str]) -> None:
-    """Tells the launcher each change of a state. Returns at once without a launcher, otherwise
-    never.
-    """
-    told = ""
-    while NNODES in os.environ:
-        if (now := state()) != told:
+    """Send the launcher each change of a state, until cancelled. Return without a launcher."""
+    sent = ""
+
+    def send_change() -> None:
+        nonlocal sent
+        if (now := state()) != sent:
             tell(now)
-            told = now
-        await asyncio.sleep(REPORT_S)
+            sent = now
+
+    if NNODES in os.environ:
+        await every(REPORT_S, send_change, name="report")

@@ -1,6 +1,4 @@
-"""Requests that the server makes itself, such as the lines of batches: through the handlers,
-without a connection.
-"""
+"""Internal requests, such as the lines of batches. They use the handlers, without a connection."""
 
 import asyncio
 import uuid
@@ -17,11 +15,11 @@ from moeserve.server.call import HttpCall
 from moeserve.server.errors import as_request_error, error_response
 from moeserve.server.file_store import owner_key
 
-LOW_PRIORITY = 1_000_000  # behind all others: smaller ones go first
+LOW_PRIORITY = 1_000_000  # behind all others: smaller numbers go first
 
 
-class InsideCall(HttpCall):
-    """A request that the server makes itself; the batch that it belongs to has a deadline."""
+class InternalCall(HttpCall):
+    """A request that the server makes itself. It has no deadline: its batch has one for all lines."""
 
     has_deadline = False
 
@@ -29,21 +27,27 @@ class InsideCall(HttpCall):
 async def ask(
     app: App, connection: RequestHandler, path: str, body: bytes, owner: str
 ) -> web.Response:
-    """Returns the answer to POST `path`, good or bad, which the key that is `owner` in the file
-    store pays for.
+    """Return the answer to POST `path`, good or bad.
 
-    connection: any one, which is not used.
+    owner: the owner in the file store. The request is one of the owner's API key: it pays the key's
+    rates and shares its prefix cache. connection: any one; it is not used.
     """
-    caller = Caller(
-        owner, rates=app.context.auth.owner(owner, owner_key).rates, priority=LOW_PRIORITY
+    call = InternalCall(
+        app.context, _request(connection, path, body), uuid.uuid4().hex, _caller(app, owner)
     )
-    call = InsideCall(app.context, _request(connection, path, body), uuid.uuid4().hex, caller)
     try:
         response = await app.answer(call)
         assert isinstance(response, web.Response)
         return response
     except Exception as error:
         return error_response(as_request_error(error, call.id), call.id)
+
+
+def _caller(app: App, owner: str) -> Caller:
+    known = app.context.auth.owner(owner, owner_key)
+    if known is None:  # the key was removed; nobody else may share what its batches leave behind
+        return Caller(owner, priority=LOW_PRIORITY)
+    return Caller(known.owner, name=known.name, rates=known.rates, priority=LOW_PRIORITY)
 
 
 def _request(connection: RequestHandler, path: str, body: bytes) -> web.BaseRequest:
