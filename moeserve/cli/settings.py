@@ -306,6 +306,12 @@ def convert(kind: Any, value: Any) -> Any:
     if inner is int and isinstance(value, str):
         return parse_int(value)
     form = get_origin(inner) or inner
+    texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    if not all(_is_utf8(text) for text in texts if isinstance(text, str)):
+        raise ValueError(
+            f"expected text in UTF-8, got {value!a:.64}; rename the file, or use a locale of"
+            " UTF-8 such as LC_ALL=C.UTF-8"
+        )
     try:
         found = msgspec.convert(
             _READ[form](value) if form in _READ and isinstance(value, str) else value, kind
@@ -326,6 +332,15 @@ def convert(kind: Any, value: Any) -> Any:
             f"expected {expected}, got {shown if len(shown) <= 64 else shown[:61] + '...'}"
         ) from None
     return found
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether a text can travel to other processes. Odd bytes of a path are surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _READ: dict[Any, Callable[[str], Any]] = {  # from text, where that is not what it means

@@ -19,6 +19,7 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from moeserve.actor.tasks import cancel, every, log_error, spawn
+from moeserve.errors import ConfigError
 from moeserve.server.errors import HttpError, as_request_error, error_body, error_response
 
 HEAD_TIMEOUT_S = 30.0
@@ -26,6 +27,7 @@ MAX_PATH_BYTES = 8190
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 16 * 1024
 MAX_FILES = 65_536
+MIN_FILES = 64  # sockets and files of the server itself
 RESERVED_FILES = 128  # for engines, checkpoints and logs; all others are for connections
 FIRST_PROBE_S = 0.25  # after the first look at a client that sends no more; doubled each time
 MAX_PROBE_S = 4.0
@@ -228,9 +230,17 @@ def _parse_error(error: BaseException | None) -> HttpError:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it may, up to MAX_FILES. Each connection is one."""
+    """Let this process open as many files as it may, up to MAX_FILES: each connection is one.
+
+    Raises ConfigError if the sockets to the engine would not fit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if wanted < MIN_FILES:
+        raise ConfigError(
+            f"this process may open {wanted} files at a time, a server needs {MIN_FILES} at least;"
+            " raise the limit: ulimit -n 1024"
+        )
     if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -95,6 +95,10 @@ def test_flags(argv: list[str], path: str, value: object) -> None:
         (["--shutdown-timeout", "-1"], ["flag --shutdown-timeout", "at least 0"]),
         (["--dtype", "fp8"], ["flag --dtype", "auto, float32, bfloat16, float16", "'fp8'"]),
         (["--host", ""], ["flag --host", "expected a text"]),
+        # Odd bytes of a command line, which no other process could be given.
+        (["/models/caf\udce9"], ["MODEL", "text in UTF-8", "caf\\udce9", "LC_ALL=C.UTF-8"]),
+        (["--served-model-name", "caf\udcc3"], ["--served-model-name", "text in UTF-8"]),
+        (["--api-key", "a,\udcc3"], ["flag --api-key", "text in UTF-8"]),
     ],
 )
 def test_a_bad_flag_is_named_with_what_it_takes(argv: list[str], words: list[str]) -> None:

@@ -13,6 +13,7 @@ from asyncio.subprocess import PIPE
 
 import pytest
 
+from moeserve.errors import ConfigError
 from moeserve.server import http, requests
 from moeserve.server.app import App
 from moeserve.server.http import HttpServer
@@ -219,3 +220,9 @@ def test_the_file_limit_is_raised_to_what_is_allowed():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, http.MAX_FILES), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_limit_of_files_in_which_no_server_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http.resource, "getrlimit", lambda kind: (20, 20))
+    with pytest.raises(ConfigError, match=r"may open 20 files .* needs 64 .* ulimit -n 1024"):
+        http.raise_file_limit()
