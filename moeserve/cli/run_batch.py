@@ -1,8 +1,7 @@
-"""`moeserve run-batch`: answers a file of OpenAI Batch lines, with a running server or one of its
-own.
+"""`moeserve run-batch`: answers a file of OpenAI Batch lines, by a running server or its own.
 
-It can be stopped and started again: lines that the output file answers are skipped. A bad line gets
-an error in the output and the others go on; only a server that is gone ends the run.
+It can be stopped and started again: lines that have a result are skipped. A bad line gets an error
+in the output and costs no other; only a server that is gone ends the run.
 """
 
 import argparse
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from moeserve.actor.tasks import log_error, spawn
 from moeserve.cli.connect import add_url_flag, client_of
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.client import AsyncClient
@@ -27,8 +27,11 @@ from moeserve.server.batch_file import BatchLine, ResultFile, answer_lines, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the batch, and those of `moeserve serve` without help."""
-    parser.usage = "%(prog)s -i IN.jsonl -o OUT.jsonl (--base-url URL | --model MODEL [flags of `moeserve serve`])"
+    """Add the flags of the batch, and those of `moeserve serve` without help."""
+    parser.usage = (
+        "%(prog)s -i IN.jsonl -o OUT.jsonl (--base-url URL | --model MODEL "
+        "[flags of `moeserve serve`])"
+    )
     parser.add_argument(
         "-i", "--input-file", required=True, type=Path, metavar="FILE", help="JSON Lines to answer"
     )
@@ -53,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers the lines that have no result yet."""
+    """Answer the lines that have no result yet. Return the exit code."""
     if args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
     if args.base_url and args.model:
-        raise ConfigError("--base-url asks a running server, --model starts one: give one of them")
+        raise ConfigError("--base-url uses a running server, --model starts one: give one of them")
     code: int = uvloop.run(_run(args))
     return code
 
@@ -91,9 +94,9 @@ async def _run(args: argparse.Namespace) -> int:
 
 @asynccontextmanager
 async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
-    """Yields a client of a server in this process, on a private port and with a private key.
+    """Yield a client of a server in this process, on a private port and with a private key.
 
-    Raises the cause if the engine does not start, or dies for good inside the block.
+    Raise the cause if the engine does not start, or dies for good inside the block.
     """
     from moeserve.cluster.logs import set_up_logging
     from moeserve.frontend.open import open_front_end
@@ -126,7 +129,7 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
         await front.wait_ready()
         context.started = True
         block = asyncio.current_task()
-        death = asyncio.create_task(front.died())
+        death = spawn(front.died(), name="death of the engine", on_error=log_error)
         assert block is not None
         left: list[bool] = []  # whether the block has ended, so that nothing is left to cancel
         death.add_done_callback(lambda task: task.cancelled() or left or block.cancel())

@@ -11,13 +11,14 @@ from moeserve.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each setting."""
+    """Add a flag for each setting."""
     add_flags(parser)
     parser.usage = "%(prog)s [MODEL] [flags]"
     parser.epilog = (
-        "Each flag has a MOESERVE_ variable (--max-model-len: MOESERVE_MAX_MODEL_LEN). A flag wins over the variable, "
-        "that over --config, that over the default in [brackets]. Numbers may be written 25.6k (decimal) or 2GiB. "
-        "Flags of vLLM and SGLang are taken too, each with a note that says what it became, or refused with ours."
+        "Each flag has a MOESERVE_ variable (--max-model-len: MOESERVE_MAX_MODEL_LEN). A flag wins "
+        "over the variable, that over --config, that over the default in [brackets]. Numbers may "
+        "be written 25.6k (decimal) or 2GiB. Many flags of vLLM and SGLang are translated, with a "
+        "note that names ours."
     )
 
 
@@ -51,8 +52,10 @@ def _use_stdout() -> None:
 
 
 def _placed(resolved: ResolvedSettings) -> Config | None:
-    """Returns the settings of this machine in a launcher's allocation, if there is one, and says
-    what was chosen. Returns None if this process has nothing to do there."""
+    """Return the settings of this machine in a launcher's allocation, if there is one.
+
+    Print the choice. Return None if this process has nothing to do there.
+    """
     from moeserve.cluster.allocation import apply, outside_of_step
 
     config = resolved.config
@@ -67,17 +70,15 @@ def _placed(resolved: ResolvedSettings) -> Config | None:
 
     if found.local_rank:
         _say(
-            f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts the machine's part"
+            f"{found.source}: local rank {found.local_rank} has nothing to do: local rank 0 starts "
+            "this machine's part"
         )
         return None
-    _say(
-        f"{found.source}: machine {parallel.node_rank} of {parallel.nnodes}; machine 0 is at {parallel.rendezvous}"
-    )
+    machine = f"machine {parallel.node_rank} of {parallel.nnodes}"
+    _say(f"{found.source}: {machine}; machine 0 is at {parallel.rendezvous}")
     rendezvous_of(parallel)  # before a wait for the secret
     if parallel.cluster_key_file is None:
-        _say(
-            "machine 0 makes the machines' secret, in their home; --cluster-key-file names another one"
-        )
+        _say("machine 0 makes the machines' secret in its home; or set --cluster-key-file")
         parallel = replace(parallel, cluster_key_file=default_key(parallel.node_rank))
         _say(f"the machines' secret is in {parallel.cluster_key_file}")
     return replace(config, parallel=parallel)

@@ -1,7 +1,6 @@
-"""Changes to a server that runs: a request is aborted; engines are added, removed, or given other
-experts; a machine is drained.
+"""Changes to a running server. POST /v1/admin/... needs a key of --admin-key-file.
 
-POST /v1/admin/... needs a key of --admin-key-file.
+A request is aborted; engines are added or removed, or get other experts; a machine is drained.
 """
 
 import time
@@ -18,19 +17,19 @@ from moeserve.protocol import Aborted, RebalanceResponse, ScaleResponse
 from moeserve.server.call import HttpCall
 from moeserve.server.errors import shorten
 
-Asked = TypeVar("Asked", bound=Struct)
+Body = TypeVar("Body", bound=Struct)
 
 
 class ScaleRequest(Struct, kw_only=True):
-    """dp: engines that share the requests."""
+    """The number of engines to serve with."""
 
-    dp: Annotated[int, Meta(ge=1, le=1024)]
+    dp: Annotated[int, Meta(ge=1, le=1024, description="engines that share the requests")]
 
 
 class DrainRequest(Struct, kw_only=True):
-    """machine: the --node-rank of the machine to take out of service."""
+    """The machine to take out of service."""
 
-    machine: Annotated[int, Meta(ge=0)]
+    machine: Annotated[int, Meta(ge=0, description="its --node-rank")]
 
 
 async def abort_request(call: HttpCall) -> web.StreamResponse:
@@ -54,21 +53,25 @@ async def abort_request(call: HttpCall) -> web.StreamResponse:
 
 
 async def scale(call: HttpCall) -> web.StreamResponse:
-    """Serve with `dp` engines from now on; running requests go on. Answers when it is done, or
-    taken back (409).
+    """Serve with `dp` engines from now on. Running requests continue.
+
+    The answer comes when the change is made, or undone (409).
     """
-    return await _changed(call, ScaleRequest, lambda scaling, asked: scaling.scale(asked.dp))
+    return await _changed(call, ScaleRequest, lambda scaling, request: scaling.scale(request.dp))
 
 
 async def drain(call: HttpCall) -> web.StreamResponse:
-    """Take a machine out of service: its experts and requests move, then its agent ends. It may
-    join again.
+    """Take a machine out of service.
+
+    Its experts and requests move, then its agent ends. It may join again.
     """
-    return await _changed(call, DrainRequest, lambda scaling, asked: scaling.drain(asked.machine))
+    return await _changed(
+        call, DrainRequest, lambda scaling, request: scaling.drain(request.machine)
+    )
 
 
 async def _changed(
-    call: HttpCall, shape: type[Asked], change: Callable[[Scaling, Asked], Awaitable[int]]
+    call: HttpCall, shape: type[Body], change: Callable[[Scaling, Body], Awaitable[int]]
 ) -> web.StreamResponse:
     fleet = _fleet(call)
     began_s = time.monotonic()
@@ -77,13 +80,13 @@ async def _changed(
 
 
 async def rebalance(call: HttpCall) -> web.StreamResponse:
-    """Move experts to where the recent load asks for them, whether or not it pays. Takes no body."""
+    """Place experts for the recent load, whether or not it pays. Takes no body."""
     fleet = _fleet(call)
     began_s = time.monotonic()
     decision = await fleet.scaling.rebalance()
     assert fleet.experts is not None
     if decision is not None and decision.error:
-        raise Conflict(f"placement {decision.version} did not come into force: {decision.error}")
+        raise Conflict(f"placement {decision.version} did not become active: {decision.error}")
     answer = RebalanceResponse(
         moved=decision is not None,
         version=fleet.experts.rebalancer.current.version,
@@ -95,7 +98,7 @@ async def rebalance(call: HttpCall) -> web.StreamResponse:
 
 
 def check_admin(call: HttpCall) -> None:
-    """Raises Forbidden without an administrator's key."""
+    """Raise Forbidden without an administrator's key."""
     if not call.context.auth.has_admins:
         raise Forbidden("administrative routes are off; start the server with --admin-key-file")
     if not call.caller.is_admin:
@@ -103,11 +106,10 @@ def check_admin(call: HttpCall) -> None:
 
 
 def _fleet(call: HttpCall) -> Fleet:
-    """Raises Conflict where there is one engine that cannot become more."""
+    """Return the fleet. Raise Forbidden, and Conflict for a server of one engine for good."""
     check_admin(call)
     front, _ = call.context.serving()
     if front.fleet is None:
-        raise Conflict(
-            "this server was started with one engine of one process; start it with --dp or --tp above 1"
-        )
+        what = "this server has one engine of one process; start it with --dp or --tp above 1"
+        raise Conflict(what)
     return front.fleet

@@ -1,5 +1,6 @@
-"""API keys: the files that hold them, who sends a request, and what that key allows: routes, and so
-many requests and tokens a minute, in OpenAI's headers and errors.
+"""API keys: the files that hold them, the caller of a request, and the rates of a key.
+
+Rates are requests and tokens a minute, with OpenAI's headers and errors.
 """
 
 import hashlib
@@ -24,15 +25,15 @@ Limit = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One key. Exactly one of `key` and `sha256` is given. priority: of its requests, which may ask
-    for a later place but not for an earlier one. name: in the access log; the first digits of the
-    digest, if there is none."""
+    """One key of a key file. It has either `key` or `sha256`."""
 
+    # In the access log. Without a name it has the first digits of the digest.
     name: Annotated[str, Meta(max_length=64, pattern=r"^[\w .@:-]*$")] = ""
     key: Annotated[str, Meta(min_length=1)] | None = None
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
+    # The earliest priority of its requests; they may ask for a later one.
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
 
     @property
@@ -46,14 +47,16 @@ class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def digest_of(key: str) -> bytes:
-    """Returns the SHA-256 of a key as it came in a header."""
+    """Return the SHA-256 of a key as it came in a header."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def read_keys(path: str, flag: str) -> list[KeyEntry]:
-    """Returns the keys of a file: the list `keys` of one named .yaml, .yml or .json; in any other
-    one each line is a key or sha256:DIGEST. Raises ConfigError that names the file and what is
-    wrong, and shows no key."""
+    """Return the keys of a file.
+
+    A .yaml, .yml or .json file has a list `keys`. In any other file each line is a key or
+    sha256:DIGEST. Raise ConfigError, which names the file and the fault, and shows no key.
+    """
     with ConfigError.instead_of((OSError, UnicodeDecodeError), f"{flag} {path}"):
         text = Path(path).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     structured = Path(path).suffix in (".yaml", ".yml", ".json")
@@ -82,9 +85,8 @@ def _structured(text: str, where: str) -> list[KeyEntry]:
     try:
         document: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark = getattr(
-            error, "problem_mark", None
-        )  # the message itself would quote the line, and the key in it
+        # The message itself would quote the line, and the key in it.
+        mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f" at line {mark.line + 1}"
         raise ConfigError(f"{where}: this is not valid YAML or JSON{line}") from None
     with ConfigError.instead_of(msgspec.ValidationError, where):
@@ -97,11 +99,10 @@ def _structured(text: str, where: str) -> list[KeyEntry]:
 
 @dataclass
 class Bucket:
-    """What is left of a limit per minute. It fills up steadily, and holds one minute's worth at
-    most.
+    """The rest of a limit per minute. It fills up steadily to one minute's worth.
 
-    Answers are paid for when their length is known, so `left` may fall below zero, and later
-    requests wait for that.
+    Answers are charged when their length is known, so `left` may fall below zero. Later requests
+    wait until it is above.
     """
 
     per_minute: int
@@ -112,18 +113,18 @@ class Bucket:
         self.left = float(self.per_minute)
 
     def fill(self) -> None:
-        """Adds what has become free since the last call."""
+        """Add the share of the time since the last call."""
         now = monotonic()
         self.left = min(self.per_minute, self.left + (now - self._at_s) * self.per_minute / 60)
         self._at_s = now
 
     def wait_s(self, amount: float) -> float:
-        """Returns the seconds until so much is there; 0 if it is."""
+        """Return the seconds until `amount` is left; 0 if it is."""
         return max(0.0, amount - self.left) * 60 / self.per_minute
 
 
 class Rates:
-    """The buckets of one key; None: no limit of that kind."""
+    """The limits of one key and their rests. None: no limit of that kind."""
 
     def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
         self.limits = requests_per_minute, tokens_per_minute
@@ -131,14 +132,17 @@ class Rates:
         self._buckets = {kind: Bucket(limit) for kind, limit in limits.items() if limit is not None}
 
     def take(self, num_tokens: int) -> None:
-        """Pays for a request and its prompt. Raises RateLimited, having taken nothing."""
+        """Charge a request and its prompt. Raise RateLimited, and charge nothing then."""
         amounts = {"requests": 1, "tokens": num_tokens}
         for kind, bucket in self._buckets.items():
             bucket.fill()
             amount = amounts[kind]
             limit = bucket.per_minute
             if amount > limit:
-                what = f"the prompts have {amount} tokens and this key may use {limit} a minute: send less at once"
+                what = (
+                    f"the prompts have {amount} tokens and this key may use {limit} a minute: "
+                    "send less at once"
+                )
                 raise RateLimited(what, kind=kind, retry_after_s=math.inf)
             if (wait_s := bucket.wait_s(amount)) > 0:
                 what = (
@@ -149,13 +153,13 @@ class Rates:
             bucket.left -= amounts[kind]
 
     def spend(self, num_tokens: int) -> None:
-        """Pays for the tokens of an answer."""
+        """Charge the tokens of an answer."""
         if (bucket := self._buckets.get("tokens")) is not None:
             bucket.fill()
             bucket.left -= num_tokens
 
     def headers(self) -> dict[str, str]:
-        """Returns limits, what is left, and the time until all is back, as OpenAI's headers."""
+        """Return OpenAI's headers: limits, rests, and the time until they are full again."""
         found = {}
         for kind, bucket in self._buckets.items():
             bucket.fill()
@@ -167,15 +171,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. owner: names the key without revealing it; "" when the server is
-    open.
+    """The sender of a request."""
 
-    name: the owner for people. rates, priority: what the key file says of this key.
-    """
-
-    owner: str = ""
+    owner: str = ""  # names the key without revealing it; "" without a key
     is_admin: bool = False
-    name: str = ""
+    name: str = ""  # of the owner, for people
     rates: Rates | None = None
     priority: int | None = None
 
@@ -295,7 +295,7 @@ def _caller(entry: KeyEntry, known: Mapping[bytes, Caller], *, is_admin: bool) -
 
 
 def _duration(seconds: float) -> str:
-    """Returns a time as OpenAI writes it: 250ms, 1.5s, 6m0s."""
+    """Return a time as OpenAI writes it: 250ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds * 10) / 10, 60)

@@ -65,12 +65,12 @@ class Cors:
             or "Access-Control-Allow-Origin" not in headers
         ):
             return None
-        asked = request.headers.get("Access-Control-Request-Headers", "")
+        names = request.headers.get("Access-Control-Request-Headers", "")
         headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
         headers["Access-Control-Max-Age"] = str(MAX_AGE_S)
-        if asked and _NAMES.fullmatch(asked):
+        if names and _NAMES.fullmatch(names):
             # Each by name: "*" would not include Authorization.
-            headers["Access-Control-Allow-Headers"] = asked
+            headers["Access-Control-Allow-Headers"] = names
         return web.Response(status=204, headers=headers)
 
 

@@ -1,4 +1,4 @@
-"""The objects of /v1/files and /v1/batches, in OpenAI's shapes. They are answered and kept on disk."""
+"""The objects of /v1/files and /v1/batches, in OpenAI's shapes: answers, and records on disk."""
 
 import uuid
 from collections.abc import Callable

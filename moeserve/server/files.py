@@ -50,7 +50,7 @@ class FilesQuery(Struct, kw_only=True):
 
 
 async def upload_file(call: HttpCall) -> web.StreamResponse:
-    """Keep a file, sent as multipart/form-data with the fields purpose, which is batch, and file."""
+    """Keep a file, sent as multipart/form-data with the fields purpose (batch) and file."""
     store, owner = store_of(call)
     if not call.caller.owner:  # without a key, which other pages cannot have
         check_form(call.request, call.context.cors)
@@ -75,7 +75,7 @@ async def upload_file(call: HttpCall) -> web.StreamResponse:
 
 
 async def _receive(request: web.BaseRequest, upload: Upload) -> dict[str, str]:
-    """Write the form's file to the upload. Return the other fields, and the file's name as `file`."""
+    """Write the form's file to the upload. Return the other fields, and its name as `file`."""
     fields: dict[str, str] = {}
     await continue_body(request)
     try:

@@ -19,7 +19,7 @@ LOW_PRIORITY = 1_000_000  # behind all others: smaller numbers go first
 
 
 class InternalCall(HttpCall):
-    """A request that the server makes itself. It has no deadline: its batch has one for all lines."""
+    """A request that the server makes itself. Its batch has a deadline for all lines."""
 
     has_deadline = False
 

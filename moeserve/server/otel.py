@@ -1,5 +1,6 @@
-"""OpenTelemetry: a span for each request, below that of its sender (W3C traceparent). Needs the
-extra `otel`.
+"""OpenTelemetry: a span for each request, below that of its sender (W3C traceparent).
+
+Needs the extra `otel`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ NS = 1_000_000_000
 
 
 class Spans:
-    """Makes spans of requests that are over. exporter: a span exporter of the OpenTelemetry SDK."""
+    """Makes spans of finished requests. A thread of the OpenTelemetry SDK sends them."""
 
     def __init__(self, exporter: Any, model: str) -> None:
+        """exporter: a span exporter of the SDK."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -33,7 +35,6 @@ class Spans:
         self._kind = SpanKind.SERVER
 
     def __call__(self, record: Answered, call: "HttpCall") -> None:
-        """Makes the span; it is sent from a thread of the SDK's own."""
         names = ("traceparent", "tracestate")
         carrier = {name: value for name in names if (value := call.request.headers.get(name))}
         began_ns = round(record.time.timestamp() * NS)
@@ -65,14 +66,12 @@ class Spans:
         span.end(began_ns + round(record.duration_ms * 1e6))
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Send the spans that wait; blocks."""
         self._provider.shutdown()
 
 
 def spans_to(endpoint: str, model: str) -> Spans:
-    """Returns spans that are sent to an OTLP collector's HTTP address. Raises ConfigError without
-    the extra.
-    """
+    """Return spans that go to an OTLP collector (HTTP). Raise ConfigError without the extra."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

@@ -289,7 +289,7 @@ async def _serve(
             raise cause
     context.draining = True
     if context.batches is not None:
-        await context.batches.stop()  # the next start goes on with them
+        await context.batches.stop()  # the next start continues them
     log.info(
         "stopping: %d requests may finish within %g s",
         len(context.running),
@@ -312,7 +312,7 @@ def print_lines(lines: list[str]) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let the bytes that wait in a broken stream go nowhere: Python writes them again at its end."""
+    """Drop the bytes that wait in a broken stream. Python would write them again at its end."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -47,7 +47,7 @@ MAX_PAUSE_S = 60.0  # between two starts of a front end that waits
 
 
 class FrontEndOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Orders the start of a front end. It serves once a second document comes: FleetSnapshot or null."""
+    """Order to start a front end. It serves once a FleetSnapshot or null comes."""
 
     config: Config
     root: Root

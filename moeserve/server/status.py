@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import import_module
 from typing import Annotated
 
 import msgspec
@@ -22,12 +23,12 @@ async def livez(call: HttpCall) -> web.StreamResponse:
 
 
 async def readyz(call: HttpCall) -> web.StreamResponse:
-    """Answer 200 while requests are taken; 503 while loading, draining, lost or stalled."""
+    """Answer 200 while requests are served; 503 while loading, draining, lost or stalled."""
     return _status(call, call.context.state == "ready")
 
 
 async def startupz(call: HttpCall) -> web.StreamResponse:
-    """Answer 200 from the first moment that the model was ready, whatever came later."""
+    """Answer 200 once the model has been ready, whatever comes later."""
     return _status(call, call.context.started)
 
 
@@ -89,18 +90,21 @@ def _card(call: HttpCall, model: str | None = None) -> ModelCard:
 
 async def metrics(call: HttpCall) -> web.StreamResponse:
     """Return numbers for Prometheus."""
-    from moeserve.server.metrics import (
-        exposition,
-    )  # here, because its library would delay the start
-
-    body, media_type = exposition(call.context)
+    # Imported at the first scrape, in a thread: its library would delay the start.
+    module = await asyncio.to_thread(import_module, "moeserve.server.metrics")
+    body, media_type = module.exposition(call.context)
     return web.Response(body=body, headers=call.headers() | {"Content-Type": media_type})
 
 
 class WatchQuery(msgspec.Struct):
-    """stream: again each interval_s seconds, until the client leaves or the server drains."""
+    """The URL's parameters of the experts' state."""
 
-    stream: bool | msgspec.UnsetType = msgspec.UNSET
+    stream: Annotated[
+        bool | msgspec.UnsetType,
+        msgspec.Meta(
+            description="send it each interval_s, until the client leaves or the server drains"
+        ),
+    ] = msgspec.UNSET
     interval_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = 1.0
 
 

@@ -1,5 +1,4 @@
-"""POST /v1/admin/trace: what every rank did in one step, in the trace event format that
-ui.perfetto.dev opens.
+"""POST /v1/admin/trace: one step of every rank, in the trace event format of ui.perfetto.dev.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the
 format.
@@ -20,18 +19,18 @@ from moeserve.server.call import HttpCall
 
 
 class TraceQuery(msgspec.Struct):
-    """timeout_s: how long to wait for a step."""
+    """The URL's parameters of a trace."""
 
-    timeout_s: Annotated[float, Meta(ge=0.1, le=60)] = 10.0
+    timeout_s: Annotated[float, Meta(ge=0.1, le=60, description="seconds to wait for a step")] = (
+        10.0
+    )
 
 
 class TraceItem(msgspec.Struct, kw_only=True):
-    """ph "X": a span from `ts` for `dur` microseconds. ph "M": a name, or a place in order, for a
-    pid or a tid.
-    """
+    """A span of `dur` microseconds, or a name or a sort index of a pid or tid."""
 
     name: str
-    ph: str
+    ph: str  # "X": a span; "M": metadata
     pid: int
     tid: int
     ts: float = 0.0
@@ -41,12 +40,10 @@ class TraceItem(msgspec.Struct, kw_only=True):
 
 
 class TraceNotes(msgspec.Struct, kw_only=True):
-    """steps: of each engine, counted within its epoch. missing: ranks that did not answer, as
-    "engine.tp_rank".
-    """
+    """The steps and ranks of a trace."""
 
-    steps: dict[str, int]
-    missing: list[str]
+    steps: dict[str, int]  # by engine, counted within its epoch
+    missing: list[str]  # ranks that did not answer, as "engine.tp_rank"
 
 
 class TraceFile(msgspec.Struct, kw_only=True, rename="camel"):
@@ -58,8 +55,9 @@ class TraceFile(msgspec.Struct, kw_only=True, rename="camel"):
 
 
 async def take_trace(call: HttpCall) -> web.StreamResponse:
-    """Trace the next step on all ranks, for ui.perfetto.dev. Takes no body; waits for a step up to
-    `timeout_s`.
+    """Trace the next step on all ranks, for ui.perfetto.dev.
+
+    Takes no body; waits for a step up to `timeout_s`.
     """
     check_admin(call)
     front, ready = call.context.serving()
@@ -69,9 +67,7 @@ async def take_trace(call: HttpCall) -> web.StreamResponse:
 
 
 def trace_file(trace: Trace, view: FleetView) -> TraceFile:
-    """Returns a trace with one process per rank and one thread per track; time 0 is when the first
-    span began.
-    """
+    """Return a trace with a process per rank and a thread per track. The first span begins at 0."""
     hosts = {engine.rank: engine.host for engine in view.engines}
     zeros_ns = _zeros_ns(trace.ranks, hosts)
     starts_ns = [
@@ -92,8 +88,10 @@ def trace_file(trace: Trace, view: FleetView) -> TraceFile:
 
 
 def _zeros_ns(ranks: Iterable[Traced], hosts: Mapping[int, str]) -> dict[str, int]:
-    """Returns one moment on the clock of each machine: clocks count from different zeros, but all
-    engines know at about the same time that the step runs."""
+    """Return one moment on the clock of each machine.
+
+    Clocks count from different zeros, but all engines begin the step at about the same time.
+    """
     zeros_ns: dict[str, int] = {}
     for rank in ranks:
         begun_ns = [

@@ -1,8 +1,7 @@
-"""The page at `/` and its files: a playground and a live view of the engine, which use the API as
-any client does.
+"""The page at `/` and its files: a playground and a live view of the engine.
 
-No key is needed to load them; the page asks for one when the API wants it. The policy lets the page
-load and connect to nothing but this server, and run nothing that did not come as a file from it.
+The page uses the API as any client does. No key is needed to load it; it asks for one when the API
+needs it. The policy lets it load, run and reach nothing but files and routes of this server.
 """
 
 import hashlib
@@ -22,10 +21,11 @@ _TYPES = {
     "svg": "image/svg+xml",
 }
 _HEADERS = {
-    # kept, but asked for again: the files of one version belong together
+    # Browsers keep the files, but ask each time: the files of one version belong together.
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; form-action 'none'; base-uri 'none'; "
+    "frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -34,9 +34,7 @@ _HEADERS = {
 
 @cache
 def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
-    """Returns the bodies and headers of all files by name, so that no name of a request ever
-    becomes a path.
-    """
+    """Return the bodies and headers of all files by name. No name of a request becomes a path."""
     found = {}
     for entry in (files("moeserve") / "assets" / "ui").iterdir():
         body = entry.read_bytes()
@@ -59,15 +57,14 @@ async def asset(call: HttpCall) -> web.StreamResponse:
 
 
 def _send(call: HttpCall, name: str) -> web.Response:
-    """Raises NotFound unless there is such a file."""
+    """Return the answer with a file. Raise NotFound if there is none of that name."""
     file = _files().get(name)
     if file is None:
         raise NotFound(f"the page has no file {shorten(name)!r}")
     body, own = file
     headers = call.headers() | _HEADERS | own
     known = call.request.headers.get("If-None-Match", "")
-    if (
-        own["ETag"] in known
-    ):  # a proxy that compresses makes it weak, W/"...", which is as good here
+    # A proxy that compresses makes the tag weak, W/"...", which is as good here.
+    if own["ETag"] in known:
         return web.Response(status=304, headers=headers)
     return web.Response(body=body, headers=headers)
