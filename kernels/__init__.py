@@ -1,7 +1,8 @@
-"""Triton kernels, one family per file; imported as `moeserve.kernels`. They know torch and triton,
-nothing of moeserve.
+"""Triton kernels, one family per file, imported as `moeserve.kernels`.
 
-Each has a docstring with a worked example, a plain-torch reference and a launcher. With
-TRITON_INTERPRET=1 set before the first import of triton they run on CPU tensors, slowly: so they
-are tested without a GPU (not bfloat16 `tl.dot`, which the interpreter computes wrongly).
+They import torch and triton, and nothing of moeserve. Each kernel has a docstring with a worked
+example, a plain-torch reference and a launcher.
+
+With TRITON_INTERPRET=1 set before the first import of triton, kernels run on CPU tensors, slowly.
+This is how they are tested without a GPU. The interpreter computes bfloat16 `tl.dot` wrongly.
 """

@@ -1,6 +1,6 @@
-"""The activations of gated MLPs, for the row kernel and the experts' products.
+"""Activations of gated MLPs, for the elementwise kernel and the expert products.
 
-M rows, I inner width.
+M tokens, I inner width.
 """
 
 import math
@@ -24,7 +24,7 @@ ACT_BLOCK = 1024  # outputs of one program
 
 @lru_cache
 def act_of(activation: "Activation") -> Act:
-    """Returns an activation as kernels take it."""
+    """Return an activation as kernel constants."""
     a = activation
     return (
         SWIGLU_ACT if a.plain else (a.kind, a.alpha, a.gate_limit, a.act_limit, a.limit, a.up_shift)
@@ -33,8 +33,9 @@ def act_of(activation: "Activation") -> Act:
 
 @triton.jit
 def gated(gate, up, ACT: tl.constexpr):
-    """act(gate) * up, in fp32. GELU's 0.5 (1 + tanh(u)) is sigmoid(2u), for u = sqrt(2 / pi) (x +
-    0.044715 x^3).
+    """Return act(gate) * up in fp32.
+
+    GELU's 0.5 (1 + tanh(u)) equals sigmoid(2u), for u = sqrt(2 / pi) (x + 0.044715 x^3).
     """
     if ACT[0] == "swiglu":
         return gate * tl.sigmoid(gate) * up
@@ -56,7 +57,7 @@ def gated(gate, up, ACT: tl.constexpr):
 
 @triton.jit
 def act_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK outputs of one row. fp32 inside, one rounding."""
+    """One program computes BLOCK outputs of one token in fp32 and rounds once."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -72,7 +73,7 @@ def act_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, ACT: tl.constexpr, B
 
 
 def act_mul(gate_up_MI: Tensor, activation: "Activation") -> Tensor:
-    """act(first half) * (second half + up_shift) of the last dimension; rows may be strided.
+    """Return act(first half) * (second half + up_shift) of the last dimension. Rows may be strided.
 
     [[1, 2]], SwiGLU -> [[1 / (1 + e^-1) * 2]] = [[1.4621]]
     """

@@ -1,9 +1,10 @@
-"""Alignment of the router's choices for a grouped product: pairs sorted by expert, cut into tiles
-of rows. And the owner's sum: what the experts made of a token's row, weighted and added in the
-order of the token's choices.
+"""Alignment of routing choices for a grouped product, and the weighted sum of expert outputs.
 
-T tokens, K experts per token, N = T * K (token, k) pairs, e local experts, C chunks of pairs, Z
-tiles, D width.
+Alignment sorts (token, k) pairs by expert and cuts them into tiles of rows. `combine` adds the
+outputs of a token's experts, weighted, in the order of the token's choices.
+
+T tokens, K experts per token, N = T * K (token, k) pairs, e local experts, C chunks of pairs,
+Z tiles, D width.
 """
 
 from dataclasses import dataclass
@@ -14,21 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW = 4096  # pairs that one launch sorts
-CHUNK = 1024  # pairs that one program sorts where there are more
-MOST_ROWS = 1 << 16  # of a dense product, if no larger one comes
-COLUMNS = 32  # experts that one program adds up over the chunks
+FEW = 4096  # the most pairs that one launch sorts
+CHUNK = 1024  # pairs per program in the other case
+MOST_ROWS = 1 << 16  # rows of the cached tables; a larger product makes larger ones
+COLUMNS = 32  # experts per program of the scan
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Pairs sorted by expert, in tiles of rows. All tensors are int32 on the device, so no host
-    waits for them.
+    """Pairs sorted by expert, in tiles of rows.
 
-    order_N: the pair t * K + k of each sorted row; stable, undefined from the last end on. None:
-    rows came sorted. counts_e, ends_e: how many rows each expert has, and where they end. expert_Z,
-    row_Z: the expert and the first row of each tile of block_m rows, in the order of rows; expert
-    -1 marks tiles that the bound on their number left over. room: as `align_groups` was told.
+    All tensors are int32 on the device, so the host never waits for them.
+
+    order_N: the pair t * K + k of each sorted row (a stable sort). Undefined after the last end.
+        None if the rows were sorted before.
+    counts_e: the number of rows of each expert.
+    ends_e: the end of each expert's rows.
+    expert_Z: the expert of each tile of block_m rows, in the order of rows. -1 marks unused tiles.
+    row_Z: the first row of each tile.
+    room: the argument of `align_groups`.
     """
 
     block_m: int
@@ -42,12 +47,14 @@ class Alignment:
 
 @triton.jit
 def _describe(
-    expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr,
+    expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m,
+    EXPERTS: tl.constexpr,
     ROOM: tl.constexpr = 0,
 ):  # fmt: skip
-    """Writes the tables of one expert; for the expert after the last, marks the tiles that are left
-    over. An expert's rows follow those of the experts before, or, if there is ROOM, that many rows
-    for each of them."""
+    """Write the table entries of one expert. The program after the last expert marks unused tiles.
+
+    An expert's rows follow the rows of the experts before it. With ROOM, each expert has ROOM rows.
+    """
     experts = tl.arange(0, EXPERTS)
     tiles = tl.cdiv(counts, block_m)
     first = tl.sum(tl.where(experts < expert, tiles, 0), 0)
@@ -72,12 +79,11 @@ def _describe(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def few_kernel(
-    ids_ptr, order_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_pairs, num_experts, num_tiles, block_m,
+    ids_ptr, order_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_pairs, num_experts,
+    num_tiles, block_m,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: an expert, for which it reads all ids; the program after the last marks what is
-    left over.
-    """
+    """One program per expert reads all ids. The program after the last marks unused tiles."""
     expert = tl.program_id(0)
     pairs = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
@@ -101,7 +107,7 @@ def few_kernel(
 
 @triton.jit
 def _chunk(ids_ptr, chunk, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
-    """A chunk's ids, with EXPERTS for pairs that go nowhere, and how many there are of each."""
+    """Return a chunk's ids, EXPERTS for pairs without an expert, and the count of each."""
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
     valid = (ids >= 0) & (ids < num_experts)
@@ -112,7 +118,7 @@ def _chunk(ids_ptr, chunk, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS:
 def count_kernel(
     ids_ptr, counts_ptr, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """One program: how many pairs of a chunk go to each expert."""
+    """One program counts the pairs of one chunk for each expert."""
     chunk = tl.program_id(0)
     _, counts = _chunk(ids_ptr, chunk, num_pairs, num_experts, CHUNK, EXPERTS)
     tl.store(counts_ptr + chunk * EXPERTS + tl.arange(0, EXPERTS), counts)
@@ -120,9 +126,7 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def scan_kernel(counts_ptr, totals_ptr, num_chunks, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr):
-    """One program: for some experts, turns the counts of chunks into the counts of all chunks
-    before.
-    """
+    """One program turns counts per chunk into sums over all earlier chunks, for some experts."""
     experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, num_chunks, 64):
@@ -140,12 +144,11 @@ def scan_kernel(counts_ptr, totals_ptr, num_chunks, COLUMNS: tl.constexpr, EXPER
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_chunks"])
 def place_kernel(
-    ids_ptr, before_ptr, totals_ptr, order_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_pairs, num_chunks,
+    ids_ptr, before_ptr, totals_ptr, order_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr,
+    num_pairs, num_chunks,
     num_experts, num_tiles, block_m, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: sorts a chunk's pairs and puts them where they belong; or, after the chunks,
-    describes an expert.
-    """
+    """One program sorts a chunk's pairs. The programs after the chunks describe an expert each."""
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(totals_ptr + experts)
@@ -177,11 +180,14 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def groups_kernel(
-    given_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr,
+    given_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m,
+    EXPERTS: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
-    """One program: an expert, or, after the last, what is left over; rows are sorted, and their
-    ends given, or their counts if there is ROOM for each expert's."""
+    """One program per expert, for sorted rows. The last program marks unused tiles.
+
+    The input has the ends of the experts' rows, or their counts if each expert has ROOM rows.
+    """
     experts = tl.arange(0, EXPERTS)
     expert = tl.program_id(0)
     counts = tl.load(given_ptr + experts, mask=experts < num_experts, other=0)
@@ -205,8 +211,9 @@ def groups_kernel(
 
 
 def tile_bound(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Returns the most tiles that so many rows can make. 5 rows, 3 experts, tiles of 4 -> 3, as for
-    counts [3, 1, 1]
+    """Return the largest possible number of tiles.
+
+    5 rows, 3 experts, tiles of 4 -> 3, for example with counts [3, 1, 1]
     """
     return min(num_rows, (num_rows + min(num_rows, num_experts) * (block_m - 1)) // block_m)
 
@@ -228,12 +235,13 @@ def _empty(
 
 
 def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """Sorts the pairs by expert and cuts each expert's rows into tiles. Ids outside
-    0..num_experts-1 go nowhere.
+    """Sort pairs by expert and cut each expert's rows into tiles.
 
-    One launch for up to 4,096 pairs, else three. ids [[1], [0], [-1], [1]], 2 experts, tiles of 1
-    -> order [1, 0, 3], counts [1, 2], ends [1, 3], tiles: experts [0, 1, 1, -1], first rows [0, 1,
-    2]
+    Ids outside 0..num_experts-1 belong to no expert. Up to 4,096 pairs take one launch, more take
+    three.
+
+    ids [[1], [0], [-1], [1]], 2 experts, tiles of 1 -> order [1, 0, 3], counts [1, 2], ends [1, 3],
+    tiles: experts [0, 1, 1, -1], first rows [0, 1, 2]
     """
     assert ids_TK.dtype == torch.int32, ids_TK.dtype
     assert ids_TK.is_contiguous(), ids_TK.stride()
@@ -273,9 +281,11 @@ def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
 
 
 def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> Alignment:
-    """Aligns rows that are sorted already, with their ends on the device. num_rows: an upper bound
-    of the rows. room: rows from the begin of one expert's to the next one's, each with an end of
-    its own; 0: they follow each other.
+    """Align rows that are sorted already, with their ends on the device.
+
+    num_rows: an upper bound of the number of rows.
+    room: rows between the beginnings of two experts; each expert has an end of its own. 0: the
+        experts' rows follow each other.
 
     ends [1, 3], 4 rows, tiles of 2 -> counts [1, 2], tiles: experts [0, 1, -1], first rows [0, 1]
     ends [1, 3], 4 rows, tiles of 2, room 8 -> ends [1, 11], tiles: experts [0, 1, 1], first rows
@@ -285,15 +295,17 @@ def align_groups(ends_e: Tensor, num_rows: int, block_m: int, room: int = 0) -> 
     num_experts = len(ends_e)
     found = _empty(None, ends_e, num_rows, num_experts, block_m, room)
     groups_kernel[(num_experts + 1,)](
-        ends_e, found.counts_e, found.ends_e, found.expert_Z, found.row_Z, num_experts, len(found.expert_Z), block_m,
+        ends_e, found.counts_e, found.ends_e, found.expert_Z, found.row_Z, num_experts,
+        len(found.expert_Z), block_m,
         EXPERTS=max(32, triton.next_power_of_2(num_experts)), ROOM=room, num_warps=1,
     )  # fmt: skip
     return found
 
 
 def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
-    """Aligns all rows for a dense product, as one expert. The tables are parts of cached ones, so
-    nothing runs.
+    """Align all rows as one expert, for a dense product.
+
+    The tables are views of cached ones, so nothing is launched.
 
     3 rows, tiles of 2 -> ends [3], tiles: experts [0, 0], first rows [0, 2]
     """
@@ -308,8 +320,10 @@ def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
 
 @cache
 def _table(rows: int, step: int, columns: int, device: torch.device) -> Tensor:
-    """Row i is i * step, in each column. Four columns: all rows are aligned to 16 bytes, and a
-    kernel is compiled anew where alignment differs."""
+    """Return a table whose row i is i * step in each of four columns.
+
+    With four columns every row is aligned to 16 bytes. A different alignment would compile anew.
+    """
     numbers = torch.arange(rows, dtype=torch.int32, device=device) * step
     return numbers[:, None].expand(-1, columns).contiguous()
 
@@ -318,10 +332,9 @@ def _table(rows: int, step: int, columns: int, device: torch.device) -> Tensor:
 def combine_kernel(
     y_ptr, weights_ptr, ids_ptr, out_ptr, out_stride, width, K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: BLOCK outputs of a token. Products and partial sums are each rounded to fp32.
+    """One program computes BLOCK outputs of a token. Products and partial sums are rounded to fp32.
 
-    Four outputs of a thread leave the compiler registers to load all K rows before it adds the
-    first.
+    Four outputs per thread leave enough registers to load all K rows before the first addition.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -343,13 +356,14 @@ def combine_kernel(
 def combine(
     y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor, out_TD: Tensor | None = None
 ) -> Tensor:
-    """The sum over k = 0..K-1, in this order, of weights[t, k] * y[t, k], in fp32; one rounding at
-    the end.
+    """Return the sum over k = 0..K-1, in this order, of weights[t, k] * y[t, k] in fp32.
 
-    Where an id is -1, y is not read, the weight may be anything, and zero is added. Multiplication
-    and addition round one after the other, never fused, as in the native sum of the CPU's ranks:
-    the bits are the same. y [[[1, 2], [3, 4]]], weights [[0.5, 2]], ids [[7, 0]] -> [[6.5, 9]]; ids
-    [[7, -1]] -> [[0.5, 1]]
+    The result is rounded once at the end. Where an id is -1, y is not read, the weight may be
+    anything, and zero is added. Multiplication and addition round separately, never fused, like the
+    native sum on CPUs: the bits are equal.
+
+    y [[[1, 2], [3, 4]]], weights [[0.5, 2]], ids [[7, 0]] -> [[6.5, 9]]
+    y [[[1, 2], [3, 4]]], weights [[0.5, 2]], ids [[7, -1]] -> [[0.5, 1]]
     """
     tokens, top_k, width = y_TKD.shape
     assert y_TKD.is_contiguous(), y_TKD.stride()
@@ -359,7 +373,7 @@ def combine(
     assert weights_TK.dtype == torch.float32, weights_TK.dtype
     out = y_TKD.new_empty((tokens, width)) if out_TD is None else out_TD
     assert out.stride(1) == 1, out.stride()
-    block = 512 if tokens >= 64 else 256  # few tokens share the device by columns
+    block = 512 if tokens >= 64 else 256  # few tokens: more programs per token fill the device
     if tokens:
         combine_kernel[(tokens, triton.cdiv(width, block))](
             y_TKD, weights_TK, ids_TK, out, out.stride(0), width,

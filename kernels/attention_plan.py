@@ -1,10 +1,11 @@
-"""Cuts the queries of one step into work items of attention, on the device: nothing waits for it,
-graphs replay it.
+"""Cut the queries of one step into work items of attention.
 
-R rows (requests), T tokens. A tile is some neighbouring queries of one row. Splits are SPLIT
-absolute positions of a context. A tile that sees much is cut: one item per split, whose sums
+This runs on the device: nothing waits for it, and graphs replay it.
+
+R rows (requests), T tokens. A tile is a few adjacent queries of one row. Splits are SPLIT absolute
+positions of a context. A tile with a long context is cut: it has one item per split, whose sums
 attention_sums.py adds in order. Any other tile is one item, which adds its splits in the same order
-itself. So what is cut never shows in the result.
+itself. Cutting therefore never changes the result.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 SPLIT = 512  # positions; a multiple of every kernel's KV tile
-SPLIT_TILES = 8  # a row with more tiles keeps the device busy without being cut
+SPLIT_TILES = 8  # a row with more tiles fills the device without being cut
 EVERYTHING = 1 << 30  # a window or a chunk that hides nothing
 ANY = 1 << 30  # new tokens of a row, when there is no limit
 FIELDS = 4
@@ -23,9 +24,7 @@ FIELDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Upper bounds of a step that the host knows. A graph's bounds hold for every step that replays
-    it.
-    """
+    """Upper bounds of a step that the host knows. The bounds of a graph hold for every replay."""
 
     rows: int
     tokens: int
@@ -37,9 +36,9 @@ class Bounds:
 class WorkList:
     """Items and merges of the rows that have `least` to `most` new tokens.
 
-    items: int32 (row, tile, split, slot), split and slot -1 where the tile is not cut. merges:
-    int32 (row, tile, first slot, number of splits) of each tile that is. counts: how many items and
-    merges there are.
+    items: int32 (row, tile, split, slot); split and slot are -1 if the tile is not cut.
+    merges: int32 (row, tile, first slot, number of splits) of each cut tile.
+    counts: the number of items and of merges.
     """
 
     items_I4: Tensor
@@ -49,7 +48,7 @@ class WorkList:
 
 @triton.jit
 def first_seen(position, window, chunk):
-    """The first position that a query sees: of the last `window`, and of its own chunk of `chunk`."""
+    """Return the first visible position, given a sliding window and chunked attention."""
     return tl.maximum(tl.maximum(position - window + 1, 0), position // chunk * chunk)
 
 
@@ -57,7 +56,7 @@ def first_seen(position, window, chunk):
 def _cut(
     starts_ptr, offsets_ptr, row, inside, least, most, window, chunk, TILE, SPLIT, SPLIT_TILES
 ):
-    """(tiles, first split, splits) of each row; 1 split: not to be cut."""
+    """Return (tiles, first split, splits) of each row. 1 split: the row is not cut."""
     start = tl.load(starts_ptr + row, mask=inside, other=0)
     new = tl.load(offsets_ptr + row + 1, mask=inside, other=0) - tl.load(
         offsets_ptr + row, mask=inside, other=0
@@ -72,10 +71,12 @@ def _cut(
 
 @triton.jit(do_not_specialize=["num_rows", "least", "most", "capacity", "window", "chunk"])
 def plan_kernel(
-    starts_ptr, offsets_ptr, items_ptr, merges_ptr, counts_ptr, num_rows, least, most, capacity, window, chunk,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    starts_ptr, offsets_ptr, items_ptr, merges_ptr, counts_ptr, num_rows, least, most, capacity,
+    window, chunk,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILES: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row's items, behind those of the rows before it. Each counts all rows anew."""
+    """One program writes the items of one row behind those of earlier rows, which it counts itself."""
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_R)
     tiles, first, splits = _cut(
@@ -95,7 +96,7 @@ def plan_kernel(
     slots_end = tl.cumsum(slots, 0)
     splits = tl.where(
         slots_end <= capacity, splits, 1
-    )  # no room: not cut, which is slower but the same
+    )  # no slots left: not cut, which is slower with equal results
     items = tiles * splits
     merges = tl.where(splits > 1, tiles, 0)
     if row == 0:
@@ -113,7 +114,9 @@ def plan_kernel(
     for at in range(0, count, BLOCK):
         i = at + tl.arange(0, BLOCK)
         inside = i < count
-        tile = tiles_here - 1 - i // splits_here  # the last tile sees most: it starts first
+        tile = (
+            tiles_here - 1 - i // splits_here
+        )  # the last tile has the longest context: it starts first
         to = items_ptr + (item_base + i) * 4
         tl.store(to, row + tl.zeros_like(i), mask=inside)
         tl.store(to + 1, tile, mask=inside)
@@ -133,8 +136,9 @@ def plan_kernel(
 
 
 def most_splits(bounds: Bounds, reach: int, tile: int) -> int:
-    """Splits that a cut row may have; 1: no row is cut. reach: positions that a query sees, at
-    most.
+    """Return the largest number of splits of a cut row; 1: no row is cut.
+
+    reach: an upper bound of the positions that a query sees.
 
     contexts up to 512: 1; up to 513: 2; reach 1000, one new token: 1000 positions touch up to 3
     """
@@ -145,7 +149,7 @@ def most_splits(bounds: Bounds, reach: int, tile: int) -> int:
 
 
 def most_tiles(bounds: Bounds, tile: int) -> int:
-    """Tiles that all rows together may have."""
+    """Return the largest number of tiles of all rows together."""
     return min(
         bounds.tokens,
         bounds.tokens // tile + bounds.rows,
@@ -154,7 +158,7 @@ def most_tiles(bounds: Bounds, tile: int) -> int:
 
 
 def most_slots(bounds: Bounds, reach: int, tile: int) -> int:
-    """Partial results that are enough to cut whatever is worth it."""
+    """Return the number of partial results that cutting can use at most."""
     splits = most_splits(bounds, reach, tile)
     return 0 if splits == 1 else min(most_tiles(bounds, tile), bounds.rows * SPLIT_TILES) * splits
 
@@ -170,12 +174,14 @@ def list_work(
     least: int = 1,
     most: int = ANY,
 ) -> WorkList:
-    """The work of rows with `least` to `most` new tokens, in tiles of `tile` tokens; capacity:
-    slots there are.
+    """List the work of rows with `least` to `most` new tokens, in tiles of `tile` tokens.
 
-    starts_R, offsets_R1: int32, on the device. Row i owns tokens offsets[i] .. offsets[i+1]-1, from
-    starts[i] on. starts [600, 5], offsets [0, 1, 4], tile 2: items (0, 0, 0, 0), (0, 0, 1, 1), (1,
-    1, -1, -1), (1, 0, -1, -1) and the merge (0, 0, 0, 2)
+    starts_R, offsets_R1: int32 on the device. Row i owns tokens offsets[i] .. offsets[i+1]-1, which
+        begin at position starts[i].
+    capacity: the number of slots.
+
+    starts [600, 5], offsets [0, 1, 4], tile 2: items (0, 0, 0, 0), (0, 0, 1, 1), (1, 1, -1, -1),
+    (1, 0, -1, -1) and the merge (0, 0, 0, 2)
     """
     rows = starts_R.shape[0]
     assert starts_R.dtype == offsets_R1.dtype == torch.int32, (starts_R.dtype, offsets_R1.dtype)
@@ -189,7 +195,8 @@ def list_work(
     counts = starts_R.new_empty(2)
     plan_kernel[(rows,)](
         starts_R, offsets_R1, items, merges, counts, rows, least, most, slots, window, chunk,
-        TILE=tile, SPLIT=SPLIT, SPLIT_TILES=SPLIT_TILES, BLOCK_R=max(256, triton.next_power_of_2(rows)), BLOCK=128,
+        TILE=tile, SPLIT=SPLIT, SPLIT_TILES=SPLIT_TILES,
+        BLOCK_R=max(256, triton.next_power_of_2(rows)), BLOCK=128,
         num_warps=4,
     )  # fmt: skip
     return WorkList(items, merges, counts)

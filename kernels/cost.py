@@ -150,7 +150,10 @@ def _tensor_cycles(name: str, words: str) -> float:
 
 
 def occupancy(facts: Facts) -> int:
-    """How many programs a multiprocessor holds; 0: none. 128 registers, 4 warps, 60,000 bytes -> 3"""
+    """Return the number of programs on a multiprocessor; 0 if one does not fit.
+
+    128 registers, 4 warps, 60,000 bytes -> 3
+    """
     registers = math.ceil(facts.registers * 32 / 256) * 256 * facts.warps
     if facts.shared_bytes > MOST_SHARED or registers > REGISTERS:
         return 0

@@ -69,7 +69,8 @@ def near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles
 
 @triton.jit
 def gather_kernel(
-    logits_ptr, peaks_ptr, temperature_ptr, farthest_ptr, near_ptr, candidates_ptr, count_ptr, weight_ptr,
+    logits_ptr, peaks_ptr, temperature_ptr, farthest_ptr, near_ptr, candidates_ptr, count_ptr,
+    weight_ptr,
     stride, width, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK tokens of a row. Appends those that are near enough, in any order, and
@@ -166,7 +167,8 @@ def kept_key(
 
 @triton.jit
 def cut_kernel(
-    logits_ptr, peaks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, near_ptr, candidates_ptr, count_ptr, weight_ptr,
+    logits_ptr, peaks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, near_ptr, candidates_ptr,
+    count_ptr, weight_ptr,
     farthest_ptr, stride, width, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one row. Brings its farthest distance nearer."""
@@ -214,6 +216,7 @@ def cut(
         logits_SV.stride(0), width, ROOM=ROOM, BLOCK=GATHERED, num_warps=4,
     )  # fmt: skip
     cut_kernel[(rows,)](
-        logits_SV, peaks_S, temperature_S, top_k_S, top_p_S, near_S, candidates_SC, count_S, weight_S,
+        logits_SV, peaks_S, temperature_S, top_k_S, top_p_S, near_S, candidates_SC, count_S,
+        weight_S,
         farthest_S, logits_SV.stride(0), width, ROOM=ROOM, BLOCK=SEARCHED, num_warps=16,
     )  # fmt: skip

@@ -101,7 +101,8 @@ def _copy(from_ptrs, to_ptrs, columns, live, words):
 
 @triton.jit(do_not_specialize=["rank", "num_ranks", "tokens", "most_tokens", "top_k", "num_local"])
 def publish_kernel(
-    bases_ptr, state_ptr, x_ptr, ids_ptr, rank, num_ranks, tokens, most_tokens, top_k, num_local, x_at, ids_at, words,
+    bases_ptr, state_ptr, x_ptr, ids_ptr, rank, num_ranks, tokens, most_tokens, top_k, num_local,
+    x_at, ids_at, words,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: some of the tiles of x, and some of the pieces of ids for some of the ranks."""
@@ -129,7 +130,8 @@ def publish_kernel(
 
 @triton.jit(do_not_specialize=["most_tokens", "top_k", "num_local"])
 def gather_kernel(
-    bases_ptr, state_ptr, order_ptr, ends_ptr, out_ptr, most_tokens, top_k, num_local, x_at, places_at, words,
+    bases_ptr, state_ptr, order_ptr, ends_ptr, out_ptr, most_tokens, top_k, num_local, x_at,
+    places_at, words,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: some of the tiles of the received rows; it tells the rows' owners where they
@@ -157,7 +159,8 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=["rank", "tokens", "num_local", "known"])
 def collect_kernel(
-    bases_ptr, state_ptr, weights_ptr, ids_ptr, out_ptr, rank, tokens, num_local, known, places_at, y_at, out_stride,
+    bases_ptr, state_ptr, weights_ptr, ids_ptr, out_ptr, rank, tokens, num_local, known, places_at,
+    y_at, out_stride,
     width, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: some of the tiles of outputs, added up as in `combine_kernel`. known: experts
@@ -215,11 +218,14 @@ def meet(
 
 
 def publish(
-    bases_R: Tensor, state: Tensor, rank: int, x_TW: Tensor, ids_TK: Tensor, most_tokens: int, num_local: int,
+    bases_R: Tensor, state: Tensor, rank: int, x_TW: Tensor, ids_TK: Tensor, most_tokens: int,
+    num_local: int,
     x_at: int, ids_at: int, programs: int,
 ) -> None:  # fmt: skip
-    """Rows to the own region, ids [T, K] to row `rank` of every region's [R, M, K], shifted to its rank's experts; rows
-    from T on are filled up with -1. x: int32 words; num_local: of a rank.
+    """Copy tokens to the own region, and ids [T, K] to row `rank` of every region's [R, M, K].
+
+    Each rank gets the ids shifted to its own experts. Rows from T on are filled with -1. x: int32
+    words; num_local: experts per rank.
 
     Rank 0 of two with 2 experts each, ids [[1, 2]], M 2 -> to rank 0 [[1, 2], [-1, -1]], to rank 1
     [[-1, 0], [-1, -1]]
@@ -230,13 +236,15 @@ def publish(
     assert ids_TK.is_contiguous(), ids_TK.stride()
     assert ids_TK.dtype == x_TW.dtype == torch.int32, (ids_TK.dtype, x_TW.dtype)
     publish_kernel[(programs,)](
-        bases_R, state, x_TW, ids_TK, rank, len(bases_R), tokens, most_tokens, top_k, num_local, x_at, ids_at, words,
+        bases_R, state, x_TW, ids_TK, rank, len(bases_R), tokens, most_tokens, top_k, num_local,
+        x_at, ids_at, words,
         PAIRS=PAIRS, **_tile(words), num_warps=16,
     )  # fmt: skip
 
 
 def gather(
-    bases_R: Tensor, state: Tensor, order_N: Tensor, ends_e: Tensor, most_tokens: int, top_k: int, x_at: int,
+    bases_R: Tensor, state: Tensor, order_N: Tensor, ends_e: Tensor, most_tokens: int, top_k: int,
+    x_at: int,
     places_at: int, out_PW: Tensor, programs: int,
 ) -> None:  # fmt: skip
     """Pulls the row of each sorted pair, of `align` over [R, M, K], to its place in `out`; rows
@@ -248,13 +256,15 @@ def gather(
     assert out_PW.is_contiguous(), out_PW.stride()
     assert out_PW.shape[0] >= order_N.shape[0], (out_PW.shape, order_N.shape)
     gather_kernel[(programs,)](
-        bases_R, state, order_N, ends_e, out_PW, most_tokens, top_k, len(ends_e), x_at, places_at, out_PW.shape[1],
+        bases_R, state, order_N, ends_e, out_PW, most_tokens, top_k, len(ends_e), x_at, places_at,
+        out_PW.shape[1],
         **_tile(out_PW.shape[1]), num_warps=16,
     )  # fmt: skip
 
 
 def collect(
-    bases_R: Tensor, state: Tensor, rank: int, weights_TK: Tensor, ids_TK: Tensor, num_local: int, places_at: int,
+    bases_R: Tensor, state: Tensor, rank: int, weights_TK: Tensor, ids_TK: Tensor, num_local: int,
+    places_at: int,
     y_at: int, out_TD: Tensor, programs: int,
 ) -> None:  # fmt: skip
     """The weighted sum over k = 0..K-1 of results where they lie: expert p's on rank p //
@@ -273,7 +283,8 @@ def collect(
     if tokens:
         block = min(SUMS, triton.next_power_of_2(width))
         collect_kernel[(programs,)](
-            bases_R, state, weights_TK, ids_TK, out_TD, rank, tokens, num_local, len(bases_R) * num_local, places_at,
+            bases_R, state, weights_TK, ids_TK, out_TD, rank, tokens, num_local,
+            len(bases_R) * num_local, places_at,
             y_at, out_TD.stride(0), width,
             K=top_k, ROWS=SUMS // block, BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

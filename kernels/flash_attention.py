@@ -22,7 +22,8 @@ from moeserve.kernels.paged_attention import MOST_SPACE, AttentionShape, launch_
 PACKAGE = "flash_attn_interface"
 FUNCTION = "flash_attn_with_kvcache"
 NEEDED = (
-    "q", "k_cache", "v_cache", "qv", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale",
+    "q", "k_cache", "v_cache", "qv", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q",
+    "softmax_scale",
     "causal", "window_size", "attention_chunk", "softcap", "num_splits",
 )  # fmt: skip
 HOPPER = (9, 0)
@@ -64,7 +65,10 @@ def obstacle(device: torch.device) -> str | None:
         if function is None or name not in inspect.signature(function).parameters
     ]
     if missing:
-        return f"{FUNCTION} of {PACKAGE} does not take {missing[0]}; it needs FlashAttention 3.0.0 or newer"
+        return (
+            f"{FUNCTION} of {PACKAGE} does not take {missing[0]}; "
+            "install FlashAttention 3.0.0 or newer"
+        )
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return f"it serves on Hopper alone, and not on {device}"
     return None
@@ -149,9 +153,11 @@ def attention(
         qv = q_THd[..., :v_d]
         k = k_cache[..., v_d:]
     found = getattr(importlib.import_module(PACKAGE), FUNCTION)(
-        q=q, k_cache=k, v_cache=v_cache, qv=qv, cache_seqlens=plan.lengths_R, page_table=plan.blocks_RN,
+        q=q, k_cache=k, v_cache=v_cache, qv=qv, cache_seqlens=plan.lengths_R,
+        page_table=plan.blocks_RN,
         cu_seqlens_q=plan.offsets_R1, max_seqlen_q=plan.new_tokens, softmax_scale=1.0, causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0), attention_chunk=plan.shape.chunk or 0,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        attention_chunk=plan.shape.chunk or 0,
         softcap=soft_cap, num_splits=plan.splits,
     ).flatten(1)  # fmt: skip
     if plan.padding_T is not None:

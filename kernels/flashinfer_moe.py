@@ -34,7 +34,10 @@ def _function() -> Any:
 
 @cache
 def obstacle(device: torch.device, blocks: bool) -> str | None:
-    """Returns why it cannot serve on a device, blocks: with weights in e4m3 blocks; None if it can."""
+    """Return the reason why FlashInfer cannot run on a device, or None.
+
+    blocks: whether the weights are in e4m3 blocks.
+    """
     try:
         missing = OPTIONS - inspect.signature(_function()).parameters.keys()
     except Exception as error:  # it looks for CUDA at once
@@ -83,14 +86,15 @@ def fused_moe(
     assert out.is_contiguous(), out.stride()
     if len(x_TD):
         _function()(
-            x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), first, second, x_TD.dtype, scales,
+            x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), first, second,
+            x_TD.dtype, scales,
             output=out, use_deepseek_fp8_block_scale=blocks, use_fused_finalize=False,
         )  # fmt: skip
     return out
 
 
 def of_sorted(x_PD: Tensor, ends_e: Tensor, w31: Any, w2: Any, out_PD: Tensor) -> None:
-    """Writes what the experts make of rows sorted by expert; ends_e: int32, where each one's end."""
+    """Write the expert outputs of sorted rows. ends_e: int32, the end of each expert's rows."""
     rows_P = torch.arange(len(x_PD), dtype=torch.int32, device=x_PD.device)
     ids_P1 = torch.searchsorted(ends_e, rows_P, right=True, out_int32=True)[:, None]
     fused_moe(x_PD, ids_P1, torch.ones_like(ids_P1, dtype=torch.float32), w31, w2, out_PD)

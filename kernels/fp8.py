@@ -80,7 +80,8 @@ def quantise(
     if programs := rows if to is None else len(to.expert_Z) * to.block_m:
         grid = (programs, triton.cdiv(width, BLOCK * BLOCKS))
         quantise_kernel[grid](
-            x_MK, values_MK, scales_MG, *tables, x_MK.stride(0), width, BLOCK_M=to.block_m if to else 1, BLOCKS=BLOCKS,
+            x_MK, values_MK, scales_MG, *tables, x_MK.stride(0), width,
+            BLOCK_M=to.block_m if to else 1, BLOCKS=BLOCKS,
             BLOCK=BLOCK, ACT=act, num_warps=4,
         )  # fmt: skip
     return values_MK, scales_MG
@@ -88,7 +89,8 @@ def quantise(
 
 @triton.jit
 def widen_kernel(
-    values_ptr, scales_ptr, counts_ptr, out_ptr, room, width, out_width, expert_stride, row_stride, block_stride,
+    values_ptr, scales_ptr, counts_ptr, out_ptr, room, width, out_width, expert_stride, row_stride,
+    block_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of some of an expert's rows, those that are there."""

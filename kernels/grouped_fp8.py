@@ -44,7 +44,8 @@ def _step(total, w, x, w_scale, x_scales):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def fp8_kernel(
-    x_ptr, x_scale_ptr, w, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr,
+    x_ptr, x_scale_ptr, w, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, ends_ptr,
+    expert_ptr, row_ptr,
     num_tiles, x_stride, out_stride, width, inner, top_k,
     ACT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
@@ -120,7 +121,8 @@ def shape_of(num_experts: int, width: int, dim: int) -> str:
 
 
 def _launch(
-    x: Scaled, w: Scaled, bias: Tensor | None, out: Tensor, out_scales: Tensor | None, to: Alignment, top_k: int,
+    x: Scaled, w: Scaled, bias: Tensor | None, out: Tensor, out_scales: Tensor | None,
+    to: Alignment, top_k: int,
     act: Act | None, config: Config,
 ) -> None:  # fmt: skip
     is_up = act is not None
@@ -147,8 +149,10 @@ def _launch(
     if not num_tiles:
         return
     fp8_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x.values, x_scales, weights, w.scales, bias, out, out_scales, to.order_N, to.ends_e, to.expert_Z, to.row_Z,
-        num_tiles, x.values.stride(0), out.stride(0), width, inner, top_k, ACT=act, EVEN=inner % BLOCK == 0, TMA=tma,
+        x.values, x_scales, weights, w.scales, bias, out, out_scales, to.order_N, to.ends_e,
+        to.expert_Z, to.row_Z,
+        num_tiles, x.values.stride(0), out.stride(0), width, inner, top_k, ACT=act,
+        EVEN=inner % BLOCK == 0, TMA=tma,
         GROUP=config["group"], BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK=BLOCK,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip

@@ -20,7 +20,8 @@ from moeserve.kernels.configs import Config, tuned
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def grouped_kernel(
-    x_ptr, w, bias_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles, x_stride, out_stride, width,
+    x_ptr, w, bias_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles, x_stride,
+    out_stride, width,
     inner, top_k, ACT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -113,8 +114,10 @@ def _launch(
     if not num_tiles:
         return
     grouped_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x, weights, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0), out.stride(0),
-        width, w.shape[2], top_k, ACT=act, EVEN=w.shape[2] % depth == 0, TMA=tma, GROUP=config["group"],
+        x, weights, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0),
+        out.stride(0),
+        width, w.shape[2], top_k, ACT=act, EVEN=w.shape[2] % depth == 0, TMA=tma,
+        GROUP=config["group"],
         BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK_K=depth,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip

@@ -64,7 +64,10 @@ class Narrow:
 
     @property
     def half(self) -> int:
-        """Inputs of one product of tiles, all in one group. fp8, 2,048 inputs, groups of 128 -> 128"""
+        """Inputs of one product of tiles, all in one group.
+
+        fp8, 2,048 inputs, groups of 128 -> 128
+        """
         return (
             half_of(self.group)
             if self.in_pairs
@@ -161,7 +164,8 @@ def _groups(scale_ptr, zero_ptr, places, step, mask, SHARED: tl.constexpr):
 
 @triton.jit
 def _step(
-    total, values, x_low, x_high, scales, zeros, more_scales, more_zeros, SHARED: tl.constexpr, PAIRS: tl.constexpr,
+    total, values, x_low, x_high, scales, zeros, more_scales, more_zeros, SHARED: tl.constexpr,
+    PAIRS: tl.constexpr,
     FLOATS: tl.constexpr,
 ):  # fmt: skip
     """total + (value - zero) * scale * x over the low and the high inputs, or, if not PAIRS, over
@@ -182,9 +186,11 @@ def _step(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def weight_only_kernel(
-    x_ptr, w, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles,
+    x_ptr, w, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr,
+    num_tiles,
     x_stride, out_stride, width, inner, top_k,
-    ACT: tl.constexpr, PAIRS: tl.constexpr, FLOATS: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    ACT: tl.constexpr, PAIRS: tl.constexpr, FLOATS: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr,
     INPUTS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of
@@ -326,8 +332,10 @@ def _launch(
     if not num_tiles:
         return
     weight_only_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x, weights, w.scales, w.zeros, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0),
-        out.stride(0), width, inner, top_k, ACT=act, PAIRS=pairs, FLOATS=w.floats, TMA=tma, GROUP=config["group"],
+        x, weights, w.scales, w.zeros, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z,
+        num_tiles, x.stride(0),
+        out.stride(0), width, inner, top_k, ACT=act, PAIRS=pairs, FLOATS=w.floats, TMA=tma,
+        GROUP=config["group"],
         INPUTS=w.group, HALF=half, BLOCK_M=to.block_m, BLOCK_N=block_n,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip

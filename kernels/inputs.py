@@ -52,7 +52,10 @@ class StepArrays:
 
 @dataclass(frozen=True, slots=True)
 class StepWords:
-    """One step's rows, packed for one copy to the device: slots_R, starts_R, offsets_R1, sample_N."""
+    """The rows of one step, packed for one copy to the device.
+
+    The words are slots_R, starts_R, offsets_R1 and sample_N.
+    """
 
     words: I32
     rows: int
@@ -76,7 +79,8 @@ class StepWords:
 
 @triton.jit
 def put_tokens(
-    tokens_row_ptr, blocks_row_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, index, start, count, group,
+    tokens_row_ptr, blocks_row_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, index, start, count,
+    group,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Stores id, position and KV slot of a row's new tokens number `index`."""
@@ -93,7 +97,8 @@ def put_tokens(
 
 @triton.jit
 def put_rest(
-    words_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
+    words_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, sample_ptr, offsets_ptr, starts_ptr, index,
+    group,
     rows, tokens, samples, all_rows, all_tokens, all_samples,
 ):  # fmt: skip
     """Stores padding tokens, and the arrays with one entry per row."""
@@ -144,7 +149,8 @@ def step_kernel(
     slot_mapping_ptr += group * slot_mapping_stride
     if row == all_rows:
         put_rest(
-            words_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
+            words_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, sample_ptr, offsets_ptr,
+            starts_ptr, index, group,
             rows, tokens, samples, all_rows, all_tokens, all_samples,
         )  # fmt: skip
     else:
@@ -156,7 +162,8 @@ def step_kernel(
         num_known_blocks = tl.where(row < rows, num_blocks, 0)
         blocks_row_ptr = blocks_ptr + group * group_stride + slot * blocks_stride
         put_tokens(
-            table_ptr + slot * table_stride, blocks_row_ptr, ids_ptr + offset, positions_ptr + offset,
+            table_ptr + slot * table_stride, blocks_row_ptr, ids_ptr + offset,
+            positions_ptr + offset,
             slot_mapping_ptr + offset, index, start, count, group, BLOCK_SIZE,
         )  # fmt: skip
         block = tl.load(blocks_row_ptr + index, mask=index < num_known_blocks, other=0)
@@ -196,7 +203,8 @@ def fill_step(
     longest = max(step.most, num_blocks, all_tokens - step.tokens, all_rows + 1, all_samples)
     step_kernel[(all_rows + 1, triton.cdiv(longest, BLOCK), groups)](
         table, blocks, words,
-        out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRB, out.sample_N, out.offsets_R1, out.starts_R,
+        out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRB, out.sample_N,
+        out.offsets_R1, out.starts_R,
         table.stride(0), blocks.stride(0), blocks.stride(1),
         out.slot_mapping_GT.stride(0), out.blocks_GRB.stride(0), out.blocks_GRB.stride(1),
         step.rows, step.tokens, step.samples, all_rows, all_tokens, all_samples, num_blocks,

@@ -31,7 +31,8 @@ LOWEST = tl.constexpr(-(1 << 63))  # of positions that a query does not see
 def latent_rope_cache_kernel(
     q_ptr, kv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, slot_mapping_ptr, absorbed_ptr, out_ptr,
     num_real, q_stride, kv_stride, absorbed_stride, scale, eps,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, BLOCK_H: tl.constexpr,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """One program: a token's cache entry, or as the others BLOCK_H of its queries."""
@@ -153,7 +154,8 @@ def latent_rope_cache(
     block_h = max(1, min(2048 // block_n, triton.next_power_of_2(heads)))
     if tokens:
         latent_rope_cache_kernel[(tokens, 1 + triton.cdiv(heads, block_h))](
-            q_THe, kv_TC, norm_L, cos_T1p, sin_T1p, latent_cache, slot_mapping_T, q_THC, q_THn, slot_mapping_T.shape[0],
+            q_THe, kv_TC, norm_L, cos_T1p, sin_T1p, latent_cache, slot_mapping_T, q_THC, q_THn,
+            slot_mapping_T.shape[0],
             q_THe.stride(0), kv_TC.stride(0), q_THC.stride(0), rule.scale, rule.eps,
             HEADS=heads, NOPE=nope, ROPE=rope, RANK=rank, BLOCK_H=block_h, BLOCK_N=block_n,
             BLOCK_P=triton.next_power_of_2(rope), BLOCK_L=triton.next_power_of_2(rank), num_warps=4,
@@ -163,7 +165,8 @@ def latent_rope_cache(
 
 @triton.jit(do_not_specialize=["length", "table_stride"])
 def order_kernel(
-    q_ptr, weights_ptr, cache_ptr, blocks_ptr, rows_ptr, positions_ptr, out_ptr, length, table_stride,
+    q_ptr, weights_ptr, cache_ptr, blocks_ptr, rows_ptr, positions_ptr, out_ptr, length,
+    table_stride,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +200,8 @@ def order_kernel(
 
 
 def index_select(
-    q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, rows_S: Tensor, positions_S: Tensor, blocks_RN: Tensor,
+    q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, rows_S: Tensor, positions_S: Tensor,
+    blocks_RN: Tensor,
     context: int, top_k: int, most: int,
 ) -> Tensor:  # fmt: skip
     """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], by
@@ -227,8 +231,10 @@ def index_select(
         rows = rows_S[part]
         order_SL = torch.empty((len(q), context), dtype=torch.int64, device=q.device)
         order_kernel[(len(q), triton.cdiv(context, KEYS))](
-            q, weights_SJ[part], cache, blocks_RN, rows, positions_S[part], order_SL, context, blocks_RN.stride(0),
-            HEADS=heads, D=dim, BLOCK_SIZE=size, BLOCK_J=block_j, BLOCK_D=block_d, BLOCK_L=KEYS, num_warps=4,
+            q, weights_SJ[part], cache, blocks_RN, rows, positions_S[part], order_SL, context,
+            blocks_RN.stride(0),
+            HEADS=heads, D=dim, BLOCK_SIZE=size, BLOCK_J=block_j, BLOCK_D=block_d, BLOCK_L=KEYS,
+            num_warps=4,
         )  # fmt: skip
         chosen_SK = order_SL.topk(top_k, sorted=False).indices.sort().values
         blocks_SK = blocks_RN.index_select(0, rows).gather(1, chosen_SK // size).long()

@@ -140,7 +140,9 @@ def _multiply(
     weights, tma = weights_argument(w_PK, block_n, depth, bool(config["tma"]))
     if rows:
         linear_kernel[(triton.cdiv(rows, block_m) * triton.cdiv(width, block_n), heads)](
-            x_MK, weights, bias_N, out_MN, rows, x_MK.stride(0), out_MN.stride(0), x_head, out_head, width, inner,
-            EVEN=inner % depth == 0, TMA=tma, GROUP=config["group"], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=depth,
+            x_MK, weights, bias_N, out_MN, rows, x_MK.stride(0), out_MN.stride(0), x_head, out_head,
+            width, inner,
+            EVEN=inner % depth == 0, TMA=tma, GROUP=config["group"], BLOCK_M=block_m,
+            BLOCK_N=block_n, BLOCK_K=depth,
             num_warps=config["warps"], num_stages=config["stages"],
         )  # fmt: skip

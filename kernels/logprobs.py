@@ -20,7 +20,8 @@ REMOVED = tl.constexpr(-(2**63))
 
 @triton.jit
 def tiles_kernel(
-    logits_ptr, chosen_ptr, tile_peaks_ptr, peaks_ptr, sums_ptr, ranks_ptr, stride, width, num_tiles, num_parts,
+    logits_ptr, chosen_ptr, tile_peaks_ptr, peaks_ptr, sums_ptr, ranks_ptr, stride, width,
+    num_tiles, num_parts,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: the peaks of TILES tiles of a row, and over all of them: peak, sum of
@@ -70,7 +71,8 @@ def first_of(keys, n, PLACES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def rows_kernel(
-    logits_ptr, chosen_ptr, tile_peaks_ptr, peaks_ptr, sums_ptr, ranks_ptr, ids_ptr, values_ptr, rank_ptr,
+    logits_ptr, chosen_ptr, tile_peaks_ptr, peaks_ptr, sums_ptr, ranks_ptr, ids_ptr, values_ptr,
+    rank_ptr,
     stride, width, num_tiles, num_parts, n,
     TILE: tl.constexpr, TILE_BLOCK: tl.constexpr, PART_BLOCK: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
@@ -132,13 +134,15 @@ def logprobs(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tenso
     peaks, sums = torch.empty((2, rows, num_parts), dtype=torch.float32, device=device)
     ranks = torch.empty((rows, num_parts), dtype=torch.int32, device=device)
     tiles_kernel[(rows, num_parts)](
-        logits_PV, chosen_P, tile_peaks, peaks, sums, ranks, logits_PV.stride(0), width, num_tiles, num_parts,
+        logits_PV, chosen_P, tile_peaks, peaks, sums, ranks, logits_PV.stride(0), width, num_tiles,
+        num_parts,
         TILE=TILE, TILES=TILES, num_warps=8,
     )  # fmt: skip
     rows_kernel[(rows,)](
         logits_PV, chosen_P, tile_peaks, peaks, sums, ranks, ids_PN, values_PN, rank_P,
         logits_PV.stride(0), width, num_tiles, num_parts, n,
-        TILE=TILE, TILE_BLOCK=triton.next_power_of_2(num_tiles), PART_BLOCK=triton.next_power_of_2(num_parts),
+        TILE=TILE, TILE_BLOCK=triton.next_power_of_2(num_tiles),
+        PART_BLOCK=triton.next_power_of_2(num_parts),
         PLACES=max(PLACES, triton.next_power_of_2(n)), num_warps=8,
     )  # fmt: skip
     return ids_PN, values_PN, rank_P

@@ -75,7 +75,8 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def penalty_kernel(
-    logits_ptr, table_ptr, row_ptr, slot_ptr, known_ptr, repetition_ptr, frequency_ptr, presence_ptr, counts_ptr,
+    logits_ptr, table_ptr, row_ptr, slot_ptr, known_ptr, repetition_ptr, frequency_ptr,
+    presence_ptr, counts_ptr,
     first, stride, table_stride, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: takes the counts of BLOCK tokens of one row's history; taking one changes the
@@ -121,7 +122,8 @@ def penalise(
     for first in range(0, len(rows.row_P) if longest else 0, len(counts_WV)):
         grid = min(len(counts_WV), len(rows.row_P) - first), triton.cdiv(longest, BLOCK)
         count_kernel[grid](
-            table, rows.slot_P, rows.known_P, rows.num_prompt_P, counts_WV, first, table.stride(0), width,
+            table, rows.slot_P, rows.known_P, rows.num_prompt_P, counts_WV, first, table.stride(0),
+            width,
             BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
         penalty_kernel[grid](

@@ -87,9 +87,11 @@ def _store_entries(y, cache_ptr, scales_ptr, entries, inside, D: tl.constexpr, E
 
 @triton.jit(do_not_specialize=["num_real"])
 def qk_norm_rope_cache_kernel(
-    qkv_ptr, qk_ptr, weights_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, slot_mapping_ptr, q_ptr,
+    qkv_ptr, qk_ptr, weights_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    slot_mapping_ptr, q_ptr,
     num_real, stride, qk_stride, scale, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, PAST: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr,
+    PAST: tl.constexpr,
     CLIP: tl.constexpr, NORM_LAST: tl.constexpr, NORM_VALUES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -184,12 +186,17 @@ def qk_norm_rope_cache(
     block_v = triton.next_power_of_2(v_d)
     block_h, block_g = (min(2048 // block_d, triton.next_power_of_2(n)) for n in (heads, kv_heads))
     if tokens:
-        qk_norm_rope_cache_kernel[(tokens, triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_g))](
-            qkv_TN, qk, rule.norms, cos_T1d, sin_T1d, k_cache, v_cache, k_cache.view(torch.float32) if past else None,
-            v_cache.view(torch.float32) if past else None, slot_mapping_T, q, slot_mapping_T.shape[0],
+        parts = triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_g)
+        qk_norm_rope_cache_kernel[(tokens, parts)](
+            qkv_TN, qk, rule.norms, cos_T1d, sin_T1d, k_cache, v_cache,
+            k_cache.view(torch.float32) if past else None,
+            v_cache.view(torch.float32) if past else None, slot_mapping_T, q,
+            slot_mapping_T.shape[0],
             qkv_TN.stride(0), qk.stride(0), rule.scale, rule.eps,
-            HEADS=heads, KV_HEADS=kv_heads, D=d, V_D=v_d, PAST=past, CLIP=None if rule.clip == math.inf else rule.clip,
-            NORM_LAST=rule.norm_last, NORM_VALUES=rule.norm_values, BLOCK_H=block_h, BLOCK_G=block_g,
+            HEADS=heads, KV_HEADS=kv_heads, D=d, V_D=v_d, PAST=past,
+            CLIP=None if rule.clip == math.inf else rule.clip,
+            NORM_LAST=rule.norm_last, NORM_VALUES=rule.norm_values, BLOCK_H=block_h,
+            BLOCK_G=block_g,
             BLOCK_D=block_d, BLOCK_V=block_v, num_warps=4,
         )  # fmt: skip
     return q

@@ -54,8 +54,10 @@ class TileMetadata:
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def causal_conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, rows_ptr, borders_ptr, out_ptr, blocks_ptr, starts_ptr, offsets_ptr,
-    num_rows, x_stride, table_stride, C: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, rows_ptr, borders_ptr, out_ptr, blocks_ptr, starts_ptr,
+    offsets_ptr,
+    num_rows, x_stride, table_stride, C: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_C channels of one token, whose inputs come from the step or from what is
@@ -137,10 +139,12 @@ def causal_conv(
     block_c = min(CHANNELS, triton.next_power_of_2(channels))
     if tokens:
         causal_conv_kernel[(tokens, triton.cdiv(channels, block_c))](
-            x_TC, weight_CK, bias_C, *caches, out_TC, plan.blocks_RN, plan.starts_R, plan.offsets_R1,
+            x_TC, weight_CK, bias_C, *caches, out_TC, plan.blocks_RN, plan.starts_R,
+            plan.offsets_R1,
             len(plan.starts_R), x_TC.stride(0), plan.blocks_RN.stride(0),
             C=channels, K=num_inputs, SILU=silu, BLOCK_SIZE=size, TILE=plan.tile,
-            BLOCK_R=max(256, triton.next_power_of_2(len(plan.starts_R))), BLOCK_C=block_c, num_warps=WARPS,
+            BLOCK_R=max(256, triton.next_power_of_2(len(plan.starts_R))), BLOCK_C=block_c,
+            num_warps=WARPS,
         )  # fmt: skip
     return out_TC
 
@@ -177,10 +181,14 @@ def _read(x_t, grown, weights, state, u):
 
 @triton.jit(do_not_specialize=["table_stride"])
 def recurrence_kernel(
-    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, states_ptr, k_rows_ptr, u_rows_ptr, s_rows_ptr, out_ptr,
-    blocks_ptr, starts_ptr, offsets_ptr, q_stride, k_stride, v_stride, decay_stride, beta_stride, table_stride,
-    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DECAYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, states_ptr, k_rows_ptr, u_rows_ptr, s_rows_ptr,
+    out_ptr,
+    blocks_ptr, starts_ptr, offsets_ptr, q_stride, k_stride, v_stride, decay_stride, beta_stride,
+    table_stride,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    DECAYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V values of one head of one row, token by token; the state S^T [v, d] and
     what is kept of the open tile's tokens, k [TILE, d], u^T [v, TILE] and s [TILE, D], stay in
@@ -208,7 +216,8 @@ def recurrence_kernel(
     block = tl.load(table_ptr + held // TILES).to(tl.int64)
     slots = block * BLOCK_SIZE + held % TILES * TILE + rows
     k, s, u = _cached_rows(
-        k_rows_ptr + (slots * KEY_HEADS + key_head) * D, s_rows_ptr + (slots * HEADS + head) * DECAYS,
+        k_rows_ptr + (slots * KEY_HEADS + key_head) * D,
+        s_rows_ptr + (slots * HEADS + head) * DECAYS,
         u_rows_ptr + (slots * HEADS + head) * V, rows < count, d, decays, values, D, DECAYS, V,
     )  # fmt: skip
     last = tl.sum(tl.where((rows == count - 1)[:, None], s, 0.0), 0)[None, :]
@@ -322,7 +331,8 @@ def recurrence(
             plan.blocks_RN, plan.starts_R, plan.offsets_R1,
             q_TGd.stride(0), k_TGd.stride(0), v_THv.stride(0), log_decay_THD.stride(0),
             0 if beta_TH is None else beta_TH.stride(0), plan.blocks_RN.stride(0),
-            KEY_HEADS=keys, HEADS=heads, D=dim, V=v_dim, DECAYS=decays, BLOCK_SIZE=size, TILE=plan.tile,
+            KEY_HEADS=keys, HEADS=heads, D=dim, V=v_dim, DECAYS=decays, BLOCK_SIZE=size,
+            TILE=plan.tile,
             **blocks, num_warps=WARPS,
         )  # fmt: skip
     return out_THv

@@ -91,9 +91,11 @@ def _divided(weights_K, total, epsilon, floor, SCORE: tl.constexpr, RENORMALIZE:
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
-    logits_ptr, bias_ptr, expert_scale_ptr, live_ptr, ids_ptr, weights_ptr, num_tokens, row_stride, num_groups,
+    logits_ptr, bias_ptr, expert_scale_ptr, live_ptr, ids_ptr, weights_ptr, num_tokens, row_stride,
+    num_groups,
     group_size, epsilon, floor, scale, band,
-    K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr,
+    K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr,
+    GROUP_TOP: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
     """One program: a token. GROUPS x SIZE: a tile with room for all experts; CHOICES: for K of
@@ -178,10 +180,13 @@ def route(
     limit = num_tokens if isinstance(num_tokens, int) else tokens
     if tokens:
         route_kernel[(tokens,)](
-            logits_TE, bias_E, expert_scale_E, live, ids_TK, weights_TK, limit, logits_TE.stride(0), groups, size,
+            logits_TE, bias_E, expert_scale_E, live, ids_TK, weights_TK, limit, logits_TE.stride(0),
+            groups, size,
             rule.epsilon, rule.floor, rule.scale, 2 * rule.jitter, K=top_k, SCORE=rule.score,
             RENORMALIZE=rule.renormalize, KEEP=keep,
-            GROUP_TOP=rule.num_group_scores, GROUPS=triton.next_power_of_2(groups), SIZE=triton.next_power_of_2(size),
-            CHOICES=triton.next_power_of_2(top_k), num_warps=max(1, triton.next_power_of_2(experts) // 256),
+            GROUP_TOP=rule.num_group_scores, GROUPS=triton.next_power_of_2(groups),
+            SIZE=triton.next_power_of_2(size),
+            CHOICES=triton.next_power_of_2(top_k),
+            num_warps=max(1, triton.next_power_of_2(experts) // 256),
         )  # fmt: skip
     return ids_TK, weights_TK

@@ -112,7 +112,10 @@ def add_rms_norm(
 
 
 def _launch(rows: int, width: int) -> tuple[dict[str, int], tuple[int], int]:
-    """Tile, grid and warps: the tile by the width alone, since its shape is the order of the sums."""
+    """Return tile, grid and number of warps.
+
+    The tile depends on the width alone, because its shape determines the order of the sums.
+    """
     block = triton.next_power_of_2(width)
     tile = {"ROWS": max(1, ELEMENTS // block), "BLOCK": block}
     return tile, (triton.cdiv(rows, tile["ROWS"]),), min(16, max(ELEMENTS, block) // PER_WARP)

@@ -76,7 +76,8 @@ def tile_peaks_kernel(
 @triton.jit
 def row_kernel(
     tile_peaks_ptr, ids_ptr, raw_peaks_ptr, temperature_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr,
-    tokens_ptr, status_ptr, peaks_ptr, farthest_ptr, near_ptr, num_tiles, width, BLOCK: tl.constexpr,
+    tokens_ptr, status_ptr, peaks_ptr, farthest_ptr, near_ptr, num_tiles, width,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a row's peak, likeliest token and status, and how far from the peak to look for
     others.
@@ -227,7 +228,8 @@ def sample(
         num_warps=4,
     )
     row_kernel[(num_rows,)](
-        tile_peaks_SB, ids_SB, raw_peaks_S, rows.temperature_S, rows.log_min_p_S, rows.top_k_S, rows.top_p_S,
+        tile_peaks_SB, ids_SB, raw_peaks_S, rows.temperature_S, rows.log_min_p_S, rows.top_k_S,
+        rows.top_p_S,
         tokens_S, status_S, peaks_S, farthest_S, near_S, num_tiles, width,
         BLOCK=triton.next_power_of_2(num_tiles), num_warps=4,
     )  # fmt: skip
@@ -237,7 +239,8 @@ def sample(
         times_SP = _new(num_rows, num_parts)
         ids_SP = _new(num_rows, num_parts, dtype=torch.int32)
         race_kernel[(num_rows, num_parts)](
-            logits_SV, peaks_S, rows.temperature_S, farthest_S, rows.low_S, rows.high_S, times_SP, ids_SP,
+            logits_SV, peaks_S, rows.temperature_S, farthest_S, rows.low_S, rows.high_S, times_SP,
+            ids_SP,
             logits_SV.stride(0), width, num_parts, HOPELESS=HOPELESS, BLOCK=RACED, num_warps=4,
         )  # fmt: skip
         winner_kernel[(num_rows,)](

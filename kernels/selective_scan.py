@@ -15,7 +15,8 @@ CHANNELS = 32  # of a program, with any number of ranks, since sums over n may d
 
 @triton.jit(do_not_specialize=["table_stride"])
 def selective_scan_kernel(
-    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, x_rows_ptr, dt_rows_ptr, b_rows_ptr, out_ptr,
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, x_rows_ptr, dt_rows_ptr, b_rows_ptr,
+    out_ptr,
     blocks_ptr, starts_ptr, offsets_ptr, x_stride, dt_stride, b_stride, c_stride, table_stride,
     C: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -108,8 +109,10 @@ def selective_scan(
     out_TC = x_TC.new_zeros((tokens, channels))
     if tokens:
         selective_scan_kernel[(triton.cdiv(channels, CHANNELS), len(plan.starts_R))](
-            x_TC, dt_TC, a_NC, b_TN, c_TN, skip_C, *caches, out_TC, plan.blocks_RN, plan.starts_R, plan.offsets_R1,
-            x_TC.stride(0), dt_TC.stride(0), b_TN.stride(0), c_TN.stride(0), plan.blocks_RN.stride(0),
+            x_TC, dt_TC, a_NC, b_TN, c_TN, skip_C, *caches, out_TC, plan.blocks_RN, plan.starts_R,
+            plan.offsets_R1,
+            x_TC.stride(0), dt_TC.stride(0), b_TN.stride(0), c_TN.stride(0),
+            plan.blocks_RN.stride(0),
             C=channels, N=numbers, BLOCK_SIZE=size, TILE=plan.tile,
             BLOCK_C=CHANNELS, BLOCK_N=triton.next_power_of_2(numbers), num_warps=1,
         )  # fmt: skip

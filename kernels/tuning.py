@@ -54,12 +54,15 @@ WARPS = (4, 8)
 STAGES = (2, 3, 4, 5, 6)
 GROUPS = (1, 4, 8, 16)
 GROUPED: Choices = {
-    "block_m": (16, 32, 64, 128), "up_block_n": BLOCKS, "up_warps": WARPS, "up_stages": (2, 3, 4, 5),
-    "down_block_n": BLOCKS, "down_warps": WARPS, "down_stages": (2, 3, 4, 5), "group": GROUPS, "tma": (0, 1),
+    "block_m": (16, 32, 64, 128), "up_block_n": BLOCKS, "up_warps": WARPS,
+    "up_stages": (2, 3, 4, 5),
+    "down_block_n": BLOCKS, "down_warps": WARPS, "down_stages": (2, 3, 4, 5), "group": GROUPS,
+    "tma": (0, 1),
 }  # fmt: skip
 FP8: Choices = {**GROUPED, "block_m": (16, 32, 64), "up_block_n": (128,), "down_block_n": (64, 128)}
 LINEAR: Choices = {
-    "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6), "group": GROUPS,
+    "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6),
+    "group": GROUPS,
     "tma": (0, 1),
 }  # fmt: skip
 ATTENTION: Choices = {
