@@ -37,7 +37,7 @@ from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.ubatches import UBatchRunner
 

@@ -41,8 +41,8 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, moved, rank_loads, solve
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.rules import RouterRule
-from moeserve.ops.table import pick_ops
 from moeserve.runner.experts import ExpertStore
 
 CHOICES = 50_000

@@ -9,7 +9,7 @@ rest: then each engine checks its books, and one that finds a fault in them dies
 
 Memory is sampled once a second; the slope is taken over the second half of the time, for every
 process that lived through it. An engine keeps the heap that its largest step took
-(moeserve/ops/table.py), which is planned for and no leak. So before that half all engines get the
+(moeserve/ops/pick.py), which is planned for and no leak. So before that half all engines get the
 largest steps that there can be (the slope begins after them, if they take so long), and how much a
 process has grown since it was first seen is told beside the slope.
 

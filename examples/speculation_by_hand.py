@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from moeserve.runner.sampling.noise import Gumbel
-from moeserve.runner.sampling.sampler import row_keys
+from moeserve.runner.sampling.rows import row_keys
 
 WORDS = ("the", "fox", "owl", "saw", "hid", ".")
 TARGET: dict[str, tuple[float, ...]] = {  # logits of the next word

@@ -6,15 +6,10 @@ largest), values weighted by the same. G groups of heads that a tile's items sha
 a tile: those of one token, head by head, then the next token's.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from moeserve.kernels.paged_attention import AttentionMetadata, Pass
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -141,24 +136,3 @@ def split_space(space: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
     assert space.dtype == torch.float32, space.dtype
     assert space.numel() >= rows * row_floats(width), (space.shape, rows, width)
     return space[: rows * width], space[rows * width :]
-
-
-def merge(
-    values: Tensor,
-    stats: Tensor,
-    sinks_H: Tensor | None,
-    out: Tensor,
-    plan: "AttentionMetadata",
-    part: "Pass",
-) -> None:
-    """Writes the tokens of all tiles that a pass has cut to out [T, H * v]."""
-    shape = plan.shape
-    work = part.work
-    rows = 4
-    if not work.merges_M4.shape[0]:
-        return
-    merge_kernel[(work.merges_M4.shape[0], shape.groups * part.block_m // rows)](
-        values, stats, sinks_H, out, plan.offsets_R1, work.merges_M4, work.counts_2,
-        GROUPS=shape.groups, HEADS=shape.group, TILE=part.tile, D=shape.v_dim, BLOCK_M=part.block_m, ROWS=rows,
-        UNROLL=4, num_warps=4,
-    )  # fmt: skip

@@ -24,7 +24,7 @@ from moeserve.kernels.attention_plan import (
     list_work,
     most_slots,
 )
-from moeserve.kernels.attention_sums import merge, row_floats, split_space
+from moeserve.kernels.attention_sums import merge_kernel, row_floats, split_space
 from moeserve.kernels.configs import Config, facts_of, tuned
 
 SCALE_BYTES = 4
@@ -239,8 +239,29 @@ def attention(
             BLOCK_N=tile_positions(shape, part.block_m), FLAT=part.flat,
             num_warps=how["num_warps"], num_stages=how["num_stages"],
         )  # fmt: skip
-        merge(values, stats, sinks_H, out, plan, part)
+        _merge(values, stats, sinks_H, out, plan, part)
     return out
+
+
+def _merge(
+    values: Tensor,
+    stats: Tensor,
+    sinks_H: Tensor | None,
+    out: Tensor,
+    plan: AttentionMetadata,
+    part: Pass,
+) -> None:
+    """Writes the tokens of all tiles that a pass has cut to out [T, H * v]."""
+    shape = plan.shape
+    work = part.work
+    rows = 4
+    if not work.merges_M4.shape[0]:
+        return
+    merge_kernel[(work.merges_M4.shape[0], shape.groups * part.block_m // rows)](
+        values, stats, sinks_H, out, plan.offsets_R1, work.merges_M4, work.counts_2,
+        GROUPS=shape.groups, HEADS=shape.group, TILE=part.tile, D=shape.v_dim, BLOCK_M=part.block_m, ROWS=rows,
+        UNROLL=4, num_warps=4,
+    )  # fmt: skip
 
 
 def launch_of(shape: AttentionShape, cache_dtype: torch.dtype, block_m: int, device: str) -> Config:

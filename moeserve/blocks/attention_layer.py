@@ -205,6 +205,28 @@ class AttentionLayer:
             mine.append(normed.view(part.shape)[:, place])
         return torch.cat(mine, dim=1)
 
+    @staticmethod
+    def workspace(
+        spec: Attention, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    ) -> int:
+        shape = spec.head_shape(tp_size)
+        d = spec.head_dim
+        heads = shape.num_heads
+        kv_heads = shape.num_kv_heads
+        both = (heads + kv_heads) * d
+        results = heads * shape.v_dim
+        rows = tokens * (
+            (both + kv_heads * shape.v_dim) * size
+            + both * (5 * FP32 + size)
+            + 2 * max(heads * d, results) * size
+        )
+        rows += tokens * results * 3 * FP32 if spec.gate != "none" else 0
+        rows += gathered_bytes(tokens, spec.num_heads * shape.v_dim + width, size, tp_size)
+        if spec.qk_norm == "full" and tp_size > 1:
+            all_both = both * tp_size
+            rows += gathered_bytes(tokens, all_both, size, tp_size) + 4 * FP32 * tokens * all_both
+        return rows + item_bytes(shape, max_len, size)
+
 
 def _part_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
     """Moves the rows of gates out of qkv, where they follow the queries of their head."""
@@ -259,29 +281,6 @@ def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: li
     for x, count in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
         every = count if spec.qk_norm == "full" else 1
         build.reorder(f"{name}{x}_norm", [head * dim + i for head in range(every) for i in order])
-
-
-def workspace(
-    spec: Attention, width: int, tokens: int, max_len: int, size: int, tp_size: int
-) -> int:
-    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    shape = spec.head_shape(tp_size)
-    d = spec.head_dim
-    heads = shape.num_heads
-    kv_heads = shape.num_kv_heads
-    both = (heads + kv_heads) * d
-    results = heads * shape.v_dim
-    rows = tokens * (
-        (both + kv_heads * shape.v_dim) * size
-        + both * (5 * FP32 + size)
-        + 2 * max(heads * d, results) * size
-    )
-    rows += tokens * results * 3 * FP32 if spec.gate != "none" else 0
-    rows += gathered_bytes(tokens, spec.num_heads * shape.v_dim + width, size, tp_size)
-    if spec.qk_norm == "full" and tp_size > 1:
-        all_both = both * tp_size
-        rows += gathered_bytes(tokens, all_both, size, tp_size) + 4 * FP32 * tokens * all_both
-    return rows + item_bytes(shape, max_len, size)
 
 
 def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:

@@ -1,27 +1,23 @@
-"""What of a layer reads no earlier tokens, in numbers: a dense MLP, or experts behind a router. No
-torch here.
+"""Feed-forward blocks in numbers: a dense MLP, or experts behind a router. No torch here.
 
-D model width, E experts, e local experts, I expert width, F inner width of a dense MLP.
+`feed_forward_layer.py` computes them. D model width, E experts, e local experts, I expert width, F inner width of a dense MLP.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moeserve.blocks.weights import SPLIT, ExpertNames, WeightPlan
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
-if TYPE_CHECKING:
-    from moeserve.blocks.build import Builder
-
-FeedForwardLayer = Callable[..., Any]  # (x_T'D, number of real rows, micro-batch) -> T'D
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """An MLP with inner width `size` that every token passes, gated if the activation is. name: of
-    the checkpoint's module. The methods are those of `Mixer`, as are those of `MoE`."""
+    """An MLP with inner width `size` that every token passes, gated if the activation is.
+
+    name: the checkpoint's name of the module. The methods are those of `Mixer`.
+    """
 
     size: int
     bias: bool = False
@@ -44,18 +40,6 @@ class Dense:
         if self.bias:
             block.stack("gate_up_bias", [(f"{half}_proj.bias", self.size, rows) for half in halves])
             block.add("down_bias", (plan.width,), "down_proj.bias", sharded=sharded)
-
-    def build(self, build: "Builder", name: str) -> FeedForwardLayer:
-        """Returns the block, made of the parameters `name` + ..."""
-        from moeserve.blocks.feed_forward_layer import DenseLayer
-
-        return DenseLayer(build.gated(name, self.size, build.tp, self.activation))
-
-    def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
-        """Returns an upper bound of the bytes that a call needs beside the residual stream."""
-        from moeserve.blocks.feed_forward_layer import dense_workspace
-
-        return dense_workspace(self.size, width, tokens, size, tp_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,22 +184,6 @@ class MoE:
         yield Piece(names.down.format(expert), down, "w2", (), take, transposed=names.transposed)
         if self.bias:
             yield Piece(names.down + "_bias", (*one, width), "w2_bias", (), take)
-
-    def build(self, build: "Builder", name: str) -> FeedForwardLayer:
-        """See `Dense`."""
-        from moeserve.blocks.feed_forward_layer import build_beside, build_moe
-
-        return (
-            build_beside(self, self.beside, build, name)
-            if self.beside
-            else build_moe(self, build, name)
-        )
-
-    def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
-        """See `Dense`."""
-        from moeserve.blocks.feed_forward_layer import moe_workspace
-
-        return moe_workspace(self, width, tokens, size, tp_size)
 
 
 def spelling(experts: Sequence[ExpertNames], present: Any, theirs: str) -> ExpertNames:

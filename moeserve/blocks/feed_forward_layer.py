@@ -3,7 +3,9 @@
 T tokens, D model width, I expert width, K experts per token.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +21,31 @@ from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.linear import LARGEST_PAD, padded_rows
+
+FeedForwardLayer = Callable[..., Any]  # (x_T'D, number of real rows, micro-batch) -> T'D
+
+
+def build_feed_forward(spec: Dense | MoE, build: Builder, name: str) -> FeedForwardLayer:
+    """Build a feed-forward block of the parameters whose names begin with `name`."""
+    if isinstance(spec, Dense):
+        return DenseLayer(build.gated(name, spec.size, build.tp, spec.activation))
+    if spec.beside is not None:
+        return build_beside(spec, spec.beside, build, name)
+    return build_moe(spec, build, name)
+
+
+def feed_forward_workspace(
+    spec: Dense | MoE, *, width: int, tokens: int, size: int, tp_size: int
+) -> int:
+    """Return an upper bound of the bytes that a call needs beside the residual stream.
+
+    width: of the model.
+    tokens: of a step, padding included.
+    size: bytes of an element.
+    """
+    if isinstance(spec, Dense):
+        return dense_workspace(spec.size, width, tokens, size, tp_size)
+    return moe_workspace(spec, width, tokens, size, tp_size)
 
 
 def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
@@ -106,14 +133,14 @@ def build_router(spec: MoE, build: Builder, name: str) -> Router:
 
 
 def dense_workspace(inner: int, width: int, tokens: int, size: int, tp_size: int) -> int:
-    """Returns an upper bound of the bytes of a dense block; see `Dense.workspace`."""
+    """Returns an upper bound of the bytes of a dense block; see `feed_forward_workspace`."""
     return tokens * (4 * inner + 2 * width) * size + gathered_bytes(
         tokens, inner + width, size, tp_size
     )
 
 
 def moe_workspace(spec: MoE, width: int, tokens: int, size: int, tp_size: int) -> int:
-    """Returns an upper bound of the bytes of an MoE block; see `Dense.workspace`."""
+    """Returns an upper bound of the bytes of an MoE block; see `feed_forward_workspace`."""
     shared = max(block.size for block in (spec.shared, spec.beside, Dense(size=0)) if block)
     dense = tokens * (4 * shared + 2 * width) * size
     own = padded_rows(-(-tokens // tp_size), LARGEST_PAD)  # tokens that this rank sends to experts

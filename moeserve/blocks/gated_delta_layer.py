@@ -85,6 +85,16 @@ class GatedDeltaLayer(RecurrentLayer):
         )
         return self.project_back(gated, channel)
 
+    @staticmethod
+    def workspace(
+        spec: GatedDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    ) -> int:
+        _, values, qk, v = spec.local(tp_size)
+        rows = tokens * (
+            (qk + 2 * v) * size + (3 * (qk + v) + 5 * v + 8 * values) * FP32 + v * size
+        )
+        return rows + gathered_bytes(tokens, spec.num_v_heads * spec.v_dim + width, size, tp_size)
+
 
 def by_part(sizes: list[int], heads: int) -> list[int]:
     """Returns the order that brings rows of heads, each with parts of these sizes, into parts with
@@ -99,12 +109,3 @@ def by_part(sizes: list[int], heads: int) -> list[int]:
         order += [head * whole + start + i for head in range(heads) for i in range(size)]
         start += size
     return order
-
-
-def workspace(
-    spec: GatedDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int
-) -> int:
-    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    _, values, qk, v = spec.local(tp_size)
-    rows = tokens * ((qk + 2 * v) * size + (3 * (qk + v) + 5 * v + 8 * values) * FP32 + v * size)
-    return rows + gathered_bytes(tokens, spec.num_v_heads * spec.v_dim + width, size, tp_size)

@@ -60,12 +60,11 @@ class KimiDeltaLayer(RecurrentLayer):
         )
         return self.project_back(gated, channel)
 
-
-def workspace(
-    spec: KimiDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int
-) -> int:
-    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    part = spec.size // tp_size
-    narrow = 2 * spec.head_dim + spec.num_heads
-    rows = tokens * (part * (6 * size + 15 * FP32) + narrow * (2 * size + 2 * FP32))
-    return rows + gathered_bytes(tokens, spec.size + width, size, tp_size)
+    @staticmethod
+    def workspace(
+        spec: KimiDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    ) -> int:
+        part = spec.size // tp_size
+        narrow = 2 * spec.head_dim + spec.num_heads
+        rows = tokens * (part * (6 * size + 15 * FP32) + narrow * (2 * size + 2 * FP32))
+        return rows + gathered_bytes(tokens, spec.size + width, size, tp_size)

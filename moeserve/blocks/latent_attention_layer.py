@@ -144,21 +144,20 @@ class LatentAttentionLayer:
         v_Tv = self.down(attended.view(len(x_TD), heads, rank)).flatten(1)
         return self.out(self.tp.gather_columns(v_Tv, channel), channel)
 
-
-def workspace(
-    spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int
-) -> int:
-    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    shape = spec.head_shape(tp_size)
-    queries = shape.num_heads * (spec.nope_dim + spec.rope_dim)
-    absorbed = shape.num_heads * (2 * spec.entry + spec.rank + spec.v_dim)
-    rows = tokens * (
-        (queries + (spec.q_rank or 0) + spec.entry + absorbed) * size
-        + (2 * queries + spec.entry) * FP32
-    )
-    return (
-        rows
-        + (indexer_workspace(spec.indexer, width, tokens, max_len, size) if spec.indexer else 0)
-        + gathered_bytes(tokens, spec.num_heads * spec.v_dim + width, size, tp_size)
-        + item_bytes(shape, max_len, size)
-    )
+    @staticmethod
+    def workspace(
+        spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    ) -> int:
+        shape = spec.head_shape(tp_size)
+        queries = shape.num_heads * (spec.nope_dim + spec.rope_dim)
+        absorbed = shape.num_heads * (2 * spec.entry + spec.rank + spec.v_dim)
+        rows = tokens * (
+            (queries + (spec.q_rank or 0) + spec.entry + absorbed) * size
+            + (2 * queries + spec.entry) * FP32
+        )
+        return (
+            rows
+            + (indexer_workspace(spec.indexer, width, tokens, max_len, size) if spec.indexer else 0)
+            + gathered_bytes(tokens, spec.num_heads * spec.v_dim + width, size, tp_size)
+            + item_bytes(shape, max_len, size)
+        )

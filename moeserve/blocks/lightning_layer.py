@@ -106,13 +106,12 @@ class LightningLayer(RecurrentLayer):
         gated = ops.sigmoid_mul(normed.mul_(self.norm), self.gate(x_TD)).to(x_TD.dtype)
         return self.project_back(gated, channel)
 
-
-def workspace(
-    spec: Lightning, width: int, tokens: int, max_len: int, size: int, tp_size: int
-) -> int:
-    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    heads = spec.num_heads // tp_size
-    dim = spec.head_dim
-    rows = tokens * heads * dim * (5 * size + 10 * FP32)
-    states = 3 * heads * dim * dim * FP32  # the recurrence's own
-    return rows + states + gathered_bytes(tokens, spec.num_heads * dim + width, size, tp_size)
+    @staticmethod
+    def workspace(
+        spec: Lightning, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    ) -> int:
+        heads = spec.num_heads // tp_size
+        dim = spec.head_dim
+        rows = tokens * heads * dim * (5 * size + 10 * FP32)
+        states = 3 * heads * dim * dim * FP32  # the recurrence's own
+        return rows + states + gathered_bytes(tokens, spec.num_heads * dim + width, size, tp_size)

@@ -57,16 +57,17 @@ class Mamba1Layer(RecurrentLayer):
         gated = ops.act_mul(torch.cat((gates.float(), y_TC), 1), SWIGLU).to(dtype)
         return self.project_back(gated, channel)
 
-
-def workspace(spec: Mamba1, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    local = spec.channels // tp_size
-    selected = spec.rank + 2 * spec.state
-    rows = tokens * (
-        local * (5 * size + 12 * FP32) + spec.channels * size + selected * 3 * (size + FP32)
-    )
-    states = (
-        (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32
-    )  # of the convolution and the scan
-    gathered = gathered_bytes(tokens, 2 * spec.channels + width, size, tp_size)
-    return rows + states + gathered
+    @staticmethod
+    def workspace(
+        spec: Mamba1, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    ) -> int:
+        local = spec.channels // tp_size
+        selected = spec.rank + 2 * spec.state
+        rows = tokens * (
+            local * (5 * size + 12 * FP32) + spec.channels * size + selected * 3 * (size + FP32)
+        )
+        states = (
+            (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32
+        )  # of the convolution and the scan
+        gathered = gathered_bytes(tokens, 2 * spec.channels + width, size, tp_size)
+        return rows + states + gathered

@@ -76,16 +76,17 @@ class Mamba2Layer(RecurrentLayer):
         )
         return self.project_back((normed_TI * self.norm_I).to(x_TD.dtype), channel)
 
-
-def workspace(spec: Mamba2, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    _, heads, inner, shared = spec.local(tp_size)
-    rows = tokens * (
-        (3 * inner + 2 * shared + heads) * size + (8 * inner + 4 * shared + 6 * heads) * FP32
-    )
-    states = 4 * heads * spec.state_dim * spec.head_dim * FP32
-    return (
-        rows
-        + states
-        + gathered_bytes(tokens, spec.num_heads * spec.head_dim + width, size, tp_size)
-    )
+    @staticmethod
+    def workspace(
+        spec: Mamba2, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    ) -> int:
+        _, heads, inner, shared = spec.local(tp_size)
+        rows = tokens * (
+            (3 * inner + 2 * shared + heads) * size + (8 * inner + 4 * shared + 6 * heads) * FP32
+        )
+        states = 4 * heads * spec.state_dim * spec.head_dim * FP32
+        return (
+            rows
+            + states
+            + gathered_bytes(tokens, spec.num_heads * spec.head_dim + width, size, tp_size)
+        )

@@ -1,14 +1,12 @@
-"""The seam of mixers: the blocks of a layer that read earlier tokens. One file each says everything
-about one kind.
+"""The seam of mixers: the blocks of a layer that read earlier tokens.
 
-D model width. A mixer's file has no torch: the front end reads specs, too. What computes is beside
-it and is imported when a model is built.
+Each kind has two files: its numbers (a `Mixer`, without torch, because the front end reads specs,
+too) and its computation (a `MixerLayer`). `blocks/kinds.py` maps the one to the other.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from moeserve.blocks.rope import RopeSpec
@@ -18,7 +16,6 @@ from moeserve.ops.rules import TILE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moeserve.blocks.build import Builder
     from moeserve.blocks.weights import WeightPlan
     from moeserve.ops.inputs import HeadShape, LayerCache, StepInputs
 
@@ -76,8 +73,7 @@ class MixerLayer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixer(ABC):
-    """A mixer in numbers. What computes is the class with Layer behind this one's name; that and
-    the function `workspace` are in the file beside its own with _layer behind the name.
+    """A mixer in numbers. `blocks/kinds.py` names the layer class that computes it.
 
     rope: its rotary embedding, if it has one. rule: how long its cache entries are needed.
     """
@@ -133,24 +129,6 @@ class Mixer(ABC):
     @abstractmethod
     def plan(self, plan: "WeightPlan", ours: str, theirs: str) -> None:
         """Adds the block's parameters: named `ours` + ..., from the checkpoint's `theirs` + ..."""
-
-    def build(self, build: "Builder", name: str, group: int) -> MixerLayer:
-        """Returns the block, made of the parameters `name` + ... group: its KV group."""
-        layer: MixerLayer = getattr(self._beside(), type(self).__name__ + "Layer")(
-            self, build, name, group
-        )
-        return layer
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """Returns an upper bound of the bytes that a call needs beside the residual stream.
-
-        tokens: padded, of a step. max_len: of a context. size: bytes of an element.
-        """
-        num_bytes: int = self._beside().workspace(self, width, tokens, max_len, size, tp_size)
-        return num_bytes
-
-    def _beside(self) -> Any:
-        return import_module(type(self).__module__ + "_layer")
 
 
 TILED = KVRule(tile=TILE)

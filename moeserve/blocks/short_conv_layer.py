@@ -35,11 +35,10 @@ class ShortConvLayer(RecurrentLayer):
         gated_TC = (behind_TC * y_TC).to(x_TD.dtype)
         return self.project_back(gated_TC, channel)
 
-
-def workspace(
-    spec: ShortConv, width: int, tokens: int, max_len: int, size: int, tp_size: int
-) -> int:
-    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    local = spec.channels // tp_size
-    rows = tokens * local * (4 * size + 6 * FP32) + 4 * (TILE + spec.conv) * local * FP32
-    return rows + gathered_bytes(tokens, spec.channels + width, size, tp_size)
+    @staticmethod
+    def workspace(
+        spec: ShortConv, width: int, tokens: int, max_len: int, size: int, tp_size: int
+    ) -> int:
+        local = spec.channels // tp_size
+        rows = tokens * local * (4 * size + 6 * FP32) + 4 * (TILE + spec.conv) * local * FP32
+        return rows + gathered_bytes(tokens, spec.channels + width, size, tp_size)

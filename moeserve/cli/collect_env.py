@@ -158,7 +158,7 @@ def torch_facts() -> dict[str, Any]:
         import torch
     except ImportError as error:
         return {"error": str(error)}
-    from moeserve.ops.table import pick_ops
+    from moeserve.ops.pick import pick_ops
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {

@@ -23,7 +23,7 @@ from moeserve.cluster.rank import make_rank
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.messages import Join
 from moeserve.runner import commands
-from moeserve.runner.thread import JobThread
+from moeserve.runner.job_thread import JobThread
 
 if TYPE_CHECKING:
     from moeserve.comm.stream import BlockingStream

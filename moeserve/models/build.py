@@ -9,6 +9,8 @@ from typing import Any
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.feed_forward import MoE
+from moeserve.blocks.feed_forward_layer import build_feed_forward
+from moeserve.blocks.kinds import build_mixer
 from moeserve.blocks.norm import Norm
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World, share
@@ -147,8 +149,10 @@ def build_norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
 def build_layer(build: Builder, spec: ModelSpec, layer: LayerSpec, name: str, group: int) -> Layer:
     """Builds the layer whose parameters begin with `name`. group: its KV group."""
     return Layer(
-        mixer=layer.mixer.build(build, name, group),
-        feed_forward=layer.feed_forward.build(build, name) if layer.feed_forward else None,
+        mixer=build_mixer(layer.mixer, build, name, group),
+        feed_forward=build_feed_forward(layer.feed_forward, build, name)
+        if layer.feed_forward
+        else None,
         **{norm: build_norm(build, spec, name + norm) for norm, _ in layer.norms},
         parallel=layer.parallel,
         reads_stream=isinstance(layer.feed_forward, MoE) and layer.feed_forward.beside is not None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.blocks.feed_forward import FeedForwardLayer
+from moeserve.blocks.feed_forward_layer import FeedForwardLayer
 from moeserve.blocks.mixer import MixerLayer
 from moeserve.blocks.norm import Norm
 from moeserve.models.spec import ModelSpec

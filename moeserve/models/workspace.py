@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moeserve.blocks.feed_forward_layer import feed_forward_workspace
+from moeserve.blocks.kinds import mixer_workspace
 from moeserve.blocks.linear import FP32, INT64, gathered_bytes
 from moeserve.models.spec import ModelSpec
 from moeserve.ops.attention import QUERY_BLOCK, padded_context
@@ -59,8 +61,21 @@ def workspace_bytes(
         stream += tokens * spec.hidden_size * (4 + 2 * len(spec.taps)) * size
     half = max(
         max(
-            layer.mixer.workspace(spec.hidden_size, tokens, max_len, size, ranks),
-            layer.feed_forward.workspace(spec.hidden_size, tokens, size, ranks)
+            mixer_workspace(
+                layer.mixer,
+                width=spec.hidden_size,
+                tokens=tokens,
+                max_len=max_len,
+                size=size,
+                tp_size=ranks,
+            ),
+            feed_forward_workspace(
+                layer.feed_forward,
+                width=spec.hidden_size,
+                tokens=tokens,
+                size=size,
+                tp_size=ranks,
+            )
             if layer.feed_forward
             else 0,
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.messages import TraceEvent
-from moeserve.moe.all2all.base import Completed, Pending
+from moeserve.moe.pending import Completed, Pending
 from moeserve.moe.ping_pong import PingPong
 
 T = TypeVar("T")

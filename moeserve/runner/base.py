@@ -48,8 +48,8 @@ from moeserve.runner.limits import (
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
-from moeserve.runner.sampling import make_sampler
 from moeserve.runner.sampling.constraints import Constraints
+from moeserve.runner.sampling.pick import make_sampler
 from moeserve.runner.speculation.base import Drafter, ProposerFacts
 from moeserve.runner.speculation.drafters import load_drafter, with_drafter
 from moeserve.runner.step import StepExecutor

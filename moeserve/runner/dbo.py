@@ -28,7 +28,7 @@ from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.streams import here
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, StepInputs
-from moeserve.runner.thread import JobThread
+from moeserve.runner.job_thread import JobThread
 
 T = TypeVar("T")
 

@@ -36,8 +36,9 @@ from moeserve.moe.all2all.base import All2All
 from moeserve.moe.experts.registry import EXPERT_KERNELS
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native_layer import BYTES_IN_12_BITS, new_room
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.quantised import Asked
-from moeserve.ops.table import Ops, pick_ops
+from moeserve.ops.table import Ops
 from moeserve.ops.traced import traced
 from moeserve.runner.experts import BYTES_PER_S, SHARE, Pace
 from moeserve.runner.limits import MemoryFacts, check_weights_fit

@@ -6,21 +6,16 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
 from moeserve.comm.members import Members
 from moeserve.comm.shm import ShmTensor
 from moeserve.comm.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel
 from moeserve.comm.world import World
 from moeserve.messages import Placed, PlacementTable
-from moeserve.moe.all2all.base import All2All, All2AllCaps, Checked, Completed, Ticket
-from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.all2all.base import All2All, All2AllCaps, Checked
+from moeserve.moe.all2all.local import LocalAll2All, OwnExpertsOnly
 from moeserve.moe.all2all.wire_format import WireFormat
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.placement.placement import Placement
-from moeserve.moe.routing import Routing
-from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 from moeserve.runner.experts import ExpertStore, Read
 
@@ -73,7 +68,7 @@ class Peers:
         self._joins = 0
         self._store: ExpertStore | None = None
         if placement is not None and not isinstance(self._all2all, LocalAll2All):
-            self._alone = OwnExperts(placement.experts_per_rank, wire)
+            self._alone = OwnExpertsOnly(placement.experts_per_rank, wire)
             if read is not None:
                 self._store = ExpertStore(layers, read, rank, placement, on_placed)
         self._use(self._alone or self._all2all)
@@ -172,13 +167,3 @@ class Peers:
         self.leave()
         if self._store is not None:
             self._store.close()
-
-
-class OwnExperts(LocalAll2All):
-    """Local all2all of a rank that warms up without the ranks that have the other experts: its own
-    stand in for those, so that everything is right but the values."""
-
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
-        """Dispatches to this rank's experts only."""
-        ids_TK = torch.where(routing.ids_TK < 0, routing.ids_TK, routing.ids_TK % self._num_experts)
-        return super().dispatch(x_TD, Routing(ids_TK, routing.weights_TK), ubatch)

@@ -31,7 +31,8 @@ from moeserve.runner.sampling.logprobs import (
     prompt_messages,
     to_messages,
 )
-from moeserve.runner.sampling.sampler import Sampled, Sampler, Status, Trait
+from moeserve.runner.sampling.rows import Trait
+from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
 from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
 from moeserve.runner.tables import I64, HostRows, Tables, Upload, prepare_inputs
 from moeserve.runner.ubatches import Meter, UBatchRunner

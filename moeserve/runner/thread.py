@@ -7,16 +7,13 @@ plan is launched while the device still computes this one.
 
 import asyncio
 import contextlib
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from moeserve.engine.plan import GrammarJob, StepPlan, StepResult
 from moeserve.errors import EngineDied
-
-if TYPE_CHECKING:
-    from moeserve.runner.base import ModelRunnerBase
+from moeserve.runner.base import ModelRunnerBase
+from moeserve.runner.job_thread import JobThread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,43 +50,11 @@ class StepFuture(Generic[T]):
             self._future.exception()  # nobody has to await a failed step
 
 
-class JobThread:
-    """A thread that runs jobs in order until it is told to stop."""
-
-    def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # no job may come behind the one that stops
-        self._stopped = False
-        self.thread = threading.Thread(target=self._run, args=(enter,), name=name, daemon=True)
-        self.thread.start()
-
-    def do(self, job: Callable[[], None]) -> bool:
-        """Queues a job; False when the thread ends, or has ended, and will never run it."""
-        with self._lock:
-            if self._stopped or not self.thread.is_alive():
-                return False
-            self._jobs.put(job)
-            return True
-
-    def stop(self) -> None:
-        """Returns when all jobs are done and the thread is gone."""
-        with self._lock:
-            self._stopped = True
-            self._jobs.put(None)
-        self.thread.join()
-
-    def _run(self, enter: Callable[[], None]) -> None:
-        enter()
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # a thread that waits must not keep a step's tensors alive
-
-
 class ThreadedRunner:
     """The engine's `Runner`: a model runner with threads of its own. After a step has failed, or
     after `close`, every later one fails with the cause."""
 
-    def __init__(self, runner: "ModelRunnerBase") -> None:
+    def __init__(self, runner: ModelRunnerBase) -> None:
         self.runner = runner
         self._cause: str | None = None
         self._launcher = JobThread("model runner", runner.enter_thread)

@@ -15,7 +15,7 @@ from moeserve.moe.streams import InFlightTransfer
 from moeserve.moe.ubatch import Load, UBatch
 from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.runner.dbo import run_in_turns, split
-from moeserve.runner.thread import JobThread
+from moeserve.runner.job_thread import JobThread
 
 T = TypeVar("T")
 ALONE = Agreed(step=0)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from moeserve.blocks.norm import Norm
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 
 WIDTHS = [16, 60, 257]
 

@@ -20,7 +20,7 @@ from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import NewRequest
 from moeserve.runner.sampling.noise import Gumbel
 from moeserve.runner.sampling.reference import ReferenceSampler
-from moeserve.runner.sampling.sampler import row_keys
+from moeserve.runner.sampling.rows import row_keys
 from moeserve.runner.tables import Tables, host_upload
 from moeserve.sampling import TokenSampling
 from moeserve.server.metrics import PREFIX

@@ -13,8 +13,8 @@ import torch
 from moeserve.kernels.latent import latent_rope_cache
 from moeserve.ops import latent as plain
 from moeserve.ops.inputs import HeadShape, RopeCacheInputs
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
-from moeserve.ops.table import pick_ops
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 from tests.kernels.test_qk_norm_rope_cache import angles, close

@@ -24,8 +24,8 @@ from moeserve.kernels.paged_attention import (
     tile_positions,
 )
 from moeserve.ops.inputs import HeadShape, from_entries, to_entries
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
-from moeserve.ops.table import pick_ops
 from tests.kernels.aot import Case, Report, compile_all
 from tests.kernels.device import DEVICE
 from tools.gpu.references import attention_reference

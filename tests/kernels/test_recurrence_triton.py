@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moeserve.kernels.recurrence import CHANNELS, TileMetadata, block_sizes, causal_conv, recurrence
 from moeserve.ops import recurrence as plain
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
 from moeserve.ops.rules import TILE
-from moeserve.ops.table import pick_ops
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 

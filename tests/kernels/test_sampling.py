@@ -17,7 +17,7 @@ from moeserve.kernels.cut import cut
 from moeserve.kernels.sampling import EARLIEST, HOPELESS, LATEST, SamplingTensors, log_time, sample
 from moeserve.runner.sampling.noise import Gumbel, padded
 from moeserve.runner.sampling.reference import keep_min_p, keep_top_k, keep_top_p, top_p_cutoff
-from moeserve.runner.sampling.sampler import row_keys
+from moeserve.runner.sampling.rows import row_keys
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 from tools.gpu.references import cut_reference

@@ -30,7 +30,7 @@ from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import Room, new_room
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 from tests.comm.board import Board, BoardTensor
 from tests.moe.contract.backends import facts_of
 from tests.quantised_checkpoints import FORMS, write_quantised

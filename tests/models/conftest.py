@@ -30,8 +30,9 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.ops.native import native
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.quantised import Asked
-from moeserve.ops.table import Choice, Ops, pick_ops
+from moeserve.ops.table import Choice, Ops
 from moeserve.runner.kv_cache import block_shape
 from tests.checkpoints import FAMILIES as FAMILIES
 from tests.checkpoints import FEW as FEW

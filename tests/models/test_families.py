@@ -132,7 +132,7 @@ def test_missing_tensors_are_still_asked_for(make_checkpoint: Any) -> None:
 
 def test_parameters_are_taken_out_while_building(make_checkpoint: Any) -> None:
     """So that each weight's memory can go as soon as it is packed."""
-    from moeserve.ops.table import pick_ops
+    from moeserve.ops.pick import pick_ops
 
     path = make_checkpoint("qwen2_moe").path
     spec = read_model_spec(path)

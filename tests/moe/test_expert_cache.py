@@ -20,8 +20,8 @@ from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Router
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.rules import RouterRule
-from moeserve.ops.table import pick_ops
 from tests.moe.test_native_experts import make, rows, run
 
 module: Any = native()

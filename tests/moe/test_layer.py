@@ -11,20 +11,21 @@ import torch
 
 from moeserve.comm.world import World
 from moeserve.errors import ConfigError
-from moeserve.moe.all2all.base import All2AllCaps, Completed, Layout
+from moeserve.moe.all2all.base import All2AllCaps, Layout
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
 from moeserve.moe.experts.native import NativeExperts
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.layer import FusedMoELayer, MoELayer
+from moeserve.moe.pending import Completed
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
-from moeserve.ops.table import pick_ops
 
 E = 7
 D = 32

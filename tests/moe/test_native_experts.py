@@ -19,8 +19,8 @@ from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.ops import native_rows
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.rules import RELU2, SWIGLU, Activation
-from moeserve.ops.table import pick_ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 E = 5

@@ -16,24 +16,24 @@ from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all import registry
 from moeserve.moe.all2all.base import (
-    Absent,
     All2All,
     All2AllCaps,
-    Completed,
     Inbound,
     Layout,
     Ticket,
+    UnavailableBackend,
 )
 from moeserve.moe.all2all.layout import group_rows, weighted_sum
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import GroupedMM, ReferenceExperts
+from moeserve.moe.pending import Completed
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 from tests.plugin_packages import Install
 
 FACTS: dict[str, Any] = {
@@ -208,7 +208,7 @@ def test_names_are_checked_without_torch() -> None:
 def make_mine(facts: registry.BackendFacts) -> All2All:
     if facts.num_ranks > 2:
         raise registry.Unavailable("mine serves two ranks")
-    return Absent("mine", "found")
+    return UnavailableBackend("mine", "found")
 
 
 def test_other_packages_add_theirs(install: Install) -> None:

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from moeserve.moe.all2all.base import Completed
+from moeserve.moe.pending import Completed
 from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.ubatch import UBatch
 

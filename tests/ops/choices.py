@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moeserve.errors import ConfigError
-from moeserve.ops.table import Choice, Ops, pick_ops
+from moeserve.ops.pick import pick_ops
+from moeserve.ops.table import Choice, Ops
 
 CHOICES: tuple[Choice, ...] = ("native", "torch")
 

@@ -29,8 +29,9 @@ from moeserve.kernels.flash_attention import FlashMetadata, misfit
 from moeserve.kernels.paged_attention import MOST_SPACE, AttentionShape, shape_of
 from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.inputs import HeadShape
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
-from moeserve.ops.table import Ops, pick_ops
+from moeserve.ops.table import Ops
 from moeserve.ops.triton_ops import with_flash_attention
 from moeserve.runner.cpu import CPUModelRunner
 from tests.kernels.device import DEVICE

@@ -13,9 +13,10 @@ from moeserve.ops.inputs import HeadShape, RopeCacheInputs
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeHeads, NativeLinear
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
 from moeserve.ops.quantised import Quantised
-from moeserve.ops.table import Ops, pick_ops
+from moeserve.ops.table import Ops
 
 SIZE = 16  # tokens of a block
 

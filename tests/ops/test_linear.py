@@ -10,8 +10,9 @@ import torch
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.ops.linear import PlainLinear, padded_rows
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import probe_attention, probe_linear
-from moeserve.ops.table import Choice, pick_ops
+from moeserve.ops.table import Choice
 from tests.ops.choices import CHOICES, ops_of
 from tests.specs import make_spec
 
@@ -138,11 +139,11 @@ def test_probe_of_attention_says_when_bits_differ(
 
 
 def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    import moeserve.ops.table as table
+    import moeserve.ops.pick as pick
 
-    monkeypatch.setattr(table, "native", lambda: None)
+    monkeypatch.setattr(pick, "native", lambda: None)
     monkeypatch.setattr(
-        table, "probe_linear", lambda pack, dtype: pack(torch.ones(1, 1), None).pad == 16
+        pick, "probe_linear", lambda pack, dtype: pack(torch.ones(1, 1), None).pad == 16
     )
     ops = pick_ops("cpu", torch.float32)
     assert "torch (there are no native kernels for this machine), rows in 16s" in ops.chosen
@@ -166,10 +167,10 @@ def test_padded_row_counts() -> None:
 def test_warns_when_nothing_is_invariant(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import moeserve.ops.table as table
+    import moeserve.ops.pick as pick
 
-    monkeypatch.setattr(table, "native", lambda: None)
-    monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: False)
+    monkeypatch.setattr(pick, "native", lambda: None)
+    monkeypatch.setattr(pick, "probe_linear", lambda pack, dtype: False)
     assert "not batch-invariant" in pick_ops("cpu", torch.float32).chosen
     assert "may depend on what else is in the batch" in caplog.text
 
@@ -184,11 +185,11 @@ def test_refuses_other_dtypes() -> None:
 def test_native_kernels_that_compute_wrongly_do_not_serve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import moeserve.ops.table as table
+    import moeserve.ops.pick as pick
 
     if not ops_of(torch.float32, "native").native:
         pytest.skip("no native kernels here")
-    monkeypatch.setattr(table, "probe_native", lambda dtype: "norms differ from torch's by up to 3")
+    monkeypatch.setattr(pick, "probe_native", lambda dtype: "norms differ from torch's by up to 3")
     assert not pick_ops("cpu", torch.float32).native
     assert "norms differ from torch's by up to 3; please report this processor" in caplog.text
     with pytest.raises(ConfigError, match="no native kernels compute rightly here"):

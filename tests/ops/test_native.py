@@ -21,7 +21,7 @@ from moeserve.moe.all2all.layout import group_rows, weighted_sum
 from moeserve.moe.routing import Routing
 from moeserve.ops import native as native_module
 from moeserve.ops.native import native
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_native = pytest.mark.skipif(native() is None, reason="the native module was not built")

@@ -24,9 +24,9 @@ from moeserve.ops.inputs import HeadShape, RopeCacheInputs, to_entries
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
 from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
-from moeserve.ops.table import pick_ops
 
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -25,7 +25,7 @@ from moeserve.ops.inputs import RopeCacheInputs, from_entries, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 from moeserve.runner.sampling import noise
-from moeserve.runner.sampling.sampler import row_keys
+from moeserve.runner.sampling.rows import row_keys
 
 _module: Any = native()
 _isas = [] if _module is None else _module.supported_isas()

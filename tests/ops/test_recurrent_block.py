@@ -15,14 +15,16 @@ from torch import Tensor
 from moeserve.blocks.build import Builder
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.gated_delta_layer import GatedDeltaLayer
+from moeserve.blocks.kinds import build_mixer
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.mamba2_layer import Mamba2Layer
 from moeserve.comm.tensor import ALONE
 from moeserve.comm.world import World
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
 from moeserve.ops.rules import TILE
-from moeserve.ops.table import Ops, pick_ops
+from moeserve.ops.table import Ops
 
 from .isas import ISAS, MODULE, needs_native
 from .test_recurrence import CHUNKS, LENGTHS, cached, equal, steps, tables, values
@@ -75,7 +77,7 @@ def layer(kind: str, ops: Ops, **other: Tensor) -> GatedDeltaLayer | Mamba2Layer
     }  # fmt: skip
     placement = Placement.initial(0, 1, 1)
     build = Builder(WIDTH, 1e-6, SIZE, params, ops, World(), ALONE, placement, plan_moe=pytest.fail)
-    built = spec.build(build, "", 0)
+    built = build_mixer(spec, build, "", 0)
     assert isinstance(built, GatedDeltaLayer | Mamba2Layer)
     assert not params
     return built

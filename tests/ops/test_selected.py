@@ -14,9 +14,10 @@ from torch import Tensor
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
 from moeserve.ops.native_latent import index_select as native_index_select
 from moeserve.ops.native_layer import NativeHeads
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.probe import host_step
 from moeserve.ops.selected import Selection, chosen_as_requests, index_select, plan_selection
-from moeserve.ops.table import Choice, Ops, pick_ops
+from moeserve.ops.table import Choice, Ops
 
 from .isas import ISAS, MODULE, needs_native
 

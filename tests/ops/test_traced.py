@@ -20,7 +20,8 @@ from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import Cut, GroupInputs, StepInputs
-from moeserve.ops.table import Ops, pick_ops
+from moeserve.ops.pick import pick_ops
+from moeserve.ops.table import Ops
 from moeserve.ops.traced import FOLDER, traced
 from moeserve.runner.kv_cache import KVCache
 from tests.runner.harness import spec_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moeserve.errors import ConfigError
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.quantised import Quantised
-from moeserve.ops.table import pick_ops
 from moeserve.ops.triton_ops import pack_exact, pack_fast
 from tests.kernels.device import DEVICE
 from tests.specs import make_spec

@@ -28,7 +28,8 @@ from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.table import Ops, pick_ops
+from moeserve.ops.pick import pick_ops
+from moeserve.ops.table import Ops
 from moeserve.runner.experts import ExpertStore, Read
 from tests.runner.expert_checkpoint import SPEC, D, E
 

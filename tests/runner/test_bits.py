@@ -19,7 +19,7 @@ from moeserve.blocks.mixer import Mixer
 from moeserve.config import config_of
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.load import Progress

@@ -27,7 +27,7 @@ from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.ops.native import native
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 from moeserve.runner.base import first_placement
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.load import Progress, Shard

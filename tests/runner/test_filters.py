@@ -12,7 +12,7 @@ from moeserve.ops import native_rows
 from moeserve.runner.sampling.native import HEAD_BLOCKS, can_narrow, narrow, top_p_cutoff_head
 from moeserve.runner.sampling.noise import LANES, padded
 from moeserve.runner.sampling.reference import keep_min_p, keep_top_k, keep_top_p, top_p_cutoff
-from moeserve.runner.sampling.sampler import NEG_INF
+from moeserve.runner.sampling.rules import NEG_INF
 
 Cutoff = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -29,8 +29,8 @@ from moeserve.models.load_plan import load_plan
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import LayerCache, StepInputs
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.quantised import quantisation_of
-from moeserve.ops.table import pick_ops
 from moeserve.runner import base, gpu, recorder, triton_inputs
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner, host_memory

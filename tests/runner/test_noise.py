@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moeserve.runner.sampling import noise
-from moeserve.runner.sampling.sampler import row_keys
+from moeserve.runner.sampling.rows import row_keys
 
 CPU = torch.device("cpu")
 

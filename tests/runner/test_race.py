@@ -12,7 +12,7 @@ from torch import Tensor
 from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.native import race
-from moeserve.runner.sampling.sampler import row_keys
+from moeserve.runner.sampling.rows import row_keys
 
 pytestmark = pytest.mark.skipif(
     not native_rows.AVAILABLE, reason="no native kernels for this machine"

@@ -17,7 +17,9 @@ from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise, reference
 from moeserve.runner.sampling.native import NativeSampler
 from moeserve.runner.sampling.reference import ReferenceSampler
-from moeserve.runner.sampling.sampler import NEG_INF, Sampled, Sampler, Status, row_keys
+from moeserve.runner.sampling.rows import row_keys
+from moeserve.runner.sampling.rules import NEG_INF
+from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
 from moeserve.runner.tables import Tables, host_upload
 from moeserve.sampling import TokenSampling
 

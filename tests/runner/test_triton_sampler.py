@@ -13,7 +13,8 @@ from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import NewRequest
 from moeserve.runner.gpu import RingUpload
 from moeserve.runner.sampling.reference import ReferenceSampler
-from moeserve.runner.sampling.sampler import Rules, Sampled, Sampler, Status
+from moeserve.runner.sampling.rules import Rules
+from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
 from moeserve.runner.sampling.triton import TritonSampler
 from moeserve.runner.tables import Tables, host_upload
 from moeserve.sampling import TokenSampling

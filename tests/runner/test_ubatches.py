@@ -19,8 +19,9 @@ from moeserve.engine.plan import Agreed
 from moeserve.errors import PeerLost
 from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
-from moeserve.moe.all2all.base import Completed, Pending, Ticket
+from moeserve.moe.all2all.base import Ticket
 from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.pending import Completed, Pending
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import LayerCache, StepInputs

@@ -8,23 +8,18 @@ rows received for them, C rows that one expert has room for.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.comm.gloo import ON_DEVICE
 from moeserve.comm.members import Members
 from moeserve.moe.all2all.wire_format import BLOCK
+from moeserve.moe.pending import Pending
 from moeserve.moe.routing import Routing
-
-if TYPE_CHECKING:
-    from moeserve.moe.ubatch import UBatch
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+from moeserve.moe.ubatch import UBatch
 
 
 class Layout(Enum):
@@ -164,58 +159,6 @@ class Ticket:
         self._used = True
 
 
-class Pending(Protocol[T_co]):
-    """The result of a transfer, in two phases: begun, and waited for."""
-
-    @property
-    def arrived_ns(self) -> int:
-        """After `wait`: the monotonic time at which the last row had arrived; 0 when nothing
-        travelled or the time is unknown, `ON_DEVICE` (comm/gloo.py) when `wait` has only told the
-        device to wait."""
-
-    def arrive(self) -> None:
-        """Launches the receiving side early, if there is one. The other micro-batch calls this
-        before it sends, any number of times."""
-        return
-
-    def wait(self) -> T_co:
-        """Returns the result, once. Raises PeerLost naming the ranks that are missing: at once when
-        they are gone, after the members' deadline when they are silent.
-
-        For a `Checked` backend this only makes the current stream wait."""
-
-
-@dataclass(slots=True)
-class Transfer(Pending[T]):
-    """A transfer that needs no `arrive`. finish: does what `wait` promises. arrived: returns
-    `arrived_ns`.
-    """
-
-    finish: Callable[[], T]
-    arrived: Callable[[], int] = lambda: ON_DEVICE
-
-    @property
-    def arrived_ns(self) -> int:
-        """See `Pending`."""
-        return self.arrived()
-
-    def wait(self) -> T:
-        """See `Pending`."""
-        return self.finish()
-
-
-@dataclass(slots=True)
-class Completed(Pending[T]):
-    """A result that needed no communication."""
-
-    value: T
-    arrived_ns: ClassVar[int] = 0
-
-    def wait(self) -> T:
-        """See `Pending`."""
-        return self.value
-
-
 @runtime_checkable
 class Checked(Protocol):
     """A backend whose transfers the host does not wait for, so that errors may come to light later."""
@@ -245,12 +188,10 @@ class All2All(Protocol):
         raise PeerLost.
         """
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: "UBatch") -> Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
         """Sends every row to the ranks that have its experts. x is not kept beyond `wait`."""
 
-    def combine(
-        self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: "UBatch"
-    ) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
         """Sends results (laid out as the inbound rows) home and writes the weighted sums to out_TD.
 
         A token's rank sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become
@@ -258,7 +199,7 @@ class All2All(Protocol):
         """
 
 
-class Absent:
+class UnavailableBackend:
     """Stands for a backend that cannot serve, so that the plan can show the reason. Nothing but
     `caps` is ever used.
     """

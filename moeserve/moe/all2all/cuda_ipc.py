@@ -32,9 +32,10 @@ from moeserve.comm.symmetric import HEAD_BYTES, Symmetric, Window
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.kernels.align import align
 from moeserve.kernels.exchange import collect, gather, publish
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.all2all.wire_format import RAW, RawWire
+from moeserve.moe.pending import Transfer
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, comm_stream
 from moeserve.moe.ubatch import UBatch

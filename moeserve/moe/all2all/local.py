@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from moeserve.comm.members import Members
-from moeserve.moe.all2all.base import All2AllCaps, Completed, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import WireFormat
+from moeserve.moe.pending import Completed
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
@@ -58,3 +60,14 @@ class LocalAll2All:
         """See `All2All`."""
         ticket.use()
         return Completed(weighted_sum(y, ticket.private, ticket.routing, out_TD))
+
+
+class OwnExpertsOnly(LocalAll2All):
+    """Local all2all of a rank that warms up before the ranks with the other experts have joined.
+
+    Its own experts replace theirs: shapes and kernels are those of a real step, values are not.
+    """
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
+        ids_TK = torch.where(routing.ids_TK < 0, routing.ids_TK, routing.ids_TK % self._num_experts)
+        return super().dispatch(x_TD, Routing(ids_TK, routing.weights_TK), ubatch)

@@ -21,11 +21,12 @@ from torch import Tensor
 from moeserve.comm.gloo import Channel
 from moeserve.comm.members import Members
 from moeserve.comm.nccl import DeviceMesh
-from moeserve.moe.all2all.base import Inbound, Layout, Ticket, Transfer
+from moeserve.moe.all2all.base import Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import Grouping, weighted_sum
 from moeserve.moe.all2all.over_mesh import MeshAll2All
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import bytes_of
+from moeserve.moe.pending import Transfer
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import comm_stream
 from moeserve.moe.ubatch import UBatch

@@ -112,12 +112,12 @@ def make_backends(
     num_ranks: int | None = None,
     device: str = "cpu",
 ) -> "list[All2All]":
-    """Returns what `plan_moe` may choose from, best first; all but one may be `Absent`.
+    """Returns what `plan_moe` may choose from, best first; all but one may be `UnavailableBackend`.
 
     num_ranks: ranks that the experts are sharded over; by default as `config` has them. Raises
     ConfigError for an unknown name.
     """
-    from moeserve.moe.all2all.base import Absent
+    from moeserve.moe.all2all.base import UnavailableBackend
     from moeserve.moe.all2all.wire_format import wire_of
 
     facts = BackendFacts(
@@ -140,7 +140,7 @@ def make_backends(
         unused = (
             []
             if asked in ("auto", "local")
-            else [Absent(asked, "one rank has all experts: nothing travels")]
+            else [UnavailableBackend(asked, "one rank has all experts: nothing travels")]
         )
         return [*unused, _make("local", facts)]
     names = AUTO.get(device, ()) if asked == "auto" else (asked,)
@@ -148,18 +148,18 @@ def make_backends(
 
 
 def _make(name: str, facts: BackendFacts) -> "All2All":
-    from moeserve.moe.all2all.base import Absent
+    from moeserve.moe.all2all.base import UnavailableBackend
 
     try:
         maker = BACKENDS[name]
     except ImportError as error:
-        return Absent(name, f"its module cannot be imported: {error}")
+        return UnavailableBackend(name, f"its module cannot be imported: {error}")
     try:
         backend = maker(facts)
     except Unavailable as why:
-        return Absent(name, str(why))
+        return UnavailableBackend(name, str(why))
     if facts.encrypt_rows and not backend.caps.encrypts:
-        return Absent(
+        return UnavailableBackend(
             name,
             "it does not encrypt rows; without --encrypt-rows it needs a private network of the machines",
         )

@@ -14,9 +14,10 @@ from torch import Tensor
 from moeserve.comm.members import Members
 from moeserve.comm.shm import ShmGroup, module
 from moeserve.errors import PeerLost
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.all2all.wire_format import RAW
+from moeserve.moe.pending import Transfer
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native

@@ -20,12 +20,13 @@ from torch import Tensor
 from moeserve.comm.gloo import Channel, Mesh
 from moeserve.comm.members import Members
 from moeserve.comm.nccl import why_not
-from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Ticket, Transfer
+from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.over_mesh import MeshAll2All
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.all2all.wire_format import ALIGNMENT
+from moeserve.moe.pending import Transfer
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 

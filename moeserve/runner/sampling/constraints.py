@@ -24,7 +24,6 @@ import numpy as np
 from moeserve.engine.plan import I32, GrammarJob, NewRequest
 from moeserve.runner.sampling.grammar_compiler import GrammarCompiler, failure_of
 from moeserve.runner.sampling.sampler import Masks
-from moeserve.runner.thread import JobThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

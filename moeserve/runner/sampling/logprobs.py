@@ -1,7 +1,7 @@
 """Logprobs of chosen and likely tokens, from the raw logits, in bounded memory."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +11,8 @@ from torch import Tensor
 from moeserve.engine.plan import StepPlan
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.runner.sampling.noise import LANES
+from moeserve.runner.sampling.rows import SamplingRows
 from moeserve.runner.tables import I64, HostRows, Tables, Upload
-
-if TYPE_CHECKING:
-    from moeserve.runner.sampling.sampler import SamplingRows
 
 CHUNK_ELEMENTS = 1 << 22  # most logits that are turned into logprobs at once
 PROMPT_ELEMENTS = 1 << 24  # most logits of prompt positions that are computed at once
@@ -120,7 +118,7 @@ def prompt_logprobs(
     asking: I64,
     plan: StepPlan,
     host: HostRows,
-    rows: "SamplingRows",
+    rows: SamplingRows,
     tables: Tables,
     upload: Upload,
     hidden_TD: Tensor,

@@ -12,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import moeserve.runner.sampling.noise as noise
 from moeserve.ops import native_rows
-from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
 from moeserve.runner.sampling.reference import ReferenceSampler, top_p_cutoff
-from moeserve.runner.sampling.sampler import NEG_INF, Masks, Trait, row_keys
+from moeserve.runner.sampling.rows import Trait, row_keys
+from moeserve.runner.sampling.rules import NEG_INF
+from moeserve.runner.sampling.sampler import Masks
 from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks that a row is narrowed to

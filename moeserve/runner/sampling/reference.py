@@ -10,17 +10,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moeserve.runner.sampling import noise
+import moeserve.runner.sampling.noise as noise
 from moeserve.runner.sampling.noise import LANES
-from moeserve.runner.sampling.sampler import (
-    NEG_INF,
-    Failures,
-    Masks,
-    Sampler,
-    Status,
-    Trait,
-    row_keys,
-)
+from moeserve.runner.sampling.rows import Trait, row_keys
+from moeserve.runner.sampling.rules import NEG_INF
+from moeserve.runner.sampling.sampler import Failures, Masks, Sampler, Status
 from moeserve.runner.tables import I64, Tables, Upload
 
 CHUNK_ELEMENTS = (

@@ -11,7 +11,8 @@ from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.kernels.sampling import SamplingTensors, apply_bitmask, sample
 from moeserve.runner.sampling.logprobs import LogprobRows
-from moeserve.runner.sampling.sampler import Failures, Masks, Sampler, Trait, row_keys
+from moeserve.runner.sampling.rows import Trait, row_keys
+from moeserve.runner.sampling.sampler import Failures, Masks, Sampler
 from moeserve.runner.tables import I64, Tables, Upload
 
 COUNTED_ROWS = 16  # rows whose histories are counted at a time

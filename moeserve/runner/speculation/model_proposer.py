@@ -25,7 +25,8 @@ from moeserve.engine.kv_rule import FULL
 from moeserve.engine.plan import I32
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, StepInputs
-from moeserve.runner.sampling.sampler import Sampler, Trait
+from moeserve.runner.sampling.rows import Trait
+from moeserve.runner.sampling.sampler import Sampler
 from moeserve.runner.speculation.base import (
     Drafter,
     DraftModel,

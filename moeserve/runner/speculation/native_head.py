@@ -25,7 +25,8 @@ from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.native_rows import KV_TYPES, TYPES
 from moeserve.runner.sampling.native import ELSEWHERE, NativeSampler
-from moeserve.runner.sampling.sampler import Sampler, Trait
+from moeserve.runner.sampling.rows import Trait
+from moeserve.runner.sampling.sampler import Sampler
 from moeserve.runner.speculation.base import Verified
 from moeserve.runner.tables import I64, Tables
 

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moeserve.moe.all2all.base import All2All, Ticket, Transfer
+from moeserve.moe.all2all.base import All2All, Ticket
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.registry import AUTO, BACKENDS, BackendFacts, Unavailable
 from moeserve.moe.all2all.wire_format import wire_of
+from moeserve.moe.pending import Transfer
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import PeerLost
-from moeserve.moe.all2all.base import All2All, Pending, Ticket
+from moeserve.moe.all2all.base import All2All, Ticket
+from moeserve.moe.pending import Pending
 from moeserve.moe.ubatch import UBatch
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import LOCAL, NAMES, ON_CPU, group, make

@@ -26,8 +26,9 @@ from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.pick import pick_ops
 from moeserve.ops.rules import RouterRule
-from moeserve.ops.table import Ops, pick_ops
+from moeserve.ops.table import Ops
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import INTERPRETED, LOCAL, NAMES, ON_CPU, TOP_K, WIDTH, group, make
 from tests.warm import Program

@@ -32,7 +32,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, batch, cases, experts, there_and_back
 from tests.moe.deepep import fake

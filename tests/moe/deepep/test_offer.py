@@ -18,7 +18,7 @@ from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.registry import make_backends
 from moeserve.moe.experts.reference import GroupedMM, ReferenceExperts
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
-from moeserve.ops.table import pick_ops
+from moeserve.ops.pick import pick_ops
 from tests.moe.deepep import fake
 from tests.moe.deepep.ranks import NAMES
 

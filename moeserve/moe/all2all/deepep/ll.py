@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.deepep.base import DeepEP, caps_with, cut, widen
 from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.moe.pending import Pending
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 

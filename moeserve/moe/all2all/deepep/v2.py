@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, cut, widen
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import BLOCK, FP8, Fp8Wire
+from moeserve.moe.pending import Transfer
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 

@@ -1,0 +1,31 @@
+"""From logits to tokens and logprobs: a reference in torch, and the native and Triton samplers that
+agree with it.
+"""
+
+from importlib.util import find_spec
+
+from moeserve.ops import native_rows
+from moeserve.runner.sampling.sampler import Sampler
+from moeserve.runner.tables import Tables, Upload
+
+
+def make_sampler(
+    vocab_size: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool
+) -> Sampler:
+    """Returns the fastest sampler for a device. kernels: config.device.kernels; "torch" stands for
+    the reference.
+
+    is_async: whether the device runs on while the host continues, so that a sampler must not wait
+    for results. Imports are local because Triton is slow to import and may not be installed.
+    """
+    if kernels != "torch" and is_async and find_spec("triton"):
+        from moeserve.runner.sampling.triton import TritonSampler
+
+        return TritonSampler(vocab_size, tables, upload)
+    if kernels != "torch" and not is_async and native_rows.AVAILABLE:
+        from moeserve.runner.sampling.native import NativeSampler
+
+        return NativeSampler(vocab_size, tables, upload)
+    from moeserve.runner.sampling.reference import ReferenceSampler
+
+    return ReferenceSampler(vocab_size, tables, upload)
