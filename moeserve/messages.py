@@ -14,6 +14,9 @@ import msgspec
 from moeserve.sampling import TokenSampling
 
 PROTOCOL_VERSION = 1
+# What a request's rows produce: the name of a `RowTask` (runner/tasks.py).
+SAMPLE = "sample"
+TASKS = (SAMPLE,)
 
 
 class FinishReason:
@@ -27,7 +30,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Starts a request. tokens: its prompt and, for a replay, the tokens already generated.
 
     num_prompt: length of the prompt part of `tokens`. priority: lower values go first, ties by
-    arrival. salt: only requests with the same salt share prefix-cache blocks.
+    arrival. salt: only requests with the same salt share prefix-cache blocks. task: one of `TASKS`.
     """
 
     rid: int
@@ -36,6 +39,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: TokenSampling
     priority: int = 0
     salt: str = ""
+    task: str = SAMPLE
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -23,7 +23,7 @@ HEAD: dict[str, Any] = {
 
 
 def write_eagle3(
-    path: Path, *, target_size: int = 64, num_taps: int = 2, **changes: Any
+    path: Path, *, target_size: int = 64, num_aux: int = 2, **changes: Any
 ) -> dict[str, Tensor]:
     """Writes a head and returns its tensors. changes: of its config; a value of `...` leaves the
     key out.
@@ -42,12 +42,12 @@ def write_eagle3(
     )
     drafts = config.get("draft_vocab_size") or vocab
     shapes = {
-        "fc.weight": (size, num_taps * target_size),
+        "fc.weight": (size, num_aux * target_size),
         "lm_head.weight": (drafts, size),
         "norm.weight": (size,),
     }
     if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (num_taps * target_size,)
+        shapes["input_norm.weight"] = (num_aux * target_size,)
     for i in range(config["num_hidden_layers"]):
         inputs = 1 if i else 2
         name = f"layers.{i}" if config["num_hidden_layers"] > 1 else "midlayer"
@@ -85,11 +85,11 @@ def _nested(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in (*outer, "architectures", "eagle_config")
     }
-    taps = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+    aux_layers = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
     return {
         "architectures": ["Eagle3Speculator"],
         **outer,
-        **taps,
+        **aux_layers,
         "transformer_layer_config": layer,
     }
 
@@ -106,10 +106,10 @@ class Reference:
         self.embed_VD = embed_VD
         self.config = {**HEAD, **config}
 
-    def combine(self, taps_TN: Tensor) -> Tensor:
+    def combine(self, aux_TN: Tensor) -> Tensor:
         if self.config.get("norm_before_fc"):
-            taps_TN = self._norm(taps_TN, "input_norm")
-        return linear(taps_TN, self.tensors["fc.weight"])
+            aux_TN = self._norm(aux_TN, "input_norm")
+        return linear(aux_TN, self.tensors["fc.weight"])
 
     def forward(self, ids_T: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns logits [T, V], -inf outside the draft vocabulary, and the next hidden states [T,

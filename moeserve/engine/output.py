@@ -91,25 +91,32 @@ def unsent_hits(batch: InputBatch, slots: Slots) -> dict[int, int]:
     return cached
 
 
-def logprobs_of(
+def outputs_of(
     batch: InputBatch, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
 ) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs], dict[int, list[bytes]]]:
-    """Returns logprobs, prompt logprobs and digests by request id; of prompt logprobs, those not
-    sent before a preemption caused them to be computed again."""
-    if not (result.logprobs or result.prompt_logprobs or result.digests):
-        return {}, {}, {}
+    """Return logprobs, prompt logprobs and digests by request id.
+
+    Prompt logprobs that were sent before a preemption are omitted when they are computed again.
+    """
+    logprobs: dict[int, list[Logprobs]] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
-    live = slots_R[live_R]
-    rid_of = dict(zip(live.tolist(), batch.rid[live].tolist(), strict=True))
-    logprobs = {rid_of[slot]: rows for slot, rows in result.logprobs.items() if slot in rid_of}
-    digests = {rid_of[slot]: rows for slot, rows in result.digests.items() if slot in rid_of}
-    for slot, part in result.prompt_logprobs.items():
-        if slot not in rid_of:
+    digests: dict[int, list[bytes]] = {}
+    if not result.outputs:
+        return logprobs, prompt_logprobs, digests
+    live = set(slots_R[live_R].tolist())
+    for slot, output in result.outputs.items():
+        if slot not in live:
             continue
         request = batch.request(slot)
-        end = part.start + len(part.rows)
-        start = max(part.start, request.num_scored)
-        if start < end:
-            prompt_logprobs[rid_of[slot]] = PromptLogprobs(start, part.rows[start - part.start :])
-            request.num_scored = end
+        if output.logprobs:
+            logprobs[request.rid] = output.logprobs
+        if output.digests:
+            digests[request.rid] = output.digests
+        if (part := output.prompt_logprobs) is not None:
+            end = part.start + len(part.rows)
+            start = max(part.start, request.num_scored)
+            if start < end:
+                rows = part.rows[start - part.start :]
+                prompt_logprobs[request.rid] = PromptLogprobs(start, rows)
+                request.num_scored = end
     return logprobs, prompt_logprobs, digests

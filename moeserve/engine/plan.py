@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.messages import Logprobs, PromptLogprobs, TraceEvent
+from moeserve.messages import SAMPLE, Logprobs, PromptLogprobs, TraceEvent
 from moeserve.sampling import GrammarSpec, TokenSampling
 
 I32 = NDArray[np.int32]
@@ -36,6 +36,7 @@ class NewRequest:
     num_prompt: int
     sampling: TokenSampling
     grammar_ticket: int = 0  # of the GrammarJob that prepared its grammar; 0: none did
+    task: str = SAMPLE  # see `Submit.task`
 
 
 class GrammarJob(msgspec.Struct, frozen=True):
@@ -122,27 +123,28 @@ class StepPlan:
         return first if (self.counts_R == first).all() else None
 
 
+@dataclass(slots=True)
+class TaskOutput:
+    """What a request's task made of one step beside tokens (runner/tasks.py)."""
+
+    logprobs: list[Logprobs] = field(default_factory=list)  # of each of its tokens
+    digests: list[bytes] = field(default_factory=list)  # of the logits behind each of its tokens
+    prompt_logprobs: PromptLogprobs | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of a step. tokens_N has the tokens of the plan's sampling rows, one after the
-    other: counts_S of each row, None if each has one.
-
-    The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing:
-    its one token is -1, its request ends with that message, and all others go on. drafts_S: how
-    many drafts each row has for its next step, None if nothing proposes. complete: how many of a
-    slot's tokens complete what its grammar asks for. digests: of the logits behind each of a slot's
-    tokens.
-    """
+    """The outcome of a step. The dictionaries are keyed by slot and empty for most steps."""
 
     step: int
-    tokens_N: I32
-    logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    tokens_N: I32  # of the rows that yield tokens (`StepPlan.samples_R`), one row after the other
+    counts_S: I32 | None = None  # tokens of each of these rows; None: one each
+    drafts_S: I32 | None = None  # drafts that each has for its next step; None: nothing proposes
+    outputs: dict[int, TaskOutput] = field(default_factory=dict)
+    # Messages. The slot's one token is -1, its request ends, and all others continue.
     failed: dict[int, str] = field(default_factory=dict)
-    counts_S: I32 | None = None
-    drafts_S: I32 | None = None
+    # How many of the slot's tokens complete the text that its grammar describes.
     complete: dict[int, int] = field(default_factory=dict)
-    digests: dict[int, list[bytes]] = field(default_factory=dict)
     device_us: int = 0
     idle_us: int = 0  # from the end of the step before, and its drafting, to the start of this one
     drafting_us: int = 0  # of the step before: a model guessed these drafts

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, Slots
 from moeserve.errors import InvalidRequest
-from moeserve.messages import Submit
+from moeserve.messages import SAMPLE, TASKS, Submit
 from moeserve.sampling import TokenSampling
 
 
@@ -52,6 +52,7 @@ class Request:
     priority: int
     salt: str
     arrival: int
+    task: str = SAMPLE
     num_resets: int = -1  # resets of the prefix cache before the hash chain began
     root: bytes = b""  # start of the chain
     hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, as far as needed
@@ -89,6 +90,8 @@ def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -
     ):
         if wrong := [value for value in values if not low <= value <= high]:
             raise InvalidRequest(f"{name} must lie in {low}..{high}, got {wrong[0]}")
+    if msg.task not in TASKS:
+        raise InvalidRequest(f"task must be one of {', '.join(TASKS)}, got {msg.task!r}")
     return Request(
         rid=msg.rid,
         tokens=tokens,
@@ -98,6 +101,7 @@ def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -
         priority=msg.priority,
         salt=msg.salt,
         arrival=arrival,
+        task=msg.task,
     )
 
 

@@ -24,7 +24,7 @@ from moeserve.engine.awaiting import AwaitingSet, GrammarSource, Need
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.draft_policy import DraftPolicy
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
-from moeserve.engine.output import append_tokens, logprobs_of, unsent_hits
+from moeserve.engine.output import append_tokens, outputs_of, unsent_hits
 from moeserve.engine.plan import I32, GrammarJob, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of, share
 from moeserve.engine.token_budget import TokenBudget
@@ -347,7 +347,14 @@ class Scheduler:
             if self._speculates:
                 self.policy.admit(np.array([slot], np.intp))
             builder.new_requests.append(
-                NewRequest(slot, head.tokens, head.num_prompt, head.sampling, head.grammar_ticket)
+                NewRequest(
+                    slot=slot,
+                    tokens=head.tokens,
+                    num_prompt=head.num_prompt,
+                    sampling=head.sampling,
+                    grammar_ticket=head.grammar_ticket,
+                    task=head.task,
+                )
             )
             slots = np.array([slot], np.intp)
             start = batch.scheduled[slots]
@@ -449,7 +456,7 @@ class Scheduler:
             batch, plan, in_flight.slots, live, result, self.eos_ids
         )
         cached = unsent_hits(batch, slots)
-        logprobs, prompt_logprobs, digests = logprobs_of(batch, in_flight.slots, live, result)
+        logprobs, prompt_logprobs, digests = outputs_of(batch, in_flight.slots, live, result)
         if self.budget:
             self.budget.note(plan, result.took_us)
         drafts = (

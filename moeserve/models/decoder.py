@@ -66,14 +66,14 @@ class Decoder:
         ubatch: UBatch,
         hidden_TD: Tensor | None = None,
     ) -> Tensor:
-        """Returns hidden states after the final norm, [T, D], and on their right `spec.taps`, [T, D
-        * (1 + taps)].
+        """Return hidden states after the final norm, [T, D].
 
-        caches: of the layers, which the tokens are added to. hidden_TD: what `enter` takes beside
-        tokens.
+        With `spec.aux_hidden_layers` their hidden states follow on the right: [T, D * (1 + n)].
+        caches: of the layers; the tokens' entries are written to them. hidden_TD: what `enter`
+        takes beside tokens.
         """
         ops = self.ops
-        taps = self.spec.taps
+        aux_layers = self.spec.aux_hidden_layers
         num_tokens = step.ids_T.shape[0]
         extra = ops.pad_rows(num_tokens) - num_tokens
         ids, positions = (
@@ -85,11 +85,11 @@ class Decoder:
         if hidden_TD is not None and extra:
             hidden_TD = torch.nn.functional.pad(hidden_TD, (0, 0, 0, extra))
         x, residual = self.enter(ids, hidden_TD)
-        tapped = {}
+        aux = {}
         norms = *(layer.attn_norm for layer in self.layers[1:]), self.norm
         for i, (layer, cache, norm) in enumerate(zip(self.layers, caches, norms, strict=True)):
-            if i in taps:
-                tapped[i] = residual.clone()  # adding to the stream may write to its memory
+            if i in aux_layers:
+                aux[i] = residual.clone()  # adding to the stream may write to its memory
             prepare = prepared[layer.mixer.prepare]
             if layer.feed_forward is None:
                 x = layer.mixer(x, prepare, cache, ubatch.index)
@@ -102,9 +102,9 @@ class Decoder:
                     x, real, ubatch, *((residual,) if layer.reads_stream else ())
                 )
             x, residual = self._add(x, residual, layer.mlp_post_norm, norm, layer.scale)
-        if taps:
-            tapped[len(self.layers)] = residual
-            x = torch.cat((x, *(tapped[tap] for tap in taps)), 1)
+        if aux_layers:
+            aux[len(self.layers)] = residual
+            x = torch.cat((x, *(aux[layer] for layer in aux_layers)), 1)
         return x[:num_tokens]
 
     def enter(self, ids_T: Tensor, hidden_TD: Tensor | None) -> tuple[Tensor, Tensor]:

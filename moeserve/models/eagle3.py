@@ -7,7 +7,7 @@ made of both; what follows is Llama. The stream behind the last layer is the hid
 next guess. Scores are of the draft vocabulary, a part of the target's.
 
 Source: arXiv 2503.01840; checkpoints as SpecForge, speculators and vLLM write and read them.
-T tokens, D model width, N columns of all taps, d tokens of the draft vocabulary, V of the target's.
+T tokens, D model width, N columns of all auxiliary hidden states, d tokens of the draft vocabulary, V of the target's.
 """
 
 from collections.abc import Collection, MutableMapping
@@ -39,7 +39,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def _fields(config: Fields) -> family.SpecFields:
@@ -67,16 +67,14 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
-    """An EAGLE-3 head in numbers. model: its layers; its vocabulary is the draft vocabulary. taps:
-    of the target, which has so many tokens and is `target_size` wide. norm_taps: before fc.
-    norm_first: the stream begins with the hidden state that was normed."""
+    """An EAGLE-3 head in numbers."""
 
-    model: ModelSpec
-    taps: tuple[int, ...]
+    model: ModelSpec  # its layers; the vocabulary is the draft vocabulary
+    aux_layers: tuple[int, ...]  # `ModelSpec.aux_hidden_layers` of the target
     target_vocab: int
-    target_size: int
-    norm_taps: bool
-    norm_first: bool
+    target_size: int  # the target's model width
+    norm_aux: bool  # a norm before `fc`
+    norm_first: bool  # the residual stream begins with the normed hidden state
 
 
 def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
@@ -86,7 +84,7 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     target.
     """
     model = read_model_spec(model_dir, FAMILIES)
-    none = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "eagle_config", TAPS))
+    none = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "eagle_config", AUX_LAYERS))
     values = read_json(model_dir, CONFIG)
     nested = FAMILIES[model.architecture].text in values
     config = Fields(
@@ -95,7 +93,7 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
         {**none, "norm_before_fc": False, "norm_before_residual": nested},
     )
     config.only(fc_norm=False, norm_output=False, tie_word_embeddings=False)
-    defaults = {TAPS: None, "norm_before_fc": config.boolean("norm_before_fc")}
+    defaults = {AUX_LAYERS: None, "norm_before_fc": config.boolean("norm_before_fc")}
     eagle = Fields(config.path, config.section("eagle_config"), defaults, "eagle_config.")
     eagle.only(use_aux_hidden_state=True)
     width = config.optional_integer("target_hidden_size", 1, family.MAX_WIDTH) or model.hidden_size
@@ -114,22 +112,22 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
         )
     count = target.num_layers
     # SpecForge and SGLang count a layer's output, vLLM its input
-    taps = config.integers(TAPS, 0, count) or tuple(
-        tap + 1 for tap in eagle.integers(TAPS, 0, count - 1)
+    aux_layers = config.integers(AUX_LAYERS, 0, count) or tuple(
+        layer + 1 for layer in eagle.integers(AUX_LAYERS, 0, count - 1)
     )
-    taps = tuple(sorted(set(taps or (2, count // 2, count - 3))))
-    if taps[0] < 0 or taps[-1] > count:
+    aux_layers = tuple(sorted(set(aux_layers or (2, count // 2, count - 3))))
+    if aux_layers[0] < 0 or aux_layers[-1] > count:
         raise ConfigError(
-            f"{config.path} has no {TAPS}, and the usual layers, {', '.join(map(str, taps))}, are not all in the "
+            f"{config.path} has no {AUX_LAYERS}, and the usual layers, {', '.join(map(str, aux_layers))}, are not all in the "
             f"served model, which has {count}; choose a head that was trained for it"
         )
     drafts = config.optional_integer("draft_vocab_size", 1, model.vocab_size) or model.vocab_size
     return Eagle3Spec(
-        model=replace(model, vocab_size=drafts, taps=(model.num_layers,)),
-        taps=taps,
+        model=replace(model, vocab_size=drafts, aux_hidden_layers=(model.num_layers,)),
+        aux_layers=aux_layers,
         target_vocab=target.vocab_size,
         target_size=width,
-        norm_taps=eagle.boolean("norm_before_fc"),
+        norm_aux=eagle.boolean("norm_before_fc"),
         norm_first=config.boolean("norm_before_residual"),
     )
 
@@ -140,9 +138,9 @@ def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
     model = spec.model
     width = spec.model.hidden_size
     plan = WeightPlan(width, Names(""), present, World(), Placement.initial(0, 1, 1))
-    columns = len(spec.taps) * spec.target_size
+    columns = len(spec.aux_layers) * spec.target_size
     plan.add("fc", (width, columns), "fc.weight")
-    if spec.norm_taps:
+    if spec.norm_aux:
         plan.add("input_norm", (columns,), "input_norm.weight")
     plan.add("norm", (width,), "norm.weight")
     plan.add("lm_head", (model.vocab_size, width), "lm_head.weight")
@@ -196,13 +194,11 @@ class Eagle3(Decoder):
     ids_d: Tensor | None  # of the target
     target_vocab: int
 
-    def combine(self, taps_TN: Tensor) -> Tensor:
+    def combine(self, aux_TN: Tensor) -> Tensor:
         """Returns the hidden states [T, D] made of the target's."""
-        tokens = len(taps_TN)
+        tokens = len(aux_TN)
         extra = self.ops.pad_rows(tokens) - tokens
-        padded = (
-            torch.nn.functional.pad(taps_TN, (0, 0, 0, extra)) if extra else taps_TN.contiguous()
-        )
+        padded = torch.nn.functional.pad(aux_TN, (0, 0, 0, extra)) if extra else aux_TN.contiguous()
         return self.fc(padded if self.input_norm is None else self.input_norm(padded))[:tokens]
 
     def enter(self, ids_T: Tensor, hidden_TD: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -246,7 +242,7 @@ def build_eagle3(
     make = partial(
         Eagle3,
         fc=ops.pack_linear(params.pop("fc"), None),
-        input_norm=norm("input_norm") if spec.norm_taps else None,
+        input_norm=norm("input_norm") if spec.norm_aux else None,
         hidden_norm=norm("hidden_norm"),
         norm_first=spec.norm_first,
         ids_d=None if ids_d is None else ids_d.to(ops.device),

@@ -75,9 +75,8 @@ class ModelSpec:
         LayerSpec, ...
     ] = ()  # of the drafter, whose caches are beside those of the layers
     draft_whole: bool = False  # each tensor-parallel rank has all of the drafter's heads
-    taps: tuple[
-        int, ...
-    ] = ()  # layers whose input, the residual stream, is read elsewhere, too; num_layers: the output
+    # Layers whose input (the residual stream) `forward` returns, too; num_layers: the output.
+    aux_hidden_layers: tuple[int, ...] = ()
     head_bias: bool = False
     norm: NormSpec = NormSpec()
     logits_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 leaves them

@@ -58,7 +58,7 @@ def workspace_bytes(
     # residual, normed rows, a block's output, and the norm's fp32 copies
     stream = tokens * spec.hidden_size * (3 * size + 3 * FP32)
     if spec.draft_layers:  # the model's hidden states, padded, and two normed rows side by side
-        stream += tokens * spec.hidden_size * (4 + 2 * len(spec.taps)) * size
+        stream += tokens * spec.hidden_size * (4 + 2 * len(spec.aux_hidden_layers)) * size
     half = max(
         max(
             mixer_workspace(

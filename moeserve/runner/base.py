@@ -50,6 +50,7 @@ from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling.constraints import Constraints
 from moeserve.runner.sampling.pick import make_sampler
+from moeserve.runner.sampling.task import SampleTask
 from moeserve.runner.speculation.base import Drafter, ProposerFacts
 from moeserve.runner.speculation.drafters import load_drafter, with_drafter
 from moeserve.runner.step import StepExecutor
@@ -95,6 +96,7 @@ class ModelRunnerBase(StepExecutor, ABC):
     step_s = 0.0
     mapped_bytes = 0  # of weights that lie in a file
     drafter: Drafter | None = None  # the model that guesses, if one does
+    constraints: Constraints
 
     def __init__(
         self,
@@ -394,6 +396,10 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.sampler.factories = self.processors
         self.sampler.digests = self.world.tp_rank == 0
         self.constraints = Constraints(self.model_dir, vocab_size, self.spec.eos_token_ids)
+        self.sampling = SampleTask(
+            self.model, self.sampler, self.constraints, self.tables, self.upload
+        )
+        self.tasks = {"sample": self.sampling}
         if self.speculation is None:
             return
         drafter = self.drafter and replace(self.drafter, caches=self.kv.draft_layers)

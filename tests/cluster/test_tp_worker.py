@@ -128,7 +128,7 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
             await step(pair, driver, request, 32)
         assert request.output == expected.output
         assert all(map(torch.equal, request.logits, expected.logits))
-        assert [r.logprobs for r in request.results] == [r.logprobs for r in expected.results]
+        assert [r.outputs for r in request.results] == [r.outputs for r in expected.results]
         pid = pair.team.pids[1]
     finally:
         await asyncio.to_thread(pair.close)

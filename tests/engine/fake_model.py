@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
-from moeserve.engine.plan import StepPlan, StepResult
+from moeserve.engine.plan import StepPlan, StepResult, TaskOutput
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.sampling import TokenSampling
 
@@ -314,21 +314,24 @@ class FakeModelRunner:
             if sampling.prompt_logprobs is not None and start + 1 < self.num_prompt[slot]:
                 scored = range(start + 1, min(end + 1, self.num_prompt[slot]))
                 scores = [score(value[p - 1 - start], int(self.tokens[slot, p])) for p in scored]
-                result.prompt_logprobs[slot] = PromptLogprobs(start + 1, scores)
+                result.outputs.setdefault(slot, TaskOutput()).prompt_logprobs = PromptLogprobs(
+                    start + 1, scores
+                )
             if not samples:
                 continue
             kept: list[int] = []
             for at in range(end - k, end + 1):  # the positions of the new tokens
                 kept.append(pick(value[at - 1 - start], sampling.seed))
                 if sampling.logprobs is not None:
-                    result.logprobs.setdefault(slot, []).append(
+                    result.outputs.setdefault(slot, TaskOutput()).logprobs.append(
                         score(value[at - 1 - start], kept[-1])
                     )
                 if at < end and kept[-1] != self.tokens[slot, at]:
                     break
             if self.tokens[slot, 0] == POISON:
                 result.failed[slot] = "poisoned"
-                result.logprobs.pop(slot, None)
+                if slot in result.outputs:
+                    result.outputs[slot].logprobs.clear()
                 kept = [-1]
             known = end - k + len(kept)
             self.tokens[slot, end - k : known] = np.maximum(kept, 0)

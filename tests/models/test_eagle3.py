@@ -42,7 +42,9 @@ def target(make_checkpoint: Any) -> Any:
 def test_taps_are_the_streams_that_enter_layers(target: Any, kernels: Any, halves: bool) -> None:
     plain = Driver(target.path, kernels=kernels).prefill("a", IDS.tolist(), 17)
     driver = Driver(
-        target.path, kernels=kernels, spec=replace(read_model_spec(target.path), taps=(0, 1, 2))
+        target.path,
+        kernels=kernels,
+        spec=replace(read_model_spec(target.path), aux_hidden_layers=(0, 1, 2)),
     )
     logits = driver.model.logits
     forward = driver.model.forward
@@ -52,13 +54,15 @@ def test_taps_are_the_streams_that_enter_layers(target: Any, kernels: Any, halve
         whole = SimpleNamespace(forward=forward, serve=driver.model.serve)
         driver.model.forward = lambda step, kv, _: runner.forward(whole, step, 5, agreed, kv)  # type: ignore[assignment,arg-type,method-assign]
     driver.model.logits = lambda x: torch.cat((logits(x[:, :64].contiguous()), x[:, 64:]), 1)  # type: ignore[method-assign]
-    ours, *taps = driver.prefill("a", IDS.tolist(), 17).split((256, 64, 64, 64), 1)
+    ours, *aux_layers = driver.prefill("a", IDS.tolist(), 17).split((256, 64, 64, 64), 1)
     assert torch.equal(ours, plain)
     with torch.no_grad():
         theirs = target.reference(IDS[None], output_hidden_states=True).hidden_states
-        torch.testing.assert_close(taps[0], theirs[0][0], **TOLERANCE)
-        torch.testing.assert_close(taps[1], theirs[1][0], **TOLERANCE)
-        torch.testing.assert_close(target.reference.model.norm(taps[2]), theirs[2][0], **TOLERANCE)
+        torch.testing.assert_close(aux_layers[0], theirs[0][0], **TOLERANCE)
+        torch.testing.assert_close(aux_layers[1], theirs[1][0], **TOLERANCE)
+        torch.testing.assert_close(
+            target.reference.model.norm(aux_layers[2]), theirs[2][0], **TOLERANCE
+        )
     if halves:
         runner.close()
 
@@ -125,11 +129,11 @@ def test_heads_against_plain_torch(
         save_file(tensors, tmp_path / "model.safetensors")
     head = load(tmp_path, driver)
     reference = Reference(tensors, embed, changes)
-    taps = torch.randn(len(IDS), 128, generator=torch.Generator().manual_seed(9))
-    theirs_hidden = reference.combine(taps)
+    aux_layers = torch.randn(len(IDS), 128, generator=torch.Generator().manual_seed(9))
+    theirs_hidden = reference.combine(aux_layers)
     hidden = attach(head, driver)
     parts = [
-        driver_step(driver, hidden, head.combine(taps[i:j]), IDS[i:j])
+        driver_step(driver, hidden, head.combine(aux_layers[i:j]), IDS[i:j])
         for i, j in ((0, 23), (23, 30), (30, 31))
     ]
     logits, stream = (torch.cat(x) for x in zip(*parts, strict=True))
@@ -152,20 +156,20 @@ def driver_step(
 
 
 @pytest.mark.parametrize(
-    ("changes", "taps"),
+    ("changes", "aux_layers"),
     [
         ({}, (1, 2)),
         ({"eagle_config": ..., "eagle_aux_hidden_state_layer_ids": [2, 0, 1, 1]}, (0, 1, 2)),
     ],
 )
 def test_layers_are_counted_as_their_makers_do(
-    target: Any, tmp_path: Path, changes: dict[str, Any], taps: tuple[int, ...]
+    target: Any, tmp_path: Path, changes: dict[str, Any], aux_layers: tuple[int, ...]
 ) -> None:
     write_eagle3(tmp_path, **changes)
     spec = read_model_spec(target.path)
-    assert read_eagle3(tmp_path, spec).taps == taps
+    assert read_eagle3(tmp_path, spec).aux_layers == aux_layers
     write_eagle3(tmp_path, eagle_config=...)
-    assert read_eagle3(tmp_path, replace(spec, layers=spec.layers * 24)).taps == (2, 24, 45)
+    assert read_eagle3(tmp_path, replace(spec, layers=spec.layers * 24)).aux_layers == (2, 24, 45)
 
 
 @pytest.mark.parametrize(

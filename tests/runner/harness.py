@@ -141,7 +141,7 @@ class Driver:
         self.free_slots = list(range(runner.limits.max_num_seqs))
         self.new_requests: list[NewRequest] = []
         self.step = 0
-        runner.on_logits = self._on_logits
+        runner.sampling.on_logits = self._on_logits
         self._logits: dict[int, Tensor] = {}
 
     def _on_logits(self, plan: StepPlan, logits_SV: Tensor) -> None:

@@ -121,13 +121,13 @@ def naive_model(
 def naive_eagle(
     head: Reference,
     target: Any,
-    taps: tuple[int, ...],
+    aux_layers: tuple[int, ...],
     tokens: list[int],
     choose: Callable[[Tensor, int], int],
 ) -> list[int]:
     with torch.no_grad():
         streams = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-        hidden = head.combine(torch.cat([streams[tap][0] for tap in taps], 1))
+        hidden = head.combine(torch.cat([streams[layer][0] for layer in aux_layers], 1))
         for _ in range(K):
             logits, stream = head.forward(torch.tensor(tokens[1:]), hidden)
             tokens = [*tokens, choose(logits[-1:], len(tokens))]

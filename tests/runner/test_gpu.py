@@ -67,8 +67,13 @@ def test_interpreted() -> None:
 
 def logprobs_of(result: StepResult) -> list[Logprobs]:
     return [
-        *(row for rows in result.logprobs.values() for row in rows),
-        *(row for rows in result.prompt_logprobs.values() for row in rows.rows),
+        *(row for output in result.outputs.values() for row in output.logprobs),
+        *(
+            row
+            for output in result.outputs.values()
+            if output.prompt_logprobs
+            for row in output.prompt_logprobs.rows
+        ),
     ]
 
 

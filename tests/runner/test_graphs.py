@@ -495,7 +495,7 @@ def test_the_largest_step_is_run_to_measure_it(cuda: FakeCuda) -> None:
     )
     runner.load(lambda phase, percent: None)
     runs: list[int] = []
-    runner.on_logits = lambda plan, logits_SV: runs.append(int(plan.counts_R.sum()))
+    runner.sampling.on_logits = lambda plan, logits_SV: runs.append(int(plan.counts_R.sum()))
     step_bytes, table_bytes = runner._measured()
     assert runs == [1, SETTINGS["max_num_batched_tokens"]]
     logits = SETTINGS["max_num_seqs"] * 5000 * 4

@@ -96,7 +96,8 @@ def same(ours: Request, theirs: Request) -> None:
     for a, b in zip(ours.logits, theirs.logits, strict=False):
         assert torch.equal(a, b)
     mine, others = (
-        [r.logprobs[x.slot] for r in x.results if x.slot in r.logprobs] for x in (ours, theirs)
+        [r.outputs[x.slot].logprobs for r in x.results if x.slot in r.outputs]
+        for x in (ours, theirs)
     )
     assert mine == others[: len(mine)]
 

@@ -44,8 +44,8 @@ def test_they_describe_the_raw_logits_of_each_token(sampling: TokenSampling) -> 
     assert sampling.logprobs is not None
     for one, n in ((request, sampling.logprobs), (neighbour, 5)):
         for result, logits, token in zip(one.results, one.logits, one.output, strict=True):
-            check(result.logprobs[one.slot][0], logits, token, n)
-    assert all(silent.slot not in result.logprobs for result in silent.results)
+            check(result.outputs[one.slot].logprobs[0], logits, token, n)
+    assert all(silent.slot not in result.outputs for result in silent.results)
 
 
 def test_digests_are_of_the_raw_logits_of_requests_that_want_them_on_one_rank() -> None:
@@ -59,15 +59,15 @@ def test_digests_are_of_the_raw_logits_of_requests_that_want_them_on_one_rank() 
         driver.run([(only, 99), (silent, 99), (with_both, 99)])
     for request in (with_both, only):
         for result, logits in zip(request.results, request.logits, strict=True):
-            assert result.digests[request.slot] == [
+            assert result.outputs[request.slot].digests == [
                 hashlib.sha256(logits.numpy().tobytes()).digest()
             ]
-    assert not any(silent.slot in result.digests for result in silent.results)
-    assert all(only.slot not in result.logprobs for result in only.results)
+    assert not any(result.outputs[silent.slot].digests for result in silent.results)
+    assert not any(result.outputs[only.slot].logprobs for result in only.results)
     driver.runner.sampler.digests = False  # another rank of the same engine
     other = driver.add(Request(list(PROMPT), greedy(**changed)))
     driver.run([(other, 99)])
-    assert not other.results[0].digests
+    assert not other.results[0].outputs
 
 
 @pytest.mark.parametrize("rows_at_once", [2, 1 << 20])
@@ -82,8 +82,10 @@ def test_prompt_logprobs_cross_chunk_borders(
     driver.generate(request, 3, chunk)
     rows: dict[int, Logprobs] = {}
     for result in request.results:
-        for slot, part in result.prompt_logprobs.items():
+        for slot, output in result.outputs.items():
             assert slot == request.slot
+            part = output.prompt_logprobs
+            assert part is not None
             rows |= {part.start + i: row for i, row in enumerate(part.rows)}
     assert sorted(rows) == list(range(1, len(PROMPT)))
     for position, row in rows.items():
@@ -101,7 +103,7 @@ def test_a_request_that_returns_with_an_answer_had_its_prompt_logprobs() -> None
     request.results.clear()
     driver.add(request)
     driver.generate(request, 4)
-    assert not any(result.prompt_logprobs for result in request.results)
+    assert not any(result.outputs for result in request.results)
 
 
 def test_equally_likely_tokens_come_in_order_of_their_ids() -> None:
@@ -128,7 +130,8 @@ def test_prompt_logits_that_are_not_finite_fail_that_request(
     monkeypatch.setattr(driver.runner.model, "logits", with_nan)
     result = driver.run([(bad, 5), (good, 5)])
     assert list(result.failed) == [bad.slot]
-    assert list(result.prompt_logprobs) == [good.slot]
+    assert list(result.outputs) == [good.slot]
+    assert result.outputs[good.slot].prompt_logprobs is not None
 
 
 @pytest.mark.parametrize("width", [3, 64, 200, 1300, 9001])

@@ -223,7 +223,7 @@ def test_a_failure_behind_a_right_draft_comes_at_its_place(
                         logits_NV[row] = float("nan")
                     row += 1
 
-        runner.on_logits = hook
+        runner.sampling.on_logits = hook
         return runner
 
     tokens = np.arange(30, 35, dtype="<i4").tobytes()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from moeserve.engine.plan import I32, GrammarJob, NewRequest
+from moeserve.runner.job_thread import JobThread
 from moeserve.runner.sampling.grammar_compiler import GrammarCompiler, failure_of
 from moeserve.runner.sampling.sampler import Masks
 

@@ -31,7 +31,7 @@ class Verified:
 
     hidden_TD: after the model's last norm. slots_S: the slots that sampled. accepted_S: int64,
     sampled tokens of each that are kept (1 + the drafts that were right). last_S: int64, of the T
-    tokens the one that gave the last of them. taps_TN: the streams of `spec.taps` side by side.
+    tokens the one that gave the last of them. aux_TN: the streams of `spec.aux_hidden_layers` side by side.
     """
 
     plan: StepPlan
@@ -41,7 +41,7 @@ class Verified:
     slots_S: I64
     accepted_S: Tensor
     last_S: Tensor
-    taps_TN: Tensor | None = None
+    aux_TN: Tensor | None = None
 
 
 class DraftModel(Protocol):
@@ -65,7 +65,7 @@ class DraftModel(Protocol):
 class Drafter:
     """A draft model and its caches. rules: of its KV groups. takes_hidden: whether it reads hidden
     states, and with each that of the token before. combine: makes those of the target's streams
-    (`Verified.taps_TN`)."""
+    (`Verified.aux_TN`)."""
 
     model: DraftModel
     caches: Sequence[LayerCache]

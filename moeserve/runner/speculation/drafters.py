@@ -46,7 +46,9 @@ def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec)
     path = resolve_model_dir(speculation.path)
     if speculation.kind == "eagle":
         eagle = read_eagle3(path, spec)
-        return replace(spec.drafting(eagle.model.layers), draft_whole=True, taps=eagle.taps)
+        return replace(
+            spec.drafting(eagle.model.layers), draft_whole=True, aux_hidden_layers=eagle.aux_layers
+        )
     draft = read_model_spec(path)
     if any(rule.tile for rule in draft.kv_rules):
         raise ConfigError(

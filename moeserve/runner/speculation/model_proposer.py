@@ -122,8 +122,8 @@ class ModelProposer(Proposer):
         )
         hidden_TD = step.hidden_TD[: len(ids_T)]
         if self._drafter.combine is not None:
-            assert step.taps_TN is not None
-            hidden_TD = self._drafter.combine(step.taps_TN[: len(ids_T)])
+            assert step.aux_TN is not None
+            hidden_TD = self._drafter.combine(step.aux_TN[: len(ids_T)])
         hidden_TD = self._forward(inputs, hidden_TD)
         if not (step.plan.propose and len(step.slots_S)):
             return

@@ -1,0 +1,298 @@
+"""The task that samples: a row's hidden state becomes its request's next token.
+
+S rows that sample, at N tokens: each row at its last token and at the tokens before its drafts.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.engine.plan import I32, NewRequest, StepPlan, StepResult, TaskOutput, ranges
+from moeserve.models.decoder import Decoder
+from moeserve.runner.sampling.constraints import Constraints, StepMasks
+from moeserve.runner.sampling.logprobs import (
+    LogprobRows,
+    PromptRows,
+    prompt_logprobs,
+    prompt_messages,
+    to_messages,
+)
+from moeserve.runner.sampling.rows import Trait
+from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
+from moeserve.runner.speculation.base import Verified, count_accepted
+from moeserve.runner.tables import I64, HostRows, Tables, Upload
+from moeserve.runner.tasks import Arrays, ComputedStep, RowTask, TaskOutputs
+
+T = TypeVar("T")
+
+
+class SampleTask(RowTask):
+    """Samples tokens and writes them to the tables, where the next step reads them.
+
+    `on_logits(plan, logits_NV)`, if set, sees the raw logits of every step (tests compare their
+    bits).
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        sampler: Sampler,
+        constraints: Constraints,
+        tables: Tables,
+        upload: Upload,
+    ) -> None:
+        self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
+        self._model = model
+        self._sampler = sampler
+        self._constraints = constraints
+        self._tables = tables
+        self._upload = upload
+        self._masks: StepMasks | None = None  # of the step between `begin` and `run`
+
+    def add(self, request: NewRequest) -> str | None:
+        reason = self._sampler.add(request)
+        self._constraints.add(request)
+        return reason
+
+    def refuse(self, slot: int) -> None:
+        self._sampler.rows.refuse(slot)
+
+    def begin(self, plan: StepPlan, rows: HostRows, drafts: Tensor | None) -> None:
+        """Start to fill the masks of rows with a grammar."""
+        self._masks = None
+        if not self._constraints.active:
+            return
+        slots_S = plan.slots_R[rows.sampling_S]
+        known_S = (plan.starts_R + plan.counts_R)[rows.sampling_S]
+        if drafts is None or rows.drafts_S is None:
+            self._masks = self._constraints.begin(slots_S, known_S)
+            return
+        each = np.split(drafts.cpu().numpy(), rows.drafts_S.cumsum()[:-1])
+        self._masks = self._constraints.begin(slots_S, known_S - rows.drafts_S, each)
+
+    def rows(self, plan: StepPlan) -> I64:
+        scored = self._sampler.rows.traits[plan.slots_R] & Trait.PROMPT_LOGPROBS
+        return np.flatnonzero(plan.samples_R | (scored > 0))
+
+    def run(self, step: ComputedStep) -> "SampleOutputs":
+        plan = step.plan
+        rows = step.rows
+        masks = self._masks
+        self._masks = None
+        outputs = SampleOutputs(plan.slots_R[rows.sampling_S].astype(np.int64), masks)
+        scored = self._sampler.rows.having(Trait.PROMPT_LOGPROBS, plan.slots_R)
+        if len(scored):
+            outputs.prompt = prompt_logprobs(
+                scored,
+                plan,
+                rows,
+                self._sampler.rows,
+                self._tables,
+                self._upload,
+                step.hidden_TD,
+                self._model.logits,
+            )
+        slots_S = outputs.slots_S
+        if not len(slots_S):
+            return outputs
+        slots_N = slots_S if rows.drafts_S is None else np.repeat(slots_S, rows.drafts_S + 1)
+        positions_N = rows.positions_T[rows.sample_N] + 1
+        logits_NV = self._model.logits(step.hidden_TD.index_select(0, step.inputs.sample_N))
+        if self.on_logits is not None:
+            self.on_logits(plan, logits_NV)
+        outputs.sampled = self._sampler.sample(
+            logits_NV, slots_N, positions_N, None if masks is None else masks.result()
+        )
+        tokens_N = outputs.sampled.tokens_S
+        (offsets_N,) = self._upload(self._tables.token_offsets(slots_N, positions_N))
+        if rows.drafts_S is not None:
+            outputs.drafts_S = rows.drafts_S
+            right_N = self._tables.arena.index_select(0, offsets_N) == tokens_N
+            outputs.accepted_S = count_accepted(right_N, rows.drafts_S, self._upload)
+        self._tables.append(offsets_N, tokens_N)
+        return outputs
+
+    def verified(self, step: ComputedStep, accepted_S: Tensor | None) -> Verified:
+        """Return the step for a proposer. accepted_S: see `SampleOutputs`."""
+        drafts_S = step.rows.drafts_S
+        last_S = step.inputs.sample_N
+        if accepted_S is None or drafts_S is None:
+            accepted_S = torch.ones_like(last_S)
+        else:
+            (first_S,) = self._upload((drafts_S + 1).cumsum() - drafts_S - 1)
+            last_S = last_S.index_select(0, first_S) + accepted_S - 1
+        slots_S = step.plan.slots_R[step.rows.sampling_S].astype(np.int64)
+        return Verified(
+            step.plan,
+            step.rows,
+            step.inputs,
+            step.hidden_TD,
+            slots_S,
+            accepted_S,
+            last_S,
+            step.aux_TN,
+        )
+
+
+@dataclass(slots=True)
+class SampleOutputs(TaskOutputs):
+    """The tokens of a step, on the device; the rest was noted at launch, because a later step may
+    have reassigned a slot before this one is collected."""
+
+    slots_S: I64
+    masks: StepMasks | None
+    sampled: Sampled | None = None  # None: no row samples
+    prompt: PromptRows | None = None
+    drafts_S: I32 | None = None
+    # int64: how many sampled tokens of each row come before its first wrong draft
+    accepted_S: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self.sampled is not None:
+            found["tokens"] = self.sampled.tokens_S
+            found["status"] = self.sampled.status_S
+            if self.sampled.logprobs is not None:
+                found |= _named("logprobs", self.sampled.logprobs)
+            for i, logits_V in enumerate(self.sampled.raw):
+                found[f"raw {i}"] = logits_V
+        if self.accepted_S is not None:
+            found["accepted"] = self.accepted_S
+        if self.prompt is not None:
+            found |= _named("prompt", self.prompt.rows)
+        return found
+
+    def awaited(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.masks is None else self.masks.lost_by_errors()
+
+    def add_to(self, result: StepResult, fetched: Arrays) -> StepResult:
+        failed = dict(result.failed)
+        kept_N = None
+        if self.sampled is not None:
+            tokens_N, counts_S, kept_N = self._tokens(self.sampled, fetched, failed)
+            result = replace(result, tokens_N=tokens_N, counts_S=counts_S)
+        outputs = self._outputs(fetched, kept_N, failed)
+        result = replace(result, failed=failed, outputs=outputs)
+        return result if self.masks is None else self._follow(result, self.masks)
+
+    def _tokens(
+        self, sampled: Sampled, fetched: Arrays, failed: dict[int, str]
+    ) -> tuple[I32, I32 | None, I64 | None]:
+        """Return the step's tokens, their counts by row, and which of the N sampled ones they are.
+
+        Without drafts each row has one token, and counts and choice are None. Rows without a token
+        are added to `failed`.
+        """
+        tokens_N = fetched["tokens"]
+        counts_S = fetched["accepted"].astype(np.int32) if "accepted" in fetched else None
+        status_N = fetched["status"]
+        if status_N.any() or sampled.failures:
+            reasons = {n: Status.MESSAGES[status_N[n]] for n in status_N.nonzero()[0].tolist()}
+            reasons |= sampled.failures
+            tokens_N, counts_S = self._failures(reasons, tokens_N, counts_S, failed)
+        if counts_S is None or self.drafts_S is None:
+            return tokens_N, None, None
+        first_S = (self.drafts_S + 1).cumsum() - self.drafts_S - 1
+        kept_N = ranges(first_S, counts_S)
+        return tokens_N[kept_N], counts_S, kept_N
+
+    def _outputs(
+        self, fetched: Arrays, kept_N: I64 | None, failed: dict[int, str]
+    ) -> dict[int, TaskOutput]:
+        """Return what requests get beside tokens, by slot.
+
+        Requests whose prompt logprobs are not finite are added to `failed`.
+        """
+        outputs: dict[int, TaskOutput] = {}
+        sampled = self.sampled
+        if sampled is not None and sampled.logprobs is not None:
+            rows = to_messages(sampled.logprob_counts, *_values(fetched, "logprobs"))
+            for slot, logprobs in self._by_slot(sampled.logprob_rows_P, rows, kept_N).items():
+                outputs.setdefault(slot, TaskOutput()).logprobs = logprobs
+        if sampled is not None and sampled.raw:
+            marks = [digest(fetched[f"raw {i}"]) for i in range(len(sampled.raw))]
+            for slot, digests in self._by_slot(sampled.raw_rows_Q, marks, kept_N).items():
+                outputs.setdefault(slot, TaskOutput()).digests = digests
+        if self.prompt is not None:
+            found, damaged = prompt_messages(self.prompt.spans, *_values(fetched, "prompt"))
+            for slot, message in found.items():
+                outputs.setdefault(slot, TaskOutput()).prompt_logprobs = message
+            for slot in damaged:
+                failed.setdefault(slot, Status.MESSAGES[Status.NOT_FINITE])
+        return {slot: output for slot, output in outputs.items() if slot not in failed}
+
+    def _follow(self, result: StepResult, masks: StepMasks) -> StepResult:
+        """Give the step's tokens to its grammars."""
+        complete, failed = masks.accept(tokens_by_row(result, len(self.slots_S)))
+        return replace(result, complete=complete, failed=failed | result.failed)
+
+    def _failures(
+        self,
+        reasons: Mapping[int, str],
+        tokens_N: I32,
+        counts_S: I32 | None,
+        failed: dict[int, str],
+    ) -> tuple[I32, I32 | None]:
+        """Add rows without a token to `failed`; return the tokens, with -1 there, and the counts.
+
+        reasons: of the N tokens, why some are missing. Counts end before a token that failed behind
+        a right draft: the next step samples at that position again, and fails.
+        """
+        tokens_N = tokens_N.copy()
+        lengths_S = (
+            np.ones(len(self.slots_S), np.int32) if self.drafts_S is None else self.drafts_S + 1
+        )
+        rows_N = np.repeat(np.arange(len(lengths_S)), lengths_S)
+        first_S = lengths_S.cumsum() - lengths_S
+        for n, reason in sorted(reasons.items(), reverse=True):
+            row = rows_N[n]
+            if n == first_S[row]:
+                tokens_N[n] = -1
+                failed.setdefault(int(self.slots_S[row]), reason)
+            if counts_S is not None:
+                counts_S[row] = min(counts_S[row], max(1, n - first_S[row]))
+        return tokens_N, counts_S
+
+    def _by_slot(self, rows_P: I64, values: Sequence[T], kept_N: I64 | None) -> dict[int, list[T]]:
+        """Group values of some of the N tokens by slot, accepted tokens only."""
+        slots_N = (
+            self.slots_S if self.drafts_S is None else np.repeat(self.slots_S, self.drafts_S + 1)
+        )
+        kept = None if kept_N is None else set(kept_N.tolist())
+        found: dict[int, list[T]] = {}
+        for n, value in zip(rows_P.tolist(), values, strict=True):
+            if kept is None or n in kept:
+                found.setdefault(int(slots_N[n]), []).append(value)
+        return found
+
+
+def _named(prefix: str, rows: LogprobRows) -> dict[str, Tensor]:
+    return {f"{prefix} {name}": tensor for name, tensor in rows._asdict().items()}
+
+
+def _values(fetched: Arrays, prefix: str) -> list[NDArray[Any]]:
+    return [fetched[f"{prefix} {name}"] for name in LogprobRows._fields]
+
+
+def digest(logits_V: NDArray[np.float32]) -> bytes:
+    """Return the SHA-256 of a row of logits, as little-endian fp32."""
+    return hashlib.sha256(np.ascontiguousarray(logits_V, "<f4").data).digest()
+
+
+def tokens_by_row(result: StepResult, num_rows: int) -> list[I32]:
+    """Return the tokens of each row that samples; none of a row that failed."""
+    if not num_rows:
+        return []
+    counts_S = np.ones(num_rows, np.int32) if result.counts_S is None else result.counts_S
+    tokens_S = np.split(result.tokens_N, counts_S.cumsum()[:-1])
+    if result.failed:
+        return [tokens[tokens >= 0] for tokens in tokens_S]
+    return tokens_S
