@@ -1,24 +1,13 @@
-"""The layer class that computes each kind of mixer.
+"""The layer class that computes each kind of mixer, by the class name of its numbers.
 
 A `Mixer` (its numbers) has no torch; its layer class does, so it is imported when a model is built.
 """
 
-from pkgutil import resolve_name
 from typing import Protocol
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.mixer import Mixer, MixerLayer
-
-LAYERS = {
-    "Attention": "moeserve.blocks.attention_layer:AttentionLayer",
-    "GatedDelta": "moeserve.blocks.gated_delta_layer:GatedDeltaLayer",
-    "KimiDelta": "moeserve.blocks.kda_layer:KimiDeltaLayer",
-    "LatentAttention": "moeserve.blocks.latent_attention_layer:LatentAttentionLayer",
-    "Lightning": "moeserve.blocks.lightning_layer:LightningLayer",
-    "Mamba1": "moeserve.blocks.mamba1_layer:Mamba1Layer",
-    "Mamba2": "moeserve.blocks.mamba2_layer:Mamba2Layer",
-    "ShortConv": "moeserve.blocks.short_conv_layer:ShortConvLayer",
-}
+from moeserve.plugins import Registry
 
 
 class LayerClass(Protocol):
@@ -33,15 +22,24 @@ class LayerClass(Protocol):
         """See `mixer_workspace`."""
 
 
-def layer_class(spec: Mixer) -> LayerClass:
-    """Return the class that computes mixers of this kind."""
-    found: LayerClass = resolve_name(LAYERS[type(spec).__name__])
-    return found
+MIXERS: Registry[LayerClass] = Registry(
+    "moeserve.mixers",
+    {
+        "Attention": "moeserve.blocks.attention_layer:AttentionLayer",
+        "GatedDelta": "moeserve.blocks.gated_delta_layer:GatedDeltaLayer",
+        "KimiDelta": "moeserve.blocks.kda_layer:KimiDeltaLayer",
+        "LatentAttention": "moeserve.blocks.latent_attention_layer:LatentAttentionLayer",
+        "Lightning": "moeserve.blocks.lightning_layer:LightningLayer",
+        "Mamba1": "moeserve.blocks.mamba1_layer:Mamba1Layer",
+        "Mamba2": "moeserve.blocks.mamba2_layer:Mamba2Layer",
+        "ShortConv": "moeserve.blocks.short_conv_layer:ShortConvLayer",
+    },
+)
 
 
 def build_mixer(spec: Mixer, build: Builder, name: str, group: int) -> MixerLayer:
     """Build a mixer of the parameters whose names begin with `name`. group: its KV group."""
-    return layer_class(spec)(spec, build, name, group)
+    return MIXERS[type(spec).__name__](spec, build, name, group)
 
 
 def mixer_workspace(
@@ -54,4 +52,5 @@ def mixer_workspace(
     max_len: the longest context.
     size: bytes of an element.
     """
-    return layer_class(spec).workspace(spec, width, tokens, max_len, size, tp_size)
+    layer = MIXERS[type(spec).__name__]
+    return layer.workspace(spec, width, tokens, max_len, size, tp_size)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from moeserve.blocks.kinds import MIXERS
 from moeserve.comm.nccl import why_not
 from moeserve.comm.world import World
 from moeserve.config import Config
@@ -35,7 +36,7 @@ def make_runner(
     join others, now or later. Raises ConfigError for settings that cannot work, and for `device:
     cuda` without a device.
     """
-    for registry in (DEVICES, BACKENDS, EXPERT_KERNELS, PROPOSERS):
+    for registry in (DEVICES, BACKENDS, EXPERT_KERNELS, MIXERS, PROPOSERS):
         registry.load_plugins()
     asked = config.device.device
     check_device(asked)
